@@ -25,6 +25,7 @@ from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import Store, StorePath, once, open_store
 
 __all__ = [
+    "CHAT_TEMPLATE_FILE",
     "CHECKSUM_KEY",
     "JOB_FILE",
     "MADE_BY_FILE",
@@ -114,6 +115,7 @@ def _no_json(path: str, error: Exception) -> ManifestError:
 
 
 MANIFEST_FILE, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 MADE_BY_FILE = ".made_by.json"
 PARTS_FOLDER = ".parts"
 """Holds the records of an unfinished run."""
@@ -121,7 +123,7 @@ JOB_FILE = f"{PARTS_FOLDER}/job.json"
 """Describes the unfinished run."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
-_ADDED = ("seal", "routed", "verified")
+_ADDED = ("seal", "routed", "verified", "chat_template", "counts")
 """Keys that the first manifests lack. They are omitted if unknown, so that old fingerprints
 stay."""
 _HISTOGRAM_BINS = 32
@@ -254,11 +256,21 @@ class Manifest:
     """sources.jsonl: one line per input file, with its counts. Rows refer to its line numbers."""
     rejects: FileInfo
     """rejects.jsonl: one line per rejected record: file, record, reason."""
+    chat_template: FileInfo | None = None
+    """chat_template.jinja: the template that wrote the conversations; None for other tasks."""
+    counts: dict[str, Count] | None = None
+    """What users should know of the conversations, by name; None for other tasks."""
 
     @cached_property
     def fingerprint(self) -> str:
         """xxh3-64 of the content, 16 hex digits. Equal data sets have equal fingerprints."""
         return xxhash.xxh3_64_hexdigest(canonical(self.content()))
+
+    @property
+    def side_files(self) -> tuple[FileInfo, ...]:
+        """All files but the shards and the manifest."""
+        template = (self.chat_template,) if self.chat_template else ()
+        return (self.tokenizer, self.sources, self.rejects, *template)
 
     def content(self) -> dict[str, Any]:
         """Return the content of the file without its checksum."""
@@ -327,7 +339,7 @@ class Manifest:
 
     def _check_files(self, path: str) -> None:
         shards = [shard for split in self.splits.values() for shard in split.shards]
-        for info in (self.tokenizer, self.sources, self.rejects, *shards):
+        for info in (*self.side_files, *shards):
             if not _FILE_NAME.fullmatch(info.file):
                 raise ManifestError(
                     f"{path}: {info.file!r} is not a file below the folder of the data set. Run "

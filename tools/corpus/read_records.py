@@ -96,6 +96,8 @@ def read_texts(part: FilePart, fields: Fields) -> Iterator[bytes]:
     """
     textual = (FieldKind.TEXT, FieldKind.WORDS)
     wanted: Fields = {name: kind for name, kind in fields.items() if kind in textual}
+    if not wanted:
+        return
     with suppress(UnverifiedError):
         for records in read_records(part, wanted, in_one_pass=True):
             for name, kind in wanted.items():

@@ -47,6 +47,10 @@ class FieldKind(Enum):
     """Given as str, whatever it was: numbers by their digits, booleans as `false` and `true`."""
     LABELS = "a list of names or of whole numbers from 0"
     """A list of labels."""
+    JSON = "a list or an object"
+    """Any value of JSON but null. A list or object may also be given as a text."""
+    OPTIONAL_JSON = "a list or an object, or nothing"
+    """The same, or None. JSON Lines may leave the field out."""
     NUMBER = "a finite number"
     """Given as a float that a float32 can hold; a text may spell it."""
 
@@ -136,6 +140,16 @@ def _label(value: Any) -> str:
     raise _not(FieldKind.LABEL, value)
 
 
+def _json(value: Any) -> Any:
+    if value is None:
+        raise _not(FieldKind.JSON, value)
+    return _optional_json(value)
+
+
+def _optional_json(value: Any) -> Any:
+    return _text(value).decode() if isinstance(value, str | bytes) else value
+
+
 def _number(value: Any) -> float:
     if isinstance(value, str | bytes | Real) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):
@@ -162,7 +176,13 @@ class _Scalar(NamedTuple):
     check: Callable[[Any], Any]
 
 
+def _holds_json(column: pa.DataType) -> bool:
+    return True
+
+
 _SCALARS: dict[FieldKind, _Scalar] = {
+    FieldKind.JSON: _Scalar(Any, (_holds_json,), _json),
+    FieldKind.OPTIONAL_JSON: _Scalar(Any, (_holds_json,), _optional_json),
     FieldKind.TEXT: _Scalar(str, (), _text),
     FieldKind.LABEL: _Scalar(str | int | bool, (pa.types.is_integer, pa.types.is_boolean), _label),
     FieldKind.NUMBER: _Scalar(float | str, (pa.types.is_integer, pa.types.is_floating), _number),
@@ -217,6 +237,7 @@ def records_of(
         weight_bytes: Passed on.
     """
     checks = {name: checker(kind) for name, kind in fields.items()}
+    absent = {name: None for name, kind in fields.items() if kind is FieldKind.OPTIONAL_JSON}
     numbers: list[int] = []
     values: dict[str, list[Any]] = {name: [] for name in fields}
     rejects: list[Reject] = []
@@ -224,6 +245,7 @@ def records_of(
         try:
             if isinstance(row, Unusable):
                 raise row
+            row = absent | row if absent else row
             found = [_field(row, name, check) for name, check in checks.items()]
         except Unusable as reason:
             rejects.append(Reject(number, str(reason)))

@@ -61,7 +61,7 @@ class DataFile(NamedTuple):
 
 def data_files(manifest: Manifest) -> Iterator[DataFile]:
     """Yield all files of a data set except the manifest."""
-    side = (manifest.tokenizer, manifest.sources, manifest.rejects)
+    side = manifest.side_files
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     for info in dict.fromkeys((*side, *shards)):
         yield DataFile(info, info.tokens if isinstance(info, ShardInfo) else 0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.facts import count_of, facts
+from tokenfeed.pipeline.format.kinds import Kind
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import shard_schema
 from tokenfeed.pipeline.format.store import Store, open_store
@@ -76,6 +77,7 @@ def _facts(manifest: Manifest) -> dict[str, str]:
     return {
         "task": f"{manifest.task}, columns {', '.join(columns)}",
         "labels": f"{len(labels):,}: {', '.join(labels)}" if labels else "none",
+        **_conversations(manifest.counts or {}),
         "tokenizer": f"{tokenizer.vocabulary_size:,} ids, {end}, pad id {tokenizer.pad_id}",
         "ids": _ids(manifest),
         "documents": f"{ledger.read:,} read = {ledger.written:,} written + {ledger.empty:,} empty "
@@ -85,6 +87,29 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         "shards": f"{num_bytes / 1e6:,.1f} MB, compressed to {num_bytes / tokens:.2f} bytes per "
         "token on disk",
         "fingerprint": f"{manifest.fingerprint}, the same for equal data sets",
+    }
+
+
+_NOTES = {
+    "removed_thinking": "{:,} messages whose thinking the template removed",
+    "removed_text": "{:,} contents or calls that the template removed",
+    "no_stop": "{:,} messages of the assistant without a stop token: never learnt",
+    "split_tokens": "{:,} tokens that span two kinds, with the kind of their first character",
+    "unmarked": "{:,} contents of the assistant outside {{% generation %}}: not learnt",
+    "unproved": "{:,} conversations whose other roles are unknown (kind template)",
+}
+"""What the counts of a manifest say."""
+
+
+def _conversations(counts: dict[str, int]) -> dict[str, str]:
+    """Tokens by kind, and what a user may not expect, each with its number."""
+    if not counts:
+        return {}
+    tokens = [(kind.label, counts.get(f"{kind.label}_tokens", 0)) for kind in Kind]
+    notes = [said.format(counts[name]) for name, said in _NOTES.items() if counts.get(name)]
+    return {
+        "kinds": ", ".join(f"{number:,} {name}" for name, number in tokens if number),
+        "notes": "; ".join(notes),
     }
 
 

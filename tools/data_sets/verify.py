@@ -44,6 +44,8 @@ def find_problems(path: StorePath, manifest: Manifest) -> Iterator[str]:
         (manifest.rejects, _check_rejects),
     ):
         yield from _check_file(store, info, partial(check, manifest))
+    if manifest.chat_template:
+        yield from _check_file(store, manifest.chat_template, lambda path, content: [])
     for split in manifest.splits:
         yield from _SplitCheck(store, manifest, split).problems()
 

@@ -81,6 +81,8 @@ class UnitResult:
     """Those whose ids differed."""
     routed: int = 0
     """Texts that the fast engine has left to the reference."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """What the task counts of its rows, by name."""
 
     @property
     def files(self) -> tuple[FileInfo, ...]:
@@ -106,6 +108,8 @@ class UnitCounts:
         """Those whose ids differed."""
         self.routed = 0
         """Texts that the fast engine has left to the reference."""
+        self._counts: Counter[str] = Counter()
+        """What the task counts of its rows."""
         self._unit = unit
         self._max_rejects = max_rejects
         self._rejects: list[tuple[int, int, str]] = []
@@ -128,6 +132,10 @@ class UnitCounts:
             (self._empty, ~has_text),
         ):
             total += np.bincount(places, weights, num_sources).astype(np.int64)
+
+    def count_rows(self, counts: dict[str, np.ndarray]) -> None:
+        """Enter what the task counts of written rows, by name."""
+        self._counts.update({name: int(values.sum()) for name, values in counts.items()})
 
     def count_lengths(self, split: str, lengths: np.ndarray) -> None:
         """Enter rows written to a split."""
@@ -171,6 +179,7 @@ class UnitCounts:
             audited=self.audited,
             differing=[text.decode() for text in self.differing],
             routed=self.routed,
+            counts=dict(self._counts),
         )
 
     def _by_source(self) -> list[SourceCounts]:

@@ -5,23 +5,30 @@
     score     a text, or two, and a number -> ids, score
     tag       words and their tags         -> ids, a label a token
     complete  a prompt and a completion    -> ids, prompt_length
+    chat      the messages of a conversation -> ids, a kind a token
 
 A record whose texts have no tokens becomes an empty row, which is counted and not written.
 """
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+import msgspec
 import numpy as np
 
-from tokenfeed.pipeline.arithmetic import Ragged, join
+from tokenfeed.pipeline.arithmetic import Ragged, join, offsets_of
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.kinds import BEGINS, Kind
 from tokenfeed.pipeline.format.schema import (
     ENDED_TASKS,
     IGNORED,
     INPUT_IDS,
+    KINDS,
     LABEL,
     LABELS,
     PROMPT_LENGTH,
@@ -31,13 +38,21 @@ from tokenfeed.pipeline.format.schema import (
     Task,
     task_columns,
 )
-from tokenfeed.tools.corpus.records import FieldKind, Fields
+from tokenfeed.tools.corpus.records import FieldKind, Fields, Unusable
+from tokenfeed.tools.encoding.chat import (
+    ChatTemplate,
+    Conversation,
+    Rendered,
+    read_messages,
+)
 from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.template import Template
+from tokenfeed.tools.encoding.token_places import TokenPlaces, byte_places
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 __all__ = [
     "TASK_CLASSES",
+    "ChatEncoder",
     "ClassifyEncoder",
     "CompleteEncoder",
     "Encode",
@@ -69,6 +84,8 @@ class Samples:
     """Which rows have a token of their own, beside the template, shape (R,), bool."""
     unusable: dict[int, str] = field(default_factory=dict)
     """Rows that cannot be written, and why; `has_text` is False for them."""
+    counts: dict[str, np.ndarray] = field(default_factory=dict)
+    """What users should know of each row, by name, shape (R,), int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +119,10 @@ class TaskEncoder(ABC):
     def columns(self) -> tuple[Column, ...]:
         """The columns it adds to the ids."""
         return task_columns(self.name)
+
+    def with_tokenizer(self, json_bytes: bytes) -> Self:
+        """The task with what it needs of the tokenizer.json; each worker asks once."""
+        return self
 
     @property
     def num_texts(self) -> int:
@@ -370,8 +391,181 @@ class CompleteEncoder(TaskEncoder):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatEncoder(TaskEncoder):
+    """Conversations: the template writes them as texts, and each token gets a kind."""
+
+    name: ClassVar[Task] = "chat"
+    record: ClassVar[str] = "a conversation: messages, or a prompt and its completion"
+    kinds: ClassVar[Fields] = {
+        "messages": FieldKind.JSON,
+        "prompt": FieldKind.JSON,
+        "completion": FieldKind.JSON,
+        "tools": FieldKind.OPTIONAL_JSON,
+        "template_arguments": FieldKind.OPTIONAL_JSON,
+    }
+    messages: str | None = "messages"
+    prompt: str | None = None
+    completion: str | None = None
+    tools: str | None = None
+    template_arguments: str | None = None
+    chat_template: ChatTemplate | None = None
+    """None until the tokenizer is known."""
+    splits_special: bool = False
+    """Whether special-token text in a message becomes its id. Otherwise the record is rejected."""
+    places: TokenPlaces | None = None
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) != (self.completion is None):
+            raise ConfigError("`--field`: expected both prompt and completion, or none of them.")
+        if self.prompt is not None:
+            object.__setattr__(self, "messages", None)
+
+    def with_tokenizer(self, json_bytes: bytes) -> Self:
+        """The task with the bytes that each token stands for."""
+        return replace(self, places=TokenPlaces(json_bytes))
+
+    def texts(self, values: FieldValues) -> list[bytes]:
+        """The records as JSON."""
+        records = zip(*(values[name] for name in self.fields), strict=True)
+        return [msgspec.json.encode(record) for record in records]
+
+    def unusable(self, values: FieldValues) -> dict[int, str]:
+        """Records that are no conversation."""
+        reasons = {}
+        for row in range(len(next(iter(values.values())))):
+            try:
+                self._conversation(values, row)
+                msgspec.json.encode([values[name][row] for name in self.fields])
+            except Unusable as reason:
+                reasons[row] = str(reason)
+            except UnicodeEncodeError:
+                reasons[row] = "has a lone surrogate: no UTF-8 can express it"
+        return reasons
+
+    def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
+        """Turn R records into R rows."""
+        assert self.chat_template, "the template is not known"
+        assert self.places, "the tokenizer is not known"
+        rendered: list[Rendered] = []
+        unusable = {}
+        for row in range(len(next(iter(values.values())))):
+            try:
+                conversation = self._conversation(values, row)
+                self._check_special(conversation)
+                rendered.append(self.chat_template.render(conversation))
+            except Unusable as reason:
+                unusable[row] = str(reason)
+                rendered.append(Rendered("", [0], [0], [], {}))
+        texts = [each.text.encode() for each in rendered]
+        ids = encode(texts)
+        kinds, counts = _kinds_of_tokens(rendered, texts, ids, self.places)
+        says = sum(counts[f"{kind.label}_tokens"] for kind in Kind if kind >= Kind.TEXT) > 0
+        for row in np.flatnonzero(~says & (ids.lengths > 0)).tolist():
+            unusable.setdefault(row, "has nothing to learn: the assistant says nothing")
+        has_text = ids.lengths > 0
+        has_text[[*unusable]] = False
+        per_token = {INPUT_IDS: ids, KINDS: Ragged(kinds, ids.lengths)}
+        return Samples(per_token, {}, has_text, unusable, counts)
+
+    def _conversation(self, values: FieldValues, row: int) -> Conversation:
+        """Return a record as a conversation.
+
+        Raises:
+            Unusable: Names the field and the message.
+        """
+        messages = []
+        for own, role in (("messages", None), ("prompt", "user"), ("completion", "assistant")):
+            if (name := getattr(self, own)) is None:
+                continue
+            value = values[name][row]
+            if role and isinstance(value, str):
+                value = [{"role": role, "content": value}]
+            with _in_field(name):
+                messages += read_messages(value)
+        tools, arguments = (
+            None if name is None else _parsed(values[name][row], name)
+            for name in (self.tools, self.template_arguments)
+        )
+        if tools is not None and not isinstance(tools, list):
+            raise Unusable(f"field `{self.tools}` is {type(tools).__name__}, expected a list")
+        if arguments is not None and not isinstance(arguments, dict):
+            kind = type(arguments).__name__
+            raise Unusable(f"field `{self.template_arguments}` is {kind}, expected an object")
+        return Conversation(messages, tools or None, arguments or {})
+
+    def _check_special(self, conversation: Conversation) -> None:
+        """Reject special-token text in messages: the template writes such text for its own tokens.
+
+        Raises:
+            Unusable: Names the message.
+        """
+        assert self.chat_template
+        if self.splits_special:
+            return
+        special = self.chat_template.special
+        for number, message in enumerate(conversation.messages, 1):
+            if match := special.search(msgspec.json.encode([*message.values()]).decode()):
+                raise Unusable(
+                    f"message {number} has the text of the special token {match[0]!r}; see "
+                    "--special-tokens-in-text"
+                )
+
+
+@contextmanager
+def _in_field(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Unusable as reason:
+        raise Unusable(f"field `{name}` {reason}") from None
+
+
+def _parsed(value: Any, name: str) -> Any:
+    """A value that may be written as a text of JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) and value.strip() else value or None
+    except (ValueError, RecursionError):
+        raise Unusable(f"field `{name}` is a text that is not JSON") from None
+
+
+def _kinds_of_tokens(
+    rendered: list[Rendered], texts: list[bytes], ids: Ragged, places: TokenPlaces
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return the kinds column of R conversations, and counts of each.
+
+    A token has the kind of its first character. Tokens that end in characters of another kind are
+    counted.
+    """
+    starts, ends = places.starts(texts, ids)
+    text_offsets = offsets_of(np.fromiter(map(len, texts), np.int64, len(texts)))
+    pairs = [*zip(rendered, text_offsets.tolist(), strict=False)]
+    begins = np.concatenate(
+        [byte_places(each.text, np.array(each.starts)) + offset for each, offset in pairs]
+    )
+    values = np.fromiter(chain.from_iterable(each.kinds for each in rendered), np.uint8)
+    stretch = np.searchsorted(begins, starts, side="right") - 1
+    last = np.searchsorted(begins, np.maximum(ends - 1, starts), side="right") - 1
+    kinds = values[stretch]
+    rows = np.repeat(np.arange(len(rendered)), ids.lengths)
+    per_row = np.bincount(rows * 8 + kinds, minlength=8 * len(rendered)).reshape(-1, 8)
+    counts = {f"{kind.label}_tokens": per_row[:, kind] for kind in Kind}
+    counts["split_tokens"] = np.bincount(rows[values[last] != kinds], minlength=len(rendered))
+    for name in ("no_stop", "unmarked", "unproved", "removed_thinking", "removed_text"):
+        found = (each.counts.get(name, 0) for each in rendered)
+        counts[name] = np.fromiter(found, np.int64, len(rendered))
+    of_messages = [
+        byte_places(each.text, np.array(each.messages, np.int64).reshape(-1)) + offset
+        for each, offset in pairs
+    ]
+    first, stop = np.concatenate(of_messages).reshape(-1, 2).T
+    tokens = np.searchsorted(starts, first)
+    tokens, stop = tokens[tokens < len(starts)], stop[tokens < len(starts)]
+    kinds[tokens[starts[tokens] < stop]] |= BEGINS
+    return kinds, counts
+
+
 TASK_CLASSES: dict[Task, type[TaskEncoder]] = {
     task.name: task
-    for task in (LmEncoder, ClassifyEncoder, ScoreEncoder, TagEncoder, CompleteEncoder)
+    for task in (LmEncoder, ClassifyEncoder, ScoreEncoder, TagEncoder, CompleteEncoder, ChatEncoder)
 }
 """Every task, by its name."""

@@ -25,7 +25,13 @@ from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.tools.encoding.engine_support import ID_LIMIT
 
-__all__ = ["NOT_FAILURES", "TextTokenizer", "fetch_tokenizer_json", "panics_unprinted"]
+__all__ = [
+    "NOT_FAILURES",
+    "TextTokenizer",
+    "fetch_beside",
+    "fetch_tokenizer_json",
+    "panics_unprinted",
+]
 
 _END_TOKENS = (
     "<|endoftext|>",
@@ -143,6 +149,23 @@ class TextTokenizer:
         return xxhash.xxh3_64_hexdigest(self.json_bytes)
 
 
+def fetch_beside(name: str, file: str) -> bytes | None:
+    """Read another file of the tokenizer that `name` means; None if it has none."""
+    if "://" in name:
+        folder, inner = object_address(name)
+        try:
+            return open_store(folder if inner.endswith(".json") else name).read(file)
+        except OSError:
+            return None
+    path = Path(name)
+    if path.exists():
+        path = (path if path.is_dir() else path.parent) / file
+        return path.read_bytes() if path.is_file() else None
+    with contextlib.suppress(TokenizerError, OSError):
+        return _fetch_from_hub(name, file).read_bytes()
+    return None
+
+
 def fetch_tokenizer_json(name: str) -> bytes:
     """Read the tokenizer.json that `name` means: a file, a folder that holds one, the address of
     either, or a hub id, perhaps with `@` and a revision.
@@ -249,15 +272,15 @@ def _read_from_store(url: str) -> bytes:
         raise TokenizerError(str(error)) from None
 
 
-def _fetch_from_hub(name: str) -> Path:
-    """Download tokenizer.json of a hub repository, or find it in the hub's local cache."""
+def _fetch_from_hub(name: str, file: str = TOKENIZER_FILE) -> Path:
+    """Download a file of a hub repository, or find it in the hub's local cache."""
     from huggingface_hub import hf_hub_download  # 0.1 s that only hub ids should cost
 
     # It would report each of its retries; the one line below says it once.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     try:
         identity, _, revision = name.partition("@")
-        return Path(hf_hub_download(identity, TOKENIZER_FILE, revision=revision or None))
+        return Path(hf_hub_download(identity, file, revision=revision or None))
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise TokenizerError(

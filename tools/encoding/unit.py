@@ -116,6 +116,7 @@ class UnitEncoder:
         self._threshold = np.uint64(int(settings.validation * 2**64))
         self._on_progress = on_progress
         self._engine = engine or _load_engine(settings)
+        self._task = settings.task.with_tokenizer(settings.output.read(TOKENIZER_FILE))
         self._fast = self._audited_engine()
         self._verifier = self._verifying_engine()
 
@@ -201,7 +202,7 @@ class UnitEncoder:
             return {}
         try:
             encode = partial(self._encode, ledger)
-            samples = self._settings.task.encode(batch.values, encode, self._settings.template)
+            samples = self._task.encode(batch.values, encode, self._settings.template)
         except Unencodable:
             return self._encode_batch(self._encodable(batch, ledger), ledger)
         texts = self._settings.task.texts(batch.values)
@@ -210,6 +211,7 @@ class UnitEncoder:
             ledger.reject(int(batch.sources[index]), Reject(int(batch.records[index]), reason))
         usable = np.setdiff1d(np.arange(len(batch)), [*samples.unusable])
         ledger.count(batch.sources[usable], num_bytes[usable], samples.has_text[usable])
+        ledger.count_rows({n: c[samples.has_text] for n, c in samples.counts.items()})
         hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
         if self._fast and not self._verifier:
             ledger.sample += self._sampled(batch.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))
@@ -238,7 +240,7 @@ class UnitEncoder:
         for index in range(len(batch)):
             one = batch.take(np.array([index]))
             try:
-                self._settings.task.encode(one.values, self._engine.encode, self._settings.template)
+                self._task.encode(one.values, self._engine.encode, self._settings.template)
                 kept.append(index)
             except Unencodable as error:
                 (reason, *_) = error.reasons.values()
@@ -254,7 +256,7 @@ class UnitEncoder:
             return self._engine.encode(given)
 
         if len(sample):
-            self._settings.task.encode(sample.values, noting, self._settings.template)
+            self._task.encode(sample.values, noting, self._settings.template)
         return answers
 
 

@@ -146,7 +146,7 @@ def recognise(output: Place, recipe: dict[str, Any]) -> tuple[Manifest, int]:
 def changed_file(output: Place, manifest: Manifest) -> str | None:
     """Return the first file that is missing or has another size than a manifest says."""
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
-    infos = [manifest.tokenizer, manifest.sources, manifest.rejects, *shards]
+    infos = [*manifest.side_files, *shards]
 
     def size_of(name: str) -> int | None:
         try:

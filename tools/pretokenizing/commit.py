@@ -14,6 +14,7 @@ import xxhash
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.manifest import (
+    CHAT_TEMPLATE_FILE,
     MANIFEST_FILE,
     TOKENIZER_FILE,
     FileInfo,
@@ -30,6 +31,7 @@ from tokenfeed.tools.corpus.input_files import InputFile
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engines import ReferenceEngine, engine_version
 from tokenfeed.tools.encoding.record_blocks import UnitResult
+from tokenfeed.tools.encoding.tasks import ChatEncoder
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import TRAIN, EncodeSettings
 from tokenfeed.tools.jobs.claim import changed_file
@@ -69,6 +71,8 @@ def commit(
         ledger=_ledger(ledgers),
         sources=_write_lines(output, SOURCES_FILE, ledgers),
         rejects=_join_rejects(output, results),
+        chat_template=_chat_template(settings),
+        counts=_counts(results),
     )
     _clear_away(settings, results)
     if changed := changed_file(output, manifest):
@@ -78,6 +82,21 @@ def commit(
         )
     output.write(MANIFEST_FILE, manifest.encoded())
     return manifest
+
+
+def _chat_template(settings: EncodeSettings) -> FileInfo | None:
+    """Write the template of conversations, if there are any."""
+    if not isinstance(settings.task, ChatEncoder) or not settings.task.chat_template:
+        return None
+    content = settings.task.chat_template.source.encode()
+    settings.output.write(CHAT_TEMPLATE_FILE, content)
+    xxh3 = xxhash.xxh3_64_hexdigest(content)
+    return FileInfo(file=CHAT_TEMPLATE_FILE, bytes=len(content), xxh3=xxh3)
+
+
+def _counts(results: list[UnitResult]) -> dict[str, int] | None:
+    names = {name: None for result in results for name in result.counts}
+    return {n: sum(result.counts.get(n, 0) for result in results) for n in names} or None
 
 
 def _clear_away(settings: EncodeSettings, results: list[UnitResult]) -> None:

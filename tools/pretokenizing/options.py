@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ __all__ = ["Options", "fields_of_tasks", "input_formats", "parse_options", "reco
 _GROUPS = {
     "task and tokenizer": (
         *("task", "field", "tokenizer", "vocab_size", "end_token", "add_special_tokens"),
+        *("chat_template", "template_argument"),
     ),
     "input": ("split", "validation", "exclude", "strict", "max_rejects"),
     "speed and output": ("workers", "engine", "json"),
@@ -83,6 +85,12 @@ class Options:
     """Token after every document and completion. Default: found by its usual names."""
     add_special_tokens: bool = False
     """Put the tokenizer's template, like [CLS] ... [SEP], around each row."""
+    chat_template: Annotated[str, text("FILE")] | None = None
+    """Template of --task chat. Default: chat_template.jinja beside the tokenizer.json, or the
+    template in its tokenizer_config.json."""
+    template_argument: tuple[Annotated[str, text("NAME=VALUE")], ...] = ()
+    """Variable of the chat template for all records; VALUE is JSON, else a text. Can be given
+    several times."""
     split: tuple[Annotated[str, text("NAME=GLOB")], ...] = ()
     """Put the files whose names or paths match GLOB into the split NAME. Can be given several
     times."""
@@ -174,7 +182,26 @@ class Options:
     def make_task(self) -> TaskEncoder:
         """Make the task with its fields. Labels have no numbers yet."""
         given: dict[str, Any] = {**self.fields}
+        if self.task == "chat":
+            given["splits_special"] = self.special_tokens_in_text == "split"
         return TASK_CLASSES[self.task](add_special_tokens=self.add_special_tokens, **given)
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """The variables that `template_argument` gives to the chat template."""
+        found: dict[str, Any] = {}
+        for given in self.template_argument:
+            name, is_given, value = given.partition("=")
+            if not is_given or not name.isidentifier():
+                raise ConfigError(
+                    f"`--template-argument` {given!r}: expected NAME=VALUE, like "
+                    "enable_thinking=false."
+                )
+            try:
+                found[name] = json.loads(value)
+            except ValueError:
+                found[name] = value
+        return found
 
     def check(self) -> None:
         """Reject options that cannot work, before any file is read.
@@ -201,7 +228,7 @@ class Options:
                 raise ConfigError(
                     f"`--split` {given!r}: expected a name and a pattern, like test='*.test.jsonl'."
                 )
-        _ = self.shard_bytes, self.max_record_bytes  # raise if not a size
+        _ = self.shard_bytes, self.max_record_bytes, self.template_arguments  # raise if wrong
         self._check_tokenizer()
 
     def _check_fields(self) -> None:
@@ -237,6 +264,7 @@ class Options:
                     f"`{flag_of(name)}` {getattr(self, name)}: is for a tokenizer that is trained, "
                     "and `--tokenizer` names one. Leave one of them out."
                 )
+        self._check_chat(given)
         if self.strict and self.max_rejects is not None:
             raise ConfigError(
                 f"`--max-rejects` {self.max_rejects} and `--strict`: leave one of them out."
@@ -266,6 +294,19 @@ class Options:
             )
         if "workers" in given and "runner" in given:
             raise ConfigError(f"`--workers`: has no effect beside `{used[0]}`. Leave it out.")
+
+    def _check_chat(self, given: set[str]) -> None:
+        """Reject options of conversations for other tasks, and of other tasks for conversations."""
+        own, others = {"chat_template", "template_argument"}, {"end_token", "add_special_tokens"}
+        for name in sorted(given & (others if self.task == "chat" else own)):
+            raise ConfigError(
+                f"`{flag_of(name)}` has no effect with `--task {self.task}`. Leave it out."
+            )
+        if self.task == "chat" and not self.tokenizer:
+            raise ConfigError(
+                "`--task chat` needs `--tokenizer`: the tokenizer of the model that you train, "
+                "with the special tokens of its chat template."
+            )
 
     def _is_given(self, field: "dataclasses.Field[Any]") -> bool:
         return bool(getattr(self, field.name) != field.default)

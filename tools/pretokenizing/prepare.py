@@ -1,23 +1,32 @@
 """Prepare a run, before it writes: its input, its tokenizer, how to encode, and its recipe."""
 
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import xxhash
 
-from tokenfeed.pipeline.errors import TokenizerError
-from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
+from tokenfeed.pipeline.errors import ConfigError, TokenizerError
+from tokenfeed.pipeline.format.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.pipeline.remote.address import public
+from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.encoding.audit import Audit
+from tokenfeed.tools.encoding.chat import ChatTemplate
 from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, installed_engines, preload
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
+from tokenfeed.tools.encoding.tasks import ChatEncoder
+from tokenfeed.tools.encoding.tokenizer import (
+    TextTokenizer,
+    fetch_beside,
+    fetch_tokenizer_json,
+)
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs.claim import State
@@ -66,6 +75,10 @@ class Listed:
             prepare_early(_preloading(options.tokenizer, tokenizer))
         plan = kept_plan(output) if state == "unfinished" else None
         inputs = Inputs.listed(options, plan, spooled)
+        if isinstance(inputs.task, ChatEncoder):
+            assert tokenizer, "`Options.check` asks for one"
+            task = replace(inputs.task, chat_template=_chat_template(options, tokenizer))
+            inputs = replace(inputs, task=task)
         return cls(
             options=options,
             output=output,
@@ -193,8 +206,60 @@ def _load(options: Options, json_bytes: bytes, origin: object) -> TextTokenizer:
         json_bytes,
         origin=origin,
         end_token=options.end_token,
-        splits_special=options.special_tokens_in_text == "split",
+        splits_special=options.special_tokens_in_text == "split" or options.task == "chat",
     )
+
+
+def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
+    """Find the chat template, and the variables that it gets beside the messages.
+
+    Raises:
+        TokenizerError: There is no template, or it is not valid.
+    """
+    assert options.tokenizer
+    beside = partial(fetch_beside, options.tokenizer)
+    try:
+        config = json.loads(beside("tokenizer_config.json") or b"{}")
+        more = json.loads(beside("special_tokens_map.json") or b"{}")
+    except ValueError as error:
+        raise TokenizerError(
+            f"{options.tokenizer}: tokenizer_config.json or special_tokens_map.json beside the "
+            f"tokenizer is not JSON ({error}). Restore it."
+        ) from None
+    if options.chat_template:
+        try:
+            source: Any = Path(options.chat_template).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"`--chat-template` {options.chat_template}: cannot be read ({error})."
+            ) from None
+    else:
+        found = beside(CHAT_TEMPLATE_FILE)
+        source = found.decode() if found else config.get("chat_template")
+        if isinstance(source, list):
+            source = {each["name"]: each["template"] for each in source}.get("default")
+    if not isinstance(source, str):
+        raise TokenizerError(
+            f"{options.tokenizer}: has no chat template. Give a folder with tokenizer_config.json "
+            "or chat_template.jinja beside tokenizer.json, or --chat-template FILE."
+        )
+    named = {k: v for k, v in {**more, **config}.items() if k.endswith("_token")}
+    variables = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items() if v}
+    variables = {k: v for k, v in variables.items() if isinstance(v, str)}
+    added = tokenizer.tokenizer.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special} | {*variables.values()}
+    known = {*tokenizer.tokenizer.get_vocab(with_added_tokens=True)}
+    template = ChatTemplate(
+        source=source,
+        special_tokens=tuple(sorted(special & known)),
+        variables=variables | options.template_arguments,
+    )
+    try:
+        template.check()
+    except Unusable as reason:
+        name = options.chat_template or options.tokenizer
+        raise TokenizerError(f"{name}: the chat template {reason}. Correct it.") from None
+    return template
 
 
 def _preloading(name: str, tokenizer: TextTokenizer) -> Callable[[], None]:
@@ -214,11 +279,20 @@ def _advise(options: Options, tokenizer: TextTokenizer) -> None:
     ends = options.task in ENDED_TASKS
     if ends and tokenizer.end_token is None:
         logger.info("the tokenizer has no end token: rows end without one (see --end-token)")
-    if not ends and tokenizer.has_template and not options.add_special_tokens:
+    is_bare = not ends and options.task != "chat" and not options.add_special_tokens
+    if is_bare and tokenizer.has_template:
         logger.info(
             "the tokenizer has a template for its special tokens, which is left out "
             "(see --add-special-tokens)"
         )
+
+
+def _chat_recipe(inputs: Inputs) -> list[Any] | None:
+    """What the chat template is, with its variables."""
+    template = inputs.task.chat_template if isinstance(inputs.task, ChatEncoder) else None
+    if not template:
+        return None
+    return [xxhash.xxh3_64_hexdigest(template.source.encode()), template.variables]
 
 
 def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -> dict[str, Any]:
@@ -244,6 +318,7 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -
         "the tokenizer's checksum": tokenizer.xxh3 if tokenizer else None,
         "--engine": options.engine,
         "--verify-ids": options.verify_ids,
+        "the chat template": _chat_recipe(inputs),
         "the engines": installed_engines(),
         "the number of input files": len(states),
         "the bytes of the input": sum(source.bytes for source in sources),

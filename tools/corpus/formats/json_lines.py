@@ -47,10 +47,13 @@ class JsonLines:
 
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
-        names = [(f"field{index}", json_type(kind)) for index, kind in enumerate(fields.values())]
+        names: list[Any] = [
+            (f"field{index}", json_type(kind), *_default(kind))
+            for index, kind in enumerate(fields.values())
+        ]
         renamed = {f"field{index}": name for index, name in enumerate(fields)}
         try:
-            line = msgspec.defstruct("Line", names, rename=renamed, gc=False)
+            line = msgspec.defstruct("Line", names, rename=renamed, gc=False, kw_only=True)
         except ValueError:  # a name that JSON would have to escape
             self._decoder = None
         else:
@@ -115,6 +118,11 @@ def is_json_lines(start: bytes, field: str) -> bool:
     second = rest.lstrip().partition(b"\n")[0]
     objects = [value for value in map(_parsed, (first, second)) if isinstance(value, dict)]
     return any(field in value for value in objects) or bool(objects and second)
+
+
+def _default(kind: FieldKind) -> tuple[None, ...]:
+    """The value of a field that a line leaves out, if it may."""
+    return (None,) if kind is FieldKind.OPTIONAL_JSON else ()
 
 
 def _column(values: list[Any], kind: FieldKind) -> list[Any]:

@@ -174,7 +174,7 @@ def batch_records(batch: pa.RecordBatch, fields: Fields, numbers: np.ndarray) ->
     columns = {name: _plain(batch.column(name), kind) for name, kind in fields.items()}
     if all(_is_sound(columns[name], kind) for name, kind in fields.items()):
         return Records(numbers, {name: column.to_pylist() for name, column in columns.items()})
-    lists = [_listed(column) for column in columns.values()]
+    lists = [_listed(column, fields[name]) for name, column in columns.items()]
     rows = (dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True))
     return records_of(zip(numbers.tolist(), rows, strict=True), fields)
 
@@ -220,13 +220,22 @@ def _is_sound(column: pa.Array, kind: FieldKind) -> bool:
     return True
 
 
-def _listed(column: pa.Array) -> list[Any]:
+def _listed(column: pa.Array, kind: FieldKind) -> list[Any]:
     """Python values; a list of invalid UTF-8 shows as what it is, not as an error for all."""
     try:
         values: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
         return [_value(scalar) for scalar in column]
+    if kind in (FieldKind.JSON, FieldKind.OPTIONAL_JSON):
+        return [_without_nulls(value) for value in values]
     return values
+
+
+def _without_nulls(value: Any) -> Any:
+    """An object without the keys that its table has for other objects only."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _value(scalar: pa.Scalar) -> Any:

@@ -1,0 +1,507 @@
+"""Conversations: ids and masks are those of transformers, and kinds say what each character is."""
+
+import functools
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import feather, parquet
+from support.commands import call
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import pre_tokenizers as pre
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from tokenfeed import Fixed, ShardLoader
+from tokenfeed.pipeline.format.kinds import Kind, kinds_of
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.tools.encoding.chat import ChatTemplate, Conversation, Rendered, read_messages
+from tokenfeed.tools.encoding.engines import ReferenceEngine
+from tokenfeed.tools.encoding.tasks import ChatEncoder, Samples
+from tokenfeed.tools.encoding.template import Template
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.pretokenize import main
+
+Message = dict[str, Any]
+
+CHATML = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}\
+{{ message.content + '<|im_end|>' + '\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+GENERATING = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}\
+{% if message.role == 'assistant' %}{% generation %}\
+{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}\
+{% else %}{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+LLAMA = """{{ bos_token }}{% for message in messages %}\
+{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}\
+{{ message['content'] | trim + '<|eot_id|>' }}{% endfor %}\
+{% if add_generation_prompt %}\
+{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+_QWEN = """{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}\
+{% set ns.last = loop.index0 %}{% endif %}{% endfor %}\
+{% if tools %}<|im_start|>system
+# Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}\
+{% for m in messages %}{% set content = m.content or '' %}\
+{% if m.role == 'assistant' %}{% set thought = m.reasoning_content or '' %}\
+{% if '</think>' in content %}{% set thought = content.split('</think>')[0]\
+.rstrip('\n').split('<think>')[-1].lstrip('\n') %}\
+{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}\
+{{ '<|im_start|>assistant\n' }}BEGIN\
+{% if loop.index0 > ns.last %}{{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}\
+{{ content.lstrip('\n') }}{% else %}{{ content }}{% endif %}\
+{% for call in m.tool_calls or [] %}{{ '\n<tool_call>\n{"name": "' + call.function.name }}\
+{{ '", "arguments": ' }}{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}\
+{{ '<|im_end|>' }}END{{ '\n' }}\
+{% elif m.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ content }}
+</tool_response><|im_end|>
+{% else %}{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+QWEN = _QWEN.replace("BEGIN", "").replace("END", "")
+QWEN_GENERATING = _QWEN.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
+INST = """{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}\
+{{ ' ' + m.content + '</s>' }}{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}\
+{% endfor %}"""
+TEMPLATES = {
+    "chatml": CHATML,
+    "generating": GENERATING,
+    "llama": LLAMA,
+    "qwen": QWEN,
+    "qwen, generating": QWEN_GENERATING,
+    "inst": INST,
+}
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>")
+SPECIAL += ("<|start_header_id|>", "<|end_header_id|>")
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+@functools.cache
+def tokenizer_json(kind: str = "byte-level") -> bytes:
+    tokenizer = Tokenizer(models.BPE(byte_fallback=kind != "byte-level"))
+    trainer = BpeTrainer(vocab_size=400, show_progress=False)
+    if kind == "byte-level":
+        tokenizer.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer.initial_alphabet = pre.ByteLevel.alphabet()
+    else:
+        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+        tokenizer.decoder = decoders.Fuse()
+        trainer.initial_alphabet = [*map(chr, range(33, 127)), "\u2581", "\n"]
+        trainer.special_tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    texts = ["assistant\n\n user system weather", "hello there 42\n", "</think>\n\n漢字 é"] * 3
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>")])
+    return tokenizer.to_str().encode()
+
+
+@functools.cache
+def peer(kind: str = "byte-level") -> Any:
+    tokenizer = Tokenizer.from_buffer(tokenizer_json(kind))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **VARIABLES)
+
+
+@functools.cache
+def encoder(source: str, kind: str = "byte-level") -> tuple[ChatEncoder, ReferenceEngine]:
+    tokenizer = TextTokenizer.load(tokenizer_json(kind), origin="a test", splits_special=True)
+    template = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
+    made = ChatEncoder(chat_template=template, splits_special=True, tools="tools")
+    return made.with_tokenizer(tokenizer_json(kind)), ReferenceEngine(tokenizer)
+
+
+def encode(
+    source: str,
+    conversations: list[list[Message]],
+    tools: list[Any] | None = None,
+    kind: str = "byte-level",
+) -> Samples:
+    task, engine = encoder(source, kind)
+    values = {"messages": conversations, "tools": [tools] * len(conversations)}
+    return task.encode(values, engine.encode, Template((), (), ()))
+
+
+def rendered(source: str, messages: list[Message]) -> Rendered:
+    template = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
+    return template.render(Conversation(read_messages(messages)))
+
+
+def pieces_of(source: str, messages: list[Message]) -> list[tuple[str, str]]:
+    """The stretches of a rendered conversation, without those of the template."""
+    found = rendered(source, messages)
+    ends = [*found.starts[1:], len(found.text)]
+    stretches = zip(found.starts, ends, found.kinds, strict=True)
+    return [(Kind(kind).label, found.text[a:b]) for a, b, kind in stretches if kind and a < b]
+
+
+ODD = ["", " ", "\n\n", "  two  ", "\nseam\n", "e\u0301", "漢字 🎉", "\u200b", "</think>", "user"]
+ODD += ["<think>why</think>so", "assistant\n", '{"a": 1}', "<tool_response>", "weather"]
+TEXT = st.lists(st.sampled_from(ODD) | st.text(max_size=8), max_size=3).map("".join)
+
+
+@st.composite
+def conversations(draw: st.DrawFn, *, plain: bool = False) -> list[Message]:
+    messages = [{"role": "system", "content": text} for text in draw(st.lists(TEXT, max_size=2))]
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(TEXT)})
+        answer: Message = {"role": "assistant", "content": draw(TEXT)}
+        if not plain and draw(st.booleans()):
+            arguments = {"city": draw(TEXT), "days": draw(st.integers(0, 9))}
+            function = {"name": "weather", "arguments": arguments}
+            messages.append({**answer, "tool_calls": [{"type": "function", "function": function}]})
+            messages.append({"role": "tool", "content": draw(TEXT)})
+        if not plain and draw(st.booleans()):
+            answer = {**answer, "reasoning_content": draw(TEXT)}
+        messages.append(answer)
+    return messages
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from([*TEMPLATES]),
+    conversations(),
+    st.booleans(),
+    st.sampled_from(["byte-level", "SentencePiece"]),
+)
+def test_ids_and_masks_are_those_of_transformers(
+    name: str, messages: list[Message], has_tools: bool, kind: str
+) -> None:
+    source, tools = TEMPLATES[name], TOOLS if has_tools else None
+    samples = encode(source, [messages], tools, kind)
+    has_generation = "{% generation %}" in source
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = peer(kind).apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=source,
+            return_dict=True,
+            return_assistant_tokens_mask=has_generation,
+        )
+    if samples.unusable:
+        assert not has_generation
+        assert samples.unusable[0].startswith("message ")
+        return
+    ids, kinds = samples.per_token["input_ids"].values, samples.per_token["kinds"].values
+    assert ids.tolist() == expected["input_ids"]
+    if has_generation and not samples.counts["split_tokens"][0]:
+        assert (kinds & 4 > 0).tolist() == [bool(each) for each in expected["assistant_masks"]]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(["chatml", "qwen"]), conversations())
+def test_generation_blocks_change_no_kind(name: str, messages: list[Message]) -> None:
+    marked = {"chatml": GENERATING, "qwen": QWEN_GENERATING}[name]
+    with_tags, without = (encode(source, [messages]) for source in (marked, TEMPLATES[name]))
+    if without.unusable:  # contents that the template reads, or that look like its prompt
+        return
+    for column, ragged in with_tags.per_token.items():
+        assert ragged == without.per_token[column]
+    assert with_tags.counts["no_stop"].tolist() == without.counts["no_stop"].tolist() == [0]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(["chatml", "generating", "llama", "inst"]), conversations(plain=True))
+def test_kinds_have_the_contents_of_their_roles(name: str, messages: list[Message]) -> None:
+    if rendered(TEMPLATES[name], messages).counts["unproved"]:  # all private characters used
+        return
+    found = pieces_of(TEMPLATES[name], messages)
+    expected = {"system": "", "user": "", "text": ""}
+    own = {"system": "system", "user": "user", "assistant": "text"}
+    for message in messages:
+        expected[own[message["role"]]] += message["content"]
+    squeezed = {
+        kind: "".join("".join(text for label, text in found if label == kind).split())
+        for kind in ("system", "user")
+    }
+    says = "".join(text for label, text in found if label in ("text", "thinking"))
+    assert squeezed | {"text": "".join(says.split())} == {
+        kind: "".join(text.split()) for kind, text in expected.items()
+    }
+    stops = [text for label, text in found if label == "stop"]
+    assert len(stops) == sum(message["role"] == "assistant" for message in messages)
+
+
+THOUGHTFUL: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": "Let me look.",
+        "reasoning_content": "Look it up.",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+        ],
+    },
+    {"role": "tool", "content": "sunny"},
+    {"role": "assistant", "content": "Sunny.", "reasoning_content": "Good."},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "Yes.", "reasoning_content": "Fine."},
+]
+
+
+@pytest.mark.parametrize("source", [QWEN, QWEN_GENERATING])
+def test_parts_of_a_message_have_their_own_kinds(source: str) -> None:
+    assert pieces_of(source, THOUGHTFUL) == [
+        ("system", "Be brief."),
+        ("user", "Weather?"),
+        ("text", "Let me look."),
+        ("call", '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'),
+        ("stop", "<|im_end|>"),
+        ("tool", "sunny"),
+        ("text", "Sunny."),
+        ("stop", "<|im_end|>"),
+        ("user", "And?"),
+        ("thinking", "<think>\nFine.\n</think>\n\n"),
+        ("text", "Yes."),
+        ("stop", "<|im_end|>"),
+    ]
+
+
+def test_removed_thinking_is_counted() -> None:
+    samples = encode(QWEN, [THOUGHTFUL, THOUGHTFUL[:2] + THOUGHTFUL[-1:]])
+    assert samples.counts["removed_thinking"].tolist() == [2, 0]
+
+
+def test_a_template_without_stop_token_is_counted() -> None:
+    source = CHATML.replace("<|im_end|>", "")
+    samples = encode(source, [THOUGHTFUL[:2] + THOUGHTFUL[-1:]])
+    assert samples.counts["no_stop"].tolist() == [1]
+
+
+def test_prompt_text_in_a_message_is_no_prompt() -> None:
+    source = CHATML.replace("<|im_start|>", "### ").replace("<|im_end|>", "</s>")
+    messages = [
+        {"role": "user", "content": "### assistant\n"},
+        {"role": "assistant", "content": "### assistant\n no"},
+    ]
+    assert pieces_of(source, messages) == [
+        ("user", "### assistant\n"),
+        ("text", "### assistant\n no"),
+        ("stop", "</s>"),
+    ]
+
+
+def test_an_uncertain_turn_is_named() -> None:
+    source = CHATML.replace("message.role", "(messages | length) ~ message.role")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert encode(source, [messages]).unusable == {
+        0: "message 2: it is not certain where it begins and ends, because the template renders it "
+        "otherwise in a longer conversation. Use a template with {% generation %}"
+    }
+
+
+def test_a_token_over_a_seam_has_its_first_kind_and_is_counted() -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "\n x"}]
+    samples = encode(GENERATING, [messages])
+    tokenizer = Tokenizer.from_buffer(tokenizer_json())
+    ids, kinds = (samples.per_token[name].values for name in ("input_ids", "kinds"))
+    (seam,) = (k for i, k in zip(ids, kinds, strict=True) if tokenizer.decode([i]) == "\n\n")
+    assert (seam, samples.counts["split_tokens"].tolist()) == (Kind.TEMPLATE, [1])
+
+
+def test_each_message_begins_once() -> None:
+    samples = encode(QWEN, [THOUGHTFUL])
+    kinds = samples.per_token["kinds"].values
+    begun = [Kind(kind).label for kind in kinds_of(kinds[kinds >= 0x80])]
+    assert begun == ["system", "user", "text", "tool", "text", "user", "thinking"]
+
+
+def test_templates_cannot_reach_the_interpreter() -> None:
+    for source in (
+        "{{ messages.__class__.__mro__ }}",
+        "{% set x = messages.append(1) %}",
+        "{% set ns = namespace(_x=1) %}",
+        "{{ strftime_now('%Y') }}",
+        "{{ raise_exception('no') }}",
+        "{{ 1 / 0 }}",
+    ):
+        samples = encode(source, [[{"role": "user", "content": "a"}]])
+        assert samples.unusable[0]
+
+
+# The command
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """A folder as a model has it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(tokenizer_json())
+    config = {"chat_template": QWEN, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make(corpus: Path, out: Path, tokenizer: Path, *options: object, expect: int = 0) -> Any:
+    return call(
+        main, corpus, out, "--task", "chat", "--tokenizer", tokenizer,
+        "--validation", 0, *options, expect=expect,
+    )  # fmt: skip
+
+
+def column(folder: Path, name: str) -> list[list[int]]:
+    manifest = Manifest.read(folder)
+    (shard,) = manifest.split("train").shards
+    rows, _ = ShardReader.open(open_store(folder), manifest, shard).read(0)
+    return [row.tolist() for row in np.split(rows.per_token[name], np.cumsum(rows.lengths)[:-1])]
+
+
+SHORT: list[list[Message]] = [
+    [{"role": "user", "content": f"question {n}"}, {"role": "assistant", "content": f"answer {n}"}]
+    for n in range(5)
+]
+
+
+def test_layouts_and_formats_make_the_same_rows(tmp_path: Path, tokenizer: Path) -> None:
+    names = {"user": "human", "assistant": "gpt"}
+    share = [[{"from": names[m["role"]], "value": m["content"]} for m in c] for c in SHORT]
+    pairs = [{"prompt": c[0]["content"], "completion": c[1]["content"]} for c in SHORT]
+    listed = [{"prompt": c[:1], "completion": c[1:]} for c in SHORT]
+    messages = [{"messages": c} for c in SHORT]
+
+    def lines(name: str, rows: list[Any]) -> Path:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    both = ("--field", "prompt=prompt", "completion=completion")
+    table = pa.table({"messages": SHORT})
+    parquet.write_table(table, tmp_path / "table.parquet")
+    feather.write_feather(table, tmp_path / "table.arrow")
+    texts = pa.table({"messages": [json.dumps(c) for c in SHORT]})
+    parquet.write_table(texts, tmp_path / "texts.parquet")
+    cases: dict[str, tuple[Path, tuple[str, ...]]] = {
+        "messages": (lines("messages", messages), ()),
+        "share": (
+            lines("share", [{"conversations": c} for c in share]),
+            ("--field", "messages=conversations"),
+        ),
+        "pairs": (lines("pairs", pairs), both),
+        "listed": (lines("listed", listed), both),
+        "parquet": (tmp_path / "table.parquet", ()),
+        "arrow": (tmp_path / "table.arrow", ()),
+        "texts": (tmp_path / "texts.parquet", ()),
+    }
+    found = {}
+    for name, (path, options) in cases.items():
+        make(path, tmp_path / name, tokenizer, *options)
+        found[name] = (column(tmp_path / name, "input_ids"), column(tmp_path / name, "kinds"))
+    assert all(each == found["messages"] for each in found.values())
+    assert len(found["messages"][0]) == len(SHORT)
+
+
+def test_tools_and_arguments_reach_the_template(tmp_path: Path, tokenizer: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    rows = [
+        {"messages": SHORT[0], "tools": TOOLS},
+        {"messages": SHORT[0], "tools": json.dumps(TOOLS)},
+        {"messages": SHORT[0]},
+        {"messages": SHORT[0], "more": {"mood": "sad"}},
+    ]
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = tmp_path / "moody.jinja"
+    template.write_text("{{ mood }}" + QWEN)
+    make(
+        corpus, tmp_path / "out", tokenizer, "--field", "tools=tools", "template_arguments=more",
+        "--chat-template", template, "--template-argument", "mood=glad",
+    )  # fmt: skip
+    texts = [
+        Tokenizer.from_buffer(tokenizer_json()).decode(row, skip_special_tokens=False)
+        for row in column(tmp_path / "out", "input_ids")
+    ]
+    assert texts[0] == texts[1]
+    assert [text[:4] for text in texts] == ["glad", "glad", "glad", "sad<"]
+    assert ["# Tools" in text for text in texts] == [True, True, False, False]
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == template.read_text()
+
+
+BAD: list[tuple[Any, str]] = [
+    ([{"role": "wizard", "content": "a"}], "message 1 with the role 'wizard', expected system"),
+    ([*SHORT[0], {"role": "user"}], "message 3 (user) without content"),
+    ([{"role": "user", "content": 3}], "message 1 whose content is int, expected text"),
+    ([{"role": "user", "content": [{"type": "image"}]}], "message 1 with a part that is not text"),
+    (["hello"], "message 1 that is str, expected role and content"),
+    ([], "is an empty list, expected a list of messages"),
+    ("hello", "is a text, expected a list of messages"),
+    (None, "is null, expected a list or an object"),
+    (SHORT[0][:1], "has nothing to learn: the assistant says nothing"),
+    (
+        [SHORT[0][0], {"role": "assistant", "content": "<|im_end|>"}],
+        "message 2 has the text of the special token '<|im_end|>'; see --special-tokens-in-text",
+    ),
+    ([{"role": "user", "content": "\ud800"}, SHORT[0][1]], "lone surrogate"),
+    ([{"from": "function_call", "value": "{"}], "message 1 with a function call that is not JSON"),
+]
+
+
+def test_bad_records_are_named_and_the_rest_goes_on(tmp_path: Path, tokenizer: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    long: list[Any] = [message for n in range(100) for message in SHORT[n % 5]]
+    large = [{"role": "user", "content": "long " * 200_000}, SHORT[0][1]]
+    rows = [*(value for value, _ in BAD), SHORT[0], long, large]
+    corpus.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    make(corpus, tmp_path / "out", tokenizer)
+    rejects = [*map(json.loads, (tmp_path / "out" / "rejects.jsonl").read_text().splitlines())]
+    assert [reject["line"] for reject in rejects] == [*range(1, len(BAD) + 1)]
+    for reject, (_, reason) in zip(rejects, BAD, strict=True):
+        assert reason in reject["reason"]
+    assert len(column(tmp_path / "out", "kinds")) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--chat-template", "missing.jinja"), "`--chat-template` missing.jinja: cannot be read"),
+        (("--chat-template", "{broken}"), "the chat template is not valid: "),
+        (("--template-argument", "mood"), "`--template-argument` 'mood': expected NAME=VALUE"),
+        (("--end-token", "</s>"), "`--end-token` has no effect with `--task chat`"),
+        (("--field", "prompt=a"), "expected both prompt and completion"),
+    ],
+)
+def test_wrong_options_are_rejected(
+    tmp_path: Path, tokenizer: Path, options: tuple[str, ...], expected: str
+) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"messages": SHORT[0]}) + "\n")
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for %}")
+    given = [broken if option == "{broken}" else option for option in options]
+    code = 1 if "template is" in expected else 2
+    made = make(corpus, tmp_path / "out", tokenizer, *given, expect=code)
+    assert expected in made.stderr
+
+
+def test_a_tokenizer_without_template_is_rejected(tmp_path: Path, tokenizer: Path) -> None:
+    (tokenizer / "tokenizer_config.json").unlink()
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"messages": SHORT[0]}) + "\n")
+    made = make(corpus, tmp_path / "out", tokenizer, expect=1)
+    assert "has no chat template" in made.stderr
+
+
+def test_loader_learns_what_the_assistant_says(tmp_path: Path, tokenizer: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"messages": c}) + "\n" for c in SHORT))
+    make(corpus, tmp_path / "out", tokenizer)
+    decode = Tokenizer.from_buffer(tokenizer_json()).decode
+    with ShardLoader(tmp_path / "out", batching=Fixed(5), num_workers=0) as loader:
+        (batch,) = loader
+        texts = {
+            decode(labels[labels >= 0].tolist(), skip_special_tokens=False)
+            for labels in batch["labels"]
+        }
+    assert texts == {f"<think>\n\n</think>\n\nanswer {n}<|im_end|>" for n in range(5)}

@@ -1,0 +1,96 @@
+"""Where each token begins in its text, in bytes.
+
+The tokens of a byte-level tokenizer stand for a known number of bytes, so their lengths add up to
+the places. Where the sum is not the length of the text, and for all other tokenizers, the reference
+says where each token begins.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+from tokenizers import Tokenizer
+
+from tokenfeed.pipeline.arithmetic import Ragged, offsets_of
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+
+__all__ = ["TokenPlaces", "byte_places"]
+
+
+class TokenPlaces:
+    """Finds the first byte of each token, for one tokenizer."""
+
+    def __init__(self, json_bytes: bytes) -> None:
+        """Read the vocabulary of a tokenizer.json. The reference is loaded when it is needed."""
+        self._json_bytes = json_bytes
+        content = msgspec.json.decode(json_bytes)
+        self._lengths = _byte_lengths(content) if _is_byte_level(content) else None
+
+    @cached_property
+    def _reference(self) -> Tokenizer:
+        loaded = TextTokenizer.load(self._json_bytes, origin="the tokenizer", splits_special=True)
+        return loaded.tokenizer
+
+    def starts(self, texts: list[bytes], ids: Ragged) -> tuple[np.ndarray, np.ndarray]:
+        """Return where each token begins and ends, counted over all texts, shape (N,) each.
+
+        Args:
+            texts: R texts.
+            ids: Their ids, special tokens in the text included.
+        """
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        text_offsets, rows = offsets_of(sizes), ids.offsets
+        if self._lengths is None:
+            starts, wrong = np.zeros(len(ids.values), np.int64), np.arange(len(texts))
+        else:
+            bounds = offsets_of(self._lengths[ids.values])
+            starts = bounds[:-1] + np.repeat(text_offsets[:-1] - bounds[rows[:-1]], ids.lengths)
+            wrong = np.flatnonzero(bounds[rows[1:]] - bounds[rows[:-1]] != sizes)
+        for row, places in zip(wrong, self._by_reference(texts, ids, wrong), strict=True):
+            starts[rows[row] : rows[row + 1]] = places + text_offsets[row]
+        ends = np.append(starts[1:], 0)
+        has_tokens = ids.lengths > 0
+        ends[rows[1:][has_tokens] - 1] = text_offsets[1:][has_tokens]
+        return starts, ends
+
+    def _by_reference(
+        self, texts: list[bytes], ids: Ragged, chosen: np.ndarray
+    ) -> Iterator[np.ndarray]:
+        """Yield where the tokens of the chosen texts begin."""
+        if not len(chosen):
+            return
+        decoded = [texts[row].decode() for row in chosen]
+        encodings = self._reference.encode_batch(decoded, add_special_tokens=False)
+        for row, text, encoding in zip(chosen, decoded, encodings, strict=True):
+            assert len(encoding.ids) == ids.lengths[row], "the engines differ"
+            yield byte_places(text, np.array([start for start, _ in encoding.offsets], np.int64))
+
+
+def byte_places(text: str, characters: np.ndarray) -> np.ndarray:
+    """Return the bytes at which characters of a text begin, given their numbers."""
+    if text.isascii():
+        return characters
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    begins = np.append(np.flatnonzero((encoded & 0xC0) != 0x80), len(encoded))
+    places: np.ndarray = begins[characters]
+    return places
+
+
+def _is_byte_level(content: dict[str, Any]) -> bool:
+    """Whether each character of a token in the vocabulary stands for one byte."""
+    step = content.get("pre_tokenizer") or {}
+    steps = step.get("pretokenizers", [step])
+    is_byte_level = any(each.get("type") == "ByteLevel" for each in steps)
+    return is_byte_level and isinstance(content["model"].get("vocab"), dict)
+
+
+def _byte_lengths(content: dict[str, Any]) -> np.ndarray:
+    vocabulary: dict[str, int] = content["model"]["vocab"]
+    sizes = {id_: len(token) for token, id_ in vocabulary.items()}
+    added = content.get("added_tokens") or []
+    sizes |= {token["id"]: len(token["content"].encode()) for token in added}
+    lengths = np.zeros(max(sizes, default=-1) + 1, np.int64)
+    lengths[[*sizes]] = [*sizes.values()]
+    return lengths
