@@ -40,7 +40,13 @@ PROVED_ELSEWHERE = {
     "cache_dir": "test_node_cache.py",  # of shards in a store
     "cache_bytes": "test_node_cache.py",
     "lora": "test_hf_runs.py",
+    "lora_alpha": "test_hf_runs.py",
     "lora_target": "test_hf_runs.py",
+    "layers": "test_hf_runs.py",
+    "width": "test_hf_runs.py",
+    "heads": "test_hf_runs.py",
+    "kv_heads": "test_hf_runs.py",
+    "patience": "test_run.py",
     "trainable": "test_weights.py",
     "phases": "test_phases.py",  # of a file
     "init_from": "test_export.py",
