@@ -43,9 +43,8 @@ def _make() -> None:
         from tokenfeed.pipeline.format.manifest import Manifest
         from tokenfeed.pipeline.format.store import open_store
         from tokenfeed.tools.data_sets.inspection import describe
-        from tokenfeed.tools.pretokenizing.make import make_dataset
+        from tokenfeed.tools.pretokenizing.make import make_dataset, make_part
         from tokenfeed.tools.pretokenizing.options import parse_options
-        from tokenfeed.tools.pretokenizing.part import make_part
     gc.freeze()  # what was imported stays: no collection need look through it, at the end neither
     options = parse_options()
     if options.part:

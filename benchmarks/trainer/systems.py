@@ -19,9 +19,8 @@ from torch import nn
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.policies import Fixed
-from tokenfeed.trainer.config.lr_schedule import learning_rate
-from tokenfeed.trainer.config.phases import phases_of
 from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.schedule import learning_rate, phases_of
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.evaluation import evaluate

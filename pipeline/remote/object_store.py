@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from tokenfeed.pipeline.remote.address import Address, require
-from tokenfeed.pipeline.remote.client import Connection, connection
-from tokenfeed.pipeline.remote.failures import cause_of_failure
+from tokenfeed.pipeline.remote.client import Connection, cause_of_failure, connection
 from tokenfeed.pipeline.remote.object_file import (
     FileFacts,
     ObjectInfo,

@@ -61,7 +61,8 @@ class Saver:
 
     def before_update(self) -> None:
         """Let the device finish the copy before it changes the state. The host does not wait."""
-        self._copy.before_update()
+        if self._thread is not None:
+            self._copy.before_update()
 
     def check(self) -> None:
         """Raise the error of a failed save, once. Does not wait."""

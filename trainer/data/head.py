@@ -1,14 +1,12 @@
 """The output that a task needs from a model: kind and number of logits, and the attention."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeGuard
+from typing import Literal
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from tokenfeed.trainer.data.micro_batch import MicroBatch
-
-__all__ = ["HasHidden", "Head", "HeadKind", "has_hidden"]
+__all__ = [
+    "Head",
+    "HeadKind",
+]
 
 HeadKind = Literal["vocabulary", "token", "row"]
 """What a model predicts.
@@ -38,30 +36,3 @@ class Head:
     """The id of padding; None if the tokenizer has no id for it alone."""
     end_id: int | None = None
     """The id at the end of a document; None if the tokenizer has none."""
-
-
-class HasHidden(Protocol):
-    """A model with a vocabulary head that offers the head's input, so that the loss needs no
-    logits.
-
-    The logits must equal `hidden @ head_weight.T`, with nothing added.
-    """
-
-    @property
-    def head_weight(self) -> "Tensor":
-        """The head's weight, a parameter of shape (V, D). None or missing: only logits are
-        offered."""
-        ...
-
-    def hidden(self, micro_batch: "MicroBatch") -> "Tensor":
-        """Return the input of the head, shape (B, T, D)."""
-        ...
-
-    def __call__(self, micro_batch: "MicroBatch") -> "Tensor":
-        """Return the logits, shape (B, T, V)."""
-        ...
-
-
-def has_hidden(model: "nn.Module") -> TypeGuard[HasHidden]:
-    """Return whether a model offers the input of its head."""
-    return getattr(model, "head_weight", None) is not None

@@ -5,24 +5,36 @@ step, and a micro-batch with too few rows is filled up: all shapes are known bef
 
 Example: --sequence-length 100 --micro-batch-tokens 1024 --compile makes 64 rows of length 16, 32
 rows of length 32, ..., 10 rows of length 96, 9 rows of length 112.
+
+`EpochShapes` estimates the steps and micro-batches of an epoch from the manifest alone: it draws
+rows with the lengths in the manifest, then cuts, sorts and packs them as one window. Imports no
+torch.
 """
 
 import math
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
 
 from tokenfeed.pipeline.arithmetic import ceil_div, round_up
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import column_of
+from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
+from tokenfeed.pipeline.planning.estimates import likely_lengths
+from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import ByLength, LongRows
 from tokenfeed.trainer.config.run_config import MOST_SHAPES, TrainConfig
 from tokenfeed.trainer.config.values import check_multiple
 
 if TYPE_CHECKING:
-    from tokenfeed.trainer.tasks.task import Task  # imports torch, which defaults do not need
+    from tokenfeed.trainer.tasks.task import Task
 
 __all__ = [
+    "EpochShapes",
     "Policy",
     "is_packed",
     "largest_shape",
@@ -178,3 +190,51 @@ def _multiple_of(config: TrainConfig, *, on_gpu: bool) -> int:
     if config.compile:
         return round_up(ceil_div(config.sequence_length, MOST_SHAPES), _TILE)
     return _TILE if on_gpu else 1
+
+
+_MOST_ROWS = 100_000
+"""Rows to sample at most."""
+_MOST_SHAPES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EpochShapes:
+    """Estimated figures of an epoch."""
+
+    steps: float
+    """Optimizer steps. The last one of a window may have fewer micro-batches than the others."""
+    slots: float
+    """Token slots of all micro-batches."""
+    tokens: float
+    """Real tokens. Truncated rows lose some."""
+    shapes: dict[str, int]
+    """Number of micro-batches by shape, such as "8 x 256" for 8 rows of 256 slots. Only the most
+    frequent shapes."""
+
+    @classmethod
+    def of_split(cls, split: SplitInfo, policy: Policy, seed: int, step_size: int) -> Self:
+        """Estimate an epoch of a split, with `step_size` micro-batches per step.
+
+        Cost: as much as planning a window.
+        """
+        sampled = min(split.rows, _MOST_ROWS)
+        draw = Draw(seed, seed, 0, num_windows=1)
+        lengths = likely_lengths(split, sampled)
+        plan = plan_window(lengths, policy, step_size=step_size, draw=draw)
+        rows, longest = _shapes(plan, policy)
+        times = split.rows / sampled
+        found = Counter(zip(rows.tolist(), longest.tolist(), strict=True)).most_common(_MOST_SHAPES)
+        return cls(
+            steps=times * (len(plan.step_offsets) - 1),
+            slots=times * int((rows * longest).sum()),
+            tokens=split.tokens * int(plan.cut.lengths[plan.pieces].sum()) / int(lengths.sum()),
+            shapes={f"{r} x {length}": round(times * n) for (r, length), n in found},
+        )
+
+
+def _shapes(plan: WindowPlan, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows and padded length of each micro-batch, two arrays of shape (M,)."""
+    rows = np.diff(plan.batch_offsets)
+    lengths = plan.cut.lengths[plan.pieces]
+    longest = np.maximum.reduceat(lengths, plan.batch_piece_offsets[:-1])
+    return rows, round_up(longest, policy.multiple_of)

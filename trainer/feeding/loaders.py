@@ -1,25 +1,27 @@
-"""The loaders of a run's splits, and how their batches form optimizer steps.
+"""The loaders of a run's splits and phases, and how their batches form optimizer steps.
 
 A step has `accumulation` micro-batches over all ranks, and each rank gets its share. A step of the
 run is a step of the loader. If a resumed run has a higher --step-tokens, it is several steps of the
-loader.
+loader. At the start of a phase, the loader of its data is opened, and its weights are trained.
 """
 
 import itertools
+import logging
 from collections.abc import Generator, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.format.kinds import Targets
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
-from tokenfeed.trainer.config.phases import Phase
 from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.schedule import Phase, phase_at, phases_of
 from tokenfeed.trainer.data.attention import has_varlen
 from tokenfeed.trainer.data.datasets import shown, source_of
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
@@ -32,9 +34,18 @@ from tokenfeed.trainer.feeding.batch_policy import (
     rows_of,
     shapes,
 )
+from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["SplitLoaders", "StepBatch", "check_rows", "is_apart", "step_feed", "targets_of"]
+__all__ = [
+    "Curriculum",
+    "SplitLoaders",
+    "StepBatch",
+    "check_rows",
+    "is_apart",
+    "step_feed",
+    "targets_of",
+]
 
 _SPLITS = ("train", "validation", "test")
 """The splits that a run reads."""
@@ -284,3 +295,91 @@ def _step_batches(loader: ShardLoader, together: int, of_loader: int) -> Iterato
                 ends = batch.ends_step
                 yield StepBatch(batch, part, ends and nth + 1 == together)
                 part += loader.world_size
+
+
+_log = logging.getLogger(__name__)
+
+
+class Curriculum:
+    """Leads the training through the phases of a run."""
+
+    _loader: ShardLoader
+    _feed: Iterator[StepBatch] | None
+
+    def __init__(self, config: TrainConfig, loaders: SplitLoaders, learner: Learner) -> None:
+        """Open the loader of the first phase.
+
+        Args:
+            config: Settings of the run.
+            loaders: Opens the loader of each phase.
+            learner: The model and optimizer. It trains the weights that each phase selects.
+        """
+        self._config, self._loaders, self._learner = config, loaders, learner
+        self._phases = phases_of(config)
+        self.phase = self._phases[0]
+        self._open(goes_on=bool(config.resume))
+
+    @property
+    def feed(self) -> Iterator[StepBatch]:
+        """The loader's batches. After the first use, the loader accepts no saved state."""
+        if self._feed is None:
+            self._feed = step_feed(self._loader, self.phase.config.accumulation)
+        return self._feed
+
+    def config_at(self, step: int) -> TrainConfig:
+        """Return the settings of a step's phase."""
+        return phase_at(self._phases, step).config
+
+    def ends_before(self, step: int) -> bool:
+        """Return whether a step is after the current phase."""
+        return step > self.phase.last
+
+    def enter(self, step: int, *, goes_on: bool = False) -> None:
+        """Enter the phase of a step.
+
+        If the data changes, they are read from their beginning.
+
+        Args:
+            step: The next step.
+            goes_on: Whether the caller will load a saved state of the loader.
+        """
+        before, self.phase = self.phase, phase_at(self._phases, step)
+        if self.phase.changes != before.changes:
+            self.close()
+            self._open(goes_on=goes_on)
+        self._learner.begin_phase(self.phase)
+        self.log_phase()
+
+    def log_phase(self) -> None:
+        """Log what is trained, if there are phases or frozen weights."""
+        if not self._config.phases and not self._config.chooses:
+            return
+        _log.info(
+            "phase %d of %d, until step %d: trains %s of %s parameters",
+            self.phase.number,
+            len(self._phases),
+            self.phase.last,
+            f"{self._learner.trained_parameters[self.phase.number - 1]:,}",
+            f"{sum(weight.numel() for weight in self._learner.model.parameters()):,}",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken, in the same phase."""
+        self._loader.load_state_dict(state)
+
+    @property
+    def remote(self) -> RemoteStats | None:
+        """What the phase's data took from stores; None if the data are local."""
+        return self._loader.stats().remote
+
+    def close(self) -> None:
+        """End the loader's workers."""
+        self._loader.close()
+
+    def _open(self, *, goes_on: bool) -> None:
+        self._feed = None
+        self._loader = self._loaders.train_loader(self.phase, goes_on=goes_on)

@@ -21,7 +21,7 @@ from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
-from tokenfeed.trainer.report.metrics_file import MetricsFile
+from tokenfeed.trainer.report.metrics import MetricsFile
 from tokenfeed.trainer.tasks.task import Loss, Metrics, Scores, Task
 
 __all__ = ["Evaluator", "evaluate", "over_all"]

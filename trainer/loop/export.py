@@ -35,8 +35,8 @@ from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, file_xxh3, sync_folder
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
-from tokenfeed.trainer.config.phases import phase_at, phases_of
 from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.schedule import phase_at, phases_of
 from tokenfeed.trainer.data.datasets import (
     first_of,
     read_manifest,

@@ -19,10 +19,10 @@ from tokenfeed.trainer.loop.export import check_export, export_run
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.models.tokenizer_match import warn_of_other_ids
 from tokenfeed.trainer.optim.gradients import is_out_of_memory
+from tokenfeed.trainer.report.metrics import check_trackers
 from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.profiler import check_profile
 from tokenfeed.trainer.report.run_report import Report
-from tokenfeed.trainer.report.trackers import check_trackers
 
 __all__ = ["train"]
 

@@ -30,28 +30,26 @@ from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.process_group import device_named
-from tokenfeed.trainer.distributed.step_sync import StepSync
-from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.feeding.curriculum import Curriculum
-from tokenfeed.trainer.feeding.loaders import SplitLoaders
+from tokenfeed.trainer.distributed.world import StepSync, World
+from tokenfeed.trainer.feeding.loaders import Curriculum, SplitLoaders
 from tokenfeed.trainer.loop.divergence import divergence_error, warn_of_skip
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.malloc import keep_freed_memory
 from tokenfeed.trainer.optim.gradients import StepGradients, Tally
 from tokenfeed.trainer.optim.precision import Precision, all_finite
 from tokenfeed.trainer.optim.train_state import Learner
-from tokenfeed.trainer.report.interim_report import (
-    InterimReports,
+from tokenfeed.trainer.report.metrics import MetricsFile, Trackers
+from tokenfeed.trainer.report.page import write_page
+from tokenfeed.trainer.report.profiler import StepTracer
+from tokenfeed.trainer.report.progress_lines import (
+    MOST_SKIPPED,
+    ProgressLog,
+    Skips,
     log_beginning,
     notes_on,
     remedies,
 )
-from tokenfeed.trainer.report.metrics_file import MetricsFile
-from tokenfeed.trainer.report.page import write_page
-from tokenfeed.trainer.report.profiler import StepTracer
-from tokenfeed.trainer.report.progress_lines import MOST_SKIPPED, ProgressLog, Skips
-from tokenfeed.trainer.report.run_report import Report, versions
-from tokenfeed.trainer.report.trackers import Trackers
+from tokenfeed.trainer.report.run_report import InterimReports, Report, versions
 from tokenfeed.trainer.sensors.gpu import device_name
 from tokenfeed.trainer.sizing.batch_probe import choose_micro_batch
 from tokenfeed.trainer.stall import StallMeter, warmup_steps

@@ -11,9 +11,10 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import ALL_LINEAR, BY_NUMBERS, MOST_SHAPES, TrainConfig
 from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.data.datasets import first_of
-from tokenfeed.trainer.data.head import Head, has_hidden
+from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer, words_of
 from tokenfeed.trainer.models.weights import start_from
+from tokenfeed.trainer.tasks.task import has_hidden
 
 __all__ = ["compile_model", "make_model"]
 

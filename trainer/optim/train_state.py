@@ -12,9 +12,8 @@ from torch import Tensor
 from tokenfeed.pipeline.planning.order import derive_key
 from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.checkpoints.metadata import Base
-from tokenfeed.trainer.config.lr_schedule import rate_factor
-from tokenfeed.trainer.config.phases import Phase, phase_at, phases_of
 from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.schedule import Phase, phase_at, phases_of, rate_factor
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.models.activation_checkpointing import recompute_layers

@@ -1,4 +1,5 @@
-"""The progress lines of a run, and the one place of the loop that waits for the device.
+"""What a run logs: its beginning, and progress lines. Nothing else in the loop waits for the
+device.
 
 A line on the console and an object in metrics.jsonl are made from the same `StepLog`, so they
 always agree. An unknown figure is null in the file and left out of the line.
@@ -7,23 +8,45 @@ always agree. An unknown figure is null in the file and left out of the line.
 import dataclasses
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.data.datasets import shown
+from tokenfeed.trainer.feeding.batch_policy import padding_remedy
 from tokenfeed.trainer.optim.gradients import Tally
+from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner
-from tokenfeed.trainer.report.metrics_file import MetricsFile
-from tokenfeed.trainer.sensors.gpu import GpuReading, device_uuid
-from tokenfeed.trainer.sensors.host import HostReading
-from tokenfeed.trainer.sensors.sampler import sample_machine
+from tokenfeed.trainer.report.metrics import MetricsFile
+from tokenfeed.trainer.sensors.gpu import GpuReading, device_name, device_uuid
+from tokenfeed.trainer.sensors.host import HostReading, sample_machine
+from tokenfeed.trainer.sizing.recommended import epoch_of
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.report import main_cause
 from tokenfeed.trainer.stall.statistics import StepSeconds
+from tokenfeed.trainer.tasks.task import Metrics, Task
 
-__all__ = ["MOST_SKIPPED", "ProgressLog", "Skips", "StepLog"]
+__all__ = [
+    "MOST_SKIPPED",
+    "ProgressLog",
+    "Skips",
+    "StepLog",
+    "log_beginning",
+    "notes_on",
+    "remedies",
+]
+
+_TRIVIAL = (
+    ("accuracy", "majority_accuracy", 1, "always predicting the most frequent class"),
+    ("rmse", "mean_rmse", -1, "always predicting the mean"),
+)
+"""A score, the score of a constant answer, whether more is better, and the constant answer."""
+_LEAST_FALL = 0.05
+"""Share by which the loss of the last fifth of a run is below the fifth before, if it falls."""
 
 MOST_SKIPPED = 20
 """A run ends after this many steps in a row whose loss or gradients are not finite."""
@@ -194,3 +217,83 @@ class ProgressLog:
         skips, sums = self._learner.precision.skips, self._interval
         values = (norm, *skips, sums.loss, sums.targets, self._first_skipped)
         return torch.stack([value.double() for value in values]).tolist()
+
+
+def notes_on(
+    task: Task, metrics: Mapping[str, Metrics], lines: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Return what the results of a finished run call for.
+
+    Args:
+        task: The task. Models of a vocabulary can always be trained for longer.
+        metrics: Metrics of the best weights by split.
+        lines: Lines of metrics.jsonl.
+    """
+    found = [
+        f"{split}: {name} {scores[name]:.4f} is no better than {scores[trivial]:.4f} by {answer}"
+        for split, scores in metrics.items()
+        for name, trivial, sign, answer in _TRIVIAL
+        if name in scores and (scores[name] - scores[trivial]) * sign <= 0
+    ]
+    name = "validation_loss" if any("validation_loss" in line for line in lines) else "loss"
+    losses = [line[name] for line in lines if line.get(name) is not None]
+    last = len(losses) // 5
+    if task.kind != "vocabulary" and last:
+        before, after = sum(losses[-2 * last : -last]), sum(losses[-last:])
+        if after < (1 - _LEAST_FALL) * before:
+            found.append("the loss still fell when the run ended: raise --epochs")
+    return found
+
+
+def remedies(config: TrainConfig, task: Task) -> Mapping[str, str]:
+    """Advice by cause, in terms of the options of `train`."""
+    return {
+        "data": "batches come late: raise `--num-workers`, or read from a faster disk",
+        "launch": "kernels are queued more slowly than they run: raise `--micro-batch-tokens`, or "
+        "add `--compile`",
+        "log": "raise `--log-every`",
+        "checkpoint": "raise `--save-every`",
+        "evaluation": "raise `--eval-every`, or lower `--eval-tokens` (`train` chooses "
+        "what is not given)",
+        "exchange": "most of it is the exchange of gradients, not a late rank: raise "
+        "`--step-tokens`, or use a faster network",
+        "padding": padding_remedy(config, task),
+    }
+
+
+def log_beginning(
+    config: TrainConfig, task: Task, learner: Learner, device: torch.device, step: int
+) -> None:
+    """Log the model, the data, the steps and the folder of a run that goes on after a step."""
+    model, manifest = learner.model, task.manifest
+    train = manifest.split("train")
+    epoch = epoch_of(config, manifest, on_gpu=device.type != "cpu")
+    embeddings = {p for part in model.modules() if is_embedding(part) for p in part.parameters()}
+    parameters = sum(weight.numel() for weight in model.parameters())
+    without = parameters - sum(weight.numel() for weight in embeddings)
+    _log.info(
+        "model: %s, %s parameters (%s without the embedding), %s on %s",
+        config.model,
+        f"{parameters:,}",
+        f"{without:,}",
+        learner.precision.name,
+        device_name(device),
+    )
+    _log.info("data: %s, %s tokens of %s", shown(config.shards), f"{train.tokens:,}", task.name)
+    lost = train.tokens - round(epoch.tokens)
+    if lost > 0:
+        _log.warning(
+            "rows longer than --sequence-length %s lose their end: about %s tokens, %.1f %%, of "
+            "the split train",
+            f"{config.sequence_length:,}",
+            f"{lost:,}",
+            100 * lost / train.tokens,
+        )
+    _log.info(
+        "steps: %s%s of about %s tokens; %.3g epochs",
+        f"{step + 1:,} to " if step else "",
+        f"{config.steps:,}",
+        f"{round(epoch.tokens / epoch.steps):,}",
+        config.steps / epoch.steps,
+    )
+    _log.info("run: %s", config.run_dir)

@@ -1,13 +1,19 @@
 """The report of a run: report.json for programs, a few lines for people.
 
 Speed and stall are those of the measured steps, which leave out the warm-up. Tokens, losses and
-padding are those of all steps.
+padding are those of all steps. A run writes interim reports, so that a killed run keeps what it
+measured.
 """
 
+import contextlib
+import dataclasses
 import importlib.metadata
 import json
+import logging
 import math
 import platform
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +26,10 @@ from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER, PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.report import StallReport, advice, speed_parts, stall_facts
 
-__all__ = ["Report", "decode_json", "encode_json", "versions"]
+__all__ = ["InterimReports", "Report", "decode_json", "encode_json", "versions"]
+
+_log = logging.getLogger(__name__)
+
 
 RowsByLength = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
 _LARGEST_INT = 2**63 - 1
@@ -204,3 +213,50 @@ def versions() -> dict[str, str]:
         "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
     }
+
+
+SECONDS_BETWEEN = 30.0
+
+
+MOST_SHARE = 0.001
+"""Largest share of the time that drafts may take."""
+
+
+class InterimReports:
+    """Writes report.json while a run goes on, so that a killed run keeps what it measured.
+
+    Args:
+        run_dir: Folder of the run.
+        make: Returns the report so far.
+    """
+
+    def __init__(self, run_dir: Path, make: Callable[[], Report]) -> None:
+        self._run_dir, self._make = run_dir, make
+        self._next_s = 0.0
+        self._has_begun = self._has_failed = False
+
+    def write(self) -> None:
+        """Write a draft if the latest one is old enough. If it fails, as on a full disk, log it."""
+        self._has_begun, started_s = True, time.perf_counter()
+        if started_s < self._next_s:
+            return
+        try:
+            self._write()
+        except OSError as error:
+            if not self._has_failed:
+                _log.warning("report.json cannot be written, training goes on: %s", error)
+            self._has_failed = True
+        taken_s = time.perf_counter() - started_s
+        self._next_s = started_s + max(SECONDS_BETWEEN, taken_s / MOST_SHARE)
+
+    def write_last(self) -> None:
+        """Write a draft after an error, if `write` was ever called.
+
+        The report may be out of reach then: reading from a device that has failed raises.
+        """
+        if self._has_begun:
+            with contextlib.suppress(OSError, RuntimeError):
+                self._write()
+
+    def _write(self) -> None:
+        dataclasses.replace(self._make(), finished=False).write(self._run_dir)

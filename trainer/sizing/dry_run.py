@@ -19,6 +19,7 @@ from tokenfeed.trainer.data.attention import knows_ends
 from tokenfeed.trainer.data.datasets import source_of
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.feeding.batch_policy import (
+    EpochShapes,
     Policy,
     is_packed,
     largest_shape,
@@ -26,11 +27,9 @@ from tokenfeed.trainer.feeding.batch_policy import (
     make_policy,
     possible_sizes,
 )
-from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
 from tokenfeed.trainer.feeding.loaders import check_rows, is_apart
 from tokenfeed.trainer.sensors.gpu_models import GIB, Gpu, identify_gpu, parse_gpu
-from tokenfeed.trainer.sizing.batch_probe import cpu_size
-from tokenfeed.trainer.sizing.batch_search import SHARE_OF_MEMORY, largest_fitting
+from tokenfeed.trainer.sizing.batch_probe import SHARE_OF_MEMORY, cpu_size, largest_fitting
 from tokenfeed.trainer.sizing.memory_model import SimulatedStep
 from tokenfeed.trainer.tasks.registry import task_of
 

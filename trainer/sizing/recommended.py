@@ -24,8 +24,13 @@ from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.data.datasets import source_of
-from tokenfeed.trainer.feeding.batch_policy import Policy, is_packed, long_rows_of, make_policy
-from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
+from tokenfeed.trainer.feeding.batch_policy import (
+    EpochShapes,
+    Policy,
+    is_packed,
+    long_rows_of,
+    make_policy,
+)
 from tokenfeed.trainer.sensors.gpu_models import Gpu
 
 __all__ = [

@@ -18,18 +18,19 @@ Once the host is 4 ms ahead again, only 1 ms remains.
 from typing import NamedTuple, cast
 
 from tokenfeed.trainer.stall.causes import ABOUT, Cause, Phase
-from tokenfeed.trainer.stall.clocks import ClockMap, Moment
-from tokenfeed.trainer.stall.reading import StallReading, Sums
-from tokenfeed.trainer.stall.statistics import BatchMeans, Histogram, StepTimes
-from tokenfeed.trainer.stall.work import (
+from tokenfeed.trainer.stall.device import ClockMap, Moment
+from tokenfeed.trainer.stall.reading import (
     Charge,
     LinearFit,
     OpenStep,
     SpanKind,
+    StallReading,
+    Sums,
     WorkSpan,
     WorkSums,
     idle_seconds,
 )
+from tokenfeed.trainer.stall.statistics import BatchMeans, Histogram, StepTimes
 
 __all__ = ["Accounts", "LostLead", "StepEnd"]
 

@@ -225,7 +225,7 @@ def make_report(
         method=method,
         events=events,
         ranks=[*ranks],
-        slowest_rank=slowest_rank(ranks),
+        slowest_rank=slowest_rank(ranks) if ranks else None,
         advice=[],
     )
     if earlier is not None:

@@ -15,7 +15,7 @@ from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config.run_config import TRACE_FILE
 from tokenfeed.trainer.stall.accounts import Accounts, StepEnd
 from tokenfeed.trainer.stall.causes import Phase
-from tokenfeed.trainer.stall.clocks import Clock, Moment
+from tokenfeed.trainer.stall.device import Clock, Moment
 
 __all__ = ["MarkChain", "Timeline"]
 

@@ -25,8 +25,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall.accounts import Accounts, StepEnd
 from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
-from tokenfeed.trainer.stall.clocks import Clock
-from tokenfeed.trainer.stall.device import MeteredDevice, clock_of
+from tokenfeed.trainer.stall.device import Clock, MeteredDevice, clock_of
 from tokenfeed.trainer.stall.make_report import REMEDIES, make_report
 from tokenfeed.trainer.stall.marks import MarkChain, Timeline
 from tokenfeed.trainer.stall.ranks import Exchange, RankReadings, is_distributed

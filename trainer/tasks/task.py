@@ -9,7 +9,7 @@ Shapes: B rows, T slots, V vocabulary, C outputs.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED, TOKEN_TYPE_IDS
-from tokenfeed.trainer.data.head import HasHidden, Head, HeadKind, has_hidden
+from tokenfeed.trainer.data.head import Head, HeadKind
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.tasks.chunked_loss import (
@@ -26,7 +26,34 @@ from tokenfeed.trainer.tasks.chunked_loss import (
     vocabulary_loss,
 )
 
-__all__ = ["BestBy", "Loss", "Metrics", "Scores", "Task"]
+__all__ = ["BestBy", "HasHidden", "Loss", "Metrics", "Scores", "Task", "has_hidden"]
+
+
+class HasHidden(Protocol):
+    """A model with a vocabulary head that offers the head's input, so that the loss needs no
+    logits.
+
+    The logits must equal `hidden @ head_weight.T`, with nothing added.
+    """
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's weight, a parameter of shape (V, D). None or missing: only logits are
+        offered."""
+        ...
+
+    def hidden(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the input of the head, shape (B, T, D)."""
+        ...
+
+    def __call__(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the logits, shape (B, T, V)."""
+        ...
+
+
+def has_hidden(model: nn.Module) -> TypeGuard[HasHidden]:
+    """Return whether a model offers the input of its head."""
+    return getattr(model, "head_weight", None) is not None
 
 
 Metrics = dict[str, float]

@@ -14,7 +14,7 @@ from typing import Any
 
 from support.training import make_config
 
-from tokenfeed.trainer.feeding import curriculum
+from tokenfeed.trainer.feeding import loaders as curriculum
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.stall import warmup_steps
 

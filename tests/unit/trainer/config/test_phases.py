@@ -26,9 +26,8 @@ from support.training import (
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.tools.train_settings import parse_config
-from tokenfeed.trainer.config.lr_schedule import learning_rate
-from tokenfeed.trainer.config.phases import phase_at, phases_of
 from tokenfeed.trainer.config.run_config import PhaseSettings, TrainConfig
+from tokenfeed.trainer.config.schedule import learning_rate, phase_at, phases_of
 from tokenfeed.trainer.models.weights import train_only, trainable_names
 from tokenfeed.trainer.optim.optimizer import make_optimizer
 from tokenfeed.trainer.optim.optimizer_io import keep_moments

@@ -9,8 +9,12 @@ from support.training import LONGEST, RUNS, make_config, write_every_task
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.feeding.batch_policy import is_packed, make_policy, padding_remedy
-from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
+from tokenfeed.trainer.feeding.batch_policy import (
+    EpochShapes,
+    is_packed,
+    make_policy,
+    padding_remedy,
+)
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.tasks.registry import task_of
 

@@ -36,8 +36,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.report.interim_report import notes_on
-from tokenfeed.trainer.report.progress_lines import StepLog
+from tokenfeed.trainer.report.progress_lines import StepLog, notes_on
 from tokenfeed.trainer.sensors.gpu import GpuReading
 from tokenfeed.trainer.stall import CAUSES
 from tokenfeed.trainer.tasks.registry import make_task

@@ -25,7 +25,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop import evaluation
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.loop.run import train
-from tokenfeed.trainer.report.metrics_file import MetricsFile
+from tokenfeed.trainer.report.metrics import MetricsFile
 from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.tasks.task import Metrics, Task
 

@@ -14,8 +14,7 @@ from support.commands import call
 from tokenfeed.tools import train
 from tokenfeed.tools.monitor import advise, view
 from tokenfeed.trainer.sensors.gpu import GpuReading, GpuSensor, gpus_here
-from tokenfeed.trainer.sensors.host import HostReading, HostSensor
-from tokenfeed.trainer.sensors.sampler import Sampler
+from tokenfeed.trainer.sensors.host import HostReading, HostSensor, Sampler
 
 
 class NvmlError(Exception):

@@ -15,8 +15,13 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.batch_policy import possible_sizes
 from tokenfeed.trainer.loop import trainer as loop
-from tokenfeed.trainer.sizing.batch_probe import DeviceMemory, Probe, choose_micro_batch
-from tokenfeed.trainer.sizing.batch_search import MOST_RUNS, SHARE_OF_MEMORY
+from tokenfeed.trainer.sizing.batch_probe import (
+    MOST_RUNS,
+    SHARE_OF_MEMORY,
+    DeviceMemory,
+    Probe,
+    choose_micro_batch,
+)
 from tokenfeed.trainer.sizing.dry_run import dry_run
 from tokenfeed.trainer.sizing.memory_model import PeakBytes
 from tokenfeed.trainer.tasks.registry import make_task

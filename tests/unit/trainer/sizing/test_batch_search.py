@@ -10,7 +10,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batch_policy import make_policy, micro_batch_sizes, shapes
 from tokenfeed.trainer.sensors.gpu_models import GPUS, identify_gpu, parse_gpu
-from tokenfeed.trainer.sizing.batch_search import MOST_RUNS, largest_fitting
+from tokenfeed.trainer.sizing.batch_probe import MOST_RUNS, largest_fitting
 
 Sizes = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=40, unique=True).map(sorted)
 

@@ -10,8 +10,7 @@ from support.training import RUNS, make_config, write_every_task
 from torch.profiler import ProfilerActivity, profile
 
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.trainer.feeding.batch_policy import is_packed, make_policy
-from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
+from tokenfeed.trainer.feeding.batch_policy import EpochShapes, is_packed, make_policy
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 from tokenfeed.trainer.optim.gradients import Tally
 from tokenfeed.trainer.optim.precision import Precision

@@ -21,13 +21,12 @@ from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReport
 from tokenfeed.trainer.stall.accounts import LostLead
 from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import ABOUT, Cause
-from tokenfeed.trainer.stall.clocks import ClockMap
+from tokenfeed.trainer.stall.device import ClockMap
 from tokenfeed.trainer.stall.make_report import advise
-from tokenfeed.trainer.stall.reading import StallReading
+from tokenfeed.trainer.stall.reading import Charge, LinearFit, SpanKind, StallReading, WorkSums
 from tokenfeed.trainer.stall.report import cause_table, headline
 from tokenfeed.trainer.stall.statistics import BatchMeans, Histogram
 from tokenfeed.trainer.stall.watchers import CoreWait, LoaderUse
-from tokenfeed.trainer.stall.work import Charge, LinearFit, SpanKind, WorkSums
 
 seconds = st.floats(0.0, 100.0)
 

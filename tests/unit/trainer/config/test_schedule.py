@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tokenfeed.trainer.config.lr_schedule import learning_rate, rate_factor
 from tokenfeed.trainer.config.run_config import ScheduleName
+from tokenfeed.trainer.config.schedule import learning_rate, rate_factor
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 

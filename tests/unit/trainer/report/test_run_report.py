@@ -9,7 +9,7 @@ import pytest
 from support.training import make_config, run, write_counting
 
 from tokenfeed.trainer.loop.run import train
-from tokenfeed.trainer.report import interim_report as run_report
+from tokenfeed.trainer.report import run_report
 from tokenfeed.trainer.report.run_report import Report
 
 

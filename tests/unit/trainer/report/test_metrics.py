@@ -12,8 +12,8 @@ from support.training import make_config, read_metrics, run, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.report import trackers
-from tokenfeed.trainer.report.trackers import Trackers, check_trackers
+from tokenfeed.trainer.report import metrics as trackers
+from tokenfeed.trainer.report.metrics import Trackers, check_trackers
 
 
 class Service(types.ModuleType):

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.trainer.distributed.step_sync import StepSync
-from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.distributed.world import StepSync, World
 
 Counts = tuple[int, int]
 """Tokens and slots of a step on a rank."""

@@ -1,16 +1,19 @@
-"""The learning rate: a pure function of the step.
+"""The phases of a run, and the learning rate at each step: pure functions of the step.
 
-The rate depends on the step alone, so a checkpoint does not save it. If a resumed run has a higher
---steps, its rates are those of a run that had these --steps from the start. For `constant`, and
-for `wsd` before its decay, the rates of the steps already trained are the same too.
+Phases are parts of the run's steps, each with its own weights to train, rate and data. Steps are
+counted through all phases. A run without phases has one phase. A checkpoint saves neither the phase
+nor the rate. If a resumed run has a higher --steps, its rates are those of a run that had these
+--steps from the start. For `constant`, and for `wsd` before its decay, the rates of the steps
+already trained are the same too.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from tokenfeed.trainer.config.run_config import ScheduleName
+from tokenfeed.trainer.config.run_config import ScheduleName, TrainConfig
 
-__all__ = ["learning_rate", "rate_factor"]
+__all__ = ["Phase", "learning_rate", "phase_at", "phases_of", "rate_factor"]
 
 _END = 0.1
 """Last rate of `cosine` and `linear` as a share of the peak, unless another one is given."""
@@ -89,3 +92,50 @@ _DECAYS: dict[ScheduleName, Callable[[int, int], float]] = {
     "wsd": _square_root,
 }
 """Share of the way down that is left after the first `done` of the `steps` decay steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase of a run."""
+
+    number: int
+    """The phase's number, counted from 1."""
+    before: int
+    """Steps of all earlier phases."""
+    changes: int
+    """How often the data changed between phases, up to this one."""
+    config: TrainConfig
+    """The run's settings, overridden by those of the phase. `steps` counts this phase alone."""
+
+    @property
+    def last(self) -> int:
+        """The phase's last step, counted from the run's first."""
+        return self.before + self.config.steps
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from the run's first."""
+        config = self.config
+        return learning_rate(
+            step - self.before,
+            schedule=config.schedule,
+            peak=config.learning_rate,
+            steps=config.steps,
+            warmup_steps=config.warmup_steps,
+            least=config.min_learning_rate,
+        )
+
+
+def phases_of(config: TrainConfig) -> tuple[Phase, ...]:
+    """Return the run's phases, in order."""
+    phases: list[Phase] = []
+    before, changes, shards = 0, 0, config.stages[0].shards
+    for number, stage in enumerate(config.stages, 1):
+        changes += stage.shards != shards
+        phases.append(Phase(number, before, changes, stage))
+        before, shards = before + stage.steps, stage.shards
+    return tuple(phases)
+
+
+def phase_at(phases: Sequence[Phase], step: int) -> Phase:
+    """Return the phase of a step. A step after the run's end is in the last phase."""
+    return next((phase for phase in phases if step <= phase.last), phases[-1])
