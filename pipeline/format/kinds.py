@@ -54,7 +54,8 @@ Targets = str | Collection[str] | Callable[[np.ndarray], np.ndarray]
     "assistant"       everything the assistant says, with its stop tokens
     "last"            the same, but only in the last message of the assistant
     "all"             every token; the kinds are not read
-    {"text", "call"}  tokens of these kinds. "text" and "call" include the stop tokens.
+    {"text", "call"}  tokens of these kinds, also written "text,call". "text" and "call" include
+                      the stop tokens.
     a function        takes the kinds of many tokens (uint8) and returns a bool for each
 """
 
@@ -96,7 +97,7 @@ class TargetRule:
             return cls("last")
         if callable(targets):
             return cls(targets)
-        names = [targets] if isinstance(targets, str) else list(targets)
+        names = targets.split(",") if isinstance(targets, str) else list(targets)
         known = [kind.label for kind in Kind]
         if not names or not set(names) <= set(known):
             expected = f"assistant, last, all, a function, or a set of {', '.join(known)}"

@@ -45,9 +45,11 @@ LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 NETWORK = "needs the network"
 NOT_RUN = {
     ("README.md", "pip install torch", NETWORK),
+    ("README.md", "pretokenize chats.jsonl", NETWORK),
     ("docs/benchmarks.md", "python -m venv peers", "needs the network and an hour"),
     ("docs/how/bucket.md", "train --shards s3://bucket/out", "needs a bucket"),
     ("docs/how/bucket.md", "from tokenfeed import Padded, ShardLoader", "needs a bucket"),
+    ("docs/how/chat.md", "pretokenize chats.jsonl chat/ --task chat --tokenizer Qwen", NETWORK),
     ("docs/how/hub.md", "pretokenize hub:roneneldan/TinyStories", NETWORK),
     ("docs/how/labels.md", "pretokenize emotion.train.jsonl bert/", NETWORK),
     ("docs/how/machines.md", "parts=$(sbatch", "needs a cluster"),

@@ -1,17 +1,22 @@
 """`shards cat OUT`: print rows as text, each with its file and record."""
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.manifest import Manifest, read_checked
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import (
     ENDED_TASKS,
+    KINDS,
     ORIGIN_FILE,
     ORIGIN_RECORD,
     PROMPT_LENGTH,
@@ -43,6 +48,9 @@ class Cat:
     """First row, counted from 0 within the split."""
     rows: WholeNumber = 5
     """Rows to print."""
+    targets: Annotated[str, text("NAMES")] | None = None
+    """Mark what a loss counts of conversations, as for `train --targets`: in colour in a terminal,
+    else in [[ ]]."""
     json: bool = False
     """Print a JSON object per row."""
 
@@ -58,6 +66,8 @@ class Cat:
                 f"`--start` {self.start} and `--rows` {self.rows}: split `{self.split}` has rows 0 "
                 f"to {num_rows - 1:,}, and at least one must be asked for."
             )
+        if self.targets is not None:
+            TargetRule.from_setting(self.targets, manifest.columns)  # raises before anything else
         for row in _decoded_rows(store, manifest, self):
             if self.json:
                 print_json(row)
@@ -112,6 +122,17 @@ def _decoded_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[dic
     for row, rows in _wanted_rows(store, manifest, wanted):
         ids = rows.ids.tolist()
         text_ids = ids[:-1] if ends and ids[-1] == end_id else ids
+        decode = partial(tokenizer.tokenizer.decode, skip_special_tokens=False)
+        marked, mask = {}, None
+        if wanted.targets is not None:
+            rule = TargetRule.from_setting(wanted.targets, manifest.columns)
+            kinds = rows.per_token[KINDS]
+            mask = np.ones(len(ids), bool) if rule is None else rule.mask(kinds, rows.lengths)
+            mask[0] = False  # it has no context
+            marked = {"targets": mask.tolist()}
+        row_text = decode(text_ids)
+        if mask is not None and not wanted.json:
+            row_text = _marked_text(ids, mask, decode)
         yield {
             "split": wanted.split,
             "row": row,
@@ -119,8 +140,17 @@ def _decoded_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[dic
             "record": int(rows.per_row[ORIGIN_RECORD][0]),
             "tokens": len(ids),
             **_values(rows, manifest, tokenizer),
-            "text": tokenizer.tokenizer.decode(text_ids, skip_special_tokens=False),
+            **marked,
+            "text": row_text,
         }
+
+
+def _marked_text(ids: list[int], mask: np.ndarray, decode: Callable[[list[int]], str]) -> str:
+    """Return the text of a row with its targets marked."""
+    begin, end = ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
+    cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+    texts = ((mask[start], decode(ids[start:stop])) for start, stop in pairwise(cuts))
+    return "".join(f"{begin}{part}{end}" if is_target else part for is_target, part in texts)
 
 
 def _values(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.feeding.stats import RemoteStats
-from tokenfeed.pipeline.format.kinds import Targets
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -44,7 +43,6 @@ __all__ = [
     "check_rows",
     "is_apart",
     "step_feed",
-    "targets_of",
 ]
 
 _SPLITS = ("train", "validation", "test")
@@ -196,7 +194,7 @@ class SplitLoaders:
             micro_batches_per_step=step_size,
             cache_dir=self._config.cache_dir,
             cache_bytes=self._config.cache_bytes,
-            targets=targets_of(self._config),
+            targets=self._config.targets,
         )
 
     def _num_workers(self) -> int:
@@ -205,12 +203,6 @@ class SplitLoaders:
         if self._config.num_workers is not None:
             return self._config.num_workers
         return 0 if self._device.type == "cpu" else 2
-
-
-def targets_of(config: TrainConfig) -> Targets | None:
-    """Return --targets as a loader takes it: one word for a choice, or a set of kinds."""
-    names = (config.targets or "").split(",")
-    return {*map(str.strip, names)} if len(names) > 1 else config.targets
 
 
 def check_rows(config: TrainConfig, task: Task) -> None:

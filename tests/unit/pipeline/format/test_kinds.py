@@ -47,7 +47,7 @@ CHOICES: list[Any] = [
     "last",
     {"text", "call"},
     {"user"},
-    ["thinking", "stop"],
+    "thinking,stop",
     "all",
     odd_kinds,
 ]
@@ -83,7 +83,8 @@ def slow_mask(kinds: list[int], targets: Any) -> list[bool]:
         return [bool(begins) and at >= begins[-1] and is_said for at, is_said in enumerate(says)]
     if callable(targets):
         return list(map(bool, targets(np.array(kinds, np.uint8))))
-    names = {*targets} | ({"stop"} if {"text", "call"} & {*targets} else set())
+    named = targets.split(",") if isinstance(targets, str) else targets
+    names = {*named} | ({"stop"} if {"text", "call"} & {*named} else set())
     return [Kind(kind & 7).label in names for kind in kinds]
 
 

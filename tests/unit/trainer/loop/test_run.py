@@ -194,7 +194,7 @@ def test_long_completions_keep_their_prompts_and_lose_their_ends(
 
 
 @pytest.mark.parametrize(
-    ("targets", "expected"), [(None, {4, 7}), ("all", {*range(8)}), ("user, thinking", {2, 5})]
+    ("targets", "expected"), [(None, {4, 7}), ("all", {*range(8)}), ("user,thinking", {2, 5})]
 )
 def test_targets_select_what_a_conversation_teaches(
     tmp_path: Path, targets: str | None, expected: set[int]
