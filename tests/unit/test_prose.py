@@ -21,6 +21,8 @@ CODE: tuple[str, ...] = (
     "trainer/distributed",
     "trainer/feeding",
     "trainer/loop",
+    "trainer/models",
+    "trainer/optim",
     "trainer/report",
     "trainer/sensors",
     "trainer/sizing",

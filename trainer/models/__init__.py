@@ -1,1 +1,2 @@
-"""Models: what turns a micro-batch into logits. Built in, of `transformers`, or anybody's."""
+"""Models, which turn a micro-batch into logits: built-in models, those of `transformers`, and the
+user's own."""

@@ -35,9 +35,9 @@ _KEPT = (
 
 
 def recompute_layers(model: nn.Module, how: RecomputeName) -> None:
-    """Have the layers of a model computed again in the backward pass, as far as `how` says.
+    """Let the layers of a model be computed again in the backward pass, as `how` tells.
 
-    Names of parameters stay. To be called before the model is compiled.
+    Names of parameters do not change. Call this before the model is compiled.
 
     Raises:
         ConfigError: The model does not tell its layers.
@@ -71,7 +71,7 @@ def _contexts(how: RecomputeName) -> dict[str, Any]:
 
 
 def _kept_operators() -> list[Any]:
-    """Those that this build of torch has."""
+    """Return the operators of these names that this build of torch has."""
     with contextlib.suppress(ImportError):
         import torch.nn.attention.varlen  # torch 2.10: makes an operator known
     found = []

@@ -1,4 +1,4 @@
-"""The model of a run, from its name."""
+"""Build the model of a run from its name."""
 
 import importlib
 import sys
@@ -19,7 +19,7 @@ from tokenfeed.trainer.tasks.task import has_hidden
 __all__ = ["compile_model", "make_model"]
 
 _MOST_GRAPHS = 4 * MOST_SHAPES
-"""Of one block: for training and evaluation, packed or padded."""
+"""Compiled variants of a block: for training and evaluation, packed or padded."""
 _VARIANTS = 3
 """Of one block where patterns choose weights: before all that is trained, a part of it, behind."""
 
@@ -45,7 +45,7 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
 
 
 def compile_model(model: nn.Module, choices: int) -> None:
-    """Compile a model when it is first used: a block once, for all layers, and what is around the
+    """Compile a model when it is first used: a block once for all layers, and the parts around the
     blocks. A model without blocks is compiled as a whole.
 
     Args:

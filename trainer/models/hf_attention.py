@@ -24,11 +24,11 @@ _NOT_DONE = {
     "s_aux": "attention sinks",
     "position_bias": "a bias by position",
 }
-"""What changes the result, by the name of the argument that asks for it."""
+"""Unsupported features that change the result, by the argument that requests them."""
 
 
 class ScopesOnDemand(dict[Reach, Scope]):
-    """Scopes for a model whose reaches are not known yet; afterwards its keys are these."""
+    """Collects the reaches that a model asks for, while they are not known yet."""
 
     def __init__(self, scope: Scope, ids_BT: Tensor) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def _attention(
     is_causal: bool | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """As `transformers` calls it: gives (B, T, H, K)."""
+    """Attention with the signature that `transformers` calls. Returns (B, T, H, K)."""
     layer = type(module).__name__
     for name, what in _NOT_DONE.items():
         if asked.get(name) is not None:
@@ -81,7 +81,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
 
 
 def irreplaceable(name: str) -> ConfigError:
-    """For a model whose layers do not ask for attention by name."""
+    """Return the error for a model whose layers do not choose attention by name."""
     return ConfigError(
         f"`--model`={name}: its attention cannot be replaced, and documents would see each other. "
         "Take another model, or a newer transformers."
@@ -95,7 +95,8 @@ def _cannot(layer: str, what: str) -> ConfigError:
 
 
 def _in_one_dtype(*parts: Tensor) -> list[Tensor]:
-    """Norms of queries and keys give fp32 under autocast; the kernels want one dtype."""
+    """Return tensors of one dtype, as the kernels need. Norms of queries and keys give fp32 under
+    autocast."""
     dtype = parts[-1].dtype
     if torch.is_autocast_enabled(parts[-1].device.type):
         dtype = torch.get_autocast_dtype(parts[-1].device.type)

@@ -21,17 +21,17 @@ from tokenfeed.trainer.models.hf_model import HubModel
 __all__ = ["try_out"]
 
 _FIRST, _SECOND = 5, 7
-"""Tokens of the two documents."""
+"""Lengths of the two test documents, in tokens."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
 """Share of the largest logit by which others may differ, in fp32 and in half precision."""
 
 
 @torch.no_grad()
 def try_out(model: HubModel, head: Head, name: str) -> None:
-    """Find what its layers reach, and that nothing else is reached.
+    """Find the reaches of a model's layers, and check that they attend to nothing else.
 
     Raises:
-        ConfigError: It looks the wrong way, or documents see each other.
+        ConfigError: The model attends in the wrong direction, or across documents.
     """
     model.eval()
     alone, reaches = _run(model, _one_document(head))
@@ -64,8 +64,10 @@ def _run(model: HubModel, micro_batch: MicroBatch) -> tuple[Tensor, frozenset[Re
 
 
 def _has_plain_head(model: HubModel, head: Head, logits_BTV: Tensor) -> bool:
-    """Whether these logits are a matrix times what its base model gives, to the last bit: caps,
-    scales, biases and layers in between show."""
+    """Return whether the logits are the head's matrix times the base model's output, to the last
+    bit.
+
+    Caps, scales, biases and extra layers make a difference."""
     last = model.model.get_output_embeddings()
     if model.model.base_model is model.model or type(last) is not nn.Linear:
         return False
@@ -115,7 +117,7 @@ def _packed(head: Head) -> MicroBatch:
 
 
 def _padded(head: Head) -> MicroBatch:
-    """The second document with padding behind it."""
+    """Return the second document, followed by padding."""
     ids_BT = _ids(head).roll(-_FIRST, dims=1)
     positions_T = torch.arange(ids_BT.shape[1])
     is_token_BT = (positions_T < _SECOND)[None]
@@ -132,6 +134,6 @@ def _micro_batch(
 
 
 def _ids(head: Head) -> Tensor:
-    """The first document and then the second; torch's random state stays as it is."""
+    """Return the first document, then the second. Torch's random state does not change."""
     random = torch.Generator().manual_seed(0)
     return torch.randint(0, head.vocabulary_size, (1, _FIRST + _SECOND), generator=random)

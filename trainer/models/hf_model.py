@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _MULTIPLE = 64
-"""Sizes of matrices that fill the tiles of tensor cores."""
+"""Multiple for matrix sizes, so that they fill the tiles of tensor cores."""
 _COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja"),
@@ -45,7 +45,7 @@ _COMPANIONS = (
 )
 """Files that come with the weights of a model, and that an exported model needs too."""
 _REFUSALS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
-"""What `transformers` raises over a folder that is none, or that does not fit."""
+"""Errors that `transformers` raises for a folder without a model, or with one that does not fit."""
 
 
 class HubModel(nn.Module):
@@ -66,13 +66,13 @@ class HubModel(nn.Module):
         self._head = head
         self._parameters_of_call = inspect.signature(model.forward).parameters
         self.reaches: frozenset[Reach] = frozenset()
-        """What its layers see of a document: for each the forward makes a scope."""
+        """Reaches of its layers within a document. The forward pass makes a scope for each."""
         self.has_plain_head = False
-        """Whether its logits were seen to be `hidden @ head_weight.T`."""
+        """Whether its logits were found to be `hidden @ head_weight.T`."""
         self.added_rows: dict[str, list[int]] = {}
         """Rows of embeddings that were added for new tokens, by the names of their modules."""
         self.saved_dtype = torch.float32
-        """The dtype of the weights as they came, and as `save` writes them."""
+        """The dtype of the weights in their source, in which `save` writes them."""
         self.adapters: tuple[Any, ...] = ()
         """The model again, by `peft`, where it has adapters; no part of this module."""
 
@@ -81,7 +81,7 @@ class HubModel(nn.Module):
         return self.logits(micro_batch, self._scopes(micro_batch))
 
     def logits(self, micro_batch: MicroBatch, scopes: Mapping[Reach, Scope]) -> Tensor:
-        """The same with the scope of each reach."""
+        """Return the logits, given the scope of each reach."""
         inputs = self._inputs(micro_batch) | {"scopes": scopes}
         if not self._takes_last:
             logits: Tensor = self.model(**inputs).logits
@@ -95,18 +95,18 @@ class HubModel(nn.Module):
 
     @property
     def head_weight(self) -> Tensor | None:
-        """(V, D): what makes logits of `hidden`; None where more is done to it."""
+        """The matrix of the head, (V, D); None if logits are more than `hidden @ head_weight.T`."""
         head = self.model.get_output_embeddings() if self.has_plain_head else None
         return head.weight if type(head) is nn.Linear else None
 
     def hidden(self, micro_batch: MicroBatch) -> Tensor:
-        """What the head sees: (B, T, D)."""
+        """Return the input of the head, (B, T, D)."""
         inputs = self._inputs(micro_batch) | {"scopes": self._scopes(micro_batch)}
         hidden_BTD: Tensor = self.model.base_model(**inputs).last_hidden_state
         return hidden_BTD
 
     def repeated_blocks(self) -> Iterable[nn.Module]:
-        """Return what is compiled once and used in every layer; nothing if it is not known."""
+        """Return the block that every layer uses, to be compiled once; empty if unknown."""
         names = set(self.model._no_split_modules or ())
         return [part for part in self.model.modules() if type(part).__name__ in names]
 
@@ -156,7 +156,7 @@ class HubModel(nn.Module):
 
 
 def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubModel:
-    """The model that `hf:` names; what its weights lack is drawn from torch's random state.
+    """Return the model that `hf:` names. Missing weights are drawn from torch's random state.
 
     Args:
         config: Names it, and says whether its weights are wanted.
@@ -164,7 +164,7 @@ def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubMo
         dtype: Of its weights.
 
     Raises:
-        ConfigError: There is none, or it does not fit.
+        ConfigError: The model is missing, or does not fit.
     """
     source = config.model.removeprefix("hf:")
     is_new = config.from_scratch or config.model == BY_NUMBERS
@@ -187,8 +187,8 @@ def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubMo
 
 
 def companion_files(model: str) -> dict[str, bytes]:
-    """Return the files that come with an hf: model besides its config and weights, by name: those
-    of its tokenizer, its chat template and its settings for generation."""
+    """Return the files that come with an hf: model besides its config and weights, by name:
+    tokenizer, chat template and settings for generation."""
     source = model.removeprefix("hf:")
     found = {}
     for name in _COMPANIONS:
@@ -200,8 +200,8 @@ def companion_files(model: str) -> dict[str, bytes]:
 
 
 def longest_input(model: str) -> int | None:
-    """Tokens that an hf: model reads at most; None without a limit, or if it cannot be read, which
-    the run reports."""
+    """Return the longest input of an hf: model in tokens; None without a limit, or if the config
+    cannot be read, which the run reports."""
     source = model.removeprefix("hf:")
     with _quiet(), suppress(*_REFUSALS):
         described = transformers.AutoConfig.from_pretrained(source, **_where(source))
@@ -210,7 +210,7 @@ def longest_input(model: str) -> int | None:
 
 
 def _describe(source: str, config: TrainConfig, head: Head) -> Any:
-    """The config of the model, made to fit the task."""
+    """Return the config of the model, adapted to the task."""
     if config.model == BY_NUMBERS:
         described: Any = _qwen3(config, head)
     else:
@@ -233,7 +233,7 @@ def _describe(source: str, config: TrainConfig, head: Head) -> Any:
 
 
 def _qwen3(config: TrainConfig, head: Head) -> Any:
-    """The config of a Qwen3 of --layers, --width, --heads and --kv-heads."""
+    """Return the config of a Qwen3 with --layers, --width, --heads and --kv-heads."""
     layers, width, heads, kv_heads = config.model_numbers
     return transformers.Qwen3Config(
         vocab_size=round_up(head.vocabulary_size, _MULTIPLE),
@@ -294,7 +294,7 @@ def _class_for(head: Head) -> str:
 def _from_weights(
     auto: Any, source: str, described: Any, dtype: torch.dtype
 ) -> tuple[Any, frozenset[str]]:
-    """A model, and the names of what its weights lack."""
+    """Return a model, and the names of its missing weights."""
     model, found = auto.from_pretrained(
         source,
         config=described,
@@ -311,12 +311,13 @@ def _from_weights(
 
 
 def _where(source: str) -> dict[str, Any]:
-    """A folder asks nobody; neither runs code that came with the weights."""
+    """Return options for loading: a folder causes no download, and no code from the Hub runs."""
     return {"local_files_only": Path(source).is_dir(), "trust_remote_code": False}
 
 
 def _first_position(model: Any) -> int:
-    """Of the first token of a document: the family of RoBERTa counts from behind its padding."""
+    """Return the position of a document's first token. Models like RoBERTa count from after the
+    padding id."""
     learned = _learned_positions(model)
     return 0 if learned is None or learned.padding_idx is None else learned.padding_idx + 1
 
@@ -354,7 +355,7 @@ def _add_rows(model: Any, config: TrainConfig, head: Head) -> dict[str, list[int
 
 
 def _added_ids(config: TrainConfig) -> set[int]:
-    """The ids of tokens that were added to the tokenizer of the shards."""
+    """Return the ids of tokens that were added to the tokenizer of the shards."""
     with suppress(TokenfeedError, ValueError):
         content = json.loads(read_tokenizer(first_of(config.shards)))
         return {int(entry["id"]) for entry in content.get("added_tokens") or ()}
@@ -378,7 +379,7 @@ def _check_sizes(model: Any, config: TrainConfig, head: Head) -> None:
 
 @contextmanager
 def _one_line_for(name: str) -> Iterator[None]:
-    """What `transformers` and safetensors refuse on several lines is a ConfigError of one."""
+    """Turn errors of `transformers` and safetensors into a ConfigError of one line."""
     try:
         yield
     except ConfigError:
@@ -395,7 +396,7 @@ def _one_line_for(name: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the bars and warnings of loading: what starts fresh is logged in one line."""
+    """Hide progress bars and warnings of loading. Fresh weights are logged in one line."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

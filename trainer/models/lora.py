@@ -23,7 +23,7 @@ _HEADS = ("score", "classifier", "head", "pooler")
 
 
 def add_adapters(model: HubModel, head: Head, config: TrainConfig) -> None:
-    """Freeze a model, and add adapters to the layers that --lora-target names.
+    """Freeze a model, and add adapters to the layers of --lora-target.
 
     Rows of embeddings that were added for new tokens are trained too.
 
@@ -56,7 +56,7 @@ def add_adapters(model: HubModel, head: Head, config: TrainConfig) -> None:
 
 
 def _layers(model: HubModel, target: str) -> list[str]:
-    """The names in `target`; `peft` would leave out without a word those that no layer has."""
+    """Return the names in `target`. Reject a name that no layer has: `peft` would ignore it."""
     names = [name.strip() for name in target.split(",")]
     paths = [f".{path}" for path, _ in model.model.named_modules()]
     for name in names:
@@ -69,7 +69,7 @@ def _layers(model: HubModel, target: str) -> list[str]:
 
 
 def _trained_whole(model: HubModel, head: Head) -> list[str] | None:
-    """Modules of the head, and what no weights were found for."""
+    """Return the modules of the head, and those without given weights."""
     names = [name for name, _ in model.model.named_modules()]
     heads = {name for name in names if name.rpartition(".")[2] in _HEADS}
     if head.kind == "vocabulary":

@@ -1,4 +1,4 @@
-"""Whether ids mean the same to weights that come from elsewhere as in the shards.
+"""Compare the tokenizer of loaded weights with the tokenizer of the shards.
 
 An embedding fits by its shape, whatever tokenizer its rows were learnt with. Another tokenizer is
 no error, for the body may be wanted alone; but nobody should learn of it by a bad loss.
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def warn_of_other_ids(config: TrainConfig) -> None:
-    """Warn if --init-from learnt ids that are other tokens in the shards. Without a word where the
+    """Warn if ids of --init-from are other tokens in the shards. Without a word where the
     tokenizer of --init-from cannot be found.
 
     Raises:
@@ -49,7 +49,7 @@ def warn_of_other_ids(config: TrainConfig) -> None:
 
 
 def _before(folder: Path) -> tuple[str, bytes]:
-    """The tokenizer of an exported folder, or of the shards of a run, and where it is."""
+    """Return the tokenizer of an exported folder or of a run's shards, and its path."""
     path = folder / TOKENIZER_FILE
     if path.is_file():
         return str(path), path.read_bytes()
@@ -62,7 +62,7 @@ def _before(folder: Path) -> tuple[str, bytes]:
 
 
 def _others(one: bytes, other: bytes) -> tuple[int, int]:
-    """How many ids are not the same token, of those that both have."""
+    """Return the number of common ids that are different tokens."""
     ours, theirs = tokens_of(one), tokens_of(other)
     known = ours.keys() & theirs.keys()
     return sum(ours[id] != theirs[id] for id in known), len(known)

@@ -42,13 +42,13 @@ _TOKEN_TYPES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
-    """The numbers that make a model tiny or large."""
+    """The size of a built-in model."""
 
     layers: int
     width: int
     heads: int
     by_word: bool = False
-    """Whether tokens that are one word but for case and space share an embedding."""
+    """Whether tokens that differ only in case and space share an embedding."""
 
 
 SIZES: dict[str, ModelSize] = {
@@ -98,11 +98,11 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor | None:
-        """(V, D): what makes logits of `hidden`; None where more is done to it."""
+        """The matrix of the head, (V, D); None if logits are more than `hidden @ head_weight.T`."""
         return self.embedding.weight if self.head is None else None
 
     def hidden(self, micro_batch: MicroBatch) -> Tensor:
-        """What the head sees: (B, T, D)."""
+        """Return the input of the head, (B, T, D)."""
         ids_BT = micro_batch.ids_BT if self.words is None else self.words(micro_batch.ids_BT)
         x_BTD = self.embedding(ids_BT)
         if self.type_embedding is not None:
@@ -115,11 +115,12 @@ class Transformer(nn.Module):
         return out_BTD
 
     def repeated_blocks(self) -> Iterable[nn.Module]:
-        """What is compiled once and used in every layer."""
+        """The block that every layer uses, to be compiled once."""
         return self.blocks
 
     def _initialize(self, layers: int) -> None:
-        """GPT-2's: the projections into the residual stream shrink with the number of its terms."""
+        """Initialize as GPT-2: projections into the residual stream shrink with the number of
+        layers."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue
@@ -131,8 +132,8 @@ class Transformer(nn.Module):
 
 
 class _Words(nn.Module):
-    """Which embedding a token has; kept with the weights, so that these can be used without the
-    tokenizer. At first every token has its own."""
+    """The embedding of each token. Saved with the weights, so that they can be used without the
+    tokenizer. At first each token has its own."""
 
     word_V: Tensor
 
@@ -152,7 +153,7 @@ class _Block(nn.Module):
     """One layer: attention and a feed-forward network, each added to the residual stream."""
 
     fused: ClassVar = {"attention_in": 3}
-    """Layers that hold several matrices side by side: queries, keys and values."""
+    """Layers that contain several matrices side by side: queries, keys and values."""
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__()
@@ -199,7 +200,8 @@ class _Pick(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cosine and sine of every position's angles, (B, 1, T, K / 2), once per forward."""
+    """Return cosine and sine of every position's angles, (B, 1, T, K / 2). Called once per
+    forward."""
 
     def __init__(self, head_width: int) -> None:
         super().__init__()
@@ -219,11 +221,12 @@ def rotate(x_BHTK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 _BROKEN = "\ufffd"
-"""In the text of a token that is a part of a character's bytes."""
+"""Character in the text of a token that is a part of a character's bytes."""
 
 
 def words_of(shards: StorePath) -> Tensor:
-    """(V,): for each id the least id of the same word; what has no text of its own stays.
+    """Return the smallest id of the same word for each id, shape (V,). Ids without text of their
+    own stay.
 
     Raises:
         ConfigError: The tokenizer of the shards cannot be read.

@@ -1,8 +1,9 @@
 """Weights of a model: which are trained, which a checkpoint keeps, and loading from earlier runs.
 
 A run trains the weights whose names match a pattern; the others stay as they are. A checkpoint
-keeps the weights that cannot be had again: those that training changes, and those that were drawn
-or loaded from elsewhere. Untrained weights of `transformers` are loaded again by the model's name.
+keeps the weights that cannot be read again: weights that training changes, and weights that were
+drawn or loaded from elsewhere. Untrained weights of `transformers` are loaded again by the model's
+name.
 """
 
 import difflib
@@ -44,12 +45,12 @@ __all__ = [
 ]
 
 EXPORT_FILE = "tokenfeed.json"
-"""What an exported folder holds; see `loop.export`."""
+"""File of an exported folder; see `loop.export`."""
 _NEAREST = 3
 
 
 class _Exported(msgspec.Struct):
-    """The part of an export file that is read here."""
+    """The fields of the export file that are read here."""
 
     weights: dict[str, str]
     head: Head
@@ -82,13 +83,13 @@ def trainable_names(model: nn.Module, pattern: str | None) -> frozenset[str]:
 
 
 def train_only(model: nn.Module, names: Collection[str]) -> None:
-    """Let the weights of these names be trained, and no others."""
+    """Train the weights of these names, and freeze all others."""
     for name, weight in model.named_parameters():
         weight.requires_grad_(name in names)
 
 
 def count_parameters(model: nn.Module, names: Collection[str]) -> int:
-    """Numbers in the weights of these names."""
+    """Return the number of parameters in the weights of these names."""
     return sum(weight.numel() for name, weight in model.named_parameters() if name in names)
 
 
@@ -141,12 +142,12 @@ def _digest(weights: Mapping[str, Tensor], names: Collection[str], dtype: torch.
 
 
 def kept_state(model: nn.Module, given: Collection[str]) -> State:
-    """The model's state but for the weights of these names."""
+    """Return the model's state without the weights of these names."""
     return {name: value for name, value in model.state_dict().items() if name not in given}
 
 
 def kept_weights(model: nn.Module, given: Collection[str], checkpoint: Checkpoint) -> State:
-    """The weights that a checkpoint overwrites: those of `kept_state`.
+    """Return the weights of `kept_state`, which a checkpoint overwrites.
 
     Raises:
         ResumeError: The checkpoint is of another model.
@@ -167,11 +168,11 @@ def kept_weights(model: nn.Module, given: Collection[str], checkpoint: Checkpoin
 
 @torch.no_grad()
 def start_from(source: str, model: nn.Module) -> None:
-    """Take over the weights of a run or an exported folder that fit by name and shape; say which
+    """Take over the weights of a run or an exported folder that fit by name and shape; log which
     start fresh.
 
     Raises:
-        ConfigError: There are none, or none fit.
+        ConfigError: The folder has no weights, or none that fit.
     """
     found = _read(source)
     fresh, ours = [], model.state_dict(keep_vars=True)
@@ -233,7 +234,7 @@ def check_exported(folder: Path) -> _Exported | None:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The weights of an exported folder."""
+    """Return the weights of an exported folder."""
     return sorted(folder.glob("*.safetensors"))
 
 

@@ -15,11 +15,11 @@ from tokenfeed.trainer.tasks.task import Loss
 __all__ = ["StepGradients", "Tally", "is_out_of_memory"]
 
 _SIGNS = ("allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In errors that torch raises as plain RuntimeErrors."""
+"""Words in out-of-memory errors that torch raises as plain RuntimeErrors."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory was too small, of the host or of the device."""
+    """Return whether host or device ran out of memory."""
     is_of_allocator = isinstance(error, torch.OutOfMemoryError)
     return is_of_allocator or any(sign in str(error) for sign in _SIGNS)
 
@@ -52,14 +52,14 @@ class Tally:
 
 
 class StepGradients:
-    """Add up the gradients of one step after the other."""
+    """Adds up the gradients of a step, then those of the next."""
 
     def __init__(self, learner: Learner, world: World, stall: StallMeter[object]) -> None:
         self._learner, self._world, self._stall = learner, world, stall
         self._is_sharded = is_sharded(learner.model)
 
     def add(self, micro_batch: MicroBatch, number: int, *, last: bool) -> Loss:
-        """Add those of a micro-batch, which may be the last of its step; return its loss."""
+        """Add the gradients of a micro-batch, and return its loss."""
         if self._is_sharded:
             self._meet()
         self._learner.draw_for(number)
@@ -68,7 +68,7 @@ class StepGradients:
         )
 
     def add_up(self, tally: Tally) -> None:
-        """Make losses and targets of a step those of all ranks. Their gradients are so already."""
+        """Sum losses and targets of a step over the ranks. Gradients are summed already."""
         if self._world.size > 1:
             with self._stall.cause("communication"):
                 self._world.all_reduce([tally.loss, tally.targets])

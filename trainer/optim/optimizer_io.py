@@ -24,7 +24,7 @@ _WEIGHTS = "params"
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
-    """The moments by group and weight; the settings of groups come from the run's own settings."""
+    """Return the moments by group and weight. Settings of groups come from the run's settings."""
     weights = dict(model.named_parameters())
     return {
         "weights": [
@@ -37,8 +37,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State
 def make_moments(
     optimizer: torch.optim.Optimizer, model: nn.Module, checkpoint: Checkpoint
 ) -> None:
-    """Give the optimizer the moments that a checkpoint has, with any values: reading overwrites
-    them. The settings of groups stay the optimizer's own.
+    """Create the optimizer's moments that a checkpoint has. Reading it overwrites their values. The
+    settings of groups stay the optimizer's own.
 
     Raises:
         ResumeError: The checkpoint has moments of other weights.
@@ -60,7 +60,7 @@ def make_moments(
 
 
 def keep_moments(optimizer: torch.optim.Optimizer, before: torch.optim.Optimizer) -> None:
-    """Go on with what another optimizer keeps of the weights that both have."""
+    """Continue with another optimizer's moments of the weights that both have."""
     weights = [weight for group in optimizer.param_groups for weight in group[_WEIGHTS]]
     optimizer.state.update({w: before.state[w] for w in weights if w in before.state})
 
@@ -71,7 +71,8 @@ def _names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of torch's random generators: the host's, and the device's where it has its own."""
+    """Return the state of torch's random generators: the host's, and the device's if it has its
+    own."""
     state = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         state[device.type] = accelerator(device).module.get_rng_state(device)
@@ -79,14 +80,14 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Go on with random numbers where `random_state` was taken; on another device, start anew."""
+    """Continue with the random numbers after `random_state`. On another device, start anew."""
     torch.set_rng_state(state["cpu"].cpu())
     if device.type != "cpu" and device.type in state:
         accelerator(device).module.set_rng_state(state[device.type].cpu(), device)
 
 
 def seed_random(key: int, device: torch.device) -> None:
-    """Begin anew with random numbers that follow from a key; some microseconds, and no wait."""
+    """Seed the random numbers from a key. Takes microseconds, and does not wait for the device."""
     torch.default_generator.manual_seed(key)  # `torch.manual_seed` takes a hundred of them
     if device.type != "cpu":
         accelerator(device).module.manual_seed(key)

@@ -1,4 +1,4 @@
-"""Where and in which number format a run computes.
+"""The device and the number format of a run.
 
 Chosen from the device: bf16 where it is native; fp16, with its gradients scaled against underflow,
 on older GPUs; fp32 on the CPU, so that a resumed run repeats it bit for bit. Weights and optimizer
@@ -27,7 +27,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Autocast, and the way from a loss to a step of the optimizer.
+    """Autocast, gradient scaling, and the optimizer's step.
 
     A step whose gradients are not finite is skipped on the device, without a wait: weights, moments
     and step count stay, and the skip is counted. With fp16 the loss is scaled up before backward
@@ -60,7 +60,8 @@ class Precision:
         *,
         keeps_gradients: bool = False,
     ) -> Tensor:
-        """Multiply the gradients by `scale`, clip, update, clear; gives the norm before clipping.
+        """Scale and clip the gradients, update the weights, clear the gradients; return the norm
+        before clipping.
 
         The norm stays on the device; where it is not finite, nothing was updated.
 
@@ -91,22 +92,21 @@ class Precision:
 
     @property
     def skips(self) -> Tensor:
-        """Steps skipped so far, and in a row until now: two numbers on the device, to be fetched
-        with others at once."""
+        """Skipped steps so far, and skipped steps in a row until now: two numbers on the device."""
         return self._skips.clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state, empty without one, and the skips."""
+        """Return the state of the gradient scaler (empty without one) and the skipped steps."""
         return {"scaler": self._scaler.state_dict(), "skips": self.skips}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with skips and scale found earlier; what had no scale starts with the default."""
+        """Continue with saved skips and scale. Without a saved scale, start with the default."""
         self._skips.copy_(state["skips"])
         if state["scaler"] and self._scaler.is_enabled():
             self._scaler.load_state_dict(state["scaler"])
 
     def _count(self, norm: Tensor) -> Tensor:
-        """1 where this step is to be skipped, 0 elsewhere, counted."""
+        """Count and return whether to skip this step: 1 or 0, on the device."""
         skip = (~norm.isfinite()).float()
         self._skips += skip
         self._skips[1] *= skip
@@ -139,12 +139,13 @@ def _are_finite(tensors: Iterable[Tensor], world: World) -> bool:
 
 def allow_tf32(device: torch.device) -> None:
     if device.type == "cuda":
-        # The older switch: after the newer one, whoever still reads the older gets an error.
+        # The older switch: after the newer one, code that reads the older gets an error.
         torch.set_float32_matmul_precision("high")
 
 
 def _dense_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """All gradients; sparse ones are made dense, for fused kernels take no others."""
+    """Return all gradients. Sparse ones become dense, because fused kernels take only dense
+    ones."""
     gradients = []
     for parameter in parameters:
         if parameter.grad is not None:

@@ -1,5 +1,4 @@
-"""What learns: a model, its optimizer and its number format, made, compiled, stepped and saved as
-one."""
+"""The state of training: a model, its optimizer and its number format."""
 
 import contextlib
 import logging
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Learner"]
 
 _OF_DROPOUT = 1
-"""Apart from the draws of a task, which have the same seed."""
+"""Key of dropout's random numbers, different from the keys of tasks, which have the same seed."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class Learner:
         device: torch.device,
         world: World | None = None,
     ) -> None:
-        """Draw weights from the seed, whatever was drawn before; those of rank 0 count."""
+        """Draw weights from the seed. All ranks get those of rank 0."""
         self._config, self.task, self._device = config, task, device
         self._world = world or World(device)
         self.precision = precision
@@ -93,8 +92,8 @@ class Learner:
         self._factor = _rate_factor(config)
 
     def begin_phase(self, phase: Phase) -> None:
-        """Train the weights of a phase from now on, and no others; what was trained before keeps
-        its moments."""
+        """Train only the weights of a phase from now on. Weights that were trained before keep
+        their moments."""
         before = self.optimizer
         before.zero_grad(set_to_none=True)
         self._replicas = None  # its hooks on the weights go first
@@ -118,18 +117,18 @@ class Learner:
 
     @property
     def trained_parameters(self) -> list[int]:
-        """How many parameters each phase trains."""
+        """The number of parameters that each phase trains."""
         return [count_parameters(self.model, names) for names in self._chosen]
 
     @property
     def largest_phase(self) -> Phase:
-        """The one that trains the most parameters."""
+        """The phase that trains the most parameters."""
         sizes = self.trained_parameters
         return max(self._phases, key=lambda phase: sizes[phase.number - 1])
 
     def compile(self, micro_batches: list[MicroBatch]) -> None:
-        """Compile the model for the shapes of some micro-batches, from which nothing is learnt, and
-        for each choice of weights."""
+        """Compile the model for the shapes of some micro-batches and for each phase's weights,
+        without training on them."""
         now, choices = trainable_names(self.model, None), dict.fromkeys(self._chosen)
         compile_model(self.model, len(choices))
         self.task.is_compiled = True
@@ -143,7 +142,7 @@ class Learner:
         set_random_state(random, self._device)
 
     def _compile_for(self, micro_batches: list[MicroBatch]) -> None:
-        """Use the model to train and to evaluate, as it is frozen now."""
+        """Prepare the model with its current trainable weights for training and evaluation."""
         for shown in micro_batches:
             shown.scope.mark_dynamic()
             with self.precision.autocast():
@@ -157,7 +156,7 @@ class Learner:
         self.model.train()
 
     def draw_for(self, number: int) -> None:
-        """Have dropout draw for the micro-batch of this number, whichever rank it is on."""
+        """Seed dropout for the micro-batch of this number. The seed does not depend on the rank."""
         seed_random(derive_key(self._config.seed, number, _OF_DROPOUT), self._device)
 
     def add_gradients(
@@ -193,7 +192,7 @@ class Learner:
         return self.task.loss(self.model, micro_batch)
 
     def drop_gradients(self) -> None:
-        """Forget those of the step under way."""
+        """Discard the gradients of the current step."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self, number: int, loss: Tensor, targets: Tensor) -> Tensor:
@@ -215,25 +214,25 @@ class Learner:
         return self.precision.step(self.optimizer, correction, clip_norm, keeps_gradients=keeps)
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 1; behind the run, where steps are only tried,
-        that of its last."""
+        """Return the learning rate of a step, counted from 1. After the run's last step, which only
+        trials reach, it stays the same."""
         step = min(step, self._config.steps)
         return phase_at(self._phases, step).rate(step) * self._factor
 
     @property
     def operations_per_token(self) -> float:
-        """Of floating point, to learn a token, in the mean of all phases: forward 2 for each
-        weight, backward 4, or 2 where it is frozen; without those of attention."""
+        """FLOPs per training token, averaged over phases: 2 per weight forward, 4 backward (2 if
+        frozen). Excludes attention."""
         pairs = zip(self._phases, self.trained_parameters, strict=True)
         trained = sum(phase.config.steps * count for phase, count in pairs) / self._config.steps
         return 4.0 * sum(weight.numel() for weight in self.model.parameters()) + 2.0 * trained
 
     def kept_weights(self) -> State:
-        """The weights that a checkpoint has."""
+        """The names of the weights in a checkpoint."""
         return kept_state(self.model, self._given)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, but for the data. Only `step` changes its
+        """Return everything that the next step depends on, except the data. Only `step` changes its
         tensors: buffers, which a forward pass may change, are copies."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         weights = self.kept_weights()
@@ -242,7 +241,7 @@ class Learner:
         )
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Go on where `state_dict` was taken. Weights and moments are overwritten in place."""
+        """Continue from a `state_dict`. Weights and moments are overwritten in place."""
         weights = kept_weights(self.model, self._given, checkpoint)
         make_moments(self.optimizer, self.model, checkpoint)
         state = checkpoint.read(self._state(weights), self._world)
@@ -250,7 +249,7 @@ class Learner:
         set_random_state(state["random"], self._device)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
-        """Overwrite the weights with those of a checkpoint."""
+        """Overwrite the weights with a checkpoint's weights."""
         weights = kept_weights(self.model, self._given, checkpoint)
         checkpoint.read({"model": weights}, self._world, only="model")
 
@@ -264,7 +263,7 @@ class Learner:
 
 
 def _rate_factor(config: TrainConfig) -> float:
-    """What --learning-rate is multiplied by for the size of a step."""
+    """Return the factor of --learning-rate for the size of a step."""
     reference = config.learning_rate_reference_tokens
     if reference is None:
         return 1.0
