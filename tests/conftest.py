@@ -129,6 +129,15 @@ def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def small_folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """120 rows of real lengths, in three shards and several windows."""
+    from support.delivery import realistic_lengths, small_batches
+
+    small_batches(monkeypatch)
+    return make_dataset(realistic_lengths(120, mean=4.5), num_shards=3)
+
+
+@pytest.fixture
 def both_splits(
     write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
@@ -151,6 +160,37 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator["SimulatedCuda"]:
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set of several shards, both splits, with one reject; only to be read."""
     return make_documents(tmp_path_factory.mktemp("documents"))
+
+
+@pytest.fixture(scope="session")
+def counting(tmp_path_factory: pytest.TempPathFactory, write_dataset: WriteDataset) -> Path:
+    """2,000 rows for training and 100 for validation that count upwards; only to be read."""
+    from support.training import write_counting
+
+    return write_counting(write_dataset, tmp_path_factory.mktemp("counting"))
+
+
+@pytest.fixture(scope="session")
+def few_rows(tmp_path_factory: pytest.TempPathFactory, write_dataset: WriteDataset) -> Path:
+    """400 rows for training and 20 for validation that count upwards; only to be read."""
+    from support.training import write_counting
+
+    folder = tmp_path_factory.mktemp("few")
+    return write_counting(write_dataset, folder, rows=400, validation_rows=20)
+
+
+@pytest.fixture(scope="session")
+def every_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a data set of each task, and one of pairs of texts; only to be read."""
+    from support.training import write_every_task
+
+    return write_every_task(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="session")
+def lm_rows(every_task: Path) -> Path:
+    """150 random rows of the task `lm`; only to be read."""
+    return every_task / "lm"
 
 
 @pytest.fixture(scope="session")

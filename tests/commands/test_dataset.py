@@ -11,12 +11,13 @@ from pyarrow import ipc
 from support.delivery import (
     POLICIES,
     MakeDataset,
-    Span,
+    delivered,
     open_dataset,
     open_loader,
     plain,
     realistic_lengths,
     same_values,
+    shuffled,
     small_batches,
     spans,
 )
@@ -91,23 +92,6 @@ def test_raising_the_epoch_gives_the_next_pass(folder: Path, num_workers: int) -
     for dataset.epoch in range(2):
         passed = [spans(batch) for batch in plain(dataset, num_workers)]
         assert passed == [spans(batch) for batch in loader]
-
-
-@pytest.fixture
-def small_folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(120, mean=4.5), num_shards=3)
-
-
-def shuffled(small_folder: Path, epoch: int) -> list[list[Span]]:
-    loader = open_loader(small_folder, epochs=1, window_tokens=5_000)
-    for _ in range(epoch):
-        list(loader)
-    return [spans(batch) for batch in loader]
-
-
-def delivered(loader: Any) -> list[list[Span]]:
-    return [spans(batch) for share in loader for batch in share]
 
 
 def test_an_epoch_that_is_raised_reaches_workers_that_persist(small_folder: Path) -> None:

@@ -21,7 +21,6 @@ from support.delivery import (
     pool_of,
     realistic_lengths,
     row_tokens,
-    small_batches,
     spans,
     times_delivered,
     tokens_of,
@@ -34,12 +33,6 @@ from tokenfeed.pipeline.feeding.feed import Tuner
 from tokenfeed.pipeline.planning.policy import Batching
 
 LENGTHS = realistic_lengths()
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(LENGTHS, num_shards=3)
 
 
 @pytest.mark.parametrize("batching", POLICIES, ids=str)
@@ -249,12 +242,6 @@ OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "ep
 
 
 ROUNDS = 12
-
-
-@pytest.fixture
-def small_folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(120, mean=4.5), num_shards=3)
 
 
 def test_a_number_of_workers_that_was_set_stays(

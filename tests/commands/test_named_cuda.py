@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import PROGRAMS, named_cuda
 from support.hub_models import save_model
-from support.training import RUNS, make_config, write_every_task
+from support.training import RUNS, make_config
 
 from tokenfeed.trainer.sensors.gpu_models import GPUS
 from tokenfeed.trainer.sizing.dry_run import RunPlan
@@ -58,16 +58,11 @@ ATTENTION = {
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_every_task(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[str, Seen]:
+def seen(tmp_path_factory: pytest.TempPathFactory, every_task: Path) -> dict[str, Seen]:
     """What each case did; one process runs them all, since importing torch takes the longest."""
     folder = tmp_path_factory.mktemp("named_cuda")
     cases = {
-        name: settings | {"shards": str(data / settings["shards"])}
+        name: settings | {"shards": str(every_task / settings["shards"])}
         for name, settings in (CASES | HUB | FAULTS).items()
     }
     for name in HUB:
@@ -146,11 +141,11 @@ def test_fp16_scales_its_gradients_and_bf16_has_no_need_to(seen: dict[str, Seen]
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "fp32"])
 def test_the_memory_of_steps_on_a_gpu_is_as_predicted_without_one(
-    seen: dict[str, Seen], case: str, data: Path
+    seen: dict[str, Seen], case: str, every_task: Path
 ) -> None:
     settings = {"num_workers": 0} | CASES[case]
-    shards = data / settings.pop("shards")
-    config = make_config(shards, data / "run", steps=100, **settings)
+    shards = every_task / settings.pop("shards")
+    config = make_config(shards, every_task / "run", steps=100, **settings)
     predicted = RunPlan(config, GPUS["H100"]).peak(config)
     assert predicted == pytest.approx(seen[case]["peak"], rel=0.03)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import PROGRAMS, warm
-from support.training import RUNS, load_weights, read_metrics, write_every_task
+from support.training import RUNS, load_weights, read_metrics
 
 from tokenfeed.trainer.report.run_folder import RunData
 
@@ -59,23 +59,18 @@ def assert_alike(one: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_every_task(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(scope="module")
-def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(every_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of runs on 1, 2 and 3 ranks, and of one on 2, then 3, then 1."""
     folder = tmp_path_factory.mktemp("runs")
     runs = [
-        (size, settings_of(name, shards, folder / name / str(size)))
+        (size, settings_of(name, every_task, folder / name / str(size)))
         for name in ALIKE
         for size in (1, 2, 3)
     ]
     next(of for size, of in runs if size == 2)["late"] = (1, LATE_S)
-    shares = settings_of("lm packed", shards, folder / "lm packed" / "shares")
+    shares = settings_of("lm packed", every_task, folder / "lm packed" / "shares")
     runs += [(2, shares | {"shard_model": True, "late": (1, LATE_S)})]
-    changing = settings_of("lm packed", shards, folder / "lm packed" / "changing")
+    changing = settings_of("lm packed", every_task, folder / "lm packed" / "changing")
     changing["model"] = "support.training:dropping_double_model"
     runs += [(1, changing | {"run_dir": folder / "dropping"})]
     runs += [(2, changing | {"ends": ("stop", 1, 1)})]
@@ -86,9 +81,9 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings_of(name: str, shards: Path, run_dir: Path) -> dict[str, Any]:
+def settings_of(name: str, every_task: Path, run_dir: Path) -> dict[str, Any]:
     settings = SETTINGS | RUNS[name] | IN_FP32.get(name, {}) | {"run_dir": run_dir}
-    return settings | {"shards": shards / settings["shards"]}
+    return settings | {"shards": every_task / settings["shards"]}
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -133,9 +128,9 @@ def checkpoint_of(trained: Path, step: int) -> Path:
     ],
 )
 def test_a_rank_that_dies_ends_the_others_with_the_reason_in_one_line(
-    how: str, code: int, reason: str, shards: Path, tmp_path: Path
+    how: str, code: int, reason: str, every_task: Path, tmp_path: Path
 ) -> None:
-    settings = settings_of("lm packed", shards, tmp_path / "run")
+    settings = settings_of("lm packed", every_task, tmp_path / "run")
     started = time.monotonic()
     codes, errors = train([(3, settings | {"steps": 1000, "ends": (how, 1, 3)})])
     assert time.monotonic() - started < 60
@@ -155,9 +150,9 @@ def test_a_rank_that_dies_ends_the_others_with_the_reason_in_one_line(
 
 @pytest.mark.slow
 def test_more_ranks_than_micro_batches_are_refused_in_one_line(
-    shards: Path, tmp_path: Path
+    every_task: Path, tmp_path: Path
 ) -> None:
-    settings = settings_of("lm packed", shards, tmp_path / "run") | {"step_tokens": 64}
+    settings = settings_of("lm packed", every_task, tmp_path / "run") | {"step_tokens": 64}
     codes, errors = train([(2, settings)])
     assert codes == [[1, 1]]
     assert "`--micro-batch-tokens`: 2 ranks share 1 micro-batches of a step" in errors
@@ -172,15 +167,15 @@ SHARDED = {
 
 
 @pytest.fixture(scope="module")
-def sharded(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded(every_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of runs on shares of the weights, of their likes on one rank, and of one that goes
     on from two shares on three, with whole weights, and on four shares."""
     folder, runs = tmp_path_factory.mktemp("sharded"), []
     for name, (size, more) in SHARDED.items():
-        settings = settings_of(name, shards, folder / name / "whole") | more
+        settings = settings_of(name, every_task, folder / name / "whole") | more
         runs += [(1, settings)]
         runs += [(size, settings | {"run_dir": folder / name / "shares", "shard_model": True})]
-    changing = settings_of("lm packed", shards, folder / "changing") | {"steps": 6}
+    changing = settings_of("lm packed", every_task, folder / "changing") | {"steps": 6}
     going_on = changing | {"resume": True}
     runs += [(2, changing | {"shard_model": True, "ends": ("stop", 1, 2)})]
     runs += [(3, going_on | {"shard_model": True, "ends": ("stop", 2, 1)})]
@@ -200,9 +195,9 @@ def test_shares_of_the_weights_train_as_whole_ones(name: str, sharded: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_shares_keep_no_whole_weight_between_forward_and_backward(
-    size: int, shards: Path, tmp_path: Path
+    size: int, every_task: Path, tmp_path: Path
 ) -> None:
-    program = [PROGRAMS / "sharded_memory.py", str(shards / "lm"), str(tmp_path), str(size)]
+    program = [PROGRAMS / "sharded_memory.py", str(every_task / "lm"), str(tmp_path), str(size)]
     result = warm.run(program)
     assert result.returncode == 0, result.stderr
     ranks = json.loads(result.stdout.splitlines()[-1])
@@ -215,8 +210,10 @@ def test_a_run_goes_on_from_shares_to_whole_weights_and_to_other_shares(sharded:
 
 
 @pytest.mark.slow
-def test_killed_ranks_with_shares_leave_checkpoints_to_resume(shards: Path, tmp_path: Path) -> None:
-    settings = settings_of("lm packed", shards, tmp_path / "run") | {"shard_model": True}
+def test_killed_ranks_with_shares_leave_checkpoints_to_resume(
+    every_task: Path, tmp_path: Path
+) -> None:
+    settings = settings_of("lm packed", every_task, tmp_path / "run") | {"shard_model": True}
     often = settings | {"save_every": 1}
     going_on = often | {"resume": True}
     runs: list[Run] = [
@@ -231,9 +228,9 @@ def test_killed_ranks_with_shares_leave_checkpoints_to_resume(shards: Path, tmp_
 
 
 @pytest.mark.slow
-def test_what_shares_cannot_do_is_refused_with_the_remedy(shards: Path, tmp_path: Path) -> None:
+def test_what_shares_cannot_do_is_refused_with_the_remedy(every_task: Path, tmp_path: Path) -> None:
     refused = {"optimizer": "muon", "precision": "fp16", "micro_batch_tokens": "auto"}
-    settings = settings_of("lm packed", shards, tmp_path / "run") | {"shard_model": True}
+    settings = settings_of("lm packed", every_task, tmp_path / "run") | {"shard_model": True}
     plain = (1, settings | {"steps": 1, "run_dir": tmp_path / "plain"})
     codes, errors = train(
         [plain, *((2, settings | {key: value}) for key, value in refused.items())]
@@ -245,10 +242,10 @@ def test_what_shares_cannot_do_is_refused_with_the_remedy(shards: Path, tmp_path
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_ranks_killed_at_100_random_moments_lose_nothing(shards: Path, tmp_path: Path) -> None:
+def test_ranks_killed_at_100_random_moments_lose_nothing(every_task: Path, tmp_path: Path) -> None:
     program = [sys.executable, str(PROGRAMS / "killed_ranks.py")]
     result = subprocess.run(
-        [*program, str(shards / "lm"), str(tmp_path), str(KILLS)],
+        [*program, str(every_task / "lm"), str(tmp_path), str(KILLS)],
         capture_output=True,
         text=True,
     )
@@ -261,11 +258,11 @@ def test_ranks_killed_at_100_random_moments_lose_nothing(shards: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_muon_on_ranks_trains_as_on_one(shards: Path, tmp_path: Path) -> None:
+def test_muon_on_ranks_trains_as_on_one(every_task: Path, tmp_path: Path) -> None:
     """Three ranks share stacks of eight and of four matrices."""
     more = {"optimizer": "muon", "model": "support.training:small_model"}
     runs: list[Run] = [
-        (ranks, settings_of("lm packed", shards, tmp_path / str(ranks)) | more)
+        (ranks, settings_of("lm packed", every_task, tmp_path / str(ranks)) | more)
         for ranks in (1, 2, 3)
     ]
     codes, errors = train(runs)
@@ -278,7 +275,7 @@ def test_muon_on_ranks_trains_as_on_one(shards: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_adapters_and_compiled_models_on_ranks_train_as_on_one(
-    shards: Path, tmp_path: Path
+    every_task: Path, tmp_path: Path
 ) -> None:
     hub = pytest.importorskip("support.hub_models", reason="needs transformers")
     pytest.importorskip("peft")
@@ -293,7 +290,7 @@ def test_adapters_and_compiled_models_on_ranks_train_as_on_one(
     }
     runs: list[Run] = []
     for name, more in cases.items():
-        settings = settings_of("lm packed", shards, tmp_path / name / "one") | more
+        settings = settings_of("lm packed", every_task, tmp_path / name / "one") | more
         runs += [(1, settings), (2, settings | {"run_dir": tmp_path / name / "two"})]
         runs += [(2, settings | {"run_dir": tmp_path / name / "shares", "shard_model": True})]
     codes, errors = train(runs)
@@ -306,11 +303,11 @@ def test_adapters_and_compiled_models_on_ranks_train_as_on_one(
 
 @pytest.mark.slow
 def test_phases_and_several_data_sets_are_the_same_on_any_number_of_ranks(
-    shards: Path, tmp_path: Path
+    every_task: Path, tmp_path: Path
 ) -> None:
     more = tmp_path / "more"
-    shutil.copytree(shards / "lm", more)
-    both = {str(shards / "lm"): 0.5, str(more): 0.5}
+    shutil.copytree(every_task / "lm", more)
+    both = {str(every_task / "lm"): 0.5, str(more): 0.5}
     phases: list[dict[str, Any]] = [
         {"steps": 2, "trainable": "norm", "warmup_steps": 0},
         {"steps": 2, "trainable": "norm|embed", "shards": both},

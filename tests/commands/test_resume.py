@@ -7,11 +7,9 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from support.delivery import (
     POLICIES,
-    MakeDataset,
     check_elastic_run,
     open_loader,
     realistic_lengths,
-    small_batches,
     spans,
     state_after,
 )
@@ -23,16 +21,6 @@ LENGTHS = realistic_lengths()
 
 
 SAME_FOLDER = [HealthCheck.function_scoped_fixture]
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_batches(monkeypatch)
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, small: None) -> Path:
-    return make_dataset(LENGTHS, num_shards=3)
 
 
 @settings(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.training import load_weights, read_metrics, write_labelled
+from support.training import load_weights, read_metrics
 
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 
@@ -20,21 +20,16 @@ STEPS = 120
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_labelled(tmp_path_factory.mktemp("shards") / "lm", "lm", count=150)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(lm_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    with started(train(shards, run_dir)) as alone:
+    with started(train(lm_rows, run_dir)) as alone:
         assert alone.wait(120) == 0
     return run_dir
 
 
-def train(shards: Path, run_dir: Path, *more: str) -> list[str]:
+def train(lm_rows: Path, run_dir: Path, *more: str) -> list[str]:
     settings = {
-        "--shards": shards,
+        "--shards": lm_rows,
         "--run-dir": run_dir,
         "--model": "support.training:double_model",
         "--steps": STEPS,
@@ -100,11 +95,11 @@ def assert_ends_alike(run_dir: Path, undisturbed: Path) -> None:
 
 @pytest.mark.long
 def test_a_killed_rank_is_restarted_and_the_run_goes_on_from_its_checkpoint(
-    shards: Path, undisturbed: Path, tmp_path: Path
+    lm_rows: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     options = ("--standalone", "--max-restarts=1")
-    with started(torchrun(2, *options) + train(shards, run_dir)) as run:
+    with started(torchrun(2, *options) + train(lm_rows, run_dir)) as run:
         wait_for(checkpoint(run_dir, 20), run)
         os.kill(rank_of(run, 1), signal.SIGKILL)
         _, errors = run.communicate(timeout=200)
@@ -118,11 +113,11 @@ def test_a_killed_rank_is_restarted_and_the_run_goes_on_from_its_checkpoint(
 
 @pytest.mark.long
 def test_a_restart_leaves_another_run_alone(
-    shards: Path, undisturbed: Path, tmp_path: Path
+    lm_rows: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     before = read_metrics(undisturbed, "loss")
     options = ("--standalone", "--max-restarts=1")
-    words = train(shards, undisturbed, "--learning-rate", "1e-3")
+    words = train(lm_rows, undisturbed, "--learning-rate", "1e-3")
     with started(torchrun(2, *options) + words) as run:
         _, errors = run.communicate(timeout=200)
     assert run.returncode == 1
@@ -132,10 +127,10 @@ def test_a_restart_leaves_another_run_alone(
 
 @pytest.mark.long
 def test_sigterm_at_one_rank_ends_all_with_a_checkpoint_that_goes_on(
-    shards: Path, undisturbed: Path, tmp_path: Path
+    lm_rows: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    with started(torchrun(2) + train(shards, run_dir, "--save-every", "1000")) as run:
+    with started(torchrun(2) + train(lm_rows, run_dir, "--save-every", "1000")) as run:
         wait_for(run_dir / "metrics.jsonl", run)
         while len(read_metrics(run_dir, "loss")) < 2:
             time.sleep(0.05)
@@ -143,7 +138,7 @@ def test_sigterm_at_one_rank_ends_all_with_a_checkpoint_that_goes_on(
         _, errors = run.communicate(timeout=60)
     assert errors.count("stopping: saves") == 1, errors
     assert len(list(Checkpoints.of_run(run_dir).path(0).parent.iterdir())) == 1
-    with started(torchrun(3) + train(shards, run_dir, "--resume", "--save-every", "10")) as run:
+    with started(torchrun(3) + train(lm_rows, run_dir, "--resume", "--save-every", "10")) as run:
         _, errors = run.communicate(timeout=200)
     assert run.returncode == 0, errors
     losses, whole = read_metrics(run_dir, "loss"), read_metrics(undisturbed, "loss")
@@ -155,11 +150,13 @@ def test_sigterm_at_one_rank_ends_all_with_a_checkpoint_that_goes_on(
 
 
 @pytest.mark.long
-def test_two_machines_train_as_one_process(shards: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_two_machines_train_as_one_process(
+    lm_rows: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     port = 29_000 + os.getpid() % 1000
     options = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=two")
-    words = torchrun(1, *options, f"--rdzv-endpoint=localhost:{port}") + train(shards, run_dir)
+    words = torchrun(1, *options, f"--rdzv-endpoint=localhost:{port}") + train(lm_rows, run_dir)
     with started(words) as one, started(words) as other:
         for machine in (one, other):
             _, errors = machine.communicate(timeout=200)

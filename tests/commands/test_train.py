@@ -34,27 +34,22 @@ def make_shards(write_dataset: Callable[..., Path]) -> MakeShards:
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory, make_shards: MakeShards) -> Path:
-    return make_shards(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(scope="module")
-def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of eight steps that nothing disturbed."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    run(make_config(shards, run_dir))
+    run(make_config(counting, run_dir))
     return run_dir
 
 
 def test_a_stop_at_any_step_saves_and_loses_nothing(
-    shards: Path, finished: Path, tmp_path: Path
+    counting: Path, finished: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    report = run(make_config(shards, run_dir), stop_after=3)
+    report = run(make_config(counting, run_dir), stop_after=3)
     assert (report.finished, report.steps) == (False, 3)
     assert "go on with --resume" in report.summary()
-    run(make_config(shards, run_dir, resume=True, num_workers=1), stop_after=2)
-    run(make_config(shards, run_dir, resume=True))
+    run(make_config(counting, run_dir, resume=True, num_workers=1), stop_after=2)
+    run(make_config(counting, run_dir, resume=True))
     assert_same_run(run_dir, finished, 8)
 
 
@@ -78,10 +73,10 @@ def start(config: TrainConfig, program: Sequence[str] = MODULE) -> warm.Popen:
     ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_a_signal_ends_the_command_with_a_checkpoint_and_a_report(
-    number: signal.Signals, exit_code: int, shards: Path, tmp_path: Path
+    number: signal.Signals, exit_code: int, counting: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    config = make_config(shards, run_dir, steps=100_000, save_every=100_000, json=True)
+    config = make_config(counting, run_dir, steps=100_000, save_every=100_000, json=True)
     process = start(config)
     wait_for_step(2, run_dir, process)
     process.send_signal(number)
@@ -100,9 +95,9 @@ def wait_for_step(step: int, run_dir: Path, process: subprocess.Popen[str]) -> N
         time.sleep(0.05)
 
 
-def test_sigusr1_saves_and_the_run_goes_on(shards: Path, tmp_path: Path) -> None:
+def test_sigusr1_saves_and_the_run_goes_on(counting: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    config = make_config(shards, run_dir, steps=100_000, save_every=100_000)
+    config = make_config(counting, run_dir, steps=100_000, save_every=100_000)
     process = start(config)
     wait_for_step(2, run_dir, process)
     process.send_signal(signal.SIGUSR1)
@@ -133,10 +128,10 @@ main()
 
 
 def test_a_second_ctrl_c_ends_a_run_whose_disk_hangs_and_damages_nothing(
-    shards: Path, finished: Path, tmp_path: Path
+    counting: Path, finished: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    config = make_config(shards, run_dir, save_every=2, eval_every=4)
+    config = make_config(counting, run_dir, save_every=2, eval_every=4)
     process = start(config, ("-c", ON_A_DISK_THAT_HANGS))
     wait_for_step(6, run_dir, process)
     for _ in range(2):
@@ -146,12 +141,12 @@ def test_a_second_ctrl_c_ends_a_run_whose_disk_hangs_and_damages_nothing(
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert Checkpoints.of_run(run_dir).latest() == run_dir / "checkpoints" / "step-00000002"
-    run(make_config(shards, run_dir, resume=True))
+    run(make_config(counting, run_dir, resume=True))
     assert_same_run(run_dir, finished, 8)
 
 
-def test_the_command_prints_progress_and_summary(shards: Path, tmp_path: Path) -> None:
-    config = make_config(shards, tmp_path / "run", steps=2)
+def test_the_command_prints_progress_and_summary(counting: Path, tmp_path: Path) -> None:
+    config = make_config(counting, tmp_path / "run", steps=2)
     command = [TRAIN, *words_of(config)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "step 2/2 | loss " in result.stderr
@@ -203,10 +198,10 @@ def test_missing_shards_are_refused_before_torch_is_imported(tmp_path: Path) -> 
 
 
 def test_killed_run_without_checkpoint_says_how_to_start_again(
-    shards: Path, tmp_path: Path
+    counting: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    process = start(make_config(shards, run_dir, steps=100_000, save_every=100_000))
+    process = start(make_config(counting, run_dir, steps=100_000, save_every=100_000))
     wait_for_step(2, run_dir, process)
     process.kill()
     process.communicate()
@@ -214,14 +209,14 @@ def test_killed_run_without_checkpoint_says_how_to_start_again(
     assert report
     assert "start it again without --resume" in report.summary()
     with pytest.raises(ConfigError, match="ended before its first checkpoint"):
-        run(make_config(shards, run_dir, resume=True))
-    assert run(make_config(shards, run_dir, steps=2)).finished
+        run(make_config(counting, run_dir, resume=True))
+    assert run(make_config(counting, run_dir, steps=2)).finished
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_training_on_a_gpu_reports_its_stall(shards: Path, tmp_path: Path) -> None:
-    config = make_config(shards, tmp_path / "run", device="cuda", steps=20, num_workers=1)
+def test_training_on_a_gpu_reports_its_stall(counting: Path, tmp_path: Path) -> None:
+    config = make_config(counting, tmp_path / "run", device="cuda", steps=20, num_workers=1)
     report = run(config)
     assert report.loss_last < report.loss_first
     assert 0 < report.stall.steps <= 15  # without those that calibrate

@@ -117,23 +117,19 @@ def test_a_bug_in_a_worker_keeps_its_traceback(folder: Path) -> None:
         list(loader)
 
 
-ORPHANS = (
-    PREAMBLE
-    + """
+ORPHANS = """
 loader = open_loader(num_workers=3, epochs=None)
 for step, batch in enumerate(loader):
     if step == 3:
         print("ready", flush=True)
         time.sleep(60)
 """
-)
 
 
 def start(script: str, folder: Path) -> warm.Popen:
-    pipe = subprocess.PIPE
-    process = warm.Popen(
-        ["-c", script, folder], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-    )
+    """A script in a session of its own, when it has printed that it is ready."""
+    pipe, words = subprocess.PIPE, ["-c", PREAMBLE + script, folder]
+    process = warm.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
     assert process.stdout
     assert process.stdout.readline() == "ready\n"
     return process
@@ -151,41 +147,6 @@ def test_nothing_outlives_a_killed_training_process(folder: Path) -> None:
         assert eventually(lambda: not any(is_alive(pid) for pid in workers))
     assert not memfds() & ours
     assert set(os.listdir("/dev/shm")) <= shared
-
-
-HANDLE_SIGNALS = (
-    PREAMBLE
-    + """
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda *_: None)
-loader = open_loader(num_workers=2, epochs=3)
-tokens = 0
-for step, batch in enumerate(loader):
-    tokens += batch.num_tokens
-    if step == 40:  # both workers made windows by now
-        loader.num_workers = NUMBER
-        print("ready", flush=True)
-        sys.stdin.readline()
-print(tokens)
-"""
-)
-
-
-@pytest.mark.parametrize(
-    ("number", "num_workers"), [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGINT, 4)]
-)
-def test_workers_ignore_a_signal_that_their_parent_handles(
-    folder: Path, number: int, num_workers: int
-) -> None:
-    """Terminals and schedulers signal the whole process group, also while a worker starts."""
-    script = HANDLE_SIGNALS.replace("NUMBER", str(num_workers))
-    with start(script, folder) as process:
-        assert process.stdin
-        os.killpg(process.pid, number)
-        time.sleep(0.2)
-        rest, errors = process.communicate("go on\n", timeout=60)
-    assert (process.returncode, errors) == (0, "")
-    assert int(rest) == 3 * realistic_lengths().sum()
 
 
 LEAVE = (
@@ -301,15 +262,6 @@ def test_memory_is_flat_over_epochs(make_dataset: MakeDataset) -> None:
         assert late < early + 20 * megabyte
 
 
-def start_with_preamble(script: str, folder: Path) -> warm.Popen:
-    """A script in a session of its own, when it has said that it is ready."""
-    pipe, words = subprocess.PIPE, ["-c", PREAMBLE + script, folder]
-    process = warm.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-    assert process.stdout
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
 @pytest.mark.filterwarnings("ignore:subprocess:ResourceWarning")
 def test_a_worker_that_no_kill_ends_does_not_hold_up_its_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -340,20 +292,23 @@ ASKING = [
 HANDLE = """
 for name in NAMES:
     signal.signal(getattr(signal, name), lambda *_: None)
+loader = open_loader(num_workers=2, epochs=3)
 tokens = 0
-for step, batch in enumerate(open_loader(num_workers=2, epochs=3)):
+for step, batch in enumerate(loader):
     tokens += batch.num_tokens
     if step == 40:  # both workers made windows by now
+        loader.num_workers = WORKERS
         print("ready", flush=True)
         sys.stdin.readline()
 print(tokens)
 """
 
 
-def test_no_signal_to_the_process_group_ends_a_worker_if_the_parent_handles_it(
-    folder: Path,
-) -> None:
-    with start_with_preamble(HANDLE.replace("NAMES", repr(ASKING)), folder) as process:
+@pytest.mark.parametrize("num_workers", [2, 4], ids=["workers run", "workers start"])
+def test_workers_ignore_signals_that_their_parent_handles(folder: Path, num_workers: int) -> None:
+    """Terminals and schedulers signal the whole process group, also while a worker starts."""
+    script = HANDLE.replace("NAMES", repr(ASKING)).replace("WORKERS", str(num_workers))
+    with start(script, folder) as process:
         for name in ASKING:
             os.killpg(process.pid, getattr(signal, name))
         rest, errors = process.communicate("go on\n", timeout=60)
@@ -391,7 +346,7 @@ signal.pause()
 
 
 def test_no_worker_outlives_a_killed_parent_though_a_fork_of_it_lives(folder: Path) -> None:
-    with start_with_preamble(FORKED_ORPHAN, folder) as process:
+    with start(FORKED_ORPHAN, folder) as process:
         workers = workers_of(process.pid)
         assert len(workers) == 2
         process.kill()

@@ -25,6 +25,7 @@ __all__ = [
     "State",
     "Step",
     "check_elastic_run",
+    "delivered",
     "flip_bit",
     "joined",
     "open_dataset",
@@ -34,6 +35,7 @@ __all__ = [
     "realistic_lengths",
     "row_tokens",
     "same_values",
+    "shuffled",
     "small_batches",
     "spans",
     "state_after",
@@ -83,6 +85,19 @@ def open_loader(folder: Path, batching: Batching = POLICIES[0], **options: Any) 
     """A loader of several windows, without workers unless they are asked for."""
     defaults = {"window_tokens": WINDOW_TOKENS, "num_workers": 0}
     return ShardLoader(folder, batching=batching, **defaults | options)
+
+
+def delivered(loader: Iterable[Iterable[Batch]]) -> list[list[Span]]:
+    """The spans of every batch of a DataLoader over a ShardDataset, which yields shares."""
+    return [spans(batch) for share in loader for batch in share]
+
+
+def shuffled(folder: Path, epoch: int) -> list[list[Span]]:
+    """The spans that a loader with four small windows delivers in an epoch."""
+    loader = open_loader(folder, epochs=1, window_tokens=5_000)
+    for _ in range(epoch):
+        list(loader)
+    return [spans(batch) for batch in loader]
 
 
 def pool_of(loader: ShardLoader) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from support.commands import call
-from support.training import write_labelled
 
 from tokenfeed.tools import train as command
 from tokenfeed.tools.train_settings import Command
@@ -106,19 +105,14 @@ class Seen:
         return {group["weight_decay"] for group in self.optimizer.param_groups}
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_labelled(tmp_path_factory.mktemp("lm") / "shards", "lm", count=150)
-
-
 @pytest.fixture
-def run_of(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen]:
+def run_of(lm_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen]:
     """Runs the command with these settings, and says what was seen."""
 
     def run(**changes: Any) -> Seen:
         seen = Seen(tmp_path / f"run{len(list(tmp_path.iterdir()))}")
         _watch(seen, monkeypatch)
-        settings = {"shards": shards, "run_dir": seen.folder} | SETTINGS | changes
+        settings = {"shards": lm_rows, "run_dir": seen.folder} | SETTINGS | changes
         said = {name: value for name, value in settings.items() if value is not None}
         words = [(f"--{name.replace('_', '-')}", value) for name, value in said.items()]
         seen.report = json.loads(call(command.main, *itertools.chain(*words), "--json").stdout)

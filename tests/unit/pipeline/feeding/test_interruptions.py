@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.delivery import MakeDataset, open_loader, realistic_lengths, small_batches, spans
+from support.delivery import open_loader, spans
 
 from tokenfeed import Padded, ShardDataset, ShardLoader
 from tokenfeed.pipeline.errors import LoaderError
@@ -24,12 +24,6 @@ OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "ep
 
 
 ROUNDS = 12
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(120, mean=4.5), num_shards=3)
 
 
 def calling_at(event: int, run: Callable[[], object], do: Callable[[], object]) -> bool:
@@ -79,8 +73,8 @@ HANDLERS: dict[str, Callable[[ShardLoader, list[Any]], object]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("handler", HANDLERS.values(), ids=HANDLERS)
-def test_a_handler_inside_next_loses_and_repeats_nothing(folder: Path, handler: Any) -> None:
-    reference = open_loader(folder, **OPTIONS)
+def test_a_handler_inside_next_loses_and_repeats_nothing(small_folder: Path, handler: Any) -> None:
+    reference = open_loader(small_folder, **OPTIONS)
     whole, states = [], []
     for batch in islice(reference, ROUNDS + 1):
         whole.append(spans(batch))
@@ -88,7 +82,7 @@ def test_a_handler_inside_next_loses_and_repeats_nothing(folder: Path, handler: 
     event, came = 0, True
     while came:
         event += 1
-        loader, given = open_loader(folder, **OPTIONS), list[Any]()
+        loader, given = open_loader(small_folder, **OPTIONS), list[Any]()
 
         def run(loader: ShardLoader = loader, given: list[Any] = given) -> None:
             iterate(loader, given)
@@ -108,9 +102,9 @@ def copied_by_pickle(anything: Any) -> Any:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copied_by_pickle])
 def test_a_dataset_that_was_iterated_goes_to_workers_that_are_spawned(
-    folder: Path, copied: Any
+    small_folder: Path, copied: Any
 ) -> None:
-    dataset = ShardDataset(folder, Padded(2048), window_tokens=5_000)
+    dataset = ShardDataset(small_folder, Padded(2048), window_tokens=5_000)
     whole = [spans(batch) for share in dataset for batch in share]
     assert [spans(batch) for share in copied(dataset) for batch in share] == whole
 
@@ -119,9 +113,9 @@ class TooLate(Exception):
     """What a handler of the user raises."""
 
 
-def test_what_a_handler_raises_is_not_taken_for_damage(folder: Path) -> None:
-    manifest = Manifest.read(folder)
-    reader = ShardReader.open(folder, manifest, manifest.split("train").shards[0])
+def test_what_a_handler_raises_is_not_taken_for_damage(small_folder: Path) -> None:
+    manifest = Manifest.read(small_folder)
+    reader = ShardReader.open(small_folder, manifest, manifest.split("train").shards[0])
     left = 0
 
     def trace(frame: FrameType, kind: str, _: Any) -> Any:

@@ -14,9 +14,10 @@ from support.delivery import (
     POLICIES,
     MakeDataset,
     Span,
+    delivered,
     open_loader,
     realistic_lengths,
-    small_batches,
+    shuffled,
     spans,
 )
 from torch.utils.data import DataLoader
@@ -30,12 +31,6 @@ from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 LENGTHS = realistic_lengths()
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(LENGTHS, num_shards=3)
 
 
 def test_without_shuffle_epochs_are_equal_and_windows_in_the_order_of_the_files(
@@ -234,12 +229,6 @@ OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "ep
 TRACED = ("feeding/delivery.py", "feeding/loader.py", "planning/state.py")
 
 
-@pytest.fixture
-def small_folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(120, mean=4.5), num_shards=3)
-
-
 def whole(small_folder: Path) -> list[list[Span]]:
     return [spans(batch) for batch in open_loader(small_folder, **OPTIONS)]
 
@@ -428,17 +417,6 @@ def test_a_pass_that_has_ended_stays_ended(small_folder: Path) -> None:
     assert len(list(batches)) == len(whole(small_folder))
     assert next(batches, None) is None
     assert len(list(loader)) > 0
-
-
-def shuffled(small_folder: Path, epoch: int) -> list[list[Span]]:
-    loader = open_loader(small_folder, epochs=1, window_tokens=5_000)
-    for _ in range(epoch):
-        list(loader)
-    return [spans(batch) for batch in loader]
-
-
-def delivered(loader: Any) -> list[list[Span]]:
-    return [spans(batch) for share in loader for batch in share]
 
 
 def test_an_iteration_keeps_the_epoch_it_began_with(small_folder: Path) -> None:

@@ -43,11 +43,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     small_batches(monkeypatch)
 
 
-@pytest.fixture
-def folder(make_dataset: MakeDataset, small: None) -> Path:
-    return make_dataset(LENGTHS, num_shards=3)
-
-
 def elastic_legs(workers: st.SearchStrategy[int]) -> st.SearchStrategy[list[tuple[int, int, int]]]:
     return st.lists(
         st.tuples(st.integers(1, 9), st.integers(0, 15), workers), min_size=2, max_size=5

@@ -50,12 +50,6 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traced]:
         yield traced
 
 
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "batching"), TASKS, ids=str)
 def test_no_kernel_uses_a_batch_before_it_is_built_nor_after_its_memory_is_reused(

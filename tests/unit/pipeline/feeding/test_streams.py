@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 from support.delivery import (
-    MakeDataset,
     Span,
     open_loader,
     realistic_lengths,
-    small_batches,
     spans,
     times_delivered,
 )
@@ -22,12 +20,6 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 LENGTHS = realistic_lengths()
 POLICY = Packed(sequence_length=256, batch_size=4)
 Run = tuple[list[list[Batch]], dict[str, Any]]
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(LENGTHS, num_shards=3)
 
 
 def run(

@@ -3,7 +3,6 @@
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from support.checkpoints import (
     saving_config,
 )
 from support.stores import URL, FaultyStore
-from support.training import run, write_counting
+from support.training import run
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.tools.train_settings import parse_config
@@ -29,12 +28,6 @@ from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("hurried")
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., Path]) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    return write_counting(write_dataset, folder, rows=400, validation_rows=20)
 
 
 def spoil(path: Path) -> None:
@@ -142,13 +135,13 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> TrainConfig:
 
 
 def test_the_same_command_line_begins_a_run_and_goes_on_with_its_settings(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: type[FaultyStore]
+    few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: type[FaultyStore]
 ) -> None:
     run_dir = tmp_path / "run"
-    words = ["--shards", str(shards), "--run-dir", str(run_dir), "--upload", URL]
+    words = ["--shards", str(few_rows), "--run-dir", str(run_dir), "--upload", URL]
     begun = parsed(monkeypatch, *words, "--resume", "auto", "--steps", "4")
     assert begun.resume is False
-    small = saving_config(shards, run_dir, upload=URL, steps=4, learning_rate=0.01)
+    small = saving_config(few_rows, run_dir, upload=URL, steps=4, learning_rate=0.01)
     run(small)
     shutil.rmtree(run_dir)
     again = parsed(monkeypatch, *words, "--resume", "auto", "--steps", "4")
@@ -160,9 +153,9 @@ def test_the_same_command_line_begins_a_run_and_goes_on_with_its_settings(
 
 
 def test_resume_alone_needs_a_run(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--shards", str(shards), "--run-dir", str(tmp_path / "run")]
+    words = ["--shards", str(few_rows), "--run-dir", str(tmp_path / "run")]
     with pytest.raises(ResumeError, match="no checkpoint to resume from"):
         run(parsed(monkeypatch, *words, "--resume"))
     with pytest.raises(ConfigError, match="needs --run-dir"):

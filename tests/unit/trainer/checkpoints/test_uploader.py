@@ -9,7 +9,6 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from support.checkpoints import (
 )
 from support.object_server import as_own_process, remote_store
 from support.stores import URL, FaultyStore
-from support.training import assert_same_run, run, write_counting
+from support.training import assert_same_run, run
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.checkpoints import remote_copy as remote_module
@@ -47,33 +46,27 @@ pytestmark = pytest.mark.usefixtures("hurried")
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., Path]) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    return write_counting(write_dataset, folder, rows=400, validation_rows=20)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = saving_config(shards, tmp_path_factory.mktemp("undisturbed"))
+def undisturbed(few_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = saving_config(few_rows, tmp_path_factory.mktemp("undisturbed"))
     run(config)
     return config.run_dir
 
 
 @pytest.mark.parametrize("kind", ["folder", "faulty"])
 def test_a_url_has_at_the_end_what_the_folder_has(
-    kind: str, shards: Path, tmp_path: Path, store: type[FaultyStore]
+    kind: str, few_rows: Path, tmp_path: Path, store: type[FaultyStore]
 ) -> None:
     url = {"folder": str(tmp_path / "copy"), "faulty": URL}[kind]
-    run(saving_config(shards, tmp_path / "run", upload=url, keep=1))
+    run(saving_config(few_rows, tmp_path / "run", upload=url, keep=1))
     assert files_at(url) == files_in(tmp_path / "run")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [1, 2, 5])
 def test_a_run_that_lost_its_disk_ends_with_the_bits_of_an_undisturbed_one(
-    stop_after: int, shards: Path, tmp_path: Path, undisturbed: Path
+    stop_after: int, few_rows: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
-    config = saving_config(shards, tmp_path / "run", upload=str(tmp_path / "copy"), resume="auto")
+    config = saving_config(few_rows, tmp_path / "run", upload=str(tmp_path / "copy"), resume="auto")
     run(config, stop_after)
     shutil.rmtree(config.run_dir)
     run(config)
@@ -139,9 +132,9 @@ def test_upload_replaces_a_checkpoint_of_more_ranks(
 
 
 def test_a_finished_report_at_a_url_promises_the_last_checkpoint_and_the_best(
-    shards: Path, tmp_path: Path, store: type[FaultyStore]
+    few_rows: Path, tmp_path: Path, store: type[FaultyStore]
 ) -> None:
-    config = saving_config(shards, tmp_path / "run", steps=8, upload=URL)
+    config = saving_config(few_rows, tmp_path / "run", steps=8, upload=URL)
     run(config, 5)
     early = dict(store.store)
     run(dataclasses.replace(config, resume=True))
@@ -180,7 +173,7 @@ def test_a_store_that_cuts_files_off_has_no_checkpoint(
 
 
 def test_steps_never_wait_for_a_store_and_only_the_latest_is_copied_then(
-    shards: Path, tmp_path: Path, store: type[FaultyStore]
+    few_rows: Path, tmp_path: Path, store: type[FaultyStore]
 ) -> None:
     opened, begun = threading.Event(), threading.Event()
     puts: list[str] = []
@@ -199,7 +192,7 @@ def test_steps_never_wait_for_a_store_and_only_the_latest_is_copied_then(
         return False
 
     store.before = staticmethod(wait)
-    config = saving_config(shards, tmp_path, upload=URL, steps=16, keep=1, eval_every=100)
+    config = saving_config(few_rows, tmp_path, upload=URL, steps=16, keep=1, eval_every=100)
     train(config, bool, open_after_last)
     assert begun.is_set()
     assert puts[-1] == "step-00000016"
@@ -226,9 +219,9 @@ def save_beside(checkpoints: Checkpoints, step: int) -> None:
 
 
 def test_the_best_is_there_before_what_came_after_it(
-    tmp_path: Path, store: type[FaultyStore], shards: Path
+    tmp_path: Path, store: type[FaultyStore], few_rows: Path
 ) -> None:
-    config = saving_config(shards, tmp_path / "run", upload=URL)
+    config = saving_config(few_rows, tmp_path / "run", upload=URL)
     checkpoints = Checkpoints.of_run(config.run_dir)
     with open_saver(config.run_dir / "checkpoints", keep=3) as saver:
         for step in (1, 2, 3):
@@ -257,7 +250,7 @@ def of(*steps: int) -> list[str]:
 
 @pytest.mark.slow
 def test_a_store_that_fails_for_a_while_has_all_at_the_end(
-    shards: Path, tmp_path: Path, store: type[FaultyStore], caplog: pytest.LogCaptureFixture
+    few_rows: Path, tmp_path: Path, store: type[FaultyStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: Counter[tuple[str, str]] = Counter()
 
@@ -268,7 +261,7 @@ def test_a_store_that_fails_for_a_while_has_all_at_the_end(
             refuse(operation, path)
 
     store.before = staticmethod(fail_often)
-    config = saving_config(shards, tmp_path / "run", upload=URL)
+    config = saving_config(few_rows, tmp_path / "run", upload=URL)
     with caplog.at_level(logging.INFO):
         run(config)
     store.before = staticmethod(lambda operation, path: None)
@@ -293,7 +286,7 @@ def assert_has_the_end(run_dir: Path) -> None:
 
 
 def test_a_dead_store_delays_the_end_by_its_bound_and_does_not_fail_the_run(
-    shards: Path,
+    few_rows: Path,
     tmp_path: Path,
     store: type[FaultyStore],
     monkeypatch: pytest.MonkeyPatch,
@@ -306,7 +299,7 @@ def test_a_dead_store_delays_the_end_by_its_bound_and_does_not_fail_the_run(
             refuse(operation, path)
 
     store.before = staticmethod(refuse_later_writes)
-    config = saving_config(shards, tmp_path / "run", upload=URL)
+    config = saving_config(few_rows, tmp_path / "run", upload=URL)
     assert run(config).finished
     assert "no checkpoint is there (ConnectionError: the line is dead)" in caplog.text
     store.before = staticmethod(lambda operation, path: None)
@@ -317,7 +310,7 @@ def test_a_dead_store_delays_the_end_by_its_bound_and_does_not_fail_the_run(
 @pytest.mark.parametrize("refused", ["pipe", "rm"])
 def test_a_store_that_cannot_be_written_is_refused_before_training_and_warned_of_after(
     refused: str,
-    shards: Path,
+    few_rows: Path,
     tmp_path: Path,
     store: type[FaultyStore],
     monkeypatch: pytest.MonkeyPatch,
@@ -330,7 +323,7 @@ def test_a_store_that_cannot_be_written_is_refused_before_training_and_warned_of
             raise PermissionError("Access Denied\nfor no reason")
 
     store.before = staticmethod(refuse_some)
-    config = saving_config(shards, tmp_path / "run", upload=URL, steps=2)
+    config = saving_config(few_rows, tmp_path / "run", upload=URL, steps=2)
     with pytest.raises(ConfigError) as error:
         run(config)
     line = f"`--upload`: {URL} cannot be written (PermissionError: Access Denied). Make it "
@@ -343,21 +336,21 @@ def test_a_store_that_cannot_be_written_is_refused_before_training_and_warned_of
     assert f"{URL} cannot be written (PermissionError: Access Denied); the run" in caplog.text
 
 
-def test_a_place_below_a_file_is_refused_at_once(shards: Path, tmp_path: Path) -> None:
+def test_a_place_below_a_file_is_refused_at_once(few_rows: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    config = saving_config(shards, tmp_path / "run", upload=f"{tmp_path}/file/run")
+    config = saving_config(few_rows, tmp_path / "run", upload=f"{tmp_path}/file/run")
     with pytest.raises(ConfigError, match=r"cannot be read \(NotADirectoryError: "):
         run(config)
 
 
 def test_upload_to_bucket_survives_the_loss_of_the_folder(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("obstore")
     as_own_process(monkeypatch)
     with remote_store(monkeypatch) as remote:
         url = f"s3://{remote.prefix}"
-        config = saving_config(shards, tmp_path / "run", upload=url, resume="auto", keep=1)
+        config = saving_config(few_rows, tmp_path / "run", upload=url, resume="auto", keep=1)
         run(config)
         left = files_in(config.run_dir)
         objects = remote.server.objects.items()
@@ -374,7 +367,7 @@ def test_trying_to_write_leaves_nothing(tmp_path: Path, store: type[FaultyStore]
 
 
 def test_a_hanging_store_delays_the_end_by_its_bound(
-    shards: Path,
+    few_rows: Path,
     tmp_path: Path,
     store: type[FaultyStore],
     monkeypatch: pytest.MonkeyPatch,
@@ -389,43 +382,43 @@ def test_a_hanging_store_delays_the_end_by_its_bound(
 
     store.before = staticmethod(hang)
     started = time.monotonic()
-    assert run(saving_config(shards, tmp_path / "run", upload=URL)).finished
+    assert run(saving_config(few_rows, tmp_path / "run", upload=URL)).finished
     assert time.monotonic() - started < 30
     assert "was not uploaded, no checkpoint is there (it takes longer)" in caplog.text
     opened.set()
 
 
 def test_a_url_that_is_ahead_of_the_folder_is_refused(
-    shards: Path, tmp_path: Path, store: type[FaultyStore]
+    few_rows: Path, tmp_path: Path, store: type[FaultyStore]
 ) -> None:
-    run(saving_config(shards, tmp_path / "first", upload=URL))
+    run(saving_config(few_rows, tmp_path / "first", upload=URL))
     before = files_at(URL)
     with pytest.raises(ConfigError, match=r"holds step 8, and .*second does not"):
-        run(saving_config(shards, tmp_path / "second", upload=URL))
+        run(saving_config(few_rows, tmp_path / "second", upload=URL))
     assert files_at(URL) == before
 
 
 @pytest.mark.parametrize("url", ["nonsense://x", "nosuch:://", "file:///tmp/x", "folder"])
 def test_a_url_of_no_kind_and_the_folder_itself_are_refused(
-    url: str, shards: Path, tmp_path: Path
+    url: str, few_rows: Path, tmp_path: Path
 ) -> None:
     if url == "folder":
         url = str(tmp_path)
     with pytest.raises(ConfigError, match="--upload"):
-        run(saving_config(shards, tmp_path, upload=url))
+        run(saving_config(few_rows, tmp_path, upload=url))
 
 
-def test_a_url_of_a_data_set_is_refused_and_stays_as_it_is(shards: Path, tmp_path: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in shards.rglob("*")}
+def test_a_url_of_a_data_set_is_refused_and_stays_as_it_is(few_rows: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in few_rows.rglob("*")}
     with pytest.raises(ConfigError, match=r"`--upload`: .* holds shards"):
-        run(saving_config(shards, tmp_path / "run", upload=str(shards)))
-    assert {path: path.stat().st_mtime_ns for path in shards.rglob("*")} == before
+        run(saving_config(few_rows, tmp_path / "run", upload=str(few_rows)))
+    assert {path: path.stat().st_mtime_ns for path in few_rows.rglob("*")} == before
 
 
 def test_the_report_of_a_moved_run_names_the_folder_where_it_is(
-    shards: Path, tmp_path: Path
+    few_rows: Path, tmp_path: Path
 ) -> None:
-    run(saving_config(shards, tmp_path / "first"))
+    run(saving_config(few_rows, tmp_path / "first"))
     (tmp_path / "first").rename(tmp_path / "second")
     report = Report.of_run(tmp_path / "second")
     assert report is not None
@@ -434,9 +427,9 @@ def test_the_report_of_a_moved_run_names_the_folder_where_it_is(
     assert page.summary() == report.summary()
 
 
-def test_auto_brings_page_and_trace_of_a_finished_run(shards: Path, tmp_path: Path) -> None:
+def test_auto_brings_page_and_trace_of_a_finished_run(few_rows: Path, tmp_path: Path) -> None:
     url = str(tmp_path / "copy")
-    config = saving_config(shards, tmp_path / "run", upload=url, resume="auto", steps=2)
+    config = saving_config(few_rows, tmp_path / "run", upload=url, resume="auto", steps=2)
     run(config)
     left = files_in(config.run_dir)
     shutil.rmtree(config.run_dir)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.training import LONGEST, RUNS, make_config, write_every_task
+from support.training import LONGEST, RUNS, make_config
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -19,11 +19,6 @@ from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.tasks.registry import task_of
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_every_task(tmp_path_factory.mktemp("data"))
 
 
 def remedy(config: TrainConfig) -> str:
@@ -41,16 +36,16 @@ def takes_packing(config: TrainConfig) -> bool:
 
 @pytest.mark.parametrize("way", RUNS)
 def test_packing_is_advised_where_it_is_taken_and_would_change_something(
-    data: Path, tmp_path: Path, way: str
+    every_task: Path, tmp_path: Path, way: str
 ) -> None:
     settings = dict(RUNS[way])
-    config = make_config(data / settings.pop("shards"), tmp_path, **settings)
+    config = make_config(every_task / settings.pop("shards"), tmp_path, **settings)
     is_padded = config.batching == "padded"
     assert ("--batching packed" in remedy(config)) == (is_padded and takes_packing(config))
 
 
-def test_what_is_advised_instead_means_less_padding(data: Path, tmp_path: Path) -> None:
-    config = make_config(data / "classify", tmp_path)
+def test_what_is_advised_instead_means_less_padding(every_task: Path, tmp_path: Path) -> None:
+    config = make_config(every_task / "classify", tmp_path)
     assert "lower `--micro-batch-tokens`" in remedy(config)
     sizes = [rows * LONGEST for rows in (16, 8, 4, 2)]
     wastes = [waste(dataclasses.replace(config, micro_batch_tokens=size)) for size in sizes]

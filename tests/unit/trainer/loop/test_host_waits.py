@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.host_waits import HostWaits
-from support.training import RUNS, follow_brackets, make_config, write_every_task
+from support.training import RUNS, follow_brackets, make_config
 
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
@@ -75,16 +75,11 @@ def test_a_wait_in_a_backward_pass_is_found() -> None:
     assert [wait.operator for wait in waits.seen] == ["_local_scalar_dense"]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_every_task(tmp_path_factory.mktemp("data"))
-
-
 def trained(
-    data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, shards: str, **settings: Any
+    every_task: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, shards: str, **settings: Any
 ) -> HostWaits:
     """The waits of a whole run."""
-    config = make_config(data / shards, folder / "run", steps=4, log_every=3, **settings)
+    config = make_config(every_task / shards, folder / "run", steps=4, log_every=3, **settings)
     monkeypatch.setitem(SIZES, "tiny", ModelSize(layers=1, width=64, heads=2))
     trainer = Trainer(config)
     with HostWaits(follow_brackets(monkeypatch)) as waits:
@@ -97,22 +92,22 @@ def trained(
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("run", RUNS)
 def test_steps_of_every_task_wait_for_nothing_and_log_lines_saves_and_evaluations_do(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str, optimizer: str
+    every_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str, optimizer: str
 ) -> None:
-    waits = trained(data, tmp_path, monkeypatch, **RUNS[run], optimizer=optimizer)
+    waits = trained(every_task, tmp_path, monkeypatch, **RUNS[run], optimizer=optimizer)
     assert [str(wait) for wait in waits.seen if wait.cause in (None, "data")] == []
     assert {wait.cause for wait in waits.seen} == {"log", "checkpoint", "evaluation"}
 
 
 def test_steps_under_autocast_wait_for_nothing(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits = trained(data, tmp_path, monkeypatch, **RUNS["complete packed"], precision="bf16")
+    waits = trained(every_task, tmp_path, monkeypatch, **RUNS["complete packed"], precision="bf16")
     assert [str(wait) for wait in waits.seen if wait.cause in (None, "data")] == []
 
 
 def test_a_wait_planted_in_a_step_is_found_and_located(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    every_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = torch.nn.LayerNorm.forward
 
@@ -121,6 +116,6 @@ def test_a_wait_planted_in_a_step_is_found_and_located(
         return forward(module, x)
 
     monkeypatch.setattr(torch.nn.LayerNorm, "forward", planted)
-    waits = trained(data, tmp_path, monkeypatch, **RUNS["lm packed"])
+    waits = trained(every_task, tmp_path, monkeypatch, **RUNS["lm packed"])
     line = inspect.getsourcelines(planted)[1] + 1
     assert {(w.file, w.line) for w in waits.seen if w.cause is None} == {(__file__, line)}

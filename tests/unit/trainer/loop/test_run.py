@@ -50,22 +50,17 @@ def make_shards(write_dataset: Callable[..., Path]) -> MakeShards:
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory, make_shards: MakeShards) -> Path:
-    return make_shards(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(scope="module")
-def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of eight steps that nothing disturbed."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    run(make_config(shards, run_dir))
+    run(make_config(counting, run_dir))
     return run_dir
 
 
 @pytest.mark.slow
-def test_the_loss_falls(shards: Path, tmp_path: Path) -> None:
+def test_the_loss_falls(counting: Path, tmp_path: Path) -> None:
     config = make_config(
-        shards, tmp_path / "run", steps=60, log_every=20, eval_every=60, learning_rate=3e-3
+        counting, tmp_path / "run", steps=60, log_every=20, eval_every=60, learning_rate=3e-3
     )
     report = run(config)
     assert report.loss_first == pytest.approx(np.log(VOCABULARY), abs=0.3)
@@ -108,13 +103,13 @@ def test_the_report_has_speed_padding_losses_and_a_stall_whose_parts_sum(finishe
     assert "CPU" in stall["method"]
 
 
-def test_evaluation_changes_nothing(shards: Path, finished: Path, tmp_path: Path) -> None:
-    run(make_config(shards, tmp_path / "run", eval_every=1, eval_tokens=256))
+def test_evaluation_changes_nothing(counting: Path, finished: Path, tmp_path: Path) -> None:
+    run(make_config(counting, tmp_path / "run", eval_every=1, eval_tokens=256))
     assert read_metrics(tmp_path / "run", "loss") == read_metrics(finished, "loss")
 
 
-def test_evaluation_of_some_tokens_repeats_its_rows(shards: Path, tmp_path: Path) -> None:
-    config = make_config(shards, tmp_path / "run", eval_tokens=500)
+def test_evaluation_of_some_tokens_repeats_its_rows(counting: Path, tmp_path: Path) -> None:
+    config = make_config(counting, tmp_path / "run", eval_tokens=500)
     with contextlib.closing(Trainer(config)) as trainer:
         once, again = (trainer.evaluator.metrics_of("validation") for _ in range(2))
         whole = dataclasses.replace(config, eval_tokens=10**9)
@@ -123,10 +118,10 @@ def test_evaluation_of_some_tokens_repeats_its_rows(shards: Path, tmp_path: Path
 
 
 def test_stop_during_first_evaluation_ends_before_training(
-    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    report = train(make_config(shards, tmp_path / "run"), lambda: True)
+    report = train(make_config(counting, tmp_path / "run"), lambda: True)
     assert (report.finished, report.steps, report.tokens) == (False, 0, 0)
     assert "start it again without --resume" in report.summary()
     assert "the evaluation of validation was stopped" in caplog.text
@@ -145,7 +140,7 @@ def test_stop_during_test_evaluation_is_made_up_on_resume(tmp_path: Path) -> Non
 
 
 def test_resume_evaluates_only_when_due(
-    shards: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counting: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, evaluated = Evaluator.metrics_of, []
 
@@ -153,21 +148,21 @@ def test_resume_evaluates_only_when_due(
         evaluated.append(split)
         return plain(evaluator, split)
 
-    run(make_config(shards, tmp_path / "run"), stop_after=3)
+    run(make_config(counting, tmp_path / "run"), stop_after=3)
     monkeypatch.setattr(Evaluator, "metrics_of", count)
-    run(make_config(shards, tmp_path / "run", resume=True), stop_after=4)
-    run(make_config(shards, tmp_path / "run", resume=True))
+    run(make_config(counting, tmp_path / "run", resume=True), stop_after=4)
+    run(make_config(counting, tmp_path / "run", resume=True))
     assert evaluated == ["validation", "validation"]  # at steps 4 and 8
     assert_same_run(tmp_path / "run", finished, 8)
 
 
 def test_run_says_what_it_trains_before_the_first_step(
-    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    train(make_config(shards, tmp_path / "run", steps=100), lambda: True)
-    size = Manifest.read(shards).split("train").tokens
-    assert f"data: {shards}, {size:,} tokens of lm" in caplog.messages
+    train(make_config(counting, tmp_path / "run", steps=100), lambda: True)
+    size = Manifest.read(counting).split("train").tokens
+    assert f"data: {counting}, {size:,} tokens of lm" in caplog.messages
     assert f"run: {tmp_path / 'run'}" in caplog.messages
     beginnings = [line.split(":")[0] for line in caplog.messages]
     assert beginnings[:4] == ["model", "data", "steps", "run"]
@@ -265,24 +260,24 @@ def test_a_data_set_without_validation_trains(tmp_path: Path, make_shards: MakeS
 
 
 def test_resuming_from_a_checkpoint_repeats_the_run_bit_for_bit(
-    shards: Path, finished: Path, tmp_path: Path
+    counting: Path, finished: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "step-00000008")
     with open(run_dir / "metrics.jsonl", "a") as metrics:
         metrics.write('{"step": 9, "lo')  # killed while writing
-    report = run(make_config(shards, run_dir, resume=True))
+    report = run(make_config(counting, run_dir, resume=True))
     assert_same_run(run_dir, finished, 8)
     assert report.tokens == json.loads((finished / "report.json").read_text())["tokens"]
 
 
 @pytest.mark.slow
-def test_a_run_with_muon_and_wsd_resumes_bit_for_bit(shards: Path, tmp_path: Path) -> None:
+def test_a_run_with_muon_and_wsd_resumes_bit_for_bit(counting: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"optimizer": "muon", "schedule": "wsd", "eval_every": 8}
-    run(make_config(shards, tmp_path / "whole", **settings))
-    run(make_config(shards, tmp_path / "halved", **settings), stop_after=4)
-    run(make_config(shards, tmp_path / "halved", **settings, resume=True))
+    run(make_config(counting, tmp_path / "whole", **settings))
+    run(make_config(counting, tmp_path / "halved", **settings), stop_after=4)
+    run(make_config(counting, tmp_path / "halved", **settings, resume=True))
     assert_same_run(tmp_path / "halved", tmp_path / "whole", 8)
 
 
@@ -301,17 +296,17 @@ BAD_SETTINGS = [
 
 @pytest.mark.parametrize(("changes", "message"), BAD_SETTINGS)
 def test_a_setting_that_cannot_work_is_named_with_its_value(
-    changes: dict[str, Any], message: str, shards: Path, tmp_path: Path
+    changes: dict[str, Any], message: str, counting: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        run(make_config(shards, tmp_path / "run", **changes))
+        run(make_config(counting, tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda is there")
-def test_asking_for_a_missing_gpu_is_refused(shards: Path, tmp_path: Path) -> None:
+def test_asking_for_a_missing_gpu_is_refused(counting: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`device`=.cuda.: torch finds no CUDA device"):
-        run(make_config(shards, tmp_path / "run", device="cuda"))
+        run(make_config(counting, tmp_path / "run", device="cuda"))
 
 
 def test_missing_shards_leave_no_run_behind(tmp_path: Path) -> None:
@@ -320,15 +315,15 @@ def test_missing_shards_leave_no_run_behind(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_saved_nothing_leaves_its_folder_free(shards: Path, tmp_path: Path) -> None:
-    config = make_config(shards, tmp_path / "run", learning_rate=1e30, save_every=100, steps=40)
+def test_a_run_that_saved_nothing_leaves_its_folder_free(counting: Path, tmp_path: Path) -> None:
+    config = make_config(counting, tmp_path / "run", learning_rate=1e30, save_every=100, steps=40)
     for _ in range(2):
         with pytest.raises(ConfigError, match="not finite, 20 steps in a row"):
             run(config)
 
 
-def test_a_loss_that_is_no_number_is_never_saved(shards: Path, tmp_path: Path) -> None:
-    config = make_config(shards, tmp_path / "run", learning_rate=1e30, save_every=1, steps=40)
+def test_a_loss_that_is_no_number_is_never_saved(counting: Path, tmp_path: Path) -> None:
+    config = make_config(counting, tmp_path / "run", learning_rate=1e30, save_every=1, steps=40)
     with pytest.raises(ConfigError, match="not finite, 20 steps in a row"):
         run(config)
     steps = [int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*")]
@@ -339,9 +334,12 @@ def test_a_loss_that_is_no_number_is_never_saved(shards: Path, tmp_path: Path) -
 
 
 def test_resume_takes_the_settings_the_run_was_begun_with(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    counting: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    begun = make_config(shards, tmp_path / "run", seed=5)
+    begun = make_config(counting, tmp_path / "run", seed=5)
     run(begun)
     caplog.set_level("INFO")
     arguments = ["train", "--resume", "--run-dir", str(begun.run_dir), "--steps", "12"]
@@ -356,11 +354,11 @@ def test_resume_takes_the_settings_the_run_was_begun_with(
 
 
 def test_resume_with_other_weight_decay_uses_it(
-    shards: Path, finished: Path, tmp_path: Path
+    counting: Path, finished: Path, tmp_path: Path
 ) -> None:
     for name, decay in (("same", 0.1), ("other", 50.0)):
         shutil.copytree(finished, tmp_path / name)
-        config = make_config(shards, tmp_path / name, steps=10, weight_decay=decay, resume=True)
+        config = make_config(counting, tmp_path / name, steps=10, weight_decay=decay, resume=True)
         run(config)
     same, other = (load_weights(tmp_path / name, 10) for name in ("same", "other"))
     matrices = [name for name, weight in same.items() if weight.dim() == 2]
@@ -374,23 +372,23 @@ def test_a_damaged_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         parse_config()
 
 
-def test_evaluation_sees_short_and_long_documents(shards: Path, tmp_path: Path) -> None:
-    with contextlib.closing(Trainer(make_config(shards, tmp_path / "run"))) as trainer:
+def test_evaluation_sees_short_and_long_documents(counting: Path, tmp_path: Path) -> None:
+    with contextlib.closing(Trainer(make_config(counting, tmp_path / "run"))) as trainer:
         feed = trainer.loaders.evaluation_loader("validation")
         lengths = np.concatenate([batch.piece_lengths for batch in itertools.islice(feed, 4)])
     assert lengths.min() < 10
     assert lengths.max() > 25
 
 
-def test_the_folder_of_another_run_is_refused(shards: Path, finished: Path) -> None:
+def test_the_folder_of_another_run_is_refused(counting: Path, finished: Path) -> None:
     with pytest.raises(ConfigError, match=r"already holds a run\. Add --resume"):
-        run(make_config(shards, finished, seed=1))
+        run(make_config(counting, finished, seed=1))
 
 
-def test_a_file_is_no_run_folder(shards: Path, tmp_path: Path) -> None:
+def test_a_file_is_no_run_folder(counting: Path, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(ConfigError, match="is not a folder"):
-        run(make_config(shards, tmp_path / "run"))
+        run(make_config(counting, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -406,10 +404,10 @@ def test_a_file_is_no_run_folder(shards: Path, tmp_path: Path) -> None:
     ],
 )
 def test_resuming_another_run_says_what_differs(
-    changes: dict[str, Any], message: str, shards: Path, finished: Path
+    changes: dict[str, Any], message: str, counting: Path, finished: Path
 ) -> None:
     with pytest.raises(ResumeError, match=message) as error:
-        run(make_config(shards, finished, resume=True, steps=10, **changes))
+        run(make_config(counting, finished, resume=True, steps=10, **changes))
     assert "\n" not in str(error.value)
 
 
@@ -423,18 +421,21 @@ def test_resuming_on_other_shards_is_refused(
 
 @pytest.mark.parametrize(("steps", "changes"), [(7, {}), (8, {"log_every": 2})])
 def test_resuming_past_the_end_asks_for_more_steps(
-    steps: int, changes: dict[str, Any], shards: Path, finished: Path
+    steps: int, changes: dict[str, Any], counting: Path, finished: Path
 ) -> None:
     with pytest.raises(ConfigError, match=rf"`--steps`={steps}: .* has trained 8 steps already"):
-        run(make_config(shards, finished, resume=True, steps=steps, **changes))
+        run(make_config(counting, finished, resume=True, steps=steps, **changes))
 
 
 @pytest.mark.parametrize("log_every", [1, 5])
 def test_a_step_that_is_not_finite_is_skipped_and_named(
-    shards: Path, tmp_path: Path, log_every: int, caplog: pytest.LogCaptureFixture
+    counting: Path, tmp_path: Path, log_every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(
-        shards, tmp_path / "run", model="support.training:failing_model", log_every=log_every
+        counting,
+        tmp_path / "run",
+        model="support.training:failing_model",
+        log_every=log_every,
     )
     report = run(config)
     assert (report.finished, report.skipped_steps) == (True, 1)
@@ -449,7 +450,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(
         json.loads(line)["record"]
         for line in (tmp_path / "run" / "bad-step.jsonl").read_text().splitlines()
     ]
-    with contextlib.closing(Trainer(make_config(shards, tmp_path / "other"))) as trainer:
+    with contextlib.closing(Trainer(make_config(counting, tmp_path / "other"))) as trainer:
         steps = itertools.islice(trainer.curriculum.feed, 6)
         rows = [batch.rows for batch, _, _ in steps]
     assert named == sorted({int(row) for part in rows[4:6] for row in part})
@@ -517,27 +518,27 @@ LYING_BESTS = {
 
 @pytest.mark.parametrize("lie", LYING_BESTS)
 def test_resume_takes_the_best_step_from_checksummed_files_only(
-    lie: str, shards: Path, tmp_path: Path
+    lie: str, counting: Path, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"save_every": 2, "eval_every": 2, "keep": 9, "steps": 6}
     settings |= WORSENING
-    whole = run(make_config(shards, tmp_path / "whole", **settings))
-    run(make_config(shards, tmp_path / "cut", **settings), stop_after=5)
+    whole = run(make_config(counting, tmp_path / "whole", **settings))
+    run(make_config(counting, tmp_path / "cut", **settings), stop_after=5)
     (tmp_path / "cut" / "checkpoints" / "best.json").write_text(json.dumps(LYING_BESTS[lie]))
-    resumed = run(make_config(shards, tmp_path / "cut", **settings, resume=True))
+    resumed = run(make_config(counting, tmp_path / "cut", **settings, resume=True))
     assert (resumed.best_step, resumed.metrics) == (whole.best_step, whole.metrics)
     assert whole.best_step in (2, 4)
 
 
 def test_resume_warns_where_the_best_checkpoint_is_gone(
-    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings: dict[str, Any] = {"save_every": 2, "eval_every": 2, "keep": 9} | WORSENING
-    best = run(make_config(shards, tmp_path, steps=6, **settings)).best_step
+    best = run(make_config(counting, tmp_path, steps=6, **settings)).best_step
     assert best
     assert best < 6
     lost = tmp_path / "checkpoints" / f"step-{best:08d}"
     shutil.rmtree(lost)
-    resumed = run(make_config(shards, tmp_path, steps=8, **settings, resume=True))
+    resumed = run(make_config(counting, tmp_path, steps=8, **settings, resume=True))
     assert f"{lost}: the best checkpoint so far is gone" in caplog.text
     assert resumed.best_step in (6, 8)

@@ -42,11 +42,6 @@ READS_GRAD = pytest.mark.filterwarnings(
 )  # the compiler does, of inputs
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., Path]) -> Path:
-    return write_counting(write_dataset, tmp_path_factory.mktemp("shards"))
-
-
 @pytest.mark.filterwarnings("ignore:Please use the new API")  # torch 2.9 says it to all who read
 def test_tf32_leaves_the_older_switches_readable() -> None:
     before = torch.get_float32_matmul_precision()
@@ -66,7 +61,7 @@ def spoil(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def test_skipped_steps_are_counted_and_the_checkpoints_stay_finite(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, calls = Precision.step, iter(range(1, 100))
 
@@ -78,7 +73,7 @@ def test_skipped_steps_are_counted_and_the_checkpoints_stay_finite(
         return plain(precision, optimizer, *rest, **options)
 
     monkeypatch.setattr(Precision, "step", spoiled)
-    report = run(make_config(shards, tmp_path, steps=6, log_every=2, save_every=3))
+    report = run(make_config(counting, tmp_path, steps=6, log_every=2, save_every=3))
     assert read_metrics(tmp_path, "skipped_steps") == {1: 0, 2: 0, 3: 1, 4: 0, 6: 1}
     norms = read_metrics(tmp_path, "gradient_norm")
     assert [step for step, norm in norms.items() if norm is None] == [3]
@@ -88,8 +83,8 @@ def test_skipped_steps_are_counted_and_the_checkpoints_stay_finite(
         assert all(bool(w.isfinite().all()) for w in load_weights(tmp_path, step).values())
 
 
-def test_weights_that_overflow_are_never_saved(shards: Path, tmp_path: Path) -> None:
-    config = make_config(shards, tmp_path, warmup_steps=0, learning_rate=1e39, save_every=1)
+def test_weights_that_overflow_are_never_saved(counting: Path, tmp_path: Path) -> None:
+    config = make_config(counting, tmp_path, warmup_steps=0, learning_rate=1e39, save_every=1)
     message = r"infinite at step 1\. Lower --learning-rate .* start again: nothing was saved"
     with pytest.raises(ConfigError, match=message):
         run(config)
@@ -98,16 +93,16 @@ def test_weights_that_overflow_are_never_saved(shards: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("steps", [2, 5, 15])
 def test_short_run_that_ends_with_skipped_steps_fails(
-    shards: Path, tmp_path: Path, steps: int
+    counting: Path, tmp_path: Path, steps: int
 ) -> None:
-    config = make_config(shards, tmp_path, steps=steps, learning_rate=1e30, save_every=steps)
+    config = make_config(counting, tmp_path, steps=steps, learning_rate=1e30, save_every=steps)
     with pytest.raises(ConfigError, match=r"not finite, \d+ steps? in a row.* nothing was saved"):
         run(config)
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-def test_a_diverged_run_names_the_checkpoint_to_go_on_from(shards: Path, tmp_path: Path) -> None:
-    config = make_config(shards, tmp_path, steps=40, learning_rate=1e30, save_every=1)
+def test_a_diverged_run_names_the_checkpoint_to_go_on_from(counting: Path, tmp_path: Path) -> None:
+    config = make_config(counting, tmp_path, steps=40, learning_rate=1e30, save_every=1)
     with pytest.raises(ConfigError, match="not finite, 20 steps in a row") as error:
         run(config)
     latest = max(tmp_path.glob("checkpoints/step-*"))
@@ -115,8 +110,8 @@ def test_a_diverged_run_names_the_checkpoint_to_go_on_from(shards: Path, tmp_pat
     assert "\n" not in str(error.value)
 
 
-def test_diverged_run_that_resumes_ends_in_one_line_again(shards: Path, tmp_path: Path) -> None:
-    config = make_config(shards, tmp_path, steps=40, learning_rate=1e30, save_every=1)
+def test_diverged_run_that_resumes_ends_in_one_line_again(counting: Path, tmp_path: Path) -> None:
+    config = make_config(counting, tmp_path, steps=40, learning_rate=1e30, save_every=1)
     with pytest.raises(ConfigError, match=r"from step 2 on\..* records of step 2, "):
         run(config)
     (latest,) = (int(p.name[5:]) for p in [max(tmp_path.glob("checkpoints/step-*"))])
@@ -127,7 +122,7 @@ def test_diverged_run_that_resumes_ends_in_one_line_again(shards: Path, tmp_path
 
 
 def test_skipped_step_names_records_of_its_own_phase(
-    shards: Path,
+    counting: Path,
     tmp_path: Path,
     write_dataset: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -145,16 +140,16 @@ def test_skipped_step_names_records_of_its_own_phase(
 
     monkeypatch.setattr(Precision, "step", spoiled)
     phases = (PhaseSettings(steps=2), PhaseSettings(steps=2, shards=str(other)))
-    run(make_config(shards, tmp_path / "run", steps=4, phases=phases, log_every=4))
+    run(make_config(counting, tmp_path / "run", steps=4, phases=phases, log_every=4))
     assert "step 2 was skipped" in caplog.text
     bad = (tmp_path / "run/bad-step.jsonl").read_text()
     assert max(json.loads(line)["record"] for line in bad.splitlines()) > 300
 
 
 def test_the_first_evaluation_of_a_run_of_one_step_is_no_stall(
-    shards: Path, tmp_path: Path
+    counting: Path, tmp_path: Path
 ) -> None:
-    report = run(make_config(shards, tmp_path, steps=1))
+    report = run(make_config(counting, tmp_path, steps=1))
     assert report.stall.steps == 0
     assert report.stall.causes["evaluation"].seconds == 0.0
     assert report.stall.stall is None
@@ -186,7 +181,7 @@ def open_causes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_all_host_work_of_saving_and_evaluating_is_charged(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_causes: list[str]
+    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_causes: list[str]
 ) -> None:
     seen = []
 
@@ -205,7 +200,7 @@ def test_all_host_work_of_saving_and_evaluating_is_charged(
     watch(MetricsFile, "write")
     watch(judge._log, "info")
     watch(ProgressLog, "write")
-    run(make_config(shards, tmp_path, steps=2, eval_every=2, save_every=2))
+    run(make_config(counting, tmp_path, steps=2, eval_every=2, save_every=2))
     assert set(seen) == {
         *((name, "checkpoint") for name in ("state_dict", "random_state")),
         *(("write", cause) for cause in ("log", "evaluation")),
@@ -258,10 +253,10 @@ def test_the_tail_of_a_window_compiles_nothing_anew(
 @READS_GRAD
 @pytest.mark.slow
 def test_a_resumed_compiled_run_compiles_before_its_first_step(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = count_compilations(monkeypatch)
-    run(make_config(shards, tmp_path, steps=4, eval_every=100, compile=True), stop_after=1)
+    run(make_config(counting, tmp_path, steps=4, eval_every=100, compile=True), stop_after=1)
     torch._dynamo.reset()
     compiled.clear()
     plain, after_first_step = loop.Trainer._after_step, []
@@ -271,7 +266,7 @@ def test_a_resumed_compiled_run_compiles_before_its_first_step(
         plain(*args, **options)
 
     monkeypatch.setattr(loop.Trainer, "_after_step", noted)
-    run(make_config(shards, tmp_path, steps=4, eval_every=100, compile=True, resume=True))
+    run(make_config(counting, tmp_path, steps=4, eval_every=100, compile=True, resume=True))
     assert after_first_step[0] == len(compiled) == 2
     assert list(read_metrics(tmp_path, "validation_loss")) == [0, 4]
 
@@ -279,7 +274,7 @@ def test_a_resumed_compiled_run_compiles_before_its_first_step(
 @pytest.mark.slow
 @READS_GRAD
 def test_compiling_without_a_compiler_is_one_line(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def backend(*_: Any) -> None:
         raise RuntimeError("No working C++ compiler found\nin many lines")
@@ -287,12 +282,12 @@ def test_compiling_without_a_compiler_is_one_line(
     compile_with(monkeypatch, backend)
     message = r"`--compile`: .*No working C\+\+ compiler found.*leave --compile out"
     with pytest.raises(ConfigError, match=message) as error:
-        run(make_config(shards, tmp_path, compile=True))
+        run(make_config(counting, tmp_path, compile=True))
     assert "\n" not in str(error.value)
 
 
 def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_records(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = Precision.step
 
@@ -303,12 +298,12 @@ def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_r
         return plain(precision, optimizer, *rest, **options)
 
     monkeypatch.setattr(Precision, "step", spoiled)
-    config = make_config(shards, tmp_path, steps=100, log_every=10, save_every=15, eval_every=100)
+    config = make_config(counting, tmp_path, steps=100, log_every=10, save_every=15, eval_every=100)
     message = r"not finite, 20 steps in a row, from step 1 on\..* corpus\.txt record \d+ and others"
     with pytest.raises(ConfigError, match=message):
         run(config)
     named = [json.loads(line) for line in (tmp_path / "bad-step.jsonl").read_text().splitlines()]
-    task = make_task(config, Manifest.read(shards), CPU)
+    task = make_task(config, Manifest.read(counting), CPU)
     with SplitLoaders(config, task, CPU, torch.float32).train_loader(  # the same rows, by the plan
         phases_of(config)[0], goes_on=False
     ) as loader:

@@ -16,7 +16,6 @@ from support.training import (
     make_config,
     make_transformer,
     run,
-    write_labelled,
 )
 from torch import nn
 
@@ -32,14 +31,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_labelled(tmp_path_factory.mktemp("lm") / "shards", "lm", count=150)
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_what_matches_changes_and_nothing_else(way: str, shards: Path, tmp_path: Path) -> None:
-    run(make_config(shards, tmp_path, save_every=1, steps=3, **WAYS[way]))
+def test_what_matches_changes_and_nothing_else(way: str, lm_rows: Path, tmp_path: Path) -> None:
+    run(make_config(lm_rows, tmp_path, save_every=1, steps=3, **WAYS[way]))
     first, last = load_weights(tmp_path, 2), load_weights(tmp_path, 3)
     assert first.keys() == set(last)
     search = re.compile(WAYS[way]["trainable"]).search
@@ -51,25 +45,25 @@ def test_what_matches_changes_and_nothing_else(way: str, shards: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_a_resumed_run_repeats_an_undisturbed_one(way: str, shards: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_an_undisturbed_one(way: str, lm_rows: Path, tmp_path: Path) -> None:
     for name, stop in (("whole", None), ("parts", 3)):
-        run(make_config(shards, tmp_path / name, **WAYS[way]), stop_after=stop)
-    run(make_config(shards, tmp_path / "parts", resume=True, **WAYS[way]))
+        run(make_config(lm_rows, tmp_path / name, **WAYS[way]), stop_after=stop)
+    run(make_config(lm_rows, tmp_path / "parts", resume=True, **WAYS[way]))
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 8)
 
 
-def test_frozen_weights_are_saved_and_have_no_moments(shards: Path, tmp_path: Path) -> None:
-    run(make_config(shards, tmp_path, trainable="norm"), stop_after=1)
+def test_frozen_weights_are_saved_and_have_no_moments(lm_rows: Path, tmp_path: Path) -> None:
+    run(make_config(lm_rows, tmp_path, trainable="norm"), stop_after=1)
     state = load_state(tmp_path, 1)
     with_moments = {name for group in state["optimizer"]["weights"] for name in group}
     assert with_moments == {name for name in state["model"] if "norm" in name}
     assert any("feed_in" in name for name in state["model"])
 
 
-def test_a_run_does_not_go_on_with_other_weights(shards: Path, tmp_path: Path) -> None:
-    run(make_config(shards, tmp_path, trainable="norm"), stop_after=1)
+def test_a_run_does_not_go_on_with_other_weights(lm_rows: Path, tmp_path: Path) -> None:
+    run(make_config(lm_rows, tmp_path, trainable="norm"), stop_after=1)
     with pytest.raises(ResumeError, match="--trainable"):
-        run(make_config(shards, tmp_path, trainable="feed", resume=True))
+        run(make_config(lm_rows, tmp_path, trainable="feed", resume=True))
 
 
 @pytest.mark.parametrize(
@@ -77,16 +71,16 @@ def test_a_run_does_not_go_on_with_other_weights(shards: Path, tmp_path: Path) -
     [("blocks.0.feedin", "nearest are .*blocks.0.feed_in"), ("(", "invalid regular expression")],
 )
 def test_a_pattern_that_finds_nothing_is_refused_in_one_line(
-    pattern: str, words: str, shards: Path, tmp_path: Path
+    pattern: str, words: str, lm_rows: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        run(make_config(shards, tmp_path, trainable=pattern))
+        run(make_config(lm_rows, tmp_path, trainable=pattern))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_weights_that_no_loss_hangs_on_are_refused_in_one_line(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lm_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_idle(head: Any) -> nn.Module:
         model = make_transformer()
@@ -95,14 +89,14 @@ def test_weights_that_no_loss_hangs_on_are_refused_in_one_line(
 
     monkeypatch.setattr("support.training.small_model", with_idle)
     with pytest.raises(ConfigError, match="`--trainable`=idle: the loss"):
-        run(make_config(shards, tmp_path, trainable="idle"))
+        run(make_config(lm_rows, tmp_path, trainable="idle"))
 
 
 def test_the_line_says_how_much_is_trained(
-    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    lm_rows: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    run(make_config(shards, tmp_path, trainable="embed", steps=1))
+    run(make_config(lm_rows, tmp_path, trainable="embed", steps=1))
     assert re.search(r"trains 4,096 of [\d,]+ parameters", caplog.text)
 
 

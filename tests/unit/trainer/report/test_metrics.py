@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.training import make_config, read_metrics, run, write_labelled
+from support.training import make_config, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -42,11 +42,6 @@ class Service(types.ModuleType):
         return [what for called, what in self.calls if called == name]
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_labelled(tmp_path_factory.mktemp("lm") / "shards", "lm", count=150)
-
-
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Installs a service in name only."""
@@ -71,9 +66,9 @@ def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def test_services_are_told_every_line_of_metrics(serve: Any, shards: Path, tmp_path: Path) -> None:
+def test_services_are_told_every_line_of_metrics(serve: Any, lm_rows: Path, tmp_path: Path) -> None:
     services = [serve(name) for name in ("wandb", "trackio")]
-    report = run(make_config(shards, tmp_path / "run", track=("wandb", "trackio"), steps=4))
+    report = run(make_config(lm_rows, tmp_path / "run", track=("wandb", "trackio"), steps=4))
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     expected = [(line.pop("step"), flat(line)) for line in lines]
     for service in services:
@@ -85,10 +80,10 @@ def test_services_are_told_every_line_of_metrics(serve: Any, shards: Path, tmp_p
 
 
 def test_the_metrics_of_the_test_split_are_told_once_however_often_a_run_ends(
-    serve: Any, shards: Path, tmp_path: Path
+    serve: Any, lm_rows: Path, tmp_path: Path
 ) -> None:
     service = serve("wandb")
-    config = make_config(shards, tmp_path / "run", track=("wandb",), steps=2)
+    config = make_config(lm_rows, tmp_path / "run", track=("wandb",), steps=2)
     run(config)
     (tmp_path / "run" / "report.json").unlink()  # as a kill just before it leaves the run
     run(dataclasses.replace(config, resume=True))
@@ -98,12 +93,12 @@ def test_the_metrics_of_the_test_split_are_told_once_however_often_a_run_ends(
     assert [*read_metrics(tmp_path / "run", "test_loss")] == [2, 4]
 
 
-def test_a_resumed_run_goes_on_under_its_name(serve: Any, shards: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_under_its_name(serve: Any, lm_rows: Path, tmp_path: Path) -> None:
     service = serve("wandb")
-    config = make_config(shards, tmp_path / "a run", track=("wandb",))
+    config = make_config(lm_rows, tmp_path / "a run", track=("wandb",))
     run(config, stop_after=2)
-    run(make_config(shards, tmp_path / "a run", track=("wandb",), resume=True), stop_after=1)
-    run(make_config(shards, tmp_path / "other" / "a run", track=("wandb",)), stop_after=1)
+    run(make_config(lm_rows, tmp_path / "a run", track=("wandb",), resume=True), stop_after=1)
+    run(make_config(lm_rows, tmp_path / "other" / "a run", track=("wandb",)), stop_after=1)
     first, again, other = service.called("init")
     assert first["id"] == again["id"] != other["id"]
     assert first["id"].startswith("a-run-")
@@ -113,10 +108,10 @@ def test_a_resumed_run_goes_on_under_its_name(serve: Any, shards: Path, tmp_path
 
 @pytest.mark.parametrize("fails", ["init", "log", "finish"])
 def test_a_service_that_fails_is_named_once_and_the_run_goes_on(
-    fails: str, serve: Any, shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fails: str, serve: Any, lm_rows: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     service, other = serve("wandb", fails), serve("trackio")
-    report = run(make_config(shards, tmp_path / "run", track=("wandb", "trackio"), steps=4))
+    report = run(make_config(lm_rows, tmp_path / "run", track=("wandb", "trackio"), steps=4))
     assert report.finished
     warnings = [record.getMessage() for record in caplog.records if "--track" in record.msg]
     assert warnings == [f"--track wandb: {fails} found no network. The run goes on without it"]
@@ -124,9 +119,9 @@ def test_a_service_that_fails_is_named_once_and_the_run_goes_on(
     assert len(other.called("finish")) == 1
 
 
-def test_a_finished_run_is_finished_with_trackers_too(shards: Path, tmp_path: Path) -> None:
-    report = run(make_config(shards, tmp_path / "run", steps=2))
-    again = run(make_config(shards, tmp_path / "run", steps=2, track=("wandb",), profile="1:2"))
+def test_a_finished_run_is_finished_with_trackers_too(lm_rows: Path, tmp_path: Path) -> None:
+    report = run(make_config(lm_rows, tmp_path / "run", steps=2))
+    again = run(make_config(lm_rows, tmp_path / "run", steps=2, track=("wandb",), profile="1:2"))
     assert again == report
 
 
@@ -145,21 +140,21 @@ def test_figures_within_figures_have_both_names(serve: Any, tmp_path: Path) -> N
 
 
 def test_a_package_that_is_missing_is_refused_before_training(
-    monkeypatch: pytest.MonkeyPatch, shards: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, lm_rows: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda _: None)
-    config = make_config(shards, tmp_path / "run", track=("wandb",))
+    config = make_config(lm_rows, tmp_path / "run", track=("wandb",))
     with pytest.raises(ConfigError, match=r"`--track`=wandb: .* Run `pip install wandb`"):
         run(config)
     assert not config.run_dir.exists()
     check_trackers(())
 
 
-def test_tensorboard_gets_the_figures(shards: Path, tmp_path: Path) -> None:
+def test_tensorboard_gets_the_figures(lm_rows: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run(make_config(shards, tmp_path / "run", track=("tensorboard",), steps=4))
+    run(make_config(lm_rows, tmp_path / "run", track=("tensorboard",), steps=4))
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [event.step for event in found.Scalars("loss")] == [1, 2, 3, 4]
     assert [event.step for event in found.Scalars("validation_loss")] == [0, 4]

@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.training import make_config, run, write_labelled
+from support.training import make_config, run
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import PhaseSettings, TrainConfig
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_labelled(tmp_path_factory.mktemp("lm") / "shards", "lm", count=150)
 
 
 def optimizer_steps(run_dir: Path) -> int:
@@ -27,15 +22,15 @@ def optimizer_steps(run_dir: Path) -> int:
     [("2:3", None, 2), ("1:1", None, 1), ("1:3", None, 3), ("6:90", None, 3), ("2:7", 4, 3)],
 )
 def test_these_steps_are_traced_as_far_as_the_run_goes(
-    span: str, stop_after: int | None, traced: int, shards: Path, tmp_path: Path
+    span: str, stop_after: int | None, traced: int, lm_rows: Path, tmp_path: Path
 ) -> None:
-    run(make_config(shards, tmp_path, profile=span), stop_after=stop_after)
+    run(make_config(lm_rows, tmp_path, profile=span), stop_after=stop_after)
     assert optimizer_steps(tmp_path) == traced
 
 
-def test_a_run_that_goes_on_within_the_steps_traces_the_rest(shards: Path, tmp_path: Path) -> None:
-    run(make_config(shards, tmp_path), stop_after=3)
-    run(make_config(shards, tmp_path, profile="2:5", resume=True))
+def test_a_run_that_goes_on_within_the_steps_traces_the_rest(lm_rows: Path, tmp_path: Path) -> None:
+    run(make_config(lm_rows, tmp_path), stop_after=3)
+    run(make_config(lm_rows, tmp_path, profile="2:5", resume=True))
     assert optimizer_steps(tmp_path) == 2
 
 
@@ -43,30 +38,30 @@ def test_a_run_that_goes_on_within_the_steps_traces_the_rest(shards: Path, tmp_p
 def test_steps_that_are_trained_already_are_not_traced_and_that_is_said(
     span: str | None,
     said: list[str],
-    shards: Path,
+    lm_rows: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(torch.profiler, "profile", None)
-    run(make_config(shards, tmp_path), stop_after=3)
+    run(make_config(lm_rows, tmp_path), stop_after=3)
     with caplog.at_level("INFO"):
-        run(make_config(shards, tmp_path, profile=span, resume=True))
+        run(make_config(lm_rows, tmp_path, profile=span, resume=True))
     assert not (tmp_path / "profile").exists()
     lines = [r.getMessage() for r in caplog.records if "--profile" in r.getMessage()]
     assert lines == [f"--profile {each}: these steps are trained already" for each in said]
 
 
 def test_steps_behind_the_last_are_refused_before_the_folder_is_made(
-    shards: Path, tmp_path: Path
+    lm_rows: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(
         ConfigError, match=r"`--profile`=9:12: the run has 8 steps\. Give steps from"
     ):
-        run(make_config(shards, tmp_path / "run", profile="9:12"))
+        run(make_config(lm_rows, tmp_path / "run", profile="9:12"))
     assert not (tmp_path / "run").exists()
     phases = (PhaseSettings(steps=2), PhaseSettings(steps=4))
-    run(make_config(shards, tmp_path / "run", profile="5:6", phases=phases, steps=6))
+    run(make_config(lm_rows, tmp_path / "run", profile="5:6", phases=phases, steps=6))
     assert optimizer_steps(tmp_path / "run") == 2
 
 

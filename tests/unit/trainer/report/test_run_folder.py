@@ -9,13 +9,13 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from support.training import assert_same_run, make_config, read_metrics, run, write_counting
+from support.training import assert_same_run, make_config, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
@@ -31,14 +31,9 @@ from tokenfeed.trainer.tasks.task import Metrics, Task
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., Path]) -> Path:
-    return write_counting(write_dataset, tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    run(make_config(shards, run_dir))
+    run(make_config(counting, run_dir))
     return run_dir
 
 
@@ -68,36 +63,36 @@ def files_end_at(size: int) -> Iterator[None]:
 
 
 def test_a_start_by_a_launcher_of_ranks_is_refused(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE=2"):
-        run(make_config(shards, tmp_path / "run"))
+        run(make_config(counting, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
-def test_run_removes_at_its_start_what_killed_save_left(shards: Path, tmp_path: Path) -> None:
+def test_run_removes_at_its_start_what_killed_save_left(counting: Path, tmp_path: Path) -> None:
     left = tmp_path / "checkpoints" / "step-00000004.tmp"
     left.mkdir(parents=True)
     (left / "state-0.safetensors").write_bytes(b"half")
     with pytest.raises(ResumeError, match="no checkpoint to resume from"):
-        run(make_config(shards, tmp_path, resume=True))
+        run(make_config(counting, tmp_path, resume=True))
     seen: list[bool] = []
-    train(make_config(shards, tmp_path, steps=2), lambda: bool(seen.append(left.exists())))
+    train(make_config(counting, tmp_path, steps=2), lambda: bool(seen.append(left.exists())))
     assert seen
     assert not any(seen)
     assert sorted(path.name for path in left.parent.iterdir()) == ["step-00000002"]
 
 
-def test_resuming_where_there_is_no_run_makes_no_folder(shards: Path, tmp_path: Path) -> None:
+def test_resuming_where_there_is_no_run_makes_no_folder(counting: Path, tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match="no checkpoint to resume from"):
-        run(make_config(shards, tmp_path / "mistyped", resume=True))
+        run(make_config(counting, tmp_path / "mistyped", resume=True))
     assert not (tmp_path / "mistyped").exists()
 
 
 @pytest.mark.slow
 def test_an_evaluation_that_fails_costs_no_step(
-    shards: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counting: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = iter(range(100))
 
@@ -108,31 +103,31 @@ def test_an_evaluation_that_fails_costs_no_step(
 
     monkeypatch.setattr(evaluation, "evaluate", fails_third)
     with pytest.raises(OSError, match="Input/output"):
-        run(make_config(shards, tmp_path))
+        run(make_config(counting, tmp_path))
     assert (tmp_path / "checkpoints" / "step-00000008").exists()
-    report = run(make_config(shards, tmp_path, resume=True))
+    report = run(make_config(counting, tmp_path, resume=True))
     assert report.finished
     assert_same_run(tmp_path, undisturbed, 8)
 
 
 def test_a_worker_that_finds_no_memory_is_not_taken_for_a_large_micro_batch(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: object) -> None:
         raise LoaderError("worker 0 cannot be started: Cannot allocate memory. Use fewer workers.")
 
     monkeypatch.setattr(ShardLoader, "__iter__", fail)
     with pytest.raises(LoaderError, match="Use fewer workers"):
-        run(make_config(shards, tmp_path))
+        run(make_config(counting, tmp_path))
 
 
 def test_out_of_memory_gives_advice_that_the_run_can_follow(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 B")
 
-    config = make_config(shards, tmp_path, micro_batch_tokens=256)
+    config = make_config(counting, tmp_path, micro_batch_tokens=256)
     with monkeypatch.context() as patch:
         patch.setattr(Task, "loss", fail)
         with pytest.raises(ConfigError, match=r"`--micro-batch-tokens`=256 .* Halve it"):
@@ -140,15 +135,15 @@ def test_out_of_memory_gives_advice_that_the_run_can_follow(
     run(dataclasses.replace(config, micro_batch_tokens=128), stop_after=1)
     monkeypatch.setattr(Task, "loss", fail)
     with pytest.raises(ConfigError, match=r"cannot change it\. Go on with --resume where more"):
-        run(make_config(shards, tmp_path, resume=True))
+        run(make_config(counting, tmp_path, resume=True))
 
 
 def test_a_folder_from_which_no_checkpoint_could_be_read_is_refused(
-    shards: Path, tmp_path: Path
+    counting: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / os.fsdecode(b"latin\xe9")
     with pytest.raises(ConfigError, match=r"`--run-dir`: .* is not UTF-8.*Give another"):
-        run(make_config(shards, run_dir))
+        run(make_config(counting, run_dir))
     assert not run_dir.exists()
 
 
@@ -159,10 +154,10 @@ def test_a_run_that_was_moved_to_a_folder_of_any_name_has_a_page(finished: Path)
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
 def test_a_validation_loss_that_is_not_finite_is_null_in_the_report(
-    loss: float, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loss: float, counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluation, "evaluate", lambda *_: {"loss": loss})
-    config = make_config(shards, tmp_path)
+    config = make_config(counting, tmp_path)
     report = run(config)
     assert json.loads((tmp_path / "report.json").read_text())["validation_loss_last"] is None
     assert (tmp_path / "report.html").exists()
@@ -171,7 +166,7 @@ def test_a_validation_loss_that_is_not_finite_is_null_in_the_report(
 
 @pytest.mark.slow
 def test_a_full_disk_costs_nothing_but_the_steps_since_the_last_checkpoint(
-    shards: Path, undisturbed: Path, tmp_path: Path
+    counting: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     asked = iter(range(1, 100))
     limited = contextlib.ExitStack()
@@ -183,11 +178,11 @@ def test_a_full_disk_costs_nothing_but_the_steps_since_the_last_checkpoint(
 
     folder = tmp_path / "checkpoints"
     with limited, pytest.raises(OSError, match="File too large") as error:
-        train(make_config(shards, tmp_path), bool, fill_the_disk_after_step_five)
+        train(make_config(counting, tmp_path), bool, fill_the_disk_after_step_five)
     assert error.value.filename == str(folder / "step-00000008")
     assert error.value.strerror.endswith(f"go on with --resume from {folder / 'step-00000004'}")
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000004"]
-    run(make_config(shards, tmp_path, resume=True))
+    run(make_config(counting, tmp_path, resume=True))
     assert_same_run(tmp_path, undisturbed, 8)
 
 
@@ -203,7 +198,7 @@ def test_a_line_of_metrics_that_the_disk_cut_short_is_an_error(tmp_path: Path) -
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_two_trainings_in_one_folder_are_refused_and_the_first_goes_on(
-    resume: bool, shards: Path, undisturbed: Path, tmp_path: Path
+    resume: bool, counting: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     before: dict[Path, bytes] = {}
 
@@ -213,23 +208,23 @@ def test_two_trainings_in_one_folder_are_refused_and_the_first_goes_on(
                 time.sleep(0.01)  # it is written beside the loop
             before.update(content_of(tmp_path))
             with pytest.raises(ConfigError, match="another run is writing into") as error:
-                run(make_config(shards, tmp_path, seed=1, resume=resume))
+                run(make_config(counting, tmp_path, seed=1, resume=resume))
             assert "\n" not in str(error.value)
             assert content_of(tmp_path) == before
         return False
 
-    train(make_config(shards, tmp_path), bool, start_another)
+    train(make_config(counting, tmp_path), bool, start_another)
     assert before
     assert_same_run(tmp_path, undisturbed, 8)
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_finished_run_is_not_run_again(
-    resume: bool, shards: Path, finished: Path, caplog: pytest.LogCaptureFixture
+    resume: bool, counting: Path, finished: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     before = content_of(finished)
-    report = run(make_config(shards, finished, resume=resume, json=True))
+    report = run(make_config(counting, finished, resume=resume, json=True))
     assert "already finished" in caplog.text
     assert report.summary()
     written = json.loads((finished / "report.json").read_bytes())
@@ -239,7 +234,7 @@ def test_a_finished_run_is_not_run_again(
 
 @pytest.mark.parametrize("report", [None, "stale", "damaged"])
 def test_a_run_killed_before_its_report_gets_it_by_resuming(
-    report: str | None, shards: Path, undisturbed: Path, finished: Path
+    report: str | None, counting: Path, undisturbed: Path, finished: Path
 ) -> None:
     path = finished / "report.json"
     expected = json.loads(path.read_bytes())
@@ -247,7 +242,7 @@ def test_a_run_killed_before_its_report_gets_it_by_resuming(
     if report:
         stale = json.dumps(expected | {"steps": 4})
         path.write_text(stale if report == "stale" else "{")
-    made = run(make_config(shards, finished, resume=True))
+    made = run(make_config(counting, finished, resume=True))
     same = ("steps", "tokens", "padding", "loss_last", "validation_loss_last", "finished")
     written = json.loads(path.read_bytes())
     assert {key: written[key] for key in same} == {key: expected[key] for key in same}
@@ -255,19 +250,21 @@ def test_a_run_killed_before_its_report_gets_it_by_resuming(
     assert_same_run(finished, undisturbed, 8)
 
 
-def test_a_lost_metrics_file_costs_the_report_its_losses_only(shards: Path, finished: Path) -> None:
+def test_a_lost_metrics_file_costs_the_report_its_losses_only(
+    counting: Path, finished: Path
+) -> None:
     (finished / "metrics.jsonl").unlink()
     (finished / "report.json").unlink()
-    report = run(make_config(shards, finished, resume=True))
+    report = run(make_config(counting, finished, resume=True))
     assert report.loss_first is None
     assert "loss     not known, validation" in report.summary()
 
 
 def test_a_new_start_in_a_folder_without_checkpoints_keeps_no_old_figures(
-    shards: Path, tmp_path: Path
+    counting: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "validation_loss": 99.0}\n{"st')
-    run(make_config(shards, tmp_path, steps=1))
+    run(make_config(counting, tmp_path, steps=1))
     assert read_metrics(tmp_path, "validation_loss")[0] < 10
 
 
@@ -309,25 +306,25 @@ def test_a_learning_rate_without_a_point_is_a_number_in_config_yaml(finished: Pa
 
 @pytest.mark.parametrize("change", [{"meta": {"step": "8"}}, {"tensors": None}, {"version": 3}])
 def test_a_checkpoint_json_that_a_hand_has_changed_is_one_line(
-    change: dict[str, object], shards: Path, finished: Path
+    change: dict[str, object], counting: Path, finished: Path
 ) -> None:
     path = finished / "checkpoints" / "step-00000008" / "checkpoint.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
     with pytest.raises(ResumeError, match=r"step-00000008: the checkpoint is damaged") as error:
-        run(make_config(shards, finished, resume=True, steps=10))
+        run(make_config(counting, finished, resume=True, steps=10))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     "line", ["3", "{}", "[]", '{"step": "8"}', "[" * 100_000, '{"step": 8, "loss": "x"}']
 )
-def test_a_strange_line_of_metrics_is_named(line: str, shards: Path, finished: Path) -> None:
+def test_a_strange_line_of_metrics_is_named(line: str, counting: Path, finished: Path) -> None:
     path = finished / "metrics.jsonl"
     path.write_text(line + "\n" + path.read_text())
     with pytest.raises(
         ResumeError, match=r"metrics\.jsonl: line 1 is not a metrics record"
     ) as error:
-        run(make_config(shards, finished, resume=True, steps=10))
+        run(make_config(counting, finished, resume=True, steps=10))
     assert "\n" not in str(error.value)
 
 
@@ -350,8 +347,8 @@ def test_words_that_contradict_each_other_are_refused(
         parse_config()
 
 
-def test_a_run_is_not_mixed_with_the_shards(shards: Path) -> None:
-    before = sorted(shards.iterdir())
+def test_a_run_is_not_mixed_with_the_shards(counting: Path) -> None:
+    before = sorted(counting.iterdir())
     with pytest.raises(ConfigError, match=r"holds shards, and a run would mix its files with them"):
-        run(make_config(shards, shards))
-    assert sorted(shards.iterdir()) == before
+        run(make_config(counting, counting))
+    assert sorted(counting.iterdir()) == before

@@ -2,11 +2,10 @@
 
 import dataclasses
 import errno
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.training import make_config, run, write_counting
+from support.training import make_config, run
 
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.report import run_report
@@ -17,17 +16,12 @@ class Killed(BaseException):
     """Ends a run as a kill does: nothing is finished."""
 
 
-@pytest.fixture
-def shards(tmp_path: Path, write_dataset: Callable[..., Path]) -> Path:
-    return write_counting(write_dataset, tmp_path / "shards", rows=400, validation_rows=20)
-
-
 def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfinished(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_report, "SECONDS_BETWEEN", 0.0)
     monkeypatch.setattr(run_report, "MOST_SHARE", 1e9)
-    config = make_config(shards, tmp_path / "run", steps=8)
+    config = make_config(few_rows, tmp_path / "run", steps=8)
     asked = iter(range(1, 100))
 
     def kill() -> bool:
@@ -45,8 +39,8 @@ def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfini
     assert "stopped before the end" in report.summary()
 
 
-def test_report_after_resume_covers_all_parts(shards: Path, tmp_path: Path) -> None:
-    config = make_config(shards, tmp_path / "run", steps=16, save_every=2)
+def test_report_after_resume_covers_all_parts(few_rows: Path, tmp_path: Path) -> None:
+    config = make_config(few_rows, tmp_path / "run", steps=16, save_every=2)
     first = run(config, stop_after=10)
     second = run(dataclasses.replace(config, resume=True))
     assert (first.parts, second.parts, second.finished) == (1, 2, True)
@@ -63,7 +57,7 @@ def test_report_after_resume_covers_all_parts(shards: Path, tmp_path: Path) -> N
 
 
 def test_the_last_line_of_a_run_leaves_no_report_that_says_it_is_finished(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_report, "SECONDS_BETWEEN", 0.0)
     monkeypatch.setattr(run_report, "MOST_SHARE", 1e9)
@@ -75,14 +69,17 @@ def test_the_last_line_of_a_run_leaves_no_report_that_says_it_is_finished(
         write(report, run_dir)
 
     monkeypatch.setattr(Report, "write", noted)
-    run(make_config(shards, tmp_path / "run", steps=2))
+    run(make_config(few_rows, tmp_path / "run", steps=2))
     assert seen == [(1, False), (2, False), (2, True)]
 
 
 def test_drafts_are_rare_and_a_full_disk_stops_none_but_is_said_once(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    few_rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    report = run(make_config(shards, tmp_path / "run", steps=1))
+    report = run(make_config(few_rows, tmp_path / "run", steps=1))
     written: list[float] = []
     now = [100.0]
 

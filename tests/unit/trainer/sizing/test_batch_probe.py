@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.training import RUNS, make_config, read_metrics, run, write_every_task
+from support.training import RUNS, make_config, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -53,14 +53,9 @@ class Simulated(PeakBytes):
         return self.peak
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_every_task(tmp_path_factory.mktemp("data"))
-
-
-def auto(data: Path, folder: Path, way: str, **settings: Any) -> TrainConfig:
+def auto(every_task: Path, folder: Path, way: str, **settings: Any) -> TrainConfig:
     given = RUNS[way] | {"steps": 3, "step_tokens": 768, "micro_batch_tokens": "auto"} | settings
-    return make_config(data / given.pop("shards"), folder, **given)
+    return make_config(every_task / given.pop("shards"), folder, **given)
 
 
 def sizes_of(config: TrainConfig) -> list[int]:
@@ -83,9 +78,9 @@ def bytes_of(config: TrainConfig, size: int) -> int:
     [("lm packed", 0), ("lm padded", 0.5), ("masked packed", 1), ("classify padded", 0.5)],
 )
 def test_the_largest_that_fits_is_found_in_four_tries_and_nothing_stays(
-    data: Path, tmp_path: Path, way: str, wanted: float
+    every_task: Path, tmp_path: Path, way: str, wanted: float
 ) -> None:
-    config = auto(data, tmp_path / "run", way)
+    config = auto(every_task, tmp_path / "run", way)
     sizes = sizes_of(config)
     size = sizes[round(wanted * (len(sizes) - 1))]
     memory = Simulated(int(bytes_of(config, size) / SHARE_OF_MEMORY * 1.01))
@@ -99,8 +94,8 @@ def test_the_largest_that_fits_is_found_in_four_tries_and_nothing_stays(
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_one_line_says_so(data: Path, tmp_path: Path) -> None:
-    config = auto(data, tmp_path / "run", "lm packed")
+def test_where_nothing_fits_one_line_says_so(every_task: Path, tmp_path: Path) -> None:
+    config = auto(every_task, tmp_path / "run", "lm packed")
     memory = Simulated(bytes_of(config, sizes_of(config)[0]) // 2)
     # The model itself fits.
     with (
@@ -113,9 +108,9 @@ def test_where_nothing_fits_one_line_says_so(data: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["lm packed", "classify padded"])
 def test_a_run_with_auto_is_the_run_with_the_number(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    every_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    config = auto(data, tmp_path / "auto", way, dropout=0.1)
+    config = auto(every_task, tmp_path / "auto", way, dropout=0.1)
     size = sizes_of(config)[1]
     limit = int(bytes_of(config, size) / SHARE_OF_MEMORY * 1.01)
 
@@ -134,9 +129,9 @@ def test_a_run_with_auto_is_the_run_with_the_number(
         assert read_metrics(tmp_path / "auto", key) == read_metrics(tmp_path / "number", key)
 
 
-def test_a_run_that_goes_on_keeps_its_number(data: Path, tmp_path: Path) -> None:
-    run(auto(data, tmp_path / "run", "lm packed", micro_batch_tokens=192, steps=2))
-    again = auto(data, tmp_path / "run", "lm packed", resume=True)
+def test_a_run_that_goes_on_keeps_its_number(every_task: Path, tmp_path: Path) -> None:
+    run(auto(every_task, tmp_path / "run", "lm packed", micro_batch_tokens=192, steps=2))
+    again = auto(every_task, tmp_path / "run", "lm packed", resume=True)
     report = run(again)
     assert report.steps == 3
     written = TrainConfig.of_run(tmp_path / "run")
@@ -145,15 +140,15 @@ def test_a_run_that_goes_on_keeps_its_number(data: Path, tmp_path: Path) -> None
     assert run(again) == report  # finished already
 
 
-def test_a_cpu_takes_no_more_than_it_has_use_for(data: Path, tmp_path: Path) -> None:
-    config = auto(data, tmp_path / "run", "lm packed", step_tokens=6144)
+def test_a_cpu_takes_no_more_than_it_has_use_for(every_task: Path, tmp_path: Path) -> None:
+    config = auto(every_task, tmp_path / "run", "lm packed", step_tokens=6144)
     found = choose_micro_batch(config, World(CPU))
     assert found.micro_batch_tokens == max(size for size in sizes_of(config) if size <= 2048)
 
 
 @pytest.mark.slow
-def test_a_plan_predicts_the_number_for_a_gpu(data: Path, tmp_path: Path) -> None:
-    config = auto(data, tmp_path / "run", "lm packed")
+def test_a_plan_predicts_the_number_for_a_gpu(every_task: Path, tmp_path: Path) -> None:
+    config = auto(every_task, tmp_path / "run", "lm packed")
     assert dry_run(config, "H100").micro_batches_per_step == 1
     assert not dry_run(config, "0.001").fits
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.training import RUNS, make_config, write_every_task
+from support.training import RUNS, make_config
 from torch.profiler import ProfilerActivity, profile
 
 from tokenfeed.pipeline.feeding.loader import ShardLoader
@@ -31,21 +31,16 @@ WAYS: dict[str, dict[str, Any]] = RUNS | {
 SIZE = ModelSize(layers=2, width=64, heads=2)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_every_task(tmp_path_factory.mktemp("data"))
-
-
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "tiny", SIZE)
     monkeypatch.setattr(vocabulary_loss, "WORTH_BYTES", 0)
 
 
-def plan_of(data: Path, **settings: Any) -> tuple[Any, RunPlan]:
-    shards = data / settings.pop("shards")
+def plan_of(every_task: Path, **settings: Any) -> tuple[Any, RunPlan]:
+    shards = every_task / settings.pop("shards")
     sizes = {"model": "tiny", "micro_batch_tokens": 512, "step_tokens": 1024}
-    config = make_config(shards, data / "run", **sizes | settings)
+    config = make_config(shards, every_task / "run", **sizes | settings)
     return config, RunPlan(config, None)
 
 
@@ -70,8 +65,8 @@ def real_steps(config: Any, planned: RunPlan, memory: Any) -> Learner:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_the_peak_is_that_of_the_tensors_of_real_steps(way: str, data: Path) -> None:
-    config, planned = plan_of(data, **WAYS[way])
+def test_the_peak_is_that_of_the_tensors_of_real_steps(way: str, every_task: Path) -> None:
+    config, planned = plan_of(every_task, **WAYS[way])
     memory = PeakBytes()
     real_steps(config, planned, memory)
     assert planned.peak(config) == pytest.approx(memory.peak, rel=0.002)
@@ -79,8 +74,8 @@ def test_the_peak_is_that_of_the_tensors_of_real_steps(way: str, data: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["lm packed", "complete packed", "tag padded", "full", "bf16"])
-def test_the_peak_is_that_of_what_is_really_allocated(way: str, data: Path) -> None:
-    config, planned = plan_of(data, **WAYS[way])
+def test_the_peak_is_that_of_what_is_really_allocated(way: str, every_task: Path) -> None:
+    config, planned = plan_of(every_task, **WAYS[way])
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     learner = real_steps(config, planned, profiler)
     weights = sum(parameter.nbytes for parameter in learner.model.parameters())
@@ -99,25 +94,25 @@ def allocated(profiler: Any) -> int:
 
 
 @pytest.mark.slow
-def test_prediction_changes_nothing_that_is_drawn_later(data: Path) -> None:
-    config, planned = plan_of(data, **WAYS["masked packed"])
+def test_prediction_changes_nothing_that_is_drawn_later(every_task: Path) -> None:
+    config, planned = plan_of(every_task, **WAYS["masked packed"])
     assert planned.peak(config) == planned.peak(config)
     assert torch.rand(2).device == CPU
 
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_operations_of_a_token_are_those_of_the_formula(
-    layers: int, data: Path, monkeypatch: pytest.MonkeyPatch
+    layers: int, every_task: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SIZES, "tiny", dataclasses.replace(SIZE, layers=layers))
-    _, planned = plan_of(data, **WAYS["lm packed"])
+    _, planned = plan_of(every_task, **WAYS["lm packed"])
     in_products = 12 * layers * SIZE.width**2 + 64 * SIZE.width
     wanted = 6 * in_products + 12 * layers * SIZE.width * 48
     assert planned.simulation.flops_per_token(planned.like, 48) == pytest.approx(wanted)
 
 
-def test_weights_that_are_not_trained_cost_two_operations_less(data: Path) -> None:
-    _, planned = plan_of(data, **WAYS["lm packed"])
+def test_weights_that_are_not_trained_cost_two_operations_less(every_task: Path) -> None:
+    _, planned = plan_of(every_task, **WAYS["lm packed"])
     before = planned.simulation.flops_per_token(planned.like, 32)
     frozen = planned.simulation.learner.model.blocks[0].feed_in.weight.requires_grad_(False)
     after = planned.simulation.flops_per_token(planned.like, 32)
@@ -125,8 +120,10 @@ def test_weights_that_are_not_trained_cost_two_operations_less(data: Path) -> No
 
 
 @pytest.mark.parametrize("way", RUNS)
-def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(way: str, data: Path) -> None:
-    config, planned = plan_of(data, **WAYS[way] | {"micro_batch_tokens": 128})
+def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(
+    way: str, every_task: Path
+) -> None:
+    config, planned = plan_of(every_task, **WAYS[way] | {"micro_batch_tokens": 128})
     packed = is_packed(config, planned.task.manifest)
     policy = make_policy(config, packed=packed, on_gpu=False)
     split = planned.task.manifest.split("train")
@@ -141,10 +138,10 @@ def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(way: str, da
 
 @pytest.mark.slow
 def test_what_fits_is_measured_to_fit_and_the_next_is_not(
-    data: Path, monkeypatch: pytest.MonkeyPatch
+    every_task: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vocabulary_loss, "MOST_TOKENS", 512)
-    config, _ = plan_of(data, **WAYS["lm packed"] | {"step_tokens": 1 << 13})
+    config, _ = plan_of(every_task, **WAYS["lm packed"] | {"step_tokens": 1 << 13})
     for gib in (0.02, 0.1):
         gpu = dataclasses.replace(GPUS["A100"], gib=gib)
         found, peak = RunPlan(config, gpu).fitting()
