@@ -89,7 +89,7 @@ def damage(folder: Path, first: int, count: int, num_workers: int = 0) -> dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
 def test_two_thousand_damages_are_named_or_change_nothing(folder: Path, part: int) -> None:
     outcomes = damage(folder, part * 500, 500)
     assert min(outcomes.values()) > 0, outcomes
@@ -98,4 +98,4 @@ def test_two_thousand_damages_are_named_or_change_nothing(folder: Path, part: in
 
 @pytest.mark.slow
 def test_damages_that_workers_meet_are_named_or_change_nothing(folder: Path) -> None:
-    damage(folder, 0, 20, num_workers=2)
+    damage(folder, 0, 8, num_workers=2)

@@ -31,7 +31,7 @@ from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.train_settings import Command
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ROOMS, MORE_ROOMS = ("pipeline/format", "pipeline/remote"), ("pipeline", "tools")
+ROOMS, MORE_ROOMS = ("pipeline/format",), ("pipeline", "tools")
 """Whose source files are the corpus, cut into documents: every run of a page reads all of it, so it
 is small, but for the long ones, which want several windows."""
 PIECE_LINES = 12
@@ -182,7 +182,7 @@ def prepare_reader(folder: Path, rooms: tuple[str, ...], environment: dict[str, 
         name = "_".join(path.relative_to(ROOT).with_suffix("").parts)
         for number, piece in enumerate(pieces_of(path.read_text(encoding="utf-8"))):
             (folder / "corpus" / f"{name}_{number}.py").write_text(piece, encoding="utf-8")
-    texts = [path.read_text(encoding="utf-8") for path in PAGES]
+    texts = [path.read_text(encoding="utf-8") for path in PAGES if path.parent.name != "decisions"]
     write_lines(folder / "documents.jsonl", [{"text": text} for text in texts])
     sentences = [f"sentence {number} says a word or two" for number in range(60)]
     records: list[dict[str, object]] = [
