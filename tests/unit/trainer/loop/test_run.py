@@ -221,8 +221,8 @@ def test_patience_ends_a_run_that_no_longer_gets_better(tmp_path: Path) -> None:
     assert (run(longer).steps, run(longer).finished) == (12, True)
 
 
-def test_patience_spares_a_run_that_gets_better(shards: Path, tmp_path: Path) -> None:
-    config = make_config(shards, tmp_path / "run", patience=1, steps=12, learning_rate=5e-3)
+def test_patience_spares_a_run_that_gets_better(counting: Path, tmp_path: Path) -> None:
+    config = make_config(counting, tmp_path / "run", patience=1, steps=12, learning_rate=5e-3)
     assert run(config).steps == 12
 
 

@@ -315,7 +315,7 @@ def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_r
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_garbage_is_collected_at_log_lines_only(
-    is_frozen: bool, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_frozen: bool, counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gc, "get_freeze_count", lambda: int(is_frozen))
     calls: list[str] = []
@@ -338,7 +338,7 @@ def test_garbage_is_collected_at_log_lines_only(
         return False
 
     steps: list[int] = []
-    trainer = loop.Trainer(make_config(shards, tmp_path / "run", steps=4, log_every=2))
+    trainer = loop.Trainer(make_config(counting, tmp_path / "run", steps=4, log_every=2))
     try:
         trainer.train(bool, make_cycles)
     finally:
