@@ -65,7 +65,16 @@ GROUPS = {
     ),
     "device": ("device", "precision", "compile", "recompute", "shard_model"),
     "evaluation and checkpoint": (
-        *("eval_every", "eval_tokens", "patience", "save_every", "keep", "log_every", "track"),
+        *(
+            "eval_every",
+            "eval_tokens",
+            "patience",
+            "samples",
+            "save_every",
+            "keep",
+            "log_every",
+            "track",
+        ),
     ),
     "output": ("run_dir", "resume", "export", "upload", "json"),
     "configuration and planning": (

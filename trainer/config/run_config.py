@@ -227,6 +227,8 @@ class TrainConfig:
     take about 5 % of a run."""
     eval_tokens: Positive | None = None
     """Largest number of tokens of an evaluation. Every evaluation reads the same tokens."""
+    samples: NotNegative = 0
+    """Texts that the model continues at each evaluation, from beginnings of validation rows."""
     patience: NotNegative = 0
     """End the run after N evaluations without a better result. 0: never. Default for labels: 8."""
     save_every: Positive = 100

@@ -35,6 +35,7 @@ from tokenfeed.trainer.feeding.loaders import Curriculum, SplitLoaders
 from tokenfeed.trainer.loop.divergence import divergence_error, warn_of_skip
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.malloc import keep_freed_memory
+from tokenfeed.trainer.loop.samples import Sampler
 from tokenfeed.trainer.optim.gradients import StepGradients, Tally
 from tokenfeed.trainer.optim.precision import Precision, all_finite
 from tokenfeed.trainer.optim.train_state import Learner
@@ -84,6 +85,7 @@ class Trainer:
         self.learner = Learner(config, self.task, precision, self.device, self.world)
         self.curriculum = Curriculum(config, self.loaders, self.learner)
         self.evaluator = Evaluator(config, self.loaders, self.learner, self.world, self._is_stopped)
+        self.sampler = Sampler(config, self.learner) if config.samples else None
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.saver: Saver | None = None
         self.interim: InterimReports | None = None
@@ -379,11 +381,20 @@ class Trainer:
         if not metrics:
             with self.stall.cause("evaluation"):
                 metrics = self.evaluator.evaluate("validation", self.step, self.metrics)
+                if metrics and self.sampler:
+                    self._sample(self.sampler)
         is_saved = self._is_due(self.config.save_every) and self.step > 0
         if metrics and is_saved and self._is_due(self.config.eval_every):
             self.evaluator.note_best(self.step, metrics)
         if metrics:
             self._end_without_gain()
+
+    def _sample(self, sampler: Sampler) -> None:
+        found = sampler.samples()
+        for sample in found:
+            _log.info("step %d | sample: %r -> %r", self.step, *sample.values())
+        if self.metrics:
+            self.metrics.write({"step": self.step, "samples": found})
 
     def _end_without_gain(self) -> None:
         """Make this step the last one if --patience evaluations found no better weights.

@@ -28,6 +28,7 @@ def page_of(run: RunData) -> str:
         run.folder,
         run.stall,
         cards=None if run.report is None else _cards(run.report),
+        samples=next((line for line in reversed(run.lines) if line.samples), None),
         plots=[plot for plot in _plots(run) if plot.series],
         report=run.report,
         config=run.config,

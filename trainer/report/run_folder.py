@@ -30,8 +30,13 @@ class _Gpu(msgspec.Struct, frozen=True):
     power_watts: float | None = None
 
 
+class _Sample(msgspec.Struct, frozen=True):
+    prompt: str
+    text: str
+
+
 class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a line of metrics.jsonl that are plotted."""
+    """The fields of a line of metrics.jsonl that the page shows."""
 
     step: int
     loss: float | None = None
@@ -42,6 +47,7 @@ class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
     stall_causes: dict[str, float] | None = None
     step_seconds: _StepSeconds | None = None
     gpu: _Gpu | None = None
+    samples: list[_Sample] | None = None
 
 
 class _LoopReport(msgspec.Struct, frozen=True):

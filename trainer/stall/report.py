@@ -333,6 +333,7 @@ def render_page(
     cards: Mapping[str, str] | None = None,
     plots: Sequence[Any] = (),
     report: Any = None,
+    samples: Any = None,
     config: Any = None,
 ) -> str:
     """Return the page of a run or of a loop as text.
@@ -343,6 +344,7 @@ def render_page(
         cards: The figures at the top, by name. Default: the figures of the stall report.
         plots: Objects with a title, an explanation and an SVG.
         report: The Report of a run by `train`; None for a loop that only has a meter.
+        samples: The line of metrics.jsonl with the latest samples; None without one.
         config: The settings of the run, as YAML.
     """
     return (
@@ -356,6 +358,7 @@ def render_page(
             ranks=[rank for rank in stall.ranks if rank.steps],
             late=late_rank(stall),
             plots=plots,
+            samples=samples,
             config=config,
         )
     )

@@ -46,6 +46,7 @@ PROVED_ELSEWHERE = {
     "heads": "test_hf_runs.py",
     "kv_heads": "test_hf_runs.py",
     "patience": "test_run.py",
+    "samples": "test_samples.py",
     "trainable": "test_weights.py",
     "phases": "test_phases.py",  # of a file
     "init_from": "test_export.py",

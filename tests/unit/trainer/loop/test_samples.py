@@ -1,0 +1,68 @@
+"""Samples: what a model continues, and where the texts are shown."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.training import make_config, run, write_labelled
+from tokenizers import Tokenizer
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.schema import Task
+from tokenfeed.trainer.data.datasets import read_tokenizer
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.loop.export import load_exported
+
+
+def run_with_samples(task: Task, tmp_path: Path, **changes: Any) -> list[dict[str, Any]]:
+    shards = write_labelled(tmp_path / "shards", task)
+    settings = {"samples": 2, "sequence_length": 64, "export": tmp_path / "model"} | changes
+    run(make_config(shards, tmp_path / "run", **settings))
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "samples" in line]
+
+
+@pytest.mark.parametrize("task", ["lm", "complete"])
+def test_samples_are_the_likeliest_tokens(task: Task, tmp_path: Path) -> None:
+    # The rate keeps the weights as they are drawn, so any exported step has the same ones.
+    found = run_with_samples(task, tmp_path, learning_rate=1e-12)
+    assert [line["step"] for line in found] == [0, 4, 8]
+    assert found[0]["samples"] == found[-1]["samples"]
+    assert len(found[0]["samples"]) == 2
+    tokenizer = Tokenizer.from_buffer(read_tokenizer(tmp_path / "shards"))
+    model = load_exported(tmp_path / "model")
+    for sample in found[0]["samples"]:
+        words = [tokenizer.token_to_id(word) for word in sample["prompt"].split()]
+        assert words
+        expected = list(words)
+        for _ in range(48):
+            with torch.no_grad():
+                logits_TV = model(MicroBatch.of_ids(torch.tensor([expected]), causal=True))[0]
+            expected.append(int(logits_TV[-1, : tokenizer.get_vocab_size()].argmax()))
+        text = [tokenizer.token_to_id(word) for word in sample["text"].split()]
+        assert text == expected[len(words) :]
+
+
+def test_samples_are_on_the_report_page(tmp_path: Path) -> None:
+    found = run_with_samples("lm", tmp_path)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Samples at step 8" in page
+    assert all(sample["text"] in page for sample in found[-1]["samples"])
+
+
+def test_samples_change_no_training(tmp_path: Path) -> None:
+    run_with_samples("lm", tmp_path)
+    shards = tmp_path / "shards"
+    run(make_config(shards, tmp_path / "other", sequence_length=64))
+    losses = [
+        [line.get("loss") for line in map(json.loads, path.read_text().splitlines())]
+        for path in (tmp_path / name / "metrics.jsonl" for name in ("run", "other"))
+    ]
+    assert [x for x in losses[0] if x] == [x for x in losses[1] if x]
+
+
+def test_samples_of_a_task_without_texts_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--samples.*=2: a model of classify does not continue"):
+        run_with_samples("classify", tmp_path, micro_batch_tokens=256)
