@@ -68,7 +68,8 @@ def crew_of_two(
     corpus: Path, out: Path, tokenizer: Path, executor: ForkExecutor
 ) -> Iterator[Crew[Any, Any]]:
     """Have two workers of `executor` encode every unit of a corpus."""
-    plan = Inputs.from_options(Options(paths=(str(corpus), str(out)), shard_size="30KB"))
+    options = Options(paths=(str(corpus), str(out)), shard_size="30KB")
+    plan = Inputs.listed(options).planned(options)
     out.mkdir()
     (out / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     made = TextTokenizer.load(tokenizer.read_bytes(), origin=tokenizer)

@@ -94,16 +94,6 @@ class Inputs:
         shard_bytes = options.shard_bytes or auto_shard_bytes(corpus.sources)
         return cls(corpus=corpus, shard_bytes=shard_bytes, validation=validation, task=task)
 
-    @classmethod
-    def from_options(cls, options: Options) -> Self:
-        """List the input files and plan the run.
-
-        Raises:
-            CorpusError: There are no files, no labels, or no usable records at their beginnings.
-            ConfigError: The input lies in the output folder.
-        """
-        return cls.listed(options).planned(options)
-
     def planned(self, options: Options) -> Self:
         """Cut the files into units and number the labels. Reads what that needs of the records.
 
