@@ -28,6 +28,12 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 import pyarrow as pa
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.stitched import (
+    STITCHED_SUFFIX,
+    StitchedFile,
+    is_stitched,
+    stitched_size,
+)
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file, atomic_write, file_xxh3
 from tokenfeed.pipeline.remote.address import SCHEMES, public
 from tokenfeed.pipeline.remote.object_file import FileFacts, Ranges, VersionedBytes
@@ -222,21 +228,28 @@ class LocalStore:
         return str(self.folder / name)
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file."""
-        return os.stat(os.path.join(self.root, name)).st_size
+        """Return the bytes of a file, or of the shard that a stitched file stands for."""
+        path = os.path.join(self.root, name)
+        return stitched_size(path + STITCHED_SUFFIX) if is_stitched(path) else os.stat(path).st_size
 
     def open(self, name: str, size: int) -> pa.NativeFile:
         """Open a file with any name that the system allows; a small file is read into memory.
 
         Arrow reads a footer in its own threads. From memory this costs no change of threads.
         """
+        path = os.path.join(self.root, name)
+        if is_stitched(path):
+            return pa.PythonFile(StitchedFile(path + STITCHED_SUFFIX), "r")
         if size <= _SMALL_BYTES:
             return pa.BufferReader(self.read(name))
-        return pa.OSFile(os.fsencode(os.path.join(self.root, name)))
+        return pa.OSFile(os.fsencode(path))
 
     def read(self, name: str) -> bytes:
         """Return the whole of a small file."""
-        with open(os.path.join(self.root, name), "rb") as file:
+        path = os.path.join(self.root, name)
+        with (
+            StitchedFile(path + STITCHED_SUFFIX) if is_stitched(path) else open(path, "rb") as file
+        ):
             return file.read()
 
     def absolute(self) -> Self:

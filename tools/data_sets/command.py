@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tokenfeed.pipeline.errors import ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.tools.data_sets.adopt import Adopt
 from tokenfeed.tools.data_sets.cat import Cat, DataSet
 from tokenfeed.tools.data_sets.copy import Copy
 from tokenfeed.tools.data_sets.explain import Explain
@@ -15,7 +16,7 @@ from tokenfeed.tools.data_sets.verify import find_problems
 from tokenfeed.tools.shell.command_line import run_subcommand
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Cat", "Copy", "Explain", "Export", "Inspect", "Verify", "run_shards"]
+__all__ = ["Adopt", "Cat", "Copy", "Explain", "Export", "Inspect", "Verify", "run_shards"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,7 @@ def run_shards() -> int:
             "cat": Cat,
             "copy": Copy,
             "export": Export,
+            "adopt": Adopt,
             "explain": Explain,
         },
     )

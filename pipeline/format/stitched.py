@@ -1,0 +1,191 @@
+"""A stitched file: ranges of other files, and some bytes of its own, read as one file.
+
+A shard of an adopted data set is stored so: the tokens stay in the file that they came in, and the
+schema, the offsets of rows and the checksums are the file's own bytes. The layout is the magic, the
+length of a JSON header (uint32), the header, for each piece three int64 (its first byte in the
+stitched file, its file or -1, its first byte there), and the own bytes. Wrong pieces give wrong
+bytes, which the checksums of record batches detect, as in any shard.
+"""
+
+import errno
+import io
+import os
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import msgspec
+import numpy as np
+
+__all__ = [
+    "STITCHED_SUFFIX",
+    "OtherFile",
+    "StitchedFile",
+    "is_stitched",
+    "stitched_size",
+    "write_stitched",
+]
+
+STITCHED_SUFFIX = ".stitched"
+"""Follows the name of the shard."""
+_MAGIC = b"tokenfeed stitched 1\n"
+_OWN = -1
+_LONGEST_HEADER = 1 << 24
+
+
+class OtherFile(NamedTuple):
+    """A file with the bytes of some pieces."""
+
+    path: str
+    """Absolute."""
+    bytes: int
+    """Its size when it was stitched."""
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    bytes: int
+    pieces: int
+    files: tuple[OtherFile, ...]
+
+
+def write_stitched(
+    file: IO[bytes], files: tuple[OtherFile, ...], pieces: np.ndarray, size: int, own: bytes
+) -> None:
+    """Write a stitched file.
+
+    Args:
+        file: Where to.
+        files: The other files.
+        pieces: First byte in the stitched file, index of the other file or -1, and first byte
+            there; shape (P, 3), int64, rising.
+        size: Bytes of the stitched file.
+        own: Its own bytes.
+    """
+    header = msgspec.json.encode(_Header(size, len(pieces), files))
+    file.write(_MAGIC + np.uint32(len(header)).tobytes() + header)
+    file.write(np.ascontiguousarray(pieces, "<i8").tobytes())
+    file.write(own)
+
+
+def is_stitched(path: str) -> bool:
+    """Return whether a stitched file stands for the file at a path."""
+    return os.path.exists(path + STITCHED_SUFFIX)
+
+
+def stitched_size(path: str) -> int:
+    """Return the size of the file that a stitched file stands for.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open(path, "rb") as file:
+        return _read_header(file, path)[0].bytes
+
+
+class StitchedFile(io.RawIOBase):
+    """Reads a stitched file. Several threads may not share it."""
+
+    def __init__(self, path: str) -> None:
+        """Open the file and all others that it needs.
+
+        Raises:
+            OSError: One of them is missing, damaged, or of another size than it was.
+        """
+        self._position = 0
+        self._descriptors: list[int] = []
+        try:
+            with open(path, "rb") as file:
+                header, first = _read_header(file, path)
+                pieces = np.frombuffer(file.read(24 * header.pieces), "<i8").reshape(-1, 3)
+                self._descriptors.append(os.dup(file.fileno()))
+            for other in header.files:
+                self._descriptors.append(_opened(other, path))
+        except ValueError:
+            raise _damaged(path) from None
+        except OSError:
+            self.close()
+            raise
+        self._size = header.bytes
+        self._starts = pieces[:, 0]
+        self._files = (pieces[:, 1] + 1).tolist()
+        own = (pieces[:, 1] == _OWN) * (first + 24 * header.pieces)
+        self._places = (pieces[:, 2] + own).tolist()
+        self._ends = [*self._starts[1:].tolist(), self._size]
+
+    def readable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return True
+
+    def seekable(self) -> bool:
+        """See `io.RawIOBase`."""
+        return True
+
+    def tell(self) -> int:
+        """See `io.RawIOBase`."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """See `io.RawIOBase`."""
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = origin + offset
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return the next `size` bytes, or all. At a file that was cut short they are fewer."""
+        start = self._position
+        stop = self._size if size is None or size < 0 else min(start + size, self._size)
+        piece = int(np.searchsorted(self._starts, start, side="right")) - 1
+        parts = []
+        while start < stop:
+            end = min(self._ends[piece], stop)
+            place = self._places[piece] + start - int(self._starts[piece])
+            part = os.pread(self._descriptors[self._files[piece]], end - start, place)
+            if not part:
+                break
+            parts.append(part)
+            start += len(part)
+            piece += start == self._ends[piece]
+        self._position = start
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def readall(self) -> bytes:
+        """See `io.RawIOBase`."""
+        return self.read()
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+        super().close()
+
+
+def _opened(other: OtherFile, path: str) -> int:
+    """Open another file, which must have the size that it had."""
+    try:
+        descriptor = os.open(other.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        reason = f"the adopted file {other.path} cannot be opened: {error.strerror}"
+        raise OSError(errno.EINVAL, reason, path) from None
+    if (size := os.fstat(descriptor).st_size) != other.bytes:
+        os.close(descriptor)
+        reason = f"the adopted file {other.path} has {size:,} bytes, and had {other.bytes:,}"
+        raise OSError(errno.EINVAL, reason, path)
+    return descriptor
+
+
+def _read_header(file: io.BufferedReader, path: str) -> tuple[_Header, int]:
+    """Return the header, and where the pieces begin."""
+    beginning = file.read(len(_MAGIC) + 4)
+    length = int.from_bytes(beginning[-4:], "little")
+    if beginning[:-4] != _MAGIC or length > _LONGEST_HEADER:
+        raise _damaged(path)
+    try:
+        header = msgspec.json.decode(file.read(length), type=_Header)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise _damaged(path) from None
+    if header.pieces < 1 or header.bytes < 1 or header.pieces > Path(path).stat().st_size:
+        raise _damaged(path)
+    return header, len(beginning) + length
+
+
+def _damaged(path: str) -> OSError:
+    return OSError(errno.EINVAL, "the stitched file is damaged; adopt the tokens again", path)
