@@ -158,7 +158,10 @@ def _split(name: str, results: list[UnitResult]) -> SplitInfo:
 def _tokenizer_info(
     settings: EncodeSettings, tokenizer: TextTokenizer, audit: Audit, results: list[UnitResult]
 ) -> TokenizerInfo:
-    is_fast = settings.engine != ReferenceEngine.name
+    is_fast, task = settings.engine != ReferenceEngine.name, settings.task
+    splits_special = settings.splits_special  # for a chat template, whatever the user asked for
+    if isinstance(task, ChatEncoder):
+        splits_special = task.splits_special
     return TokenizerInfo(
         file=TOKENIZER_FILE,
         bytes=len(tokenizer.json_bytes),
@@ -170,7 +173,7 @@ def _tokenizer_info(
         engine_version=engine_version(settings.engine),
         audited=audit.audited + sum(result.audited for result in results),
         differences=len(audit.differing) + sum(len(result.differing) for result in results),
-        special_tokens_in_text="split" if settings.splits_special else "plain",
+        special_tokens_in_text="split" if splits_special else "plain",
         special_tokens_added=settings.task.add_special_tokens,
         routed=sum(result.routed for result in results) if is_fast else None,
         verified=True if is_fast and settings.verifies else None,
