@@ -47,6 +47,8 @@ ATTENTION = {
     "lm padded": FLASH,
     "complete packed": BY_ENDS,
     "complete padded": FLASH,
+    "chat packed": BY_ENDS,
+    "chat padded": FLASH,
     "classify padded": BY_ENDS,
     "pairs padded": BY_ENDS,
     "score padded": BY_ENDS,

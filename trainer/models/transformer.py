@@ -78,7 +78,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(padded, size.width)
         self.type_embedding = nn.Embedding(_TOKEN_TYPES, size.width) if head.pairs else None
         self.blocks = nn.ModuleList(_Block(size, dropout) for _ in range(size.layers))
-        self.norm = nn.LayerNorm(size.width, bias=False)
+        self.norm = _Norm(size.width, bias=False)
         self.dropout = nn.Dropout(dropout)
         self.token_dropout = nn.Dropout1d(dropout if head.kind == "row" else 0.0)
         self.pick = _Pick(size) if head.kind == "row" else None
@@ -107,7 +107,7 @@ class Transformer(nn.Module):
         x_BTD = self.embedding(ids_BT)
         if self.type_embedding is not None:
             x_BTD = x_BTD + self.type_embedding(micro_batch.token_types_BT)
-        x_BTD = self.dropout(self.token_dropout(x_BTD))
+        x_BTD = self.dropout(self.token_dropout(x_BTD.to(_stream_dtype(x_BTD))))
         rotary = self.rotary(micro_batch.positions_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotary, micro_batch.scope)
@@ -149,6 +149,28 @@ class _Words(nn.Module):
         return self.word_V.take(ids_BT)
 
 
+def _stream_dtype(x_BTD: Tensor) -> torch.dtype:
+    """Return the dtype of the sums of layers: bf16 under its autocast, else that of the input.
+
+    Sums of fp16 could overflow.
+    """
+    kind = x_BTD.device.type
+    narrow = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+    return torch.bfloat16 if narrow else x_BTD.dtype
+
+
+class _Norm(nn.LayerNorm):
+    """A norm in the dtype of its input. Under autocast, a GPU would copy the input to fp32."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        if not torch.is_autocast_enabled(kind):
+            return super().forward(input)
+        with torch.autocast(kind, enabled=False):
+            weight = self.weight.to(input.dtype)
+            return F.layer_norm(input, self.normalized_shape, weight, None, self.eps)
+
+
 class _Block(nn.Module):
     """One layer: attention and a feed-forward network, each added to the residual stream."""
 
@@ -159,10 +181,10 @@ class _Block(nn.Module):
         super().__init__()
         width = size.width
         self._heads = size.heads
-        self.attention_norm = nn.LayerNorm(width, bias=False)
+        self.attention_norm = _Norm(width, bias=False)
         self.attention_in = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
-        self.feed_norm = nn.LayerNorm(width, bias=False)
+        self.feed_norm = _Norm(width, bias=False)
         self.feed_in = nn.Linear(width, 4 * width, bias=False)
         self.feed_out = nn.Linear(4 * width, width, bias=False)
         self.dropout = nn.Dropout(dropout)

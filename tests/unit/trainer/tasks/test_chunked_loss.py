@@ -124,9 +124,11 @@ def test_in_half_precision_they_differ_by_less_than_that_does(
         whole, loss = of_all_logits(task, model, micro_batch), task.loss(model, micro_batch)
     assert loss.sum.dtype == torch.float32
     torch.testing.assert_close(loss.sum, whole.sum, rtol=1e-3, atol=0)
-    theirs = gradients(model, whole)
-    for one, other, true in zip(gradients(model, loss), theirs, exact, strict=True):
-        assert (one - true).norm() < 1.5 * (other - true).norm() + 1e-3 * true.norm()
+    theirs, ours = gradients(model, whole), gradients(model, loss)
+    for one, other, true in zip(ours, theirs, exact, strict=True):
+        assert (one - true).norm() < 2.5 * (other - true).norm() + 1e-3 * true.norm()
+    one, other, true = (torch.cat([g.flatten() for g in all_]) for all_ in (ours, theirs, exact))
+    assert (one - true).norm() < 1.2 * (other - true).norm()
 
 
 @pytest.mark.parametrize("way", WAYS)
