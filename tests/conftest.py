@@ -163,6 +163,19 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def text_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set that `pretokenize` made of 60 texts, with 300 ids; only to be read."""
+    from support.commands import run
+
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "in").mkdir()
+    for number, text in enumerate(texts(60)):
+        (folder / "in" / f"{number}.txt").write_text(text)
+    run(folder / "in", folder / "out", "--vocab-size", 300)
+    return folder / "out"
+
+
+@pytest.fixture(scope="session")
 def counting(tmp_path_factory: pytest.TempPathFactory, write_dataset: WriteDataset) -> Path:
     """2,000 rows for training and 100 for validation that count upwards; only to be read."""
     from support.training import write_counting

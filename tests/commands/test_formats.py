@@ -1,39 +1,22 @@
 """Every format that a corpus may have: the same rows, the same care for what cannot be used."""
 
-import json
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from support.commands import COMMAND, records_in
-from support.corpora import random_texts, texts, write_batches
+from support.corpora import (
+    TEXTS,
+    check_ledger,
+    lines_of,
+    random_texts,
+    texts,
+    write_batches,
+    write_lines,
+)
 from support.data_sets import files_of
-
-from tokenfeed.pipeline.format.manifest import Manifest
-
-TEXTS = ["first", 'zwei\n"Zeilen"', "", "a,b\tc\r\n", "trois 🎉", *texts(40)]
-
-
-def write_lines(path: Path, rows: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    return path
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def check_ledger(out: Path, rows: int) -> None:
-    """Each source's records are written, empty or rejected, and there are `rows` in all."""
-    sources = lines_of(out / "sources.jsonl")
-    for source in sources:
-        assert source["read"] == source["written"] + source["empty"] + source["rejected"]
-    ledger = Manifest.read(out).ledger
-    assert ledger.read == sum(source["read"] for source in sources) == rows
-    assert ledger.rejected == len(lines_of(out / "rejects.jsonl"))
 
 
 def feed(data: bytes, out: Path, *options: object) -> subprocess.CompletedProcess[bytes]:

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 from support import warm
-from support.commands import run
-from support.corpora import texts
 
 POORER = """
 import datasets, errno, mmap, msgspec, numpy, os, psutil, pyarrow.ipc, safetensors.torch, shutil
@@ -65,39 +63,29 @@ main()
 """
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("poorer")
-    (folder / "in").mkdir()
-    for number, text in enumerate(texts(60)):
-        (folder / "in" / f"{number}.txt").write_text(text)
-    run(folder / "in", folder / "out", "--vocab-size", 300)
-    return folder / "out"
-
-
-def output_of(code: str, shards: Path) -> str:
-    done = warm.run(["-c", POORER + code, shards])
+def output_of(code: str, text_shards: Path) -> str:
+    done = warm.run(["-c", POORER + code, text_shards])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-def test_everything_can_be_imported(shards: Path) -> None:
-    output_of(EVERY_MODULE, shards)
+def test_everything_can_be_imported(text_shards: Path) -> None:
+    output_of(EVERY_MODULE, text_shards)
 
 
-def test_a_loader_without_workers_delivers_every_row(shards: Path) -> None:
-    assert int(output_of(SMALL_LOADER, shards)) > 0
+def test_a_loader_without_workers_delivers_every_row(text_shards: Path) -> None:
+    assert int(output_of(SMALL_LOADER, text_shards)) > 0
 
 
-def test_workers_are_refused_in_one_line_that_names_the_remedy(shards: Path) -> None:
-    said = output_of(WORKERS, shards)
+def test_workers_are_refused_in_one_line_that_names_the_remedy(text_shards: Path) -> None:
+    said = output_of(WORKERS, text_shards)
     assert "`num_workers`=0 needs none" in said
     assert said.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_train_trains_saves_and_reports(shards: Path) -> None:
-    said = output_of(SMALL_TRAIN, shards)
+def test_train_trains_saves_and_reports(text_shards: Path) -> None:
+    said = output_of(SMALL_TRAIN, text_shards)
     assert "trained  4 steps" in said
-    assert (shards.with_name("out-run") / "checkpoints" / "step-00000004").is_dir()
+    assert (text_shards.with_name("out-run") / "checkpoints" / "step-00000004").is_dir()

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, FilePart, InputFile
 from tokenfeed.tools.corpus.read_records import read_records
@@ -23,8 +24,11 @@ __all__ = [
     "FASTA",
     "GROUP",
     "ROWS",
+    "TEXTS",
     "WORDS",
     "Found",
+    "check_ledger",
+    "lines_of",
     "random_texts",
     "read",
     "read_bytes",
@@ -33,6 +37,7 @@ __all__ = [
     "write_batches",
     "write_encrypted",
     "write_fasta",
+    "write_lines",
     "write_long_corpus",
 ]
 
@@ -169,3 +174,28 @@ FASTA = Format(name="fasta", endings=(".fasta", ".fa"), read=_read, cut=_cut, be
 
 def write_fasta(path: Path, texts: list[str]) -> None:
     path.write_text("".join(f">{number}\n{text}" for number, text in enumerate(texts)))
+
+
+def write_lines(path: Path, rows: list[str]) -> Path:
+    """Write each text as a line of JSON."""
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return path
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_ledger(out: Path, rows: int) -> None:
+    """Each source's records are written, empty or rejected, and there are `rows` in all."""
+    sources = lines_of(out / "sources.jsonl")
+    for source in sources:
+        assert source["read"] == source["written"] + source["empty"] + source["rejected"]
+    ledger = Manifest.read(out).ledger
+    assert ledger.read == sum(source["read"] for source in sources) == rows
+    assert ledger.rejected == len(lines_of(out / "rejects.jsonl"))
+
+
+TEXTS = ["first", 'zwei\n"Zeilen"', "", "a,b\tc\r\n", "trois 🎉", *texts(40)]
+"""Texts with quotes, separators, ends of lines and an emoji, an empty one, and 40 plain ones."""

@@ -29,6 +29,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 
+from support.data_sets import files_of
 from tokenfeed.pipeline.remote import own_process
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.pipeline.remote.retrying import Timing
@@ -405,6 +406,10 @@ class Remote:
 
     def put(self, name: str, data: bytes) -> None:
         self.server.objects[f"{self.prefix}/{name}"] = StoredObject(data)
+
+    def put_folder(self, folder: Path) -> None:
+        for name, data in files_of(folder).items():
+            self.put(name, data)
 
 
 def set_endpoint(monkeypatch: pytest.MonkeyPatch, port: int) -> None:

@@ -15,11 +15,15 @@ import pyarrow as pa
 import pytest
 
 from support.data_sets import files_of
+from support.object_server import Remote
+from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.errors import RemoteError
 from tokenfeed.pipeline.format import store
+from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.store import STORES
 from tokenfeed.pipeline.remote.object_file import VersionedBytes
 from tokenfeed.pipeline.remote.retrying import Traffic
+from tokenfeed.pipeline.windows.reader import WindowReader
 
 __all__ = [
     "URL",
@@ -27,6 +31,7 @@ __all__ = [
     "MemoryStore",
     "RangedFolder",
     "cached_files",
+    "cached_reader",
     "faulty_store",
     "keep_in_memory",
 ]
@@ -219,3 +224,12 @@ def cached_files(folder: Path, *, footers: bool = False) -> list[Path]:
     """The files of a cache that hold record batches, or footers."""
     found = [path for path in folder.glob("v1/*/*/*") if "." not in path.name]
     return [path for path in found if (path.parent.name == "ends") == footers]
+
+
+def cached_reader(remote: Remote, cache: Path | None) -> WindowReader:
+    """A reader of the split `train` in a bucket, through a cache in a folder unless it is None."""
+    settings = None
+    if cache:
+        (cache / "v1").mkdir(parents=True, exist_ok=True)
+        settings = CacheSettings(str(cache / "v1"), 1 << 30, is_whole=False, windows_ahead=1)
+    return WindowReader(open_splits([remote.store], "train"), cache=settings)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.data_sets import MakeDataset
 from support.delivery import realistic_lengths, small_batches
 from support.object_server import FAST, FAULTS, Fault, Remote, as_own_process, remote_store
+from support.stores import cached_reader
 
-from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.errors import RemoteError, ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.windows.reader import WindowReader
@@ -34,18 +34,8 @@ def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
 def remote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
     as_own_process(monkeypatch)
     with remote_store(monkeypatch, PATIENT) as found:
-        for path in folder.rglob("*"):
-            if path.is_file():
-                found.put(path.relative_to(folder).as_posix(), path.read_bytes())
+        found.put_folder(folder)
         yield found
-
-
-def reader_of(remote: Remote, cache: Path | None) -> WindowReader:
-    settings = None
-    if cache:
-        (cache / "v1").mkdir(parents=True, exist_ok=True)
-        settings = CacheSettings(str(cache / "v1"), 1 << 30, is_whole=False, windows_ahead=1)
-    return WindowReader(open_splits([remote.store], "train"), cache=settings)
 
 
 def all_batches(folder: Path) -> np.ndarray:
@@ -66,7 +56,7 @@ def test_faults_change_nothing_that_is_read(
     schedule: list[Fault | None],
     kept: bool,
 ) -> None:
-    reader = reader_of(remote, tmp_path_factory.mktemp("cache") if kept else None)
+    reader = cached_reader(remote, tmp_path_factory.mktemp("cache") if kept else None)
     batches = all_batches(folder)
     before = remote.store.traffic
     remote.proxy.schedule.extend(schedule)
@@ -89,7 +79,7 @@ def test_faults_change_nothing_that_is_read(
 def test_a_store_that_flips_every_answer_is_told_apart_from_a_cache_that_did(
     folder: Path, remote: Remote, tmp_path: Path
 ) -> None:
-    reader = reader_of(remote, tmp_path)
+    reader = cached_reader(remote, tmp_path)
     remote.proxy.always = Fault("flip", 3000)
     with pytest.raises(ShardFormatError, match=r"^s3://bucket\d+/data/train/0000\d.arrow: .*Copy"):
         reader.read(all_batches(folder))
@@ -100,7 +90,7 @@ def test_a_store_that_flips_every_answer_is_told_apart_from_a_cache_that_did(
 def test_a_store_that_refuses_says_so_once_and_at_once(
     folder: Path, remote: Remote, tmp_path: Path
 ) -> None:
-    reader = reader_of(remote, tmp_path)
+    reader = cached_reader(remote, tmp_path)
     remote.proxy.always = Fault("403")
     with pytest.raises(RemoteError, match=r"s3://bucket\d+/data/train/.*refuses access \(403"):
         reader.read(all_batches(folder))

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from support.data_sets import WriteDataset
 from support.delivery import small_batches
 from support.object_server import Remote, StoredObject, as_own_process, remote_store
-from support.stores import cached_files
+from support.stores import cached_files, cached_reader
 
-from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.windows.reader import WindowReader
@@ -54,18 +53,8 @@ def made(write_dataset: WriteDataset, folder: Path, seed: int) -> Path:
 def remote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
     as_own_process(monkeypatch)
     with remote_store(monkeypatch) as found:
-        for path in folder.rglob("*"):
-            if path.is_file():
-                found.put(path.relative_to(folder).as_posix(), path.read_bytes())
+        found.put_folder(folder)
         yield found
-
-
-def reader_of(remote: Remote, cache: Path | None) -> WindowReader:
-    settings = None
-    if cache:
-        (cache / "v1").mkdir(parents=True, exist_ok=True)
-        settings = CacheSettings(str(cache / "v1"), 1 << 30, is_whole=False, windows_ahead=1)
-    return WindowReader(open_splits([remote.store], "train"), cache=settings)
 
 
 def rows_of(folder: Path) -> np.ndarray:
@@ -82,7 +71,7 @@ def test_a_shard_that_took_the_place_of_another_is_found(
     remote: Remote, other: bytes, tmp_path: Path, kept: bool, etags: Iterator[str] | None
 ) -> None:
     remote.server.etags = etags
-    reader = reader_of(remote, tmp_path if kept else None)
+    reader = cached_reader(remote, tmp_path if kept else None)
     reader.read(BATCHES[:4])
     remote.server.objects[f"{remote.prefix}/{SHARD}"] = of_another_time(other)
     for _ in range(2):
@@ -93,13 +82,13 @@ def test_a_shard_that_took_the_place_of_another_is_found(
 def test_a_footer_that_was_kept_is_not_taken_for_that_of_another_shard(
     folder: Path, remote: Remote, other: bytes, tmp_path: Path
 ) -> None:
-    reader_of(remote, tmp_path).read(BATCHES[:4])
+    cached_reader(remote, tmp_path).read(BATCHES[:4])
     mine = remote.content(SHARD)
     remote.put(SHARD, other)
     with pytest.raises(ShardFormatError, match=r"00000.arrow: holds other rows"):
-        reader_of(remote, tmp_path).read(BATCHES)
+        cached_reader(remote, tmp_path).read(BATCHES)
     remote.put(SHARD, mine)
-    found = reader_of(remote, tmp_path).read(BATCHES)
+    found = cached_reader(remote, tmp_path).read(BATCHES)
     assert np.array_equal(found.rows.ids, rows_of(folder))
 
 
@@ -107,11 +96,11 @@ def test_an_equal_object_put_again_costs_one_footer_for_all_that_share_a_cache(
     folder: Path, remote: Remote, tmp_path: Path
 ) -> None:
     remote.server.etags = itertools.repeat("")
-    reader_of(remote, tmp_path).read(BATCHES[:2])
+    cached_reader(remote, tmp_path).read(BATCHES[:2])
     remote.server.objects[f"{remote.prefix}/{SHARD}"] = of_another_time(remote.content(SHARD))
     for begin, footers in ((2, 1), (4, 0), (6, 0)):
         remote.proxy.seen.clear()
-        found = reader_of(remote, tmp_path).read(BATCHES[begin : begin + 2])
+        found = cached_reader(remote, tmp_path).read(BATCHES[begin : begin + 2])
         assert np.array_equal(found.rows.ids, np.split(rows_of(folder), 4)[begin // 2])
         assert len(requests(remote)) == 2 + footers
 
@@ -119,13 +108,13 @@ def test_an_equal_object_put_again_costs_one_footer_for_all_that_share_a_cache(
 def test_a_footer_that_an_older_version_kept_is_read_once_more(
     folder: Path, remote: Remote, tmp_path: Path
 ) -> None:
-    reader_of(remote, tmp_path).read(BATCHES[:2])
+    cached_reader(remote, tmp_path).read(BATCHES[:2])
     (kept,) = cached_files(tmp_path, footers=True)
     end = kept.read_bytes().partition(b"\n")[2]
     assert remote.content(SHARD).endswith(end)
     kept.write_bytes(end)
     remote.proxy.seen.clear()
-    found = reader_of(remote, tmp_path).read(BATCHES)
+    found = cached_reader(remote, tmp_path).read(BATCHES)
     assert np.array_equal(found.rows.ids, rows_of(folder))
     assert len(requests(remote)) == 6 + 1
     assert kept.read_bytes().partition(b"\n")[2] == end
@@ -140,7 +129,7 @@ def test_replicas_that_name_equal_objects_differently_are_no_error(
     remote.server.etags = itertools.cycle(etags)
     remote.proxy.seen.clear()
     with TemporaryDirectory() as cache:
-        found = reader_of(remote, Path(cache)).read(BATCHES)
+        found = cached_reader(remote, Path(cache)).read(BATCHES)
     assert np.array_equal(found.rows.ids, rows_of(folder))
     if len(set(etags)) == 1:
         assert len(requests(remote)) == len(BATCHES) + 1
@@ -150,7 +139,7 @@ def test_replicas_that_name_equal_objects_differently_are_no_error(
 def test_a_reader_goes_on_when_the_shard_is_back(
     folder: Path, remote: Remote, other: bytes, tmp_path: Path
 ) -> None:
-    reader = reader_of(remote, tmp_path)
+    reader = cached_reader(remote, tmp_path)
     reader.read(BATCHES[:4])
     mine = remote.content(SHARD)
     remote.put(SHARD, other)
@@ -182,7 +171,7 @@ def test_of_replicas_that_differ_no_other_row_is_read(
     mine = (folder / SHARD).read_bytes()
     remote.server.objects = Replicas(remote, [mine if is_mine else other for is_mine in are_mine])
     try:
-        found = reader_of(remote, None).read(BATCHES).rows.ids
+        found = cached_reader(remote, None).read(BATCHES).rows.ids
     except ShardFormatError as error:
         assert not all(are_mine)
         assert re.search("holds other rows|was replaced", str(error))
@@ -194,7 +183,7 @@ def test_versions_that_are_ever_new_say_nothing(
     folder: Path, remote: Remote, caplog: pytest.LogCaptureFixture
 ) -> None:
     remote.server.etags = (f'"{number}"' for number in itertools.count())
-    reader = reader_of(remote, None)
+    reader = cached_reader(remote, None)
     with caplog.at_level(logging.INFO, "tokenfeed"):
         for asked in (4 * len(BATCHES) + 1 + 32, len(BATCHES)):
             remote.proxy.seen.clear()

@@ -23,7 +23,7 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.commands import error_of, run, run_json
-from support.corpora import read, read_bytes, texts
+from support.corpora import TEXTS, check_ledger, lines_of, read, read_bytes, texts, write_lines
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -35,14 +35,6 @@ from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
 Write = Callable[[Path, list[str]], Path]
-
-
-TEXTS = ["first", 'zwei\n"Zeilen"', "", "a,b\tc\r\n", "trois 🎉", *texts(40)]
-
-
-def write_lines(path: Path, rows: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    return path
 
 
 def write_list(path: Path, rows: list[str]) -> Path:
@@ -116,20 +108,6 @@ WRITERS: dict[str, Write] = {
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever commands ask of `datasets` is kept here."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub/datasets")
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def check_ledger(out: Path, rows: int) -> None:
-    """Each source's records are written, empty or rejected, and there are `rows` in all."""
-    sources = lines_of(out / "sources.jsonl")
-    for source in sources:
-        assert source["read"] == source["written"] + source["empty"] + source["rejected"]
-    ledger = Manifest.read(out).ledger
-    assert ledger.read == sum(source["read"] for source in sources) == rows
-    assert ledger.rejected == len(lines_of(out / "rejects.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["a.csv", "list.json", "file.arrow", "saved", "loadable"])
