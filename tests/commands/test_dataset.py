@@ -52,7 +52,7 @@ def test_a_plain_dataloader_gives_the_same_batches(
         assert (our.is_filler, our.ends_step) == (their.is_filler, their.ends_step)
 
 
-@pytest.mark.parametrize("task", ["classify", "score", "tag", "complete"])
+@pytest.mark.parametrize("task", ["classify", "score", "tag", "complete", "chat"])
 def test_labels_come_with_their_rows_from_any_process(
     make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
@@ -60,7 +60,7 @@ def test_labels_come_with_their_rows_from_any_process(
     folder = make_dataset(realistic_lengths(), task=task, pairs=True)
     columns = {
         name: [value for path in shards_of(folder) for value in columns_of(path)[name]]
-        for name in ("label", "score", "labels", "prompt_length", "token_type_ids")
+        for name in ("label", "score", "labels", "prompt_length", "kinds", "token_type_ids")
         if name in columns_of(shards_of(folder)[0])
     }
     batching = Padded(max_tokens=4096)
@@ -79,6 +79,10 @@ def test_labels_come_with_their_rows_from_any_process(
             elif task == "tag":
                 assert labels[:length].tolist() == columns["labels"][row][span]
                 assert (labels[length:] == -100).all()
+            elif task == "chat":
+                says = torch.tensor(columns["kinds"][row][span]) >= 4
+                says[0] = False  # it has no context
+                assert torch.equal(labels[:length], torch.where(says, ids, -100))
             else:
                 first = max(1, columns["prompt_length"][row] - start)
                 assert torch.equal(labels[first:length], ids[first:])

@@ -495,7 +495,7 @@ class ChatEncoder(TaskEncoder):
         return Conversation(messages, tools or None, arguments or {})
 
     def _check_special(self, conversation: Conversation) -> None:
-        """Reject special-token text in messages: the template writes such text for its own tokens.
+        """Reject text of special tokens: the template writes such text for its own tokens.
 
         Raises:
             Unusable: Names the message.
@@ -504,10 +504,11 @@ class ChatEncoder(TaskEncoder):
         if self.splits_special:
             return
         special = self.chat_template.special
-        for number, message in enumerate(conversation.messages, 1):
-            if match := special.search(msgspec.json.encode([*message.values()]).decode()):
+        parts = [(f"message {n}", m) for n, m in enumerate(conversation.messages, 1)]
+        for name, part in [*parts, ("the list of tools", conversation.tools)]:
+            if match := special.search(msgspec.json.encode(part).decode()):
                 raise Unusable(
-                    f"message {number} has the text of the special token {match[0]!r}; see "
+                    f"{name} has the text of the special token {match[0]!r}; see "
                     "--special-tokens-in-text"
                 )
 

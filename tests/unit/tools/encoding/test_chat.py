@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pickle
 import re
 import warnings
 from pathlib import Path
@@ -588,3 +589,39 @@ def test_packed_and_padded_losses_equal_those_alone(tmp_path: Path, tokenizer: P
     assert len(alone) == len(rows)
     assert padded == pytest.approx(alone, rel=1e-5)
     assert packed == pytest.approx(alone, rel=1e-5)
+
+
+def test_engines_make_the_same_bytes(tmp_path: Path, tokenizer: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    odd = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": text}] for text in ODD
+    ]
+    corpus.write_text("".join(json.dumps({"messages": c}) + "\n" for c in [*odd, THOUGHTFUL]))
+    for engine in ("tokenizers", "gigatoken"):
+        make(corpus, tmp_path / engine, tokenizer, "--engine", engine)
+    manifests = [Manifest.read(tmp_path / engine) for engine in ("tokenizers", "gigatoken")]
+    assert manifests[0].splits == manifests[1].splits
+    assert manifests[0].counts == manifests[1].counts
+
+
+def test_an_encoder_is_the_same_in_another_process() -> None:
+    task, engine = encoder(QWEN)
+    values = {"messages": [THOUGHTFUL], "tools": [TOOLS]}
+    here = task.encode(values, engine.encode, Template((), (), ()))
+    there = pickle.loads(pickle.dumps(task)).encode(values, engine.encode, Template((), (), ()))
+    assert here.per_token == there.per_token
+
+
+def test_special_text_in_tools_is_rejected(tmp_path: Path, tokenizer: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    rows = [
+        {"messages": SHORT[0], "tools": [{"name": "<|im_end|>"}]},
+        {"messages": SHORT[0], "tools": TOOLS},
+    ]
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make(corpus, tmp_path / "out", tokenizer, "--field", "tools=tools")
+    (reject,) = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
+    assert "the list of tools has the text of the special token '<|im_end|>'" in reject
+    make(corpus, tmp_path / "split", tokenizer, "--field", "tools=tools",
+         "--special-tokens-in-text", "split")  # fmt: skip
+    assert len(column(tmp_path / "split", "kinds")) == 2
