@@ -31,6 +31,7 @@ from tokenfeed.trainer.checkpoints.uploader import Uploads
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.process_group import device_named
 from tokenfeed.trainer.distributed.world import StepSync, World
+from tokenfeed.trainer.feeding.batch_policy import is_packed
 from tokenfeed.trainer.feeding.loaders import Curriculum, SplitLoaders
 from tokenfeed.trainer.loop.divergence import divergence_error, warn_of_skip
 from tokenfeed.trainer.loop.evaluation import Evaluator
@@ -255,7 +256,7 @@ class Trainer:
         self.stall = StallMeter[object](
             self.device,
             skipped_steps=warmup_steps(config.steps - self.step),
-            operations_per_token=self.learner.operations_per_token,
+            operations_per_token=self.learner.operations_per_token(self._row_length()),
             devices=self.world.size,
             remedies=remedies(config, self.task),
         )
@@ -268,6 +269,13 @@ class Trainer:
             self._evaluate()
         if config.profiled_steps and self.world.is_main:
             self._trace(config.profiled_steps)
+
+    def _row_length(self) -> float:
+        """Return the slots of a packed row, or the tokens of an average padded row."""
+        if is_packed(self.config, self.task.manifest):
+            return self.config.sequence_length
+        split = self.task.manifest.split("train")
+        return min(self.config.sequence_length, split.tokens / split.rows)
 
     def _write_config(self) -> None:
         """Log the settings that a resumed run changes, after all checks. Save all settings."""

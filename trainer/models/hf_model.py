@@ -94,6 +94,14 @@ class HubModel(nn.Module):
         return scores_BC
 
     @property
+    def attention_width(self) -> int:
+        """The width that attends, summed over layers; 0 if the config does not say it."""
+        config = self.model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 0)
+        width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+        return int(config.num_hidden_layers * heads * width)
+
+    @property
     def head_weight(self) -> Tensor | None:
         """The matrix of the head, (V, D); None if logits are more than `hidden @ head_weight.T`."""
         head = self.model.get_output_embeddings() if self.has_plain_head else None

@@ -97,6 +97,11 @@ class Transformer(nn.Module):
         return logits
 
     @property
+    def attention_width(self) -> int:
+        """The width that attends, summed over layers."""
+        return len(self.blocks) * self.norm.normalized_shape[0]
+
+    @property
     def head_weight(self) -> Tensor | None:
         """The matrix of the head, (V, D); None if logits are more than `hidden @ head_weight.T`."""
         return self.embedding.weight if self.head is None else None

@@ -39,6 +39,7 @@ __all__ = [
     "given_weights",
     "kept_state",
     "kept_weights",
+    "product_weights",
     "start_from",
     "train_only",
     "trainable_names",
@@ -91,6 +92,19 @@ def train_only(model: nn.Module, names: Collection[str]) -> None:
 def count_parameters(model: nn.Module, names: Collection[str]) -> int:
     """Return the number of parameters in the weights of these names."""
     return sum(weight.numel() for name, weight in model.named_parameters() if name in names)
+
+
+def product_weights(model: nn.Module) -> dict[str, int]:
+    """Return the sizes of the weights in matrix products. A table of rows by id counts only if the
+    head shares it."""
+    tables = [part for part in model.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
+    outside = {id(weight) for table in tables for weight in table.parameters()}
+    outside.discard(id(getattr(model, "head_weight", None)))
+    return {
+        name: weight.numel()
+        for name, weight in model.named_parameters()
+        if weight.dim() >= 2 and id(weight) not in outside
+    }
 
 
 _log = logging.getLogger(__name__)

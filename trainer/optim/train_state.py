@@ -25,6 +25,7 @@ from tokenfeed.trainer.models.weights import (
     given_weights,
     kept_state,
     kept_weights,
+    product_weights,
     train_only,
     trainable_names,
 )
@@ -219,13 +220,21 @@ class Learner:
         step = min(step, self._config.steps)
         return phase_at(self._phases, step).rate(step) * self._factor
 
-    @property
-    def operations_per_token(self) -> float:
-        """FLOPs per training token, averaged over phases: 2 per weight forward, 4 backward (2 if
-        frozen). Excludes attention."""
-        pairs = zip(self._phases, self.trained_parameters, strict=True)
-        trained = sum(phase.config.steps * count for phase, count in pairs) / self._config.steps
-        return 4.0 * sum(weight.numel() for weight in self.model.parameters()) + 2.0 * trained
+    def operations_per_token(self, length: float) -> float:
+        """Return the floating-point operations to train on a token in rows of a length, averaged
+        over phases.
+
+        A weight in a matrix product takes 2 forward and 4 backward, or 2 if it is frozen. Attention
+        takes 12 per layer, width and length. A model of one's own counts without attention, unless
+        it has `attention_width`.
+        """
+        weights = product_weights(self.model)
+        trained = sum(
+            phase.config.steps * sum(weights.get(name, 0) for name in names)
+            for phase, names in zip(self._phases, self._chosen, strict=True)
+        )
+        attention = 12.0 * getattr(self.model, "attention_width", 0) * length
+        return 4.0 * sum(weights.values()) + 2.0 * trained / self._config.steps + attention
 
     def kept_weights(self) -> State:
         """The names of the weights in a checkpoint."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import hub_models
 from support.training import RUNS, make_config
 from torch.profiler import ProfilerActivity, profile
 
@@ -109,6 +110,17 @@ def test_operations_of_a_token_are_those_of_the_formula(
     in_products = 12 * layers * SIZE.width**2 + 64 * SIZE.width
     wanted = 6 * in_products + 12 * layers * SIZE.width * 48
     assert planned.simulation.flops_per_token(planned.like, 48) == pytest.approx(wanted)
+    assert planned.simulation.learner.operations_per_token(48) == pytest.approx(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_operations_of_transformers_models_are_as_torch_counts(name: str, tmp_path: Path) -> None:
+    folder = hub_models.save_model(tmp_path / "hub", "CausalLM", name)
+    shards = hub_models.write_shards(tmp_path / "shards", "lm")
+    planned = RunPlan(hub_models.train_config(folder, shards=str(shards)), None)
+    counted = planned.simulation.flops_per_token(planned.like, 32)
+    assert planned.simulation.learner.operations_per_token(32) == pytest.approx(counted)
 
 
 def test_weights_that_are_not_trained_cost_two_operations_less(every_task: Path) -> None:
