@@ -106,6 +106,12 @@ class StitchedFile(io.RawIOBase):
             raise
         self._size = header.bytes
         self._starts = pieces[:, 0]
+        starts, files = self._starts, pieces[:, 1]
+        is_rising = starts[0] == 0 and (np.diff(starts) > 0).all() and starts[-1] < self._size
+        are_known = files.min() >= _OWN and files.max() < len(header.files)
+        if not (is_rising and are_known and (pieces[:, 2] >= 0).all()):
+            self.close()
+            raise _damaged(path)
         self._files = (pieces[:, 1] + 1).tolist()
         own = (pieces[:, 1] == _OWN) * (first + 24 * header.pieces)
         self._places = (pieces[:, 2] + own).tolist()
