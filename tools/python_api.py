@@ -62,6 +62,8 @@ def pretokenize(
     vocab_size: int = 32_768,
     end_token: str | None = None,
     add_special_tokens: bool = False,
+    chat_template: str | os.PathLike[str] | None = None,
+    template_argument: Mapping[str, object] | None = None,
     split: Mapping[str, str] | None = None,
     validation: float | None = None,
     exclude: Sequence[str] = (),
@@ -96,6 +98,7 @@ def pretokenize(
             the names and defaults of the command.
         field: Names of fields by the names that the task uses: `{"text": "content"}`.
         tokenizer: A tokenizer.json, a folder with one, or a Hub id. Default: train one.
+        template_argument: Variables of the chat template: `{"enable_thinking": False}`.
         split: Patterns of file names by split: `{"test": "*.test.jsonl"}`.
 
     Raises:
@@ -109,6 +112,10 @@ def pretokenize(
     words["split"] = tuple(f"{name}={pattern}" for name, pattern in (split or {}).items())
     words["exclude"] = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     words["tokenizer"] = None if tokenizer is None else os.fspath(tokenizer)
+    words["chat_template"] = None if chat_template is None else os.fspath(chat_template)
+    words["template_argument"] = tuple(
+        f"{name}={json.dumps(value)}" for name, value in (template_argument or {}).items()
+    )
     paths = _paths(source)
     by_split = None if paths else _by_split(source)
     options = Options(paths=(*(paths or by_split or ()), os.fspath(out)), **words)

@@ -45,7 +45,8 @@ _HOME = {
     "pretokenize": "tools.python_api",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = ["__version__", *sorted(name for name in _HOME if not _HOME[name].startswith("tools."))]
+"""All that needs no tokenizer library. `pretokenize` is imported by its name."""
 
 
 if not TYPE_CHECKING:  # or type checkers would take any name for one of these

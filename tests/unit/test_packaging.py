@@ -133,10 +133,9 @@ def test_no_target_is_named_that_make_has_not() -> None:
 def test_type_checkers_and_python_have_the_same_front_door() -> None:
     source = ast.parse((ROOT / "src/tokenfeed/__init__.py").read_text())
     (typed,) = [node for node in source.body if isinstance(node, ast.If) and not node.orelse][:1]
-    told = [
-        alias.name
-        for node in ast.walk(typed)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    ]
-    assert {*told, "__version__"} == {*tokenfeed.__all__}
+    imports = [node for node in ast.walk(typed) if isinstance(node, ast.ImportFrom)]
+    told = {alias.name: str(node.module) for node in imports for alias in node.names}
+    for name, module in told.items():
+        assert getattr(tokenfeed, name).__module__ == module
+    light = {name for name, module in told.items() if ".tools." not in module}
+    assert {*light, "__version__"} == {*tokenfeed.__all__}, "an import of * needs no tokenizers"

@@ -6,9 +6,11 @@ vocabulary, and to write the checksum of each record batch. So a file that chang
 when it is read.
 """
 
+import fnmatch
 import gzip
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +54,6 @@ from tokenfeed.pipeline.format.shard import (
 from tokenfeed.pipeline.format.stitched import STITCHED_SUFFIX, OtherFile, write_stitched
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.pipeline.format.store import LocalStore, open_store
-from tokenfeed.tools.corpus.sources import is_split_name, matching
 from tokenfeed.tools.data_sets.inspection import describe
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.jobs.crew import Progress
@@ -66,6 +67,7 @@ __all__ = ["Adopt", "adopt"]
 SHARD_TOKENS = 1 << 26
 CHUNK_TOKENS = 1 << 22
 CHUNK_ROWS = 1 << 20
+_SPLIT = re.compile(r"\w[\w-]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +153,7 @@ def adopt(
         CorpusError: A file is damaged, or an id is not in the vocabulary.
     """
     files = [_opened(path, tokenizer) for path in paths]
-    if wrong := [name for name, glob in splits if not is_split_name(name) or not glob]:
+    if wrong := [name for name, glob in splits if not (_SPLIT.fullmatch(name) and glob)]:
         raise ConfigError(f"`--split {wrong[0]}`: expected NAME=GLOB, like validation='*_val*'.")
     of_split: dict[str, list[int]] = {}
     for number, file in enumerate(files):
@@ -410,8 +412,8 @@ def _checksum(store: LocalStore, name: str, size: int) -> str:
 
 
 def _split_of(name: str, splits: tuple[tuple[str, str], ...]) -> str:
-    for (split, _), does in zip(splits, matching([g for _, g in splits], name, name), strict=True):
-        if does:
+    for split, pattern in splits:
+        if any(fnmatch.fnmatchcase(each, pattern) for each in (name, Path(name).name)):
             return split
     words = Path(name).stem.lower().replace("-", "_").split("_")
     return "validation" if {"val", "valid", "validation"} & set(words) else "train"

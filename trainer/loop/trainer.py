@@ -256,7 +256,7 @@ class Trainer:
         self.stall = StallMeter[object](
             self.device,
             skipped_steps=warmup_steps(config.steps - self.step),
-            operations_per_token=self.learner.operations_per_token(self._row_length()),
+            operations_per_token=self.learner.operations_per_token(self._row_length()) or None,
             devices=self.world.size,
             remedies=remedies(config, self.task),
         )

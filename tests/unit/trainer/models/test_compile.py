@@ -103,7 +103,7 @@ def test_nothing_is_compiled_after_the_shapes_that_were_told(
     [told] = [r.message for r in caplog.records if r.message.startswith("compiles micro-batches")]
     shapes = told.removeprefix("compiles micro-batches of ").removesuffix(" tokens").split(", ")
     assert {f"{rows} x {length}" for rows, length, _ in compiled} == set(shapes)
-    parts = 2 if name == "classify" else 1  # a block, and what makes one vector of a row
+    parts = 3 if name == "classify" else 2  # a block, the last norm, what makes a vector of a row
     assert len(compiled) <= 2 * parts * len(shapes), "at most to train and to evaluate"
     assert len(read_metrics(tmp_path / "run", "loss")) == 60
 
@@ -185,7 +185,7 @@ def test_packed_documents_of_any_length_share_a_graph(
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-5)
         counts.append(len(graphs))
     assert len(set(calls)) > 3, "other numbers of documents, and other lengths"
-    assert set(counts) == {2}, "a block, and the angles of positions"
+    assert set(counts) == {3}, "a block, the angles of positions, and the last norm"
 
 
 class WithHidden(nn.Module):
