@@ -79,7 +79,9 @@ class Popen(subprocess.Popen[str]):
             cwd: Its folder; None for that of this process.
             start_new_session: It leads a session and a group of its own.
         """
-        self._settings = dict(env or os.environ), str(cwd or Path.cwd()), start_new_session
+        with _turn:  # the environment is empty for a moment when `patch.dict` restores it
+            own = dict(env or os.environ)
+        self._settings = own, str(cwd or Path.cwd()), start_new_session
         command = [sys.executable, *map(str, words)]
         super().__init__(command, stdin=stdin, stdout=stdout, stderr=stderr, text=True)
 
