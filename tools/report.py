@@ -34,7 +34,7 @@ class Show:
     two runs."""
 
     run_dir: RunFolder
-    """Folder of a run of `train`, also a running or killed one, or of a StallMeter report."""
+    """Folder of a `train` run (finished, running or killed), or of a StallMeter report."""
     json: bool = False
     """Print report.json."""
 

@@ -117,11 +117,12 @@ class Command(TrainConfig):
     tokens: Tokens | None = None
     """Tokens to train on, like 500M or 10B, instead of --steps."""
     config: Path | None = None
-    """YAML file of settings with these names, like config.yaml of a run. Options override it."""
+    """YAML file. Its keys are the names of options, as in config.yaml of a run. Options override
+    it."""
     preset: PresetName | None = None
     """Settings for a purpose. quick: a short run with evaluation, checkpoint and report; t4,
-    rtx4090, h100: documents on that GPU; production: a run of days. --config and options override
-    it."""
+    rtx4090, h100: pre-training on that GPU; production: a run of days. --config and options
+    override it."""
     print_config: bool = False
     """Print all settings as a file for --config, and exit."""
     dry_run: bool = False

@@ -1,8 +1,8 @@
 """Tasks: fields of records in, rows with their columns out, a batch at a time.
 
     lm        a text                       -> ids
-    classify  a text, or two, and a label  -> ids, label
-    score     a text, or two, and a number -> ids, score
+    classify  one or two texts and a label  -> ids, label
+    score     one or two texts and a number -> ids, score
     tag       words and their tags         -> ids, a label a token
     complete  a prompt and a completion    -> ids, prompt_length
     chat      the messages of a conversation -> ids, a kind a token
@@ -264,7 +264,7 @@ class ClassifyEncoder(_OfTexts, Labelled):
     """Classification of texts or of pairs of texts."""
 
     name: ClassVar[Task] = "classify"
-    record: ClassVar[str] = "a text, or two, and its class"
+    record: ClassVar[str] = "one or two texts and a class"
     kinds: ClassVar[Fields] = {
         "text": FieldKind.TEXT,
         "pair": FieldKind.TEXT,
@@ -283,7 +283,7 @@ class ScoreEncoder(_OfTexts):
     """Regression of texts or of pairs of texts."""
 
     name: ClassVar[Task] = "score"
-    record: ClassVar[str] = "a text, or two, and a number"
+    record: ClassVar[str] = "one or two texts and a number"
     kinds: ClassVar[Fields] = {
         "text": FieldKind.TEXT,
         "pair": FieldKind.TEXT,

@@ -69,33 +69,34 @@ class Options:
     """
 
     paths: tuple[Annotated[str, text("CORPUS... OUT")], ...]
-    """Files, and folders to search for files; then a new or empty folder for the data set, or the
+    """CORPUS: files and folders. OUT, the last path: a new or empty folder for the data set, or the
     folder of an interrupted run. Each may be the address of a store, like s3://BUCKET/PATH."""
     task: Task = "lm"
     """What a record is."""
     field: tuple[tuple[Annotated[str, text("NAME=FIELD ...")], ...], ...] = ()
-    """Names of the fields or columns that the task reads, if they differ from the names below.
-    Names in brackets are read only if given here. Labels and tags are names or whole numbers."""
+    """Your names for the fields or columns of the task: text=review. Fields in brackets are
+    optional. Labels and tags are names or whole numbers."""
     tokenizer: Annotated[str, text("FILE|FOLDER|HUB-ID")] | None = None
     """A tokenizer.json, or the folder, address or Hub repository (ID[@REVISION]) that contains one.
     Default: train a tokenizer on a sample of the corpus."""
     vocab_size: _VocabSize = 32_768
     """Number of ids of the trained tokenizer."""
     end_token: Annotated[str, text("TOKEN")] | None = None
-    """Token after every document and completion. Default: found by its usual names."""
+    """Token after every document and completion. Default: a usual name, like <|endoftext|> or
+    </s>."""
     add_special_tokens: bool = False
     """Put the tokenizer's template, like [CLS] ... [SEP], around each row."""
     chat_template: Annotated[str, text("FILE")] | None = None
     """Template of --task chat. Default: chat_template.jinja beside the tokenizer.json, or the
     template in its tokenizer_config.json."""
     template_argument: tuple[Annotated[str, text("NAME=VALUE")], ...] = ()
-    """Variable of the chat template for all records; VALUE is JSON, else a text. Can be given
-    several times."""
+    """Variable of the chat template; VALUE is JSON, else a text. Can be given several times."""
     split: tuple[Annotated[str, text("NAME=GLOB")], ...] = ()
     """Put the files whose names or paths match GLOB into the split NAME. Can be given several
     times."""
     validation: _Share | None = None
-    """Share of the other records for the validation split, chosen by a hash of their text. Default:
+    """Share of the records without a --split that go to the validation split, chosen by a hash of
+    their text. Default:
     0.01 and at most about 10 M tokens, or 0 if --split is given. With labels: 0.1 and at most 4 MB,
     or 0 if --split gives a validation split."""
     exclude: tuple[Annotated[str, text("GLOB")], ...] = ()
@@ -111,17 +112,17 @@ class Options:
     json: bool = False
     """Print the summary as JSON."""
     runner: Runner = "local"
-    """Where to encode: processes of this machine, or the workers of a Ray or Dask cluster. They
-    must share CORPUS, and OUT if it is a folder. The output does not depend on it."""
+    """Where to encode: processes of this machine, or the workers of a Ray or Dask cluster. All
+    machines must read CORPUS, and OUT if it is a folder. The output does not depend on it."""
     part: Annotated[str, text("I/N")] | None = None
     """Encode only part I, counted from 0, of N parts: for job arrays on machines that share CORPUS,
-    and OUT if it is a folder. --finish makes the data set when the parts have ended."""
+    and OUT if it is a folder. When all parts have ended, run --finish."""
     finish: bool = False
     """Make the data set from the output of all parts. Encode what the parts did not finish."""
     special_tokens_in_text: Literal["plain", "split"] = "plain"
     """How to encode the text of a special token inside a document: as plain text, or as its id."""
     shard_size: Annotated[str, text("SIZE|auto")] = "auto"
-    """Text in a shard, like 256MB. auto: a 64th of the input, from 8MB to 256MB."""
+    """Bytes of text per shard, like 256MB. auto: a 64th of the input, from 8MB to 256MB."""
     max_record: Annotated[str, text("SIZE")] = f"{MAX_RECORD_BYTES // 10**6}MB"
     """Largest record, measured in its file. Larger records are rejected while they are read."""
     verify_ids: bool = False

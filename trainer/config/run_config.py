@@ -136,8 +136,8 @@ class TrainConfig:
     objective: ObjectiveName = "auto"
     """What to learn. auto: the task of the shards; masked: fill gaps in documents."""
     targets: Annotated[str, _shown("NAMES")] | None = None
-    """What to learn of conversations: assistant, last, all, or kinds of tokens like text,call.
-    Default: assistant."""
+    """Tokens of conversations that the loss counts: assistant, last, all, or kinds of tokens like
+    text,call. Default: assistant."""
     model: Annotated[str, _shown("NAME")] = "tiny"
     """Model. words (ignores case), shallow, tiny, mini, small, gpt2: 0, 0.4, 1, 11, 25, 85 M
     parameters without the embedding. qwen3: of the size that --layers and --width give. hf:ID or
@@ -148,7 +148,7 @@ class TrainConfig:
     width: Positive | None = None
     """Width of a new Qwen3. Default: 64 per layer."""
     heads: Positive | None = None
-    """Attention heads of a new Qwen3. Default: one per 64 of the width."""
+    """Attention heads of a new Qwen3. Default: width / 64."""
     kv_heads: Positive | None = None
     """Heads of keys and values of a new Qwen3. Default: as many as --heads."""
     dropout: _Dropout | None = None
@@ -159,21 +159,21 @@ class TrainConfig:
     lora: Positive | None = None
     """Train LoRA adapters of this rank, and freeze the weights of an hf: model."""
     lora_alpha: Positive | None = None
-    """Scale of adapters, times their rank. Default: twice the rank."""
+    """LoRA alpha: adapters are scaled by alpha / rank. Default: twice the rank."""
     lora_target: Annotated[str, _shown("NAMES")] = ALL_LINEAR
     """Layers that get adapters: all-linear, or names like q_proj,v_proj."""
     trainable: Annotated[str, _shown("PATTERN")] | None = None
     """Train only weights whose names match this regular expression. Default: all weights."""
     init_from: Annotated[str, _shown("FOLDER")] | None = None
-    """A run, or an exported folder, to take initial weights from. Weights that do not fit start
-    fresh."""
+    """A run or exported folder to take initial weights from. Weights that do not match are
+    random."""
     steps: Positive = 200
     """Optimizer steps, including those before a resume."""
     phases: tuple[PhaseSettings, ...] = ()
     """Only in a file: phases of the run, each with its steps, trainable weights, learning rate and
     shards."""
     sequence_length: Annotated[int, Meta(ge=2, title="N", description=_LENGTHS)] = 256
-    """Tokens of a row. Longer rows are cut; rows that have one label are rejected."""
+    """Tokens of a row. Longer rows are cut. A longer row with one label is rejected."""
     batching: BatchingName = "auto"
     """How rows fill a micro-batch. auto: padded if rows or words have labels, else packed."""
     attention: AttentionName = "auto"
@@ -193,7 +193,7 @@ class TrainConfig:
     """Step tokens that --learning-rate was tuned for. The rate is scaled by the square root of the
     ratio."""
     schedule: ScheduleName = "cosine"
-    """How the learning rate falls. cosine, linear: in all steps; wsd: in the last fifth."""
+    """How the learning rate falls. cosine, linear: over the whole run; wsd: in the last fifth."""
     min_learning_rate: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] | None = (
         None
     )
@@ -213,7 +213,7 @@ class TrainConfig:
     shard_model: bool = False
     """Under torchrun: divide weights and optimizer state among the ranks (FSDP2)."""
     recompute: RecomputeName = "none"
-    """Layers to compute again in the backward pass to save memory: cheap ones, or all."""
+    """What to compute again in backward. selective: cheap operations; full: everything."""
     compile: bool = False
     """Compile the model with torch.compile: a slow start, then faster steps on cuda."""
     num_workers: NotNegative | None = None
@@ -234,7 +234,7 @@ class TrainConfig:
     save_every: Positive = 100
     """Steps between checkpoints."""
     keep: Positive = 2
-    """Checkpoints to keep: the latest ones, besides the best one."""
+    """Number of latest checkpoints to keep. The best one is always kept."""
     log_every: Positive = 10
     """Steps between progress lines."""
     track: tuple[TrackerName, ...] = ()
