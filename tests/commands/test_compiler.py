@@ -41,6 +41,7 @@ def test_compiled_error_takes_a_quarter_of_the_eager_traffic() -> None:
     from torch._inductor.utils import run_and_get_code
 
     tokens, vocabulary = 32, 5056
+    torch.manual_seed(0)
     logits = torch.randn(tokens, vocabulary).bfloat16()
     targets = torch.randint(0, vocabulary, (tokens,))
     targets[3] = IGNORED
@@ -50,7 +51,9 @@ def test_compiled_error_takes_a_quarter_of_the_eager_traffic() -> None:
     compiled = torch.compile(chunked.loss_and_error, dynamic=False)
     (ours, found), [code] = run_and_get_code(compiled, logits, targets, wants_error=True)
     torch.testing.assert_close(ours, loss, rtol=1e-6, atol=0)
-    torch.testing.assert_close(found, error, rtol=0, atol=1e-6)
+    # Compiled `exp` may differ in its last bit, and then bf16 rounds a few values to a neighbour.
+    torch.testing.assert_close(found, error, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-6)
+    assert (found != error).float().mean() < 1e-3
     made = re.findall(rf"empty_strided_cpu\(\({tokens}, {vocabulary}\),.*, torch.(\w+)\)", code)
     assert made == ["bfloat16"], "the error, and nothing else of this size"
     read = len(re.findall(r"loadu\(in_ptr0 \+ static_cast<int64_t>\(x1", code))
