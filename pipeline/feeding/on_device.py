@@ -48,7 +48,7 @@ def build_on_device(inputs: Tensors, ragged: RaggedBatch, pad_id: int) -> Batch:
     """Widen, pad and label on the device of `inputs`. Queues a few kernels and never synchronises.
 
     Args:
-        inputs: Copies on the device of `device_inputs` of the same micro-batch.
+        inputs: The result of `device_inputs` for this micro-batch, copied to the device.
         ragged: The micro-batch on the host, for shapes and row numbers.
         pad_id: Id that fills the padding of `input_ids`.
 

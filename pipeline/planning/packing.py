@@ -84,7 +84,7 @@ def concatenate(
 
 
 class _Group(NamedTuple):
-    """Bins with equal content: consecutive numbers, equally many pieces."""
+    """A range of bins with consecutive numbers and the same number of pieces."""
 
     first: int
     bins: int

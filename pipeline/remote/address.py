@@ -62,7 +62,7 @@ _BY_ENVIRONMENT = "Set keys in the environment: docs/how/remote.md."
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Address:
-    """The parts of a URL without its final slash."""
+    """A parsed URL. The final slash is removed."""
 
     scheme: str
     url: str

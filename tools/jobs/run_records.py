@@ -212,7 +212,7 @@ class RunRecords(Generic[ResultT]):
         self._write(_PLAN_FILE, {"plan": plan, "xxh3": xxhash.xxh3_64_hexdigest(content.encode())})
 
     def keep_audit(self, audit: dict[str, Any]) -> None:
-        """Keep the comparison of the engines."""
+        """Write the result of the engine comparison to the output."""
         self._write(_AUDIT_FILE, audit)
 
     def kept_audit(self) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Maps [low, high] to [start, end]. An axis that grows upwards has its end above its start."""
+    """Maps [low, high] to [start, end]. For a vertical axis, `end` is the smaller y coordinate."""
 
     low: float
     high: float
@@ -222,9 +222,9 @@ def _lines(series: Sequence[Series], x: Scale, y: Scale) -> Iterator[Markup]:
 
 
 def _areas(tops: Sequence[Series], x: Scale, y: Scale) -> Iterator[Markup]:
-    """Yield the areas from the highest down, each over the ones behind it.
+    """Yield stacked areas, the tallest first, so that later areas are drawn on top.
 
-    A value covers the steps since the value before: its area is level up to its step.
+    The plot is a step function: each value holds from the previous step to its own step.
     """
     path = Markup('<path class="area c{}" d="M{:.1f},{:.1f}{}V{:.1f}H{:.1f}Z"/>')
     for number, top in reversed(list(enumerate(tops))):

@@ -391,7 +391,7 @@ def gpu_defaults(
 
 
 def replacements(config: TrainConfig, machine: Machine) -> list[Choice]:
-    """Return replacements of unsupported settings. The reason is the whole message."""
+    """Return replacements of unsupported settings. `Choice.reason` is the complete log line."""
     gpu, choices = machine.gpu, []
     if machine.unused:
         choices.append(Choice({}, f"training on the CPU: {machine.unused}"))
