@@ -82,7 +82,8 @@ GROUPS = {
     ),
     "rarely needed": (
         *("objective", "targets", "batching", "attention", "trainable", "lora_alpha"),
-        *("lora_target", "clip_norm", "learning_rate_reference_tokens", "num_workers"),
+        *("lora_target", "clip_norm", "beta1", "beta2", "epsilon"),
+        *("learning_rate_reference_tokens", "num_workers"),
         *("cache_dir", "cache_bytes", "profile"),
     ),
 }

@@ -92,7 +92,7 @@ _MOST_TRACED = 100
 """Steps. The trace of more steps is too large for a viewer."""
 _LENGTHS = "a whole number of at least 2"
 _NOT_NEGATIVE = "a number of at least 0"
-_Dropout = Annotated[
+_BelowOne = Annotated[
     float, Meta(ge=0, lt=1, title="X", description="a number of at least 0 and below 1")
 ]
 
@@ -151,7 +151,7 @@ class TrainConfig:
     """Attention heads of a new Qwen3. Default: width / 64."""
     kv_heads: Positive | None = None
     """Heads of keys and values of a new Qwen3. Default: as many as --heads."""
-    dropout: _Dropout | None = None
+    dropout: _BelowOne | None = None
     """Share of values set to 0. With --lora, only in adapters. Default: 0, or the config of an hf:
     model."""
     from_scratch: bool = False
@@ -175,7 +175,7 @@ class TrainConfig:
     sequence_length: Annotated[int, Meta(ge=2, title="N", description=_LENGTHS)] = 256
     """Tokens of a row. Longer rows are cut. A longer row with one label is rejected."""
     batching: BatchingName = "auto"
-    """How rows fill a micro-batch. auto: padded if rows or words have labels, else packed."""
+    """How rows fill batches. auto: padded if rows or words have labels, else packed."""
     attention: AttentionName = "auto"
     """Attention in packed rows: within documents, or across the row. auto: rows for lm, else
     documents."""
@@ -193,7 +193,7 @@ class TrainConfig:
     """Step tokens that --learning-rate was tuned for. The rate is scaled by the square root of the
     ratio."""
     schedule: ScheduleName = "cosine"
-    """How the learning rate falls. cosine, linear: over the whole run; wsd: in the last fifth."""
+    """How the rate falls. cosine, linear: over the whole run; wsd: in the last fifth."""
     min_learning_rate: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] | None = (
         None
     )
@@ -202,6 +202,12 @@ class TrainConfig:
     """Steps until the peak learning rate."""
     weight_decay: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] = 0.1
     """Weight decay of matrices."""
+    beta1: _BelowOne = 0.9
+    """Decay of AdamW's mean of gradients, per step."""
+    beta2: _BelowOne = 0.95
+    """Decay of AdamW's mean of squared gradients, per step."""
+    epsilon: AboveZero = 1e-8
+    """Added to the root of AdamW's mean of squared gradients."""
     clip_norm: AboveZero = 1.0
     """Largest norm of a step's gradient."""
     seed: NotNegative = 0
@@ -228,7 +234,7 @@ class TrainConfig:
     eval_tokens: Positive | None = None
     """Largest number of tokens of an evaluation. Every evaluation reads the same tokens."""
     samples: NotNegative = 0
-    """Texts that the model continues at each evaluation, from beginnings of validation rows."""
+    """Texts that the model continues at each evaluation, from beginnings of rows."""
     patience: NotNegative = 0
     """End the run after N evaluations without a better result. 0: never. Default for labels: 8."""
     save_every: Positive = 100

@@ -6,6 +6,8 @@ Elsewhere a mask separates them. A mask takes B x T x T bytes and excludes the f
 Shapes: B rows, T slots, H heads, K width of a head, S segments.
 """
 
+import importlib.util
+import logging
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,10 +16,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-__all__ = ["Reach", "Scope", "attend", "has_varlen", "row_ends", "size_only"]
+__all__ = [
+    "Reach",
+    "Scope",
+    "attend",
+    "choose_flash_attention",
+    "has_varlen",
+    "row_ends",
+    "size_only",
+]
 
 _LEAST_CAPABILITY = (8, 0)
+_HOPPER = 9
+_FLASH_3 = "flash_attn_interface"
+"""The module of FlashAttention 3."""
 _VARLEN_TAKES_GROUPS = TorchVersion(torch.__version__) >= "2.12"
+
+_log = logging.getLogger(__name__)
 
 
 class Reach(NamedTuple):
@@ -115,6 +130,32 @@ def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
 def knows_ends() -> bool:
     """Return whether this torch has `varlen_attn` with the arguments used here."""
     return bool(TorchVersion(torch.__version__) >= "2.11")
+
+
+def choose_flash_attention(device: torch.device, dtype: torch.dtype, *, drops: bool) -> None:
+    """Let torch use FlashAttention 3 where it works, else FlashAttention 2.
+
+    Args:
+        device: Needs compute capability 9 and the package of FlashAttention 3.
+        dtype: Needs half precision.
+        drops: Whether the model may set attention weights to 0, which FlashAttention 3 cannot do.
+    """
+    from torch.nn import attention
+
+    if not hasattr(attention, "activate_flash_attention_impl"):  # an older torch
+        return
+    if attention.current_flash_attention_impl() is not None:  # chosen for another model
+        attention.restore_flash_attention_impl()
+    if not has_varlen(device, dtype) or torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        return
+    version = 2
+    if not drops and importlib.util.find_spec(_FLASH_3) is not None:
+        try:
+            attention.activate_flash_attention_impl("FA3")
+            version = 3
+        except (ImportError, OSError, RuntimeError) as error:  # made for another torch or CUDA
+            _log.warning("FlashAttention 3 is installed, but does not load: %s", error)
+    _log.info("attention: FlashAttention %d", version)
 
 
 def attend(

@@ -94,6 +94,11 @@ class HubModel(nn.Module):
         return scores_BC
 
     @property
+    def drops_attention(self) -> bool:
+        """Whether the config may set attention weights to 0 at random."""
+        return any(_dropout_shares(self.model.config).values())
+
+    @property
     def attention_width(self) -> int:
         """The width that attends, summed over layers; 0 if the config does not say it."""
         config = self.model.config.get_text_config()
@@ -267,12 +272,21 @@ def _warn_of_other_labels(source: str, described: Any, head: Head) -> None:
 
 
 def _set_dropout(described: Any, share: float) -> None:
-    """Whatever the model calls it; not that of whole layers."""
+    """Set all shares of dropout."""
     described.classifier_dropout = share  # where a config has none, heads of tags take 10 %
-    for name, value in described.to_dict().items():
-        is_share = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_share and "drop" in name and "layer" not in name:
-            setattr(described, name, share)
+    for name in _dropout_shares(described):
+        setattr(described, name, share)
+
+
+def _dropout_shares(described: Any) -> dict[str, float]:
+    """Return the shares of dropout in a config, whatever the model calls them, without dropout of
+    whole layers."""
+    return {
+        name: value
+        for name, value in described.to_dict().items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        if "drop" in name and "layer" not in name
+    }
 
 
 def _check_layers(described: Any, name: str) -> None:

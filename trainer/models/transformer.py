@@ -96,6 +96,9 @@ class Transformer(nn.Module):
         logits: Tensor = self.head(self.dropout(x_BTD))
         return logits
 
+    drops_attention = False
+    """Whether attention weights are set to 0 at random. Dropout comes after attention here."""
+
     @property
     def attention_width(self) -> int:
         """The width that attends, summed over layers."""

@@ -18,7 +18,6 @@ from tokenfeed.trainer.optim.muon import MuonAdamW, Sections
 
 __all__ = ["hidden_matrices", "is_embedding", "make_optimizer", "set_learning_rate"]
 
-_BETAS = (0.9, 0.95)
 _HEAD_NAMES = {"head", "heads", "lm_head", "classifier", "score", "cls", "qa_outputs"}
 """Names of heads in this package and in transformers."""
 _LORA = re.compile(r"(^|\.)lora_")
@@ -34,6 +33,8 @@ def make_optimizer(
     weight_decay: float,
     world: World | None = None,
     *,
+    betas: tuple[float, float] = (0.9, 0.95),
+    epsilon: float = 1e-8,
     compiled: bool = False,
 ) -> torch.optim.Optimizer:
     """Return an optimizer of the weights that are trainable now. `set_learning_rate` sets its rate.
@@ -47,7 +48,7 @@ def make_optimizer(
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, betas=_BETAS, fused=True)
+    adamw = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
     if not matrices:
         return adamw
     world = world or World(torch.device("cpu"))

@@ -13,6 +13,7 @@ from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.checkpoints.metadata import Base
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.schedule import Phase, phase_at, phases_of, rate_factor
+from tokenfeed.trainer.data.attention import choose_flash_attention
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.models.activation_checkpointing import recompute_layers
@@ -78,6 +79,8 @@ class Learner:
         self._given = given_weights(model, config)
         self.base = base_of(model, self._given, config) if self._world.is_main else Base()
         self.model = model if is_sharded else model.to(device)
+        drops = getattr(self.model, "drops_attention", True)
+        choose_flash_attention(device, precision.dtype, drops=drops)
         recompute_layers(self.model, config.recompute)
         tune_convolutions(self.model)
         self._phases = phases_of(config)
@@ -106,7 +109,13 @@ class Learner:
     def _make_optimizer(self) -> torch.optim.Optimizer:
         config = self._config
         return make_optimizer(
-            self.model, config.optimizer, config.weight_decay, self._world, compiled=config.compile
+            self.model,
+            config.optimizer,
+            config.weight_decay,
+            self._world,
+            betas=(config.beta1, config.beta2),
+            epsilon=config.epsilon,
+            compiled=config.compile,
         )
 
     def _replicate(self) -> "Replicas | None":

@@ -103,7 +103,10 @@ class Seen:
 
     @property
     def decays(self) -> set[float]:
-        return {group["weight_decay"] for group in self.optimizer.param_groups}
+        return self.of_adamw("weight_decay")
+
+    def of_adamw(self, name: str) -> set[Any]:
+        return {group[name] for group in self.optimizer.param_groups}
 
 
 @pytest.fixture
@@ -189,6 +192,9 @@ WITH: list[tuple[str, Any, Callable[[Seen], bool]]] = [
     ("min_learning_rate", 0.001, lambda seen: seen.told("learning_rate")[4] == 0.001),
     ("warmup_steps", 4, lambda seen: [*seen.told("learning_rate").values()] == WARMING),
     ("weight_decay", 0.3, lambda seen: seen.decays == {0.0, 0.3}),
+    ("beta1", 0.8, lambda seen: seen.of_adamw("betas") == {(0.8, 0.95)}),
+    ("beta2", 0.99, lambda seen: seen.of_adamw("betas") == {(0.9, 0.99)}),
+    ("epsilon", 1e-6, lambda seen: seen.of_adamw("eps") == {1e-6}),
     ("clip_norm", 0.25, lambda seen: seen.clipped == {0.25}),
     ("device", "cpu", lambda seen: seen.report["device"] == "cpu"),
     ("precision", "bf16", lambda seen: seen.report["precision"] == "bf16"),

@@ -1,11 +1,24 @@
 """Attention within documents and windows: the kernel of ends and the mask say the same."""
 
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import varlen_on_cpu
+from torch.nn import attention
 
-from tokenfeed.trainer.data.attention import Reach, Scope, attend, size_only
+from tokenfeed.trainer.data.attention import (
+    Reach,
+    Scope,
+    attend,
+    choose_flash_attention,
+    size_only,
+)
 
 varlen_on_cpu.register()
 
@@ -87,3 +100,67 @@ def test_what_sees_all_anyway_keeps_its_scope() -> None:
     assert rows.narrowed(Reach(causal=True, window=7), ids_BT) is rows
     padded = Scope(causal=False, mask_BHTT=torch.ones(2, 1, 1, 8, dtype=torch.bool))
     assert padded.narrowed(Reach(causal=True, window=None), ids_BT) == Scope(causal=True)
+
+
+class Library:
+    """What torch keeps while an implementation is active."""
+
+    def remove(self) -> None:
+        pass
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Pretend to have a Hopper. Return a folder for the package of FlashAttention 3."""
+    flash_3 = pytest.importorskip("torch.nn.attention._fa3")  # newer than the oldest torch
+
+    def load() -> Library:
+        importlib.import_module("flash_attn_interface")
+        return Library()
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    attention.register_flash_attention_impl("FA3", register_fn=load)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    yield tmp_path
+    attention.register_flash_attention_impl("FA3", register_fn=flash_3.register_flash_attention_fa3)
+    if attention.current_flash_attention_impl():
+        attention.restore_flash_attention_impl()
+
+
+CUDA = torch.device("cuda")
+
+
+def test_flash_attention_3_is_used_where_installed(
+    hopper: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    choose_flash_attention(CUDA, torch.bfloat16, drops=False)
+    assert attention.current_flash_attention_impl() is None
+    (hopper / "flash_attn_interface.py").write_text("")
+    importlib.invalidate_caches()
+    choose_flash_attention(CUDA, torch.bfloat16, drops=False)
+    assert attention.current_flash_attention_impl() == "FA3"
+    assert caplog.messages == ["attention: FlashAttention 2", "attention: FlashAttention 3"]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "drops"),
+    [("cpu", torch.bfloat16, False), ("cuda", torch.float32, False), ("cuda", torch.half, True)],
+)
+def test_flash_attention_3_is_given_up_for_models_it_cannot_serve(
+    device: str, dtype: torch.dtype, drops: bool, hopper: Path
+) -> None:
+    (hopper / "flash_attn_interface.py").write_text("")
+    choose_flash_attention(CUDA, torch.bfloat16, drops=False)
+    choose_flash_attention(torch.device(device), dtype, drops=drops)
+    assert attention.current_flash_attention_impl() is None
+
+
+def test_damaged_flash_attention_3_falls_back_with_a_warning(
+    hopper: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (hopper / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: x')")
+    choose_flash_attention(CUDA, torch.bfloat16, drops=False)
+    assert attention.current_flash_attention_impl() is None
+    assert "undefined symbol: x" in caplog.text

@@ -365,6 +365,17 @@ def test_resume_with_other_weight_decay_uses_it(
     assert all(float(other[name].norm()) < 0.99 * float(same[name].norm()) for name in matrices)
 
 
+@pytest.mark.parametrize(("name", "value"), [("beta1", 0.0), ("beta2", 0.0), ("epsilon", 1e3)])
+def test_resume_uses_new_settings_of_adamw(
+    name: str, value: float, counting: Path, finished: Path, tmp_path: Path
+) -> None:
+    for folder, changes in (("same", {}), ("other", {name: value})):
+        shutil.copytree(finished, tmp_path / folder)
+        run(make_config(counting, tmp_path / folder, steps=9, resume=True, **changes))
+    same, other = (load_weights(tmp_path / folder, 9) for folder in ("same", "other"))
+    assert all(not torch.equal(same[each], other[each]) for each in same)
+
+
 def test_a_damaged_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.yaml").write_text("steps: [1")
     monkeypatch.setattr(sys, "argv", ["train", "--resume", "--run-dir", str(tmp_path)])
