@@ -93,9 +93,8 @@ def costs(results: list[Entry]) -> Rows:
 
 def learning(results: list[Entry]) -> Rows:
     """Held-out loss of every order."""
-    header = ["order", "loss, mean of the sources", "worst source"]
-    header.append("difference from the full shuffle")
-    return [header, *(learning_row(entry) for entry in results)]
+    losses = ["loss, mean of the sources", "worst source", "difference from the full shuffle"]
+    return [["order", *losses], *(learning_row(entry) for entry in results)]
 
 
 def learning_row(entry: Entry) -> list[str]:
