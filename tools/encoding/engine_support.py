@@ -13,7 +13,7 @@ their order does not matter: the earlier merges leave only one pair of its text.
 
 import re
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unicodedata import is_normalized
 
 import msgspec
@@ -204,7 +204,13 @@ class PreTokenizers(_Part, frozen=True, tag="Sequence"):
     pretokenizers: "tuple[PreTokenizer, ...]"
 
 
-PreTokenizer = ByteLevel | Split | Metaspace | PreTokenizers
+class Digits(_Part, frozen=True, tag="Digits"):
+    """Isolates digits."""
+
+    individual_digits: Literal[True]
+
+
+PreTokenizer = ByteLevel | Split | Metaspace | Digits | PreTokenizers
 
 
 class AddedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -290,6 +296,46 @@ def split_steps(
     return (*(Split(Pattern(Regex=regex), behavior, invert) for regex in regexes), _BYTES)
 
 
+_OPEN_AI = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    rf"|\s*[\r\n]|{_SPACE}"
+)
+GPT_4, NANOCHAT = _OPEN_AI % 3, _OPEN_AI % 2
+"""Differ from Llama 3's regex in spelling only, and in the length of numbers."""
+
+
+class Substitute(NamedTuple):
+    """How the fast engine, which lacks a pre-tokenizer, gives the ids of this pre-tokenizer."""
+
+    pre_tokenizer: tuple[PreTokenizer, ...]
+    """A pre-tokenizer that the fast engine has."""
+    digits: Literal[0, 1, 2] = 0
+    """The length of the numbers that are cut out of a text before it is encoded; 0: no cuts."""
+
+
+def _substitutes() -> dict[tuple[PreTokenizer, ...], Substitute]:
+    """Return the pre-tokenizers that the fast engine lacks.
+
+    Llama 3's regex ends with `\\s*[\\r\\n]+`. Without this `+`, it cuts at the same places: `\\s*`
+    is greedy, so both spellings match up to the last line break of a run of white space.
+    """
+    found: dict[tuple[PreTokenizer, ...], Substitute] = {}
+    found[Digits(True), GPT_2] = Substitute((GPT_2,), 1)
+    (llama_3,) = REGEXES["Llama 3, OLMo 2"]
+    spellings: dict[str, Literal[0, 2]] = {
+        llama_3.replace(r"[\r\n]+|\s+(", r"[\r\n]|\s+("): 0,
+        GPT_4: 0,
+        NANOCHAT: 2,
+    }
+    for regex, digits in spellings.items():
+        for behavior, invert in (("Isolated", False), ("Removed", True)):
+            ours, known = (split_steps((r,), behavior, invert=invert) for r in (regex, llama_3))
+            found[ours] = Substitute(known, digits)
+    return found
+
+
+SUBSTITUTES = _substitutes()
+
 SPACES = Replace(Pattern(String=" "), _MARK)
 NORMALIZERS: dict[TokenizerKind, set[tuple[Normalizer, ...]]] = {
     "byte-level": {(), (NFC(),)},
@@ -305,6 +351,7 @@ PRE_TOKENIZERS: dict[TokenizerKind, set[tuple[PreTokenizer, ...]]] = {
             for name, regexes in REGEXES.items()
             if name != "DeepSeek V3"
         ),
+        *SUBSTITUTES,
     },
     "SentencePiece": {
         (),
@@ -350,6 +397,11 @@ class Shape(msgspec.Struct, frozen=True):
         )
         shape._check()
         return shape
+
+    @property
+    def substitute(self) -> Substitute:
+        """What the fast engine is given for `pre_tokenizer`."""
+        return SUBSTITUTES.get(self.pre_tokenizer, Substitute(self.pre_tokenizer))
 
     def _check(self) -> None:
         if self.normalizer not in NORMALIZERS[self.kind]:

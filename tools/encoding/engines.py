@@ -19,6 +19,7 @@ import tokenizers
 from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.schema import token_dtype
+from tokenfeed.tools.encoding.cuts import cut
 from tokenfeed.tools.encoding.engine_support import Shape, Unproved, check_vocabulary
 from tokenfeed.tools.encoding.routes import Routes, sort_tokens
 from tokenfeed.tools.encoding.tokenizer import (
@@ -92,8 +93,9 @@ def fast_json(shape: Shape, *, splits_special: bool) -> bytes:
     kept, _ = sort_tokens(shape, splits_special=splits_special)
     is_sentence_piece = shape.kind == "SentencePiece"
     normalizers = {"type": "Sequence", "normalizers": shape.normalizer}
-    pre_tokenizers = {"type": "Sequence", "pretokenizers": shape.pre_tokenizer}
-    (pre_tokenizer, *others) = shape.pre_tokenizer or (None,)
+    steps = shape.substitute.pre_tokenizer
+    pre_tokenizers = {"type": "Sequence", "pretokenizers": steps}
+    (pre_tokenizer, *others) = steps or (None,)
     content = {
         "added_tokens": kept,
         "normalizer": normalizers if is_sentence_piece and shape.normalizer else None,
@@ -228,6 +230,7 @@ class FastEngine:
         with _raising(EngineUnavailable):
             shape = proved_shape(json_bytes)
         self.routes = Routes.from_shape(shape, splits_special=splits_special)
+        self._digits = shape.substitute.digits
         with _raising(EngineUnavailable):
             self._tokenizer: Any = self._load(shape)
         self.reference: ReferenceEngine | None = None
@@ -282,9 +285,10 @@ class FastEngine:
 
     def _encode(self, texts: list[bytes]) -> Ragged:
         with _raising(EngineFailure):
-            array = self._tokenizer.encode_batch(texts, parallel=False)
-            offsets = np.asarray(array.layout.offsets.data)
-            ids = np.asarray(array.layout.content.data)[offsets[0] : offsets[-1]]
+            if self._digits:
+                offsets, ids = self._encode_pieces(texts)
+            else:
+                offsets, ids = self._encode_batch(texts)
             self._check(ids, len(texts), len(offsets) - 1)
         if _resident_bytes() > self._largest_bytes:
             self._tokenizer = None  # first: two of them would need twice the memory
@@ -292,6 +296,27 @@ class FastEngine:
                 self._tokenizer = self._load(Shape.from_json(self._json))
             self._largest_bytes = _resident_bytes() + CACHE_BYTES
         return Ragged(ids.astype(self._dtype), np.diff(offsets))
+
+    def _encode_pieces(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode what is between numbers, and the numbers, each alone."""
+        import awkward
+
+        data, offsets, ends = cut(texts, self._digits)
+        bytes_: Any = data  # pyright does not take a numpy array for "ArrayLike"
+        letters = awkward.contents.NumpyArray(bytes_, parameters={"__array__": "byte"})
+        pieces = awkward.contents.ListOffsetArray(
+            awkward.index.Index64(offsets), letters, parameters={"__array__": "bytestring"}
+        )
+        found, ids = self._encode_batch(awkward.Array(pieces))
+        if len(found) != len(offsets):
+            raise ValueError(f"gives ids of {len(found) - 1:,} pieces for {len(offsets) - 1:,}")
+        return found[np.searchsorted(offsets, np.append(0, ends))], ids
+
+    def _encode_batch(self, texts: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets [N + 1] into the ids, and the ids."""
+        array = self._tokenizer.encode_batch(texts, parallel=False)
+        offsets = np.asarray(array.layout.offsets.data)
+        return offsets - offsets[0], np.asarray(array.layout.content.data)[offsets[0] : offsets[-1]]
 
     def _check(self, ids: np.ndarray, num_texts: int, num_rows: int) -> None:
         """What no comparison gets to see, for it can be neither written nor laid side by side."""

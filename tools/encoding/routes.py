@@ -26,7 +26,18 @@ import pyarrow.compute as pc
 from tokenfeed.pipeline.arithmetic import binaries
 from tokenfeed.tools.encoding.engine_support import AddedToken, Shape, byte_letters
 
-__all__ = ["LETTERS", "NFC_LEADS", "SIGNS", "Routes", "sort_tokens"]
+__all__ = [
+    "LETTERS",
+    "NFC_LEADS",
+    "NUMERALS",
+    "SIGNS",
+    "Routes",
+    "character_class",
+    "having",
+    "lead_bytes",
+    "matches",
+    "sort_tokens",
+]
 
 # fmt: off
 LETTERS: tuple[tuple[int, int], ...] = (
@@ -51,6 +62,29 @@ SIGNS: tuple[tuple[int, int], ...] = (
 )
 # fmt: on
 """For regexes that tell signs (\\p{P}, \\p{S}) from everything else, too."""
+
+# fmt: off
+NUMERALS: tuple[tuple[int, int], ...] = (
+    (0x00b2, 0x00b3), (0x00b9, 0x00b9), (0x00bc, 0x00be), (0x0660, 0x0669), (0x06f0, 0x06f9),
+    (0x07c0, 0x07c9), (0x0966, 0x096f), (0x09e6, 0x09ef), (0x09f4, 0x09f9), (0x0a66, 0x0a6f),
+    (0x0ae6, 0x0aef), (0x0b66, 0x0b6f), (0x0b72, 0x0b77), (0x0be6, 0x0bf2), (0x0c66, 0x0c6f),
+    (0x0c78, 0x0c7e), (0x0ce6, 0x0cef), (0x0d58, 0x0d5e), (0x0d66, 0x0d78), (0x0de6, 0x0def),
+    (0x0e50, 0x0e59), (0x0ed0, 0x0ed9), (0x0f20, 0x0f33), (0x1040, 0x1049), (0x1090, 0x1099),
+    (0x1369, 0x137c), (0x16ee, 0x16f0), (0x17e0, 0x17e9), (0x17f0, 0x17f9), (0x1810, 0x1819),
+    (0x1946, 0x194f), (0x19d0, 0x19da), (0x1a80, 0x1a89), (0x1a90, 0x1a99), (0x1b50, 0x1b59),
+    (0x1bb0, 0x1bb9), (0x1c40, 0x1c49), (0x1c50, 0x1c59), (0x2070, 0x2070), (0x2074, 0x2079),
+    (0x2080, 0x2089), (0x2150, 0x2182), (0x2185, 0x2189), (0x2460, 0x249b), (0x24ea, 0x24ff),
+    (0x2776, 0x2793), (0x2cfd, 0x2cfd), (0x3007, 0x3007), (0x3021, 0x3029), (0x3038, 0x303a),
+    (0x3192, 0x3195), (0x3220, 0x3229), (0x3248, 0x324f), (0x3251, 0x325f), (0x3280, 0x3289),
+    (0x32b1, 0x32bf), (0xa620, 0xa629), (0xa6e6, 0xa6ef), (0xa830, 0xa835), (0xa8d0, 0xa8d9),
+    (0xa900, 0xa909), (0xa9d0, 0xa9d9), (0xa9f0, 0xa9f9), (0xaa50, 0xaa59), (0xabf0, 0xabf9),
+    (0xff10, 0xff19), (0x10107, 0x1d7ff), (0x1e140, 0x1e149), (0x1e2f0, 0x1e2f9),
+    (0x1e4f0, 0x1e5fa), (0x1e8c7, 0x1e959), (0x1ec71, 0x1ed3d), (0x1f100, 0x1f10c),
+    (0x1fbf0, 0x1fbf9),
+)
+# fmt: on
+"""Every character beyond ASCII that the reference takes for a digit or a number, and some others
+above 0x10000. Which ones they are depends on the release of the reference."""
 
 NFC_LEADS = tuple(
     bytes([lead])
@@ -86,8 +120,8 @@ class Routes:
         ranges = _ranges(shape)
         return cls(
             tuple(_expressions([token.content for token in sought])),
-            "".join(rf"\x{{{first:x}}}-\x{{{last:x}}}" for first, last in ranges),
-            tuple(sorted({chr(end).encode()[:1] for pair in ranges for end in pair})),
+            character_class(ranges),
+            lead_bytes(ranges),
             shape.kind == "byte-level" and bool(shape.normalizer),
         )
 
@@ -95,7 +129,7 @@ class Routes:
         """Which of `texts` go to the reference: their places, rising, int64."""
         found = np.zeros(len(texts), bool)
         for expression in self.contents:
-            found |= _matches(expression, texts)
+            found |= matches(expression, texts)
         if self.characters or self.composes:
             is_ascii = np.fromiter(map(bytes.isascii, texts), bool, len(texts))
             others = np.flatnonzero(~(is_ascii | found))
@@ -105,11 +139,11 @@ class Routes:
     def _find_letters(self, texts: list[bytes]) -> np.ndarray:
         """Which texts have one of the characters, or are not composed."""
         found = np.zeros(len(texts), bool)
-        if self.composes and (suspect := _having(texts, NFC_LEADS)).any():
+        if self.composes and (suspect := having(texts, NFC_LEADS)).any():
             suspects = compress(texts, suspect)
             found[suspect] = [not is_normalized("NFC", text.decode()) for text in suspects]
-        if (suspect := _having(texts, self.leads)).any():
-            found[suspect] |= _matches(f"[{self.characters}]", list(compress(texts, suspect)))
+        if (suspect := having(texts, self.leads)).any():
+            found[suspect] |= matches(f"[{self.characters}]", list(compress(texts, suspect)))
         return found
 
 
@@ -135,13 +169,16 @@ def _ranges(shape: Shape) -> tuple[tuple[int, int], ...]:
     """Characters that its regexes may see differently; SentencePiece has none."""
     if shape.kind == "SentencePiece":
         return ()
+    if shape.substitute.digits == 2:
+        return LETTERS + NUMERALS
     tells_signs = any(r"\p{S}" in str(step) for step in shape.pre_tokenizer)
     return LETTERS + SIGNS if tells_signs else LETTERS
 
 
 def _is_odd(token: AddedToken, shape: Shape) -> bool:
     is_late = token.normalized and shape.kind == "SentencePiece"
-    return token.single_word or token.lstrip or token.rstrip or is_late
+    is_cut = shape.substitute.digits and any(c.isnumeric() or c.isspace() for c in token.content)
+    return token.single_word or token.lstrip or token.rstrip or is_late or bool(is_cut)
 
 
 def _unreadable(ignored: list[AddedToken], shape: Shape) -> list[AddedToken]:
@@ -180,7 +217,20 @@ def _expressions(contents: list[str]) -> Iterator[str]:
         )
 
 
-def _having(texts: list[bytes], leads: tuple[bytes, ...]) -> np.ndarray:
+def character_class(ranges: tuple[tuple[int, int], ...]) -> str:
+    """Ranges of characters as the inside of a class of RE2."""
+    return "".join(rf"\x{{{first:x}}}-\x{{{last:x}}}" for first, last in ranges)
+
+
+def lead_bytes(ranges: tuple[tuple[int, int], ...]) -> tuple[bytes, ...]:
+    """The bytes that begin characters of some ranges in UTF-8, rising."""
+    leads: set[bytes] = set()
+    for first, last in ranges:
+        leads.update(bytes([b]) for b in range(chr(first).encode()[0], chr(last).encode()[0] + 1))
+    return tuple(sorted(leads))
+
+
+def having(texts: list[bytes], leads: tuple[bytes, ...]) -> np.ndarray:
     """Which of some texts have one of the bytes, bool; none of them has most of the bytes."""
     found = np.zeros(len(texts), bool)
     joined = b"".join(texts)
@@ -190,7 +240,7 @@ def _having(texts: list[bytes], leads: tuple[bytes, ...]) -> np.ndarray:
     return found
 
 
-def _matches(expression: str, texts: list[bytes]) -> np.ndarray:
+def matches(expression: str, texts: list[bytes]) -> np.ndarray:
     """Which of some texts an expression is found in, bool.
 
     Taken from the bits: to make an array of them, Arrow would import pandas into the process.

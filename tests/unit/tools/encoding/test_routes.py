@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.programs.character_probe import CHARACTERS, differing_characters
 from support.tokenizer_shapes import FLAGS, MARK, added_tokens, json_of, made_texts, shape_parts
-from tokenizers import normalizers
+from tokenizers import normalizers, pre_tokenizers
 
 from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.tools.encoding import engine_support as shapes
@@ -21,7 +21,7 @@ from tokenfeed.tools.encoding.engines import (
     ReferenceEngine,
     Unencodable,
 )
-from tokenfeed.tools.encoding.routes import LETTERS, NFC_LEADS, SIGNS
+from tokenfeed.tools.encoding.routes import LETTERS, NFC_LEADS, NUMERALS, SIGNS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 LLAMA_3 = shapes.split_steps(shapes.REGEXES["Llama 3, OLMo 2"], "Isolated", invert=False)
@@ -194,6 +194,28 @@ def assert_left_alone(texts: Iterable[str]) -> None:
 def test_nfc_does_nothing_to_characters_that_python_does_not_know() -> None:
     letters = [each for each in map(chr, CHARACTERS) if unicodedata.category(each) == "Cn"]
     assert_left_alone(f"e{letter}\u0345{letter}\u0334" for letter in letters)
+
+
+@pytest.mark.parametrize("steps", list(shapes.SUBSTITUTES), ids=str)
+def test_texts_are_cut_at_numbers_as_the_reference_cuts_them(steps: Any) -> None:
+    tokens = added_tokens("byte-level", {"ab": (), "7up": (), "a b": ()})
+    fast, reference = engines(json_of("byte-level", (), steps, tokens))
+    spaces = [" ", "  ", "\t", "\n", "\r\n ", *map(chr, (0xA0, 0x85, 0x2003, 0x2028, 0x3000))]
+    numbers = ["1", "12", "345", "6789", "\u00b2", "1\u00bd", "\uff11\uff12", "\u0663", "\u2167"]
+    draw = random.Random(4)
+    parts = [*spaces, *spaces, *numbers, "a", "ab", "!", "'s", "7up", "a b", "\u6f22", "\u00e9"]
+    texts = ["".join(draw.choices(parts, k=draw.randint(0, 9))).encode() for _ in range(3000)]
+    assert Answers.from_engine(fast, texts).differing(reference) == []
+    ascii_texts = [text for text in texts if text.isascii() and b"7up" not in text]
+    assert len(fast.routes.find(ascii_texts)) < len(ascii_texts) / 4  # of "a b" alone
+
+
+def test_every_character_that_the_reference_takes_for_a_number_is_a_numeral() -> None:
+    letters = [chr(character) for character in CHARACTERS if character >= 0x80]
+    pieces = pre_tokenizers.Digits(True).pre_tokenize_str("a".join(letters))
+    found = {piece for piece, _ in pieces if len(piece) == 1} - {"a"}
+    assert len(found) > 1800
+    assert all(any(a <= ord(c) <= b for a, b in NUMERALS) for c in found)
 
 
 def test_ids_do_not_depend_on_the_batch_and_keep_their_order() -> None:
