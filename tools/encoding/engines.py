@@ -28,6 +28,7 @@ from tokenfeed.tools.encoding.tokenizer import (
     fetch_tokenizer_json,
     panics_unprinted,
 )
+from tokenfeed.tools.encoding.words import Words
 from tokenfeed.tools.shell.signals import signals_held
 
 __all__ = [
@@ -160,9 +161,17 @@ class ReferenceEngine:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer.tokenizer
         self._dtype = token_dtype(tokenizer.vocabulary_size)
+        self._words = Words.of_tokenizer(tokenizer, self._encode_whole)
 
     def encode(self, texts: list[bytes]) -> Ragged:
         """See `Engine`."""
+        if self._words is not None:
+            with contextlib.suppress(Unencodable):  # its places are words
+                made = self._words.encode(texts)
+                return Ragged(made.values.astype(self._dtype), made.lengths)
+        return self._encode_whole(texts)
+
+    def _encode_whole(self, texts: list[bytes]) -> Ragged:
         parts = [self._encode(texts[start:stop], start) for start, stop in _cuts(texts)]
         values = [np.empty(0, self._dtype), *(part.values for part in parts)]
         lengths = [np.empty(0, np.int64), *(part.lengths for part in parts)]
