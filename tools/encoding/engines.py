@@ -37,6 +37,7 @@ __all__ = [
     "EngineName",
     "EngineRejected",
     "EngineUnavailable",
+    "EngineUntested",
     "FastEngine",
     "ReferenceEngine",
     "Unencodable",
@@ -49,8 +50,11 @@ __all__ = [
     "proved_shape",
 ]
 
-_COMPARED = {"gigatoken": ("0.10.",), "tokenizers": ("0.21.", "0.22.", "0.23.")}
-"""Versions that were compared: the tables of another may differ."""
+_COMPARED = {
+    "gigatoken": (("0.10.",), "gigatoken>=0.10,<0.11"),
+    "tokenizers": (("0.21.", "0.22.", "0.23."), "tokenizers>=0.21.4,<0.24"),
+}
+"""Versions that were compared, and what to install. The tables of another version may differ."""
 
 
 def proved_shape(json_bytes: bytes) -> Shape:
@@ -58,12 +62,17 @@ def proved_shape(json_bytes: bytes) -> Shape:
 
     Raises:
         Unproved: They were not; the message says what is unusual.
+        EngineUntested: The installed versions were not compared.
     """
-    for package, versions in _COMPARED.items():
+    shape = Shape.from_json(json_bytes)
+    for package, (versions, requirement) in _COMPARED.items():
         version = importlib.metadata.version(package)
         if not version.startswith(versions):
-            raise Unproved(f"{package} {version}")
-    return Shape.from_json(json_bytes)
+            raise EngineUntested(
+                f"the fast engine was not compared with {package} {version}: "
+                f"`pip install '{requirement}'` makes this run many times as fast"
+            )
+    return shape
 
 
 def check_tokenizer(tokenizer: TextTokenizer) -> None:
@@ -133,6 +142,10 @@ class EngineFailure(EngineRejected):
 
 class EngineUnavailable(EngineRejected):
     """There is no fast engine for a tokenizer."""
+
+
+class EngineUntested(EngineUnavailable):
+    """A package has a version that no test has compared."""
 
 
 class Engine(Protocol):

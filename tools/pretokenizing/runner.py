@@ -23,6 +23,7 @@ from tokenfeed.tools.encoding.audit import Answers, Audit, Questions
 from tokenfeed.tools.encoding.engines import (
     EngineRejected,
     EngineUnavailable,
+    EngineUntested,
     FastEngine,
     ReferenceEngine,
 )
@@ -143,6 +144,8 @@ def _reject_engine(run: Run, why: EngineRejected, records: RunRecords[UnitResult
     if is_wrong:
         logger.warning("%s: `tokenizers` encodes everything, which takes longer", why)
         records.reject_engine(str(why))
+    elif isinstance(why, EngineUntested):
+        logger.warning("%s", why)
     else:
         logger.info("the slow engine will do the work: %s", why)
 
