@@ -1,0 +1,48 @@
+"""The command `tokenfeed`: all commands of the package under one name, which nothing else takes.
+
+This file imports nothing of a command until the command is known, so that --help takes no time.
+"""
+
+import sys
+from importlib import import_module
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.facts import facts
+from tokenfeed.tools.shell.console import run_command
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "pretokenize": "Tokenize a corpus once, into shards.",
+    "train": "Train a model on shards, and report the stall of the device.",
+    "report": "Print the report of a run, or compare two runs.",
+    "shards": "Show, check, print, copy, import or export a data set.",
+    "doctor": "Print what a bug report needs: versions, devices, limits, and a test of the loader.",
+}
+
+
+def main() -> None:
+    """Run the command that the first word names."""
+    name, *words = sys.argv[1:] or ["--help"]
+    if name not in _COMMANDS:
+        run_command(lambda: _without_command(name))
+    sys.argv[1:] = words
+    import_module(f"tokenfeed.tools.{name}").main()
+
+
+def _without_command(name: str) -> None:
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(f"tokenfeed {version('tokenfeed')}")
+    elif name in ("-h", "--help"):
+        print(f"usage: tokenfeed COMMAND ...\n\n{facts(_COMMANDS)}\n")
+        print("`tokenfeed COMMAND --help` describes a command. The first four are also programs of")
+        print("their own: `pretokenize ...` is `tokenfeed pretokenize ...`.")
+    else:
+        commands = ", ".join(_COMMANDS)
+        raise ConfigError(f"Unknown command `{name}`. The commands are {commands}.")
+
+
+if __name__ == "__main__":
+    main()
