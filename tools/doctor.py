@@ -78,7 +78,7 @@ def _shown(value: Any) -> str:
 
 
 def _tried(fact: Callable[[], Any]) -> Any:
-    """Return a fact, or the error for which there is none."""
+    """Return a fact, or the error of the attempt."""
     try:
         return fact()
     except TokenfeedError as error:
@@ -103,16 +103,13 @@ def _machine() -> dict[str, Any]:
         "cores": {"usable": usable_cores(), "of this process": num_cores(), "all": os.cpu_count()},
         "memory": {"GiB": _gib(memory.total), "available": _gib(memory.available)},
     }
-    for name, folder in {"here": Path.cwd(), "temporary": Path(tempfile.gettempdir())}.items():
-        found[f"disk, {name}"] = _tried(lambda folder=folder: _room(folder))
-    if (shared := Path("/dev/shm")).is_dir():
-        found["shared memory"] = _tried(lambda: _room(shared))
+    folders = {"disk, here": ".", "disk, temporary": tempfile.gettempdir()}
+    folders["shared memory"] = "/dev/shm"
+    for name, folder in folders.items():
+        with contextlib.suppress(OSError):  # not on Linux
+            usage = shutil.disk_usage(folder)
+            found[name] = {"GiB": _gib(usage.total), "free": _gib(usage.free)}
     return found
-
-
-def _room(folder: Path) -> dict[str, Any]:
-    usage = shutil.disk_usage(folder)
-    return {"GiB": _gib(usage.total), "free": _gib(usage.free)}
 
 
 def _gib(num_bytes: float) -> float:
@@ -140,7 +137,7 @@ def _limits() -> dict[str, Any]:
 def _devices() -> dict[str, Any]:
     import torch
 
-    found: dict[str, Any] = {"CUDA of torch": torch.version.cuda or "none: torch is for CPUs"}
+    found: dict[str, Any] = {"CUDA of torch": torch.version.cuda or "missing: torch is for CPUs"}
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         found[f"GPU {index}"] = {"name": about.name, "GiB": _gib(about.total_memory)}
@@ -154,7 +151,7 @@ def _driver() -> str:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return f"none ({error})"
+        return f"missing ({error})"
     try:
         return str(pynvml.nvmlSystemGetDriverVersion())
     finally:

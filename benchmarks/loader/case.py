@@ -29,7 +29,7 @@ __all__ = ["OURS", "own_folder"]
 
 OURS: dict[str, tuple[str, tuple[int, ...]]] = {
     "tokenfeed padded": ("Padded", (16_384,)),
-    "tokenfeed padded to 8s": ("Padded", (16_384, 8)),
+    "tokenfeed padded, multiples of 8": ("Padded", (16_384, 8)),
     "tokenfeed packed": ("Packed", (SEQUENCE, 8)),
 }
 """Name of the policy, and its arguments."""

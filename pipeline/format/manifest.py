@@ -313,8 +313,10 @@ class Manifest:
 
     @classmethod
     def decoded(cls, raw: bytes, file: str) -> "Manifest":
-        """Verify and decode the bytes of a manifest.json. Errors as in `read`; they name it as
-        `file`."""
+        """Verify and decode the bytes of a manifest.json.
+
+        Raises the errors of `read`. Their messages name the manifest `file`.
+        """
         content, checksum = proved(raw, file)
         try:
             manifest = msgspec.convert(content, cls)

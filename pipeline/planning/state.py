@@ -171,7 +171,7 @@ def first_difference(
     """Return the name and both values of the first different setting of two plans; None if equal.
 
     Weights are compared by proportion, policies field by field. `window_tokens` and `exhausted` are
-    not compared; their effects, the phases and the number of windows, are.
+    not compared. Their effects are compared: the phases and the number of windows.
     """
     for name in dict.fromkeys([*ours, *theirs]):
         if name in _TO_MAKE_AGAIN:

@@ -49,8 +49,8 @@ class Cat:
     rows: WholeNumber = 5
     """Rows to print."""
     targets: Annotated[str, text("NAMES")] | None = None
-    """Mark what a loss counts of conversations, as for `train --targets`: in colour in a terminal,
-    else in [[ ]]."""
+    """Mark the tokens of conversations that the loss counts, by the names of `train --targets`: in
+    colour in a terminal, else in [[ ]]."""
     json: bool = False
     """Print a JSON object per row."""
 

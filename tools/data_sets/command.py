@@ -21,7 +21,8 @@ __all__ = ["Adopt", "Cat", "Copy", "Explain", "Export", "Inspect", "Verify", "ru
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verify:
-    """Check every checksum, every record batch and the ledger. Exit with 1 if anything is wrong."""
+    """Check every checksum, every record batch and the counts of records. Exit with 1 if anything
+    is wrong."""
 
     out: DataSet
     """Output folder of `pretokenize`, or its address in a store."""

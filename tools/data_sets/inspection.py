@@ -23,7 +23,8 @@ _BAR_WIDTH = 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspect:
-    """Show splits, shards, tokenizer, ledger and row lengths."""
+    """Show splits, shards, tokenizer, row lengths, and the counts of read, written and rejected
+    records."""
 
     out: DataSet
     """Output folder of `pretokenize`, or its address in a store."""

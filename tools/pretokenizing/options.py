@@ -124,7 +124,8 @@ class Options:
     shard_size: Annotated[str, text("SIZE|auto")] = "auto"
     """Bytes of text per shard, like 256MB. auto: a 64th of the input, from 8MB to 256MB."""
     max_record: Annotated[str, text("SIZE")] = f"{MAX_RECORD_BYTES // 10**6}MB"
-    """Largest record, measured in its file. Larger records are rejected while they are read."""
+    """Largest record in bytes, without compression. Larger records are rejected while they are
+    read."""
     verify_ids: bool = False
     """Encode everything with tokenizers too and compare the ids. Takes as long as without
     gigatoken."""

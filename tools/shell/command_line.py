@@ -88,7 +88,8 @@ def run_subcommand(prog: str, description: str, commands: Mapping[str, type[Subc
 
 def _summary(command: type[Any]) -> str:
     """Return the first sentence of a command's help."""
-    return str(inspect.getdoc(command)).partition(".")[0].replace("\n", " ")
+    text = str(inspect.getdoc(command)).replace("\n", " ")
+    return text.partition(". ")[0].rstrip(".")
 
 
 def parse_command(options: type[OptionsT], prog: str, words: Sequence[str]) -> OptionsT:
@@ -118,8 +119,8 @@ def read_command_line(
         groups: The fields that are options, by the title of their group in the help. Default: all
             fields that have a default, without a group.
         reversible: Switches that `--no-NAME` turns off, because a file may turn them on.
-        other_names: What other tools call an option, with the options to suggest instead. The empty
-            name is for a word without an option.
+        other_names: What other tools call an option, with the options to suggest instead. The
+            entry with the empty name is suggested for a word that belongs to no option.
         more_help: Help that is known only at run time, by field. It follows the docstring.
 
     Raises:

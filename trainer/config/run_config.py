@@ -139,9 +139,9 @@ class TrainConfig:
     """Tokens of conversations that the loss counts: assistant, last, all, or kinds of tokens like
     text,call. Default: assistant."""
     model: Annotated[str, _shown("NAME")] = "tiny"
-    """Model. words (ignores case), shallow, tiny, mini, small, gpt2: 0, 0.4, 1, 11, 25, 85 M
-    parameters without the embedding. qwen3: of the size that --layers and --width give. hf:ID or
-    hf:FOLDER: a model of transformers. MODULE:FACTORY: your own."""
+    """Model. words: a bag of words. shallow (0.4 M parameters without the embedding), tiny (1 M),
+    mini (11 M), small (25 M), gpt2 (85 M). qwen3: of the size that --layers and --width give. hf:ID
+    or hf:FOLDER: a model of transformers. MODULE:FACTORY: your own."""
     layers: Positive | None = None
     """Layers of a new Qwen3. This and the next three options imply --model qwen3. Default:
     12."""
@@ -190,8 +190,8 @@ class TrainConfig:
     learning_rate: AboveZero = 2e-3
     """Peak learning rate."""
     learning_rate_reference_tokens: Positive | None = None
-    """Step tokens that --learning-rate was tuned for. The rate is scaled by the square root of the
-    ratio."""
+    """Step tokens that --learning-rate was tuned for. `train` multiplies the rate by the square
+    root of (--step-tokens / N)."""
     schedule: ScheduleName = "cosine"
     """How the rate falls. cosine, linear: over the whole run; wsd: in the last fifth."""
     min_learning_rate: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] | None = (
@@ -229,14 +229,15 @@ class TrainConfig:
     cache_bytes: Bytes | None = None
     """Size of the cache, like 50GB; 0: memory only. Default: 10 GB or 5 % of the free disk."""
     eval_every: Positive = 100
-    """Steps between evaluations. `train` chooses --eval-every and --eval-tokens so that evaluations
-    take about 5 % of a run."""
+    """Steps between evaluations. Without --eval-every and --eval-tokens, `train` chooses both so
+    that evaluations take about 5 % of a run."""
     eval_tokens: Positive | None = None
     """Largest number of tokens of an evaluation. Every evaluation reads the same tokens."""
     samples: NotNegative = 0
     """Texts that the model continues at each evaluation, from beginnings of rows."""
     patience: NotNegative = 0
-    """End the run after N evaluations without a better result. 0: never. Default for labels: 8."""
+    """End the run after N evaluations without a better result. 0: never. For rows
+    with labels, the default is 8."""
     save_every: Positive = 100
     """Steps between checkpoints."""
     keep: Positive = 2

@@ -95,8 +95,10 @@ def count_parameters(model: nn.Module, names: Collection[str]) -> int:
 
 
 def product_weights(model: nn.Module) -> dict[str, int]:
-    """Return the sizes of the weights in matrix products. A table of rows by id counts only if the
-    head shares it."""
+    """Return the sizes of the weights in matrix products.
+
+    The weight of an embedding is included only if the head shares it.
+    """
     tables = [part for part in model.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
     outside = {id(weight) for table in tables for weight in table.parameters()}
     outside.discard(id(getattr(model, "head_weight", None)))

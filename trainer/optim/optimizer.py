@@ -64,9 +64,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def hidden_matrices(model: nn.Module) -> dict[Tensor, Sections]:
     """Return the trainable weights of linear layers, and the matrices that each of them holds.
 
-    Left out are routers, LoRA's factors, heads, and weights that an embedding shares. A head has
-    the name of one, or it lies outside the `base_model` of a model of transformers. A bare
-    parameter with two dimensions is left out: it may be a table of positions.
+    Left out are routers, LoRA's factors, heads, and weights that an embedding shares. A layer is a
+    head if its name is in `_HEAD_NAMES`, or if it is outside the `base_model` of a model of
+    transformers. A bare parameter with two dimensions is left out: it may be a table of positions.
     """
     others = _of_embeddings_and_heads(model)
     found: dict[Tensor, Sections] = {}

@@ -1,18 +1,17 @@
 """Stall: time in which the device has nothing of the training to run, by cause, with an error bar.
 
     meter        StallMeter: the marks of a loop
-    causes       what a device may wait for, with thresholds and advice
-    clocks       the protocol of a clock; host time of device time
+    causes       what a device may wait for, with thresholds and remedies
     device       the device, and the clock of a GPU
     marks        the chain of marks; the latest segments, for Perfetto
-    accounts     segments to idle seconds by cause: pure
-    work         spans of work and their references
+    accounts     segments to idle seconds by cause, without side effects
+    reading      spans of work, running sums, and readings of these sums
     calibration  when to delay the device, so that the host gets ahead
-    watchers     loader, collector, compiler, memory, lines that wait
+    watchers     loader, collector, compiler, memory, and waits for the GPU
     statistics   percentiles, step times, error bars
-    reading      sums, and their differences
     ranks        the exchange between ranks, and the slowest rank
-    report, make_report, page
+    make_report  the report from the accounts, with advice
+    report       report.json, lines of text, and page.html
 
 Nothing here imports torch before a meter is made.
 """

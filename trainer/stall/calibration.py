@@ -60,7 +60,7 @@ class Calibration:
             self._longest, self._opened = max(self._longest, now - self._opened), None
 
     def end_step(self, now: float, behind_share: float) -> None:
-        """Decide about the next step.
+        """Decide whether to delay the device in the next step, and before which span.
 
         Args:
             now: Host time.

@@ -332,8 +332,9 @@ def _interval(
 ) -> Interval | None:
     """Return the interval of the share of a cause, or of all causes if None.
 
-    Its width comes from the spread of steps and of references. Its lower end is lowered by the time
-    of the meter's marks, which may delay the device. Its upper end is raised by unseen idle time.
+    Its width comes from the spread of the steps and of the reference spans (see `reading`). Its
+    lower end is lowered by the time of the meter's marks, which may delay the device. Its upper end
+    is raised by unseen idle time.
     """
     half_width = accounts.batches.half_width(cause)
     if not reading.seconds or half_width is None:

@@ -62,13 +62,13 @@ class Table(Protocol):
         """Read groups of rows.
 
         Args:
-            fields: The columns wanted, which it has.
+            fields: The columns to read. The table has all of them.
             start: The first group.
-            stop: The one behind the last; None for all that follow.
+            stop: The number after the last group to read. None reads to the end.
             first: The number of the first record.
 
         Returns:
-            Records, of which each weighs its part of 1.
+            Records. The weight of each is its share of the rows, so all weights sum up to 1.
         """
         ...
 
