@@ -45,9 +45,10 @@ test-fast: setup
 test-slow: setup
 	$(RUN_CHECKS) pytest -q -m '(slow or commands) and not long' $(PARALLEL) -n $(MORE)
 
-# Before a release: kills by the dozen, every part of benchmarks/gpu/ on a CPU, launchers.
+# Before a release: kills by the dozen, every part of benchmarks/gpu/ on a CPU, launchers; and ten times as many
+# random examples of each property.
 test-long: setup
-	$(RUN_CHECKS) pytest -q -m long $(PARALLEL) -n $(MORE)
+	$(RUN_CHECKS) pytest -q -m 'long or hypothesis' --hypothesis-profile long $(PARALLEL) -n $(MORE)
 
 # For who has a CUDA device: the tests that need one, the checks that only it can make, and how fast it goes.
 gpu: setup

@@ -40,9 +40,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would spin where tests share cores
 
+os.fsync = lambda descriptor: None  # no test cuts the power, and a tenth of the time was waiting
 gc.disable()  # until all is imported: a fifth of that time
 
-settings.register_profile("tokenfeed", deadline=None)  # shared machines pause; that is no failure
+# No deadline: shared machines pause, and that is no failure.
+settings.register_profile("tokenfeed", deadline=None, max_examples=40)
+settings.register_profile("long", deadline=None, max_examples=400)
 settings.load_profile("tokenfeed")
 
 
@@ -64,6 +67,7 @@ def pytest_collection_finish() -> None:
     """All is imported: collections skip it from now on, each 0.2 s with torch and hypothesis."""
     gc.collect()
     gc.freeze()
+    gc.get_freeze_count = lambda: 1  # each run of the loop asks, and counting takes 0.04 s
     gc.enable()
 
 

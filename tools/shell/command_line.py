@@ -199,6 +199,7 @@ def _parsed(
                 args=words,
                 default=absent,
                 return_unknown_args=True,
+                config=[tyro.conf.HelptextFromCommentsOff],  # else it looks for comments in sources
             )
     except SystemExit as ended:
         if not ended.code:  # after --help

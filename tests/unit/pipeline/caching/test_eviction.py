@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import MakeDataset, plan_in_memory, random_rows
 from support.delivery import realistic_lengths, small_batches
@@ -384,7 +384,6 @@ def test_a_sweep_leaves_what_is_not_of_the_cache(tmp_path: Path) -> None:
     assert all(path.exists() for path in (*foreign, tmp_path / "elsewhere/00/0"))
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 60), st.data())
 def test_a_footer_goes_no_sooner_than_the_record_batches_that_need_it(
     size: int, data: st.DataObject

@@ -159,9 +159,7 @@ def flip(path: Path) -> None:
     flip_bit(path, path.stat().st_size // 2)
 
 
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from([cut, empty, zero, flip]), min_size=1, max_size=6), st.booleans())
 def test_a_damaged_file_of_the_cache_is_fetched_again(
     folder: Path,

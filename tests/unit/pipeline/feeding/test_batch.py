@@ -177,7 +177,6 @@ def test_batches_are_those_of_the_slow_definition(device: str, case: Case) -> No
         assert batch.is_filler == filler
 
 
-@settings(max_examples=40)
 @given(cases())
 def test_device_batches_equal_host_batches_in_every_dtype_and_order_of_keys(case: Case) -> None:
     for ragged, again in zip(case.ragged(), case.ragged(), strict=True):
@@ -211,7 +210,6 @@ def test_batches_on_a_gpu_equal_host_batches(task: Task) -> None:
             assert listed(build(ragged, "host")) == listed(build(again, "cuda"))
 
 
-@settings(max_examples=40)
 @given(cases())
 def test_counts_on_the_host_equal_counts_of_the_tensors(case: Case) -> None:
     for ragged, (sequences, filler) in zip(case.ragged(), case.slow(), strict=True):
@@ -230,7 +228,6 @@ def test_counts_on_the_host_equal_counts_of_the_tensors(case: Case) -> None:
         assert np.diff(batch.sequence_offsets).tolist() == [len(s) for s in sequences]
 
 
-@settings(max_examples=40)
 @given(cases())
 def test_segments_are_the_runs_of_one_document(case: Case) -> None:
     for ragged, (sequences, filler) in zip(case.ragged(), case.slow(), strict=True):
@@ -244,7 +241,6 @@ def test_segments_are_the_runs_of_one_document(case: Case) -> None:
         assert batch.max_seqlen == np.diff(edges).max()
 
 
-@settings(max_examples=40)
 @given(cases())
 def test_a_batch_outlives_the_buffer_it_was_built_from(case: Case) -> None:
     kept = case.ragged()

@@ -50,7 +50,7 @@ def elastic_legs(workers: st.SearchStrategy[int]) -> st.SearchStrategy[list[tupl
 
 
 @pytest.mark.slow
-@settings(max_examples=60, suppress_health_check=SAME_FOLDER)
+@settings(suppress_health_check=SAME_FOLDER)
 @given(
     lengths=st.builds(realistic_lengths, st.integers(1, 200), st.floats(0, 6), st.integers(0, 9)),
     batching=st.sampled_from(MANY_POLICIES),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.delivery import POLICIES, MakeDataset, open_loader, realistic_lengths, small_batches
 from support.simulated_cuda import FakeSource, SimulatedCuda
@@ -74,7 +74,6 @@ class UncheckedSource(FakeSource):
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12),
     ready=st.integers(1, 12),

@@ -56,7 +56,6 @@ def test_a_shard_with_other_ids_is_refused_when_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Row lengths are equal, and so are sizes as far as a reader can tell."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # 400 files for a disk to write
     lengths = np.array([3, 5, 2])
     rng = np.random.default_rng(0)
     ours = write(tmp_path, rows_of_ids(rng.integers(1, 1000, 10), lengths, 1000))

@@ -38,7 +38,7 @@ def test_a_manifest_reaches_another_process_with_its_fingerprint(folder: Path) -
     assert vars(copy)["fingerprint"] == manifest.fingerprint, "a worker need not compute it"
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_flipped_bit_is_refused_or_changes_nothing(folder: Path, data: st.DataObject) -> None:
     path = folder / "manifest.json"

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.planning.order import Draw, EpochOrder, MixturePhase, derive_key, permute
@@ -44,7 +44,6 @@ def test_every_place_gets_every_value_about_equally_often() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
 @given(
     num_batches=st.integers(1, 500),
     data=st.data(),
@@ -93,7 +92,6 @@ def test_a_source_that_begins_again_gives_no_batch_twice_before_all_others_once_
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
 @given(orders())
 def test_no_window_is_empty_and_those_of_a_stretch_are_even_in_every_source(
     order: EpochOrder,
@@ -132,7 +130,6 @@ def has_no_two_alike(values: np.ndarray) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
 @given(st.integers(1, 100), st.data(), st.integers(0, 2**32), st.integers(0, 9))
 def test_a_window_has_one_record_batch_of_every_stratum_of_the_corpus(
     size: int, data: st.DataObject, seed: int, epoch: int

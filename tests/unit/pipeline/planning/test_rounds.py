@@ -4,7 +4,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import plan_in_memory, random_rows
 
@@ -147,7 +147,6 @@ def rows_by_step(lengths: list[int], batching: Batching, world_size: int) -> lis
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=60),
     st.sampled_from([Padded(40), Fixed(3), Packed(20, 2), Packed(20, 2, split=True)]),

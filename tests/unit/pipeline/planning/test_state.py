@@ -70,7 +70,6 @@ STOPS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 7)), max_size=5)
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
 @given(POLICIES, STOPS, st.data())
 def test_what_is_delivered_does_not_depend_on_ranks_and_stops(
     batching: Batching, stops: list[tuple[int, int]], data: st.DataObject
@@ -167,7 +166,6 @@ def two_sources(batching: Batching) -> Plan:
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
 @given(POLICIES, st.integers(1, 7))
 def test_tokens_of_every_source_are_those_of_the_manifest_at_the_end_of_an_epoch(
     batching: Batching, world_size: int

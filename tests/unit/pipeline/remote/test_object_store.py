@@ -30,7 +30,7 @@ from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 
 pytest.importorskip("obstore")
 
-examples = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+examples = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def test_it_is_a_store(remote: Remote) -> None:

@@ -4,7 +4,7 @@ import tracemalloc
 from dataclasses import dataclass, field
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.remote.object_file import (
@@ -50,7 +50,6 @@ Spans = st.lists(st.tuples(Places, Places), max_size=6)
 Reads = st.lists(st.tuples(st.integers(0, len(DATA) + 9), st.integers(-1, 12 * MIB)), max_size=6)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.sampled_from([0, 5, GAP, len(DATA)]), Spans, st.integers(0, 3), Reads)
 def test_any_read_gives_the_bytes_that_are_there(
     size: int, spans: list[Span], at_once: int, reads: list[tuple[int, int]]
@@ -103,7 +102,6 @@ def test_small_neighbours_are_one_request_and_a_beginning_is_a_small_one() -> No
     assert all(b[0] >= a[1] for a, b in zip(ranges.asked, ranges.asked[1:], strict=False))
 
 
-@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 40 * MIB), st.integers(1, 9 * MIB)), max_size=9))
 def test_spans_are_joined_where_that_is_one_request_and_nothing_is_lost(
     drawn: list[tuple[int, int]],

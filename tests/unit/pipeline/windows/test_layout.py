@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import plan_in_memory, random_rows
 
@@ -37,7 +37,6 @@ SLICES = st.builds(
 )
 
 
-@settings(max_examples=50)
 @given(SLICES)
 def test_a_slice_has_the_shapes_and_dtypes_it_documents(rank_slice: RankSlice) -> None:
     index, batches = dict(rank_slice.index.arrays()), rank_slice.num_batches
@@ -75,7 +74,6 @@ def test_a_slice_has_the_shapes_and_dtypes_it_documents(rank_slice: RankSlice) -
     assert index["pieces.batches"][-1] == sequences
 
 
-@settings(max_examples=50)
 @given(SLICES, st.sampled_from([1, 8, 30]))
 def test_micro_batches_are_padded_to_their_longest_sequence_rounded_up(
     rank_slice: RankSlice, multiple_of: int
@@ -169,7 +167,6 @@ def test_a_buffer_gives_a_slice_back(rank_slice: RankSlice, spare: int) -> None:
             assert np.array_equal(was[name], now[name])
 
 
-@settings(max_examples=50)
 @given(SLICES)
 def test_what_is_read_is_a_view_of_the_buffer_except_the_index(rank_slice: RankSlice) -> None:
     buffer = np.zeros(rank_slice.num_bytes, np.uint8)

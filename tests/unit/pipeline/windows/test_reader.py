@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import random_rows
 
@@ -14,7 +14,6 @@ from tokenfeed.pipeline.windows.reader import Joiner
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=20)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(lengths, min_size=1, max_size=12), st.integers(1, 12))
 def test_parts_of_any_size_join_whatever_was_foreseen(
     parts: list[list[int]], foreseen: int
@@ -24,7 +23,6 @@ def test_parts_of_any_size_join_whatever_was_foreseen(
     assert same(found, expected)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(lengths, st.booleans()), min_size=2, max_size=12))
 def test_what_somebody_still_has_is_not_written_over(
     windows: list[tuple[list[int], bool]],

@@ -37,7 +37,6 @@ def cuts_of(place: str, shard_bytes: int) -> list[tuple[int, int | None, int]]:
     return [(p.start, p.stop, p.first_record) for p in cut_lines(source, shard_bytes)]
 
 
-@settings(max_examples=60)
 @given(lines=Lines, shard_bytes=st.integers(1, 400))
 def test_parts_are_those_of_one_look(lines: list[bytes], shard_bytes: int) -> None:
     data = b"\n".join(lines)

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.corpora import read, read_bytes
 
@@ -109,7 +109,6 @@ PIECES = st.sampled_from(['"', '"', '""', ",", "\n", "\r\n", "a", "b c", '","', 
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
 @given(text=st.lists(PIECES, max_size=30).map("".join), block_bytes=st.integers(1, 9))
 @example(text='"a\n"b\n"c', block_bytes=3)
 @example(text='"a""\n', block_bytes=4)

@@ -20,7 +20,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.commands import error_of, run, run_json
 from support.corpora import TEXTS, check_ledger, lines_of, read, read_bytes, texts, write_lines
@@ -206,7 +206,6 @@ ROW = VALUE | st.sampled_from([b"1", b'1,"2\n3",4', b"1,a\xffb"])
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
 @given(rows=st.lists(ROW, max_size=40), eol=st.sampled_from([b"\n", b"\r\n"]), last=st.booleans())
 @example(rows=["\r\n" * 14] * 20, eol=b"\r\n", last=True)
 @pytest.mark.parametrize("block_bytes", [7, 130, 1 << 24])

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tokenfeed.tools.corpus.formats.json_lines import JsonLines, is_json_lines
@@ -113,7 +113,6 @@ def check_equals_careful(block: bytes, fields: Fields, first_record: int) -> Non
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
 @given(block=blocks(), fields=st.sampled_from(FIELDS), first_record=st.sampled_from([0, 0, 7]))
 def test_any_block_gives_what_the_careful_path_gives(
     block: bytes, fields: Fields, first_record: int
@@ -142,7 +141,6 @@ def test_sound_lines_take_the_fast_path(lines: list[str], fields: Fields, last: 
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
 @given(
     lines=st.lists(st.sampled_from(GOOD), min_size=1, max_size=3),
     fields=st.sampled_from(FIELDS),
@@ -168,7 +166,6 @@ def test_damaged_blocks_give_what_the_careful_path_gives(
 A, B = '{"text": "a"}', '{"text": "b", "x": {}}'
 
 
-@settings(max_examples=300)
 @given(
     pieces=st.lists(
         st.sampled_from([A, B, "\n", "\n", A + B, '{"text":\n"c"}', '{"x": {}\n,"text": "d"}']),
@@ -186,7 +183,6 @@ HUGE = ["9" * 20, "9" * 400, "9" * 4301, "-" + "1" * 9000, "1e999", "1" * 5000 +
 DEEP = ["[" * depth + "]" * depth for depth in (900, 990, 993, 996, 999, 1100)]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     values=st.lists(st.sampled_from([*HUGE, *DEEP, "1", '"x"', "null"]), min_size=1, max_size=5),
     bad=st.sampled_from(["", "{", "[1]", '{"text": 5}', '{"text": "\\ud800"}']),
@@ -203,7 +199,6 @@ def test_the_fate_of_a_line_does_not_depend_on_its_neighbours(
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
 @given(block=blocks(), fields=st.sampled_from(FIELDS))
 def test_any_block_gives_what_each_of_its_lines_gives_alone(block: bytes, fields: Fields) -> None:
     check_is_what_each_line_gives_alone(block, fields)

@@ -77,9 +77,7 @@ def halves(remote: Remote, table: bytes) -> list[FilePart]:
     return [part for unit in units for part in unit.parts]
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_rows=st.integers(0, 60),
     group=st.integers(1, 30),

@@ -174,7 +174,7 @@ def conversations(draw: st.DrawFn, *, plain: bool = False) -> list[Message]:
     return messages
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([*TEMPLATES]),
     conversations(),
@@ -206,7 +206,7 @@ def test_ids_and_masks_are_those_of_transformers(
         assert (kinds & 4 > 0).tolist() == [bool(each) for each in expected["assistant_masks"]]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(["chatml", "qwen"]), conversations())
 def test_generation_blocks_change_no_kind(name: str, messages: list[Message]) -> None:
     marked = {"chatml": GENERATING, "qwen": QWEN_GENERATING}[name]
@@ -218,7 +218,7 @@ def test_generation_blocks_change_no_kind(name: str, messages: list[Message]) ->
     assert with_tags.counts["no_stop"].tolist() == without.counts["no_stop"].tolist() == [0]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(["chatml", "generating", "llama", "inst"]), conversations(plain=True))
 def test_kinds_have_the_contents_of_their_roles(name: str, messages: list[Message]) -> None:
     if rendered(TEMPLATES[name], messages).counts["unproved"]:  # all private characters used

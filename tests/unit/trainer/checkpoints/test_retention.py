@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import (
     CPU,
@@ -100,7 +100,6 @@ STATES = st.dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(state=STATES)
 def test_any_state_comes_back_bit_for_bit(
     state: State, tmp_path_factory: pytest.TempPathFactory

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.training import (
     assert_same_run,
@@ -125,7 +125,6 @@ def test_weights_that_stay_keep_their_moments_and_new_ones_begin(
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([".", "norm", "feed", "embed"]), min_size=2, max_size=5))
 def test_moments_are_kept_of_exactly_what_both_optimizers_have(patterns: list[str]) -> None:
     model = small_model(make_head())

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.trainer.distributed.world import StepSync, World
@@ -28,7 +28,6 @@ class OneOfTwo(World):
         return lambda: self._told[step]
 
 
-@settings(max_examples=25)
 @given(st.lists(st.tuples(*[st.tuples(st.integers(0, 9), st.integers(0, 9))] * 2), max_size=6))
 def test_tokens_and_slots_of_a_step_are_those_of_all_ranks(
     steps: list[tuple[Counts, Counts]],

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.commands import call
 
@@ -370,7 +370,6 @@ def test_damaged_config_leaves_a_report(config: bytes, tmp_path: Path) -> None:
     st.sampled_from(["report.json", "metrics.jsonl", "config.yaml"]),
     st.lists(st.integers(0, 2**31), min_size=1, max_size=3),
 )
-@settings(max_examples=150)
 def test_flipped_bits_never_give_a_traceback(name: str, places: list[int]) -> None:
     rank = {"rank": 0, "steps": 5, "seconds": 2.0, "causes": {"data": 0.5}, "fraction": 0.25}
     slow = {"rank": 0, "cause": "work", "step_seconds": 0.1, "cost": 0.2}

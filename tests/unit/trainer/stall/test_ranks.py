@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.stall_device import SimulatedDevice
 from support.stall_scenarios import REGIMES, Run
@@ -66,7 +66,6 @@ def test_one_rank_is_not_compared_and_one_without_a_step_is_waited_for() -> None
     assert slowest_rank(told(alone, reading(0, work=0, communication=0))) is None
 
 
-@settings(max_examples=50)
 @given(
     own=st.lists(
         st.lists(st.floats(0.0, 1.0), min_size=len(OWN), max_size=len(OWN)), min_size=2, max_size=9

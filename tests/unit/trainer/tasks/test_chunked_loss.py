@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.host_waits import HostWaits
 from support.training import make_config, run, write_labelled
@@ -208,7 +208,6 @@ def test_chunks_cover_all_tokens_and_stay_within_their_bytes(tokens: int, vocabu
     assert chunk <= 1 or chunk * vocabulary * 10 <= 1 << 30
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     tokens=st.integers(1, 40),
     width=st.integers(1, 5),
