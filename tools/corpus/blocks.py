@@ -10,6 +10,7 @@ of Arrow.
 import bz2
 import codecs
 import errno
+import io
 import lzma
 import os
 import re
@@ -28,6 +29,7 @@ __all__ = [
     "IS_UTF16",
     "READ_ERRORS",
     "UTF16_MARKS",
+    "BlockFile",
     "Blocks",
     "Compression",
     "Damage",
@@ -202,6 +204,25 @@ class LongLine(NamedTuple):
     """A line that is too long, and was dropped."""
 
     num_bytes: int
+
+
+class BlockFile(io.RawIOBase):
+    """A file whose bytes come in blocks."""
+
+    def __init__(self, blocks: Iterable[bytes]) -> None:
+        self._blocks = iter(blocks)
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer as far as the present block goes. Return the number of bytes."""
+        self._rest = self._rest or memoryview(next(self._blocks, b""))
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
 
 
 def whole_lines(blocks: Iterable[bytes], most_bytes: int) -> Iterator[bytes | LongLine]:

@@ -98,7 +98,10 @@ def _by_ending(name: str) -> Format | None:
     for format_ in FORMATS.values():
         if ending in format_.endings and (format_.is_compressible or not is_compressed):
             return format_
-    return None
+    try:
+        return FORMATS[ending]  # of an installed package
+    except KeyError:
+        return None
 
 
 def _by_content(path: Location, compression: Compression | None, field: str) -> Format:

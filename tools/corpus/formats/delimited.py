@@ -14,14 +14,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 import pyarrow as pa
 
 from tokenfeed.pipeline.arithmetic import binaries
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.blocks import IS_UTF16, READ_ERRORS, UTF16_MARKS
+from tokenfeed.tools.corpus.blocks import IS_UTF16, READ_ERRORS, UTF16_MARKS, BlockFile
 from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.tables import batch_records, column_problem
 from tokenfeed.tools.corpus.input_files import FilePart
@@ -49,23 +49,6 @@ class _BadRow(Exception):
     """Why a row cannot be read."""
 
 
-class _RawFile(io.RawIOBase):
-    """A file whose bytes come in blocks."""
-
-    def __init__(self, blocks: Iterable[bytes]) -> None:
-        self._blocks = iter(blocks)
-        self._rest = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._rest = self._rest or memoryview(next(self._blocks, b""))
-        count = min(len(buffer), len(self._rest))
-        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
-        return count
-
-
 class _Lines:
     """The lines of a file, as `csv` asks for them, and those of the current row."""
 
@@ -76,7 +59,7 @@ class _Lines:
             most_bytes: Lines of a longer row are dropped while they are read.
             is_quoted: Whether values may be quoted.
         """
-        raw = io.BufferedReader(_RawFile(blocks))
+        raw = io.BufferedReader(BlockFile(blocks))
         file = io.TextIOWrapper(raw, _BYTES_AS_TEXT, newline="")
         self._limit = most_bytes + len("\r\n")
         self._read = partial(file.readline, self._limit)

@@ -1,0 +1,88 @@
+"""Formats of other packages: an entry point per ending of file names, in `tokenfeed.formats`.
+
+    [project.entry-points."tokenfeed.formats"]
+    warc = "my_package:read_warc"
+
+`read_warc(file)` takes a binary file, decompressed if its name ends in .gz, .zst, .bz2 or .xz, and
+yields records: dicts, texts (the first field of the task), or Arrow tables. The same bytes must
+give the same records. If it raises an error, the rest of the file is rejected.
+"""
+
+import functools
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, BinaryIO
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.tools.corpus.blocks import BlockFile, LongLine, whole_lines
+from tokenfeed.tools.corpus.formats.base import Format
+from tokenfeed.tools.corpus.formats.json_lines import JsonLines
+from tokenfeed.tools.corpus.input_files import FilePart
+from tokenfeed.tools.corpus.records import Fields, Records, rejected, too_long
+from tokenfeed.tools.corpus.spool import json_lines
+
+__all__ = ["GROUP", "installed_format"]
+
+GROUP = "tokenfeed.formats"
+
+Read = Callable[[BinaryIO], Iterator[Any]]
+
+
+def installed_format(ending: str) -> Format | None:
+    """Return the format that an installed package has for an ending like `.warc`; else None.
+
+    Raises:
+        ConfigError: The package cannot be imported.
+    """
+    point = _points().get(ending)
+    if point is None:
+        return None
+    try:
+        read: Read = point.load()
+    except Exception as error:  # the package may do anything
+        raise ConfigError(
+            f"{GROUP}: {point.name} = {point.value}: cannot be imported: {error}. Mend or "
+            "uninstall the package."
+        ) from error
+    return Format(
+        name=ending,
+        endings=(ending,),
+        read=partial(_read, read),
+        damage=(Exception,),
+        packages=(point.dist.name,) if point.dist else (),
+        is_compressible=True,
+    )
+
+
+@functools.cache
+def _points() -> dict[str, EntryPoint]:
+    return {f".{point.name.lower()}": point for point in entry_points(group=GROUP)}
+
+
+def _read(read: Read, part: FilePart, fields: Fields) -> Iterator[Records]:
+    blocks, decoder = part.blocks(), JsonLines(fields)
+    most_bytes = part.source.max_record_bytes
+    number, consumed = 0, 0
+    errors: list[Exception] = []
+
+    def records() -> Iterator[Any]:
+        with io.BufferedReader(BlockFile(blocks)) as file:
+            try:
+                yield from read(file)
+            except Exception as error:  # raised below, after the records before the error
+                errors.append(error)
+
+    for lines in whole_lines(json_lines(part.source.name, records, fields), most_bytes):
+        if isinstance(lines, LongLine):
+            reason = f"the record {too_long(lines.num_bytes, most_bytes)}"
+            found, num_records = rejected(number, fields, reason), 1
+        else:
+            found, num_records = decoder.decode(lines, number)
+        yield replace(found, weight_bytes=part.weight_of(blocks.consumed_bytes - consumed))
+        number += num_records
+        consumed = blocks.consumed_bytes
+    if errors:
+        raise errors[0]
