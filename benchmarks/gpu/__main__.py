@@ -2,9 +2,10 @@
 
 The tests marked `cuda`; batches under torch's sanitizer, which finds memory that two streams use in
 no order; 20 steps of every task in which a wait of the host is an error; the speed of loader and
-trainer; and fault by fault the stall meter beside a trace. Each part is a process of its own. The
-result stands in results/gpu-NAME.json: every figure in it was measured on the machine it names, and
-a part that failed says so.
+trainer; a step as roofline.py predicts it for an H100; and fault by fault the stall meter beside a
+trace. Each part is a process of its own. The result stands in results/gpu-NAME.json, one file that
+can be attached to an issue: every figure in it was measured on the machine it names, predictions
+are called so, and a part that failed says so.
 
 usage: python -m benchmarks.gpu [--name NAME]               # needs a CUDA device; `make gpu`
        python -m benchmarks.gpu --device cpu --small        # tries the parts that need none
@@ -26,7 +27,7 @@ from benchmarks.gpu.data import TASKS, make_data
 from benchmarks.protocol import RESULTS, write_result
 from benchmarks.stall.case import FAULTS
 
-__all__ = ["PARTS", "RUNS"]
+__all__ = ["PARTS", "RUNS", "compared", "comparison", "predicted_step"]
 
 Entry = dict[str, Any]
 
@@ -47,6 +48,7 @@ PARTS: dict[str, list[str]] = {
     **{f"waits {name}": [*CASE, "waits"] for name in RUNS},
     "loader": [*CASE, "loader"],
     **{f"train {name}": [*CASE, "train"] for name in RUNS | COMPILED},
+    "speed": [*CASE, "speed"],
     **{f"stall {fault}": [*STALL_CASE, fault] for fault in FAULTS},
 }
 """What is run, by name: the first word says what, the rest with which settings."""
@@ -70,9 +72,40 @@ def run_part(name: str, data: Path, options: argparse.Namespace) -> Entry:
     if said.returncode:
         reason = last if what == "tests" else last_line(said.stderr)
         return {"part": name, "outcome": f"failed: {reason or f'ended with {said.returncode}'}"}
-    return {"part": name, "outcome": "passed"} | (
-        {"tests": last} if what == "tests" else json.loads(last)
-    )
+    found = {"tests": last} if what == "tests" else json.loads(last)
+    if what == "speed":
+        found["compared"] = compared(found, predicted_step())
+    return {"part": name, "outcome": "passed"} | found
+
+
+def predicted_step(results: Path = RESULTS) -> Entry:
+    """The step of this package that roofline.py predicts."""
+    found = json.loads((results / "roofline.json").read_text())["results"]
+    return next(entry for entry in found if entry.get("trainer") == "tokenfeed")
+
+
+def compared(measured: Entry, predicted: Entry) -> dict[str, dict[str, float]]:
+    """Measured figures beside those that were predicted, and their ratio. Left out is what was not
+    measured, and the speed of steps of another size."""
+    memory = {"peak_memory_bytes": measured["predicted_memory_bytes"]}
+    same = measured["tokens_per_step"] == predicted["tokens_per_step"]
+    both = memory | (predicted if same else {})
+    return {
+        name: {"predicted": both[name], "measured": value, "ratio": value / both[name]}
+        for name in ("tokens_per_s", "mfu", "kernels", "peak_memory_bytes")
+        if (value := measured[name]) is not None and name in both
+    }
+
+
+def comparison(entry: Entry) -> str:
+    """What is printed of predictions: a line per figure, and the stall by cause."""
+    lines = ["predicted for an H100 | measured | ratio"]
+    for name, pair in entry["compared"].items():
+        figures = (f"{pair[key]:,.4g}" for key in ("predicted", "measured"))
+        lines.append(f"{name}: {' | '.join(figures)} | {pair['ratio']:.2f}")
+    causes = entry["stall"]["causes"]
+    lines += [f"stall, {cause}: {told['fraction']:.2%}" for cause, told in causes.items()]
+    return "\n".join(lines)
 
 
 def run(command: list[str], *, watched: bool) -> subprocess.CompletedProcess[str]:
@@ -138,6 +171,8 @@ def main() -> None:
         for name in options.parts:
             results.append(run_part(name, data, options))
             print(json.dumps(results[-1]), flush=True)
+            if results[-1].get("compared"):
+                print(comparison(results[-1]), flush=True)
     about = machine(options.device)
     if options.results is not None:
         name = slug(options.name or about["device"])

@@ -3,9 +3,9 @@
 It prints one line of JSON, and ends with a traceback where it fails. `races` uses batches while
 torch's sanitizer watches, which TORCH_CUDA_SANITIZER=1 in the environment switches on; `waits`
 trains some steps in which a wait of the host for the device is an error; `loader` and `train` say
-how fast it goes.
+how fast it goes; `speed` trains as benchmarks/gpu/roofline.py predicts it.
 
-usage: case.py races|waits|loader|train DATA [--device cuda] [--small] [--settings JSON]
+usage: case.py races|waits|loader|train|speed DATA [--device cuda] [--small] [--settings JSON]
 """
 
 import argparse
@@ -14,7 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
+from tokenfeed.trainer.sizing.dry_run import RunPlan
 from tokenfeed.trainer.stall import Cause, StallMeter
 
 __all__ = ["Scale"]
@@ -45,6 +46,8 @@ class Scale:
     """Of a loader that is watched."""
     seconds: float
     """Of a loader that is timed."""
+    predicted_rows: int
+    """Of a step whose speed is predicted."""
 
 
 LARGE = Scale(
@@ -54,10 +57,18 @@ LARGE = Scale(
     steps=60,
     batches=300,
     seconds=5.0,
+    predicted_rows=64,
 )
 SMALL = Scale(
-    model="tiny", sequence_length=256, micro_batch_tokens=512, steps=4, batches=20, seconds=0.2
+    model="tiny",
+    sequence_length=256,
+    micro_batch_tokens=512,
+    steps=4,
+    batches=20,
+    seconds=0.2,
+    predicted_rows=2,
 )
+TRACED_STEPS = 2
 WAITING_STEPS = 20
 
 
@@ -151,6 +162,35 @@ def measured_training(data: Path, device: str, scale: Scale, settings: Entry) ->
     }
 
 
+def speed(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
+    """What is predicted: tokens and kernels of a compiled step, memory, stall by cause."""
+    tokens = scale.predicted_rows * scale.sequence_length
+    settings |= {
+        "micro_batch_tokens": tokens,
+        "step_tokens": tokens,
+        "compile": device == "cuda",
+        "attention": "rows",
+        "profile": f"{scale.steps - TRACED_STEPS + 1}:{scale.steps}",
+    }
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        run = config(data, device, scale, Path(folder) / "run", settings)
+        plan = RunPlan(replace(run, precision="bf16" if device == "cuda" else "fp32"), None)
+        report = train(run, lambda: False)
+        trace = json.loads((run.run_dir / "profile" / "trace.json").read_text())
+    kernels = sum(event.get("cat") == "kernel" for event in trace["traceEvents"])
+    return {
+        "model": report.model,
+        "precision": report.precision,
+        "tokens_per_step": tokens,
+        "tokens_per_s": report.real_tokens_per_s and round(report.real_tokens_per_s),
+        "mfu": report.stall.mfu,
+        "kernels": kernels / TRACED_STEPS if device == "cuda" else None,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "predicted_memory_bytes": plan.peak(run),
+        "stall": asdict(report.stall),
+    }
+
+
 def config(data: Path, device: str, scale: Scale, run_dir: Path, settings: Entry) -> TrainConfig:
     """A run of the scale, with some settings of its own."""
     task = settings.pop("task", "lm")
@@ -170,7 +210,7 @@ def config(data: Path, device: str, scale: Scale, run_dir: Path, settings: Entry
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=("races", "waits", "loader", "train"))
+    parser.add_argument("action", choices=("races", "waits", "loader", "train", "speed"))
     parser.add_argument("data", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
@@ -180,7 +220,7 @@ def main() -> None:
     if options.action in ("races", "loader"):
         found = {"races": races, "loader": loader}[options.action](*arguments)
     else:
-        run = {"waits": waits, "train": measured_training}[options.action]
+        run = {"waits": waits, "train": measured_training, "speed": speed}[options.action]
         found = run(*arguments, options.settings)
     print(json.dumps(found))
 

@@ -11,7 +11,8 @@ from benchmarks.loader.data import blocks, pretokenize, standard_library
 __all__ = ["TASKS", "make_data"]
 
 TASKS = ("lm", "complete", "classify", "score", "tag")
-VOCABULARY = 32_768
+VOCABULARY = 50_257
+"""As GPT-2 has, for which a step is predicted."""
 SMALL_VOCABULARY, SMALL_TEXTS = 512, 40
 CHARACTERS = 250
 """Of a row with one label, which cannot be cut: fewer tokens than a sequence has."""

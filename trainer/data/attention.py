@@ -155,7 +155,7 @@ def choose_flash_attention(device: torch.device, dtype: torch.dtype, *, drops: b
             version = 3
         except (ImportError, OSError, RuntimeError) as error:  # made for another torch or CUDA
             _log.warning("FlashAttention 3 is installed, but does not load: %s", error)
-    _log.info("attention: FlashAttention %d", version)
+    _log.info("flash attention: version %d", version)
 
 
 def attend(

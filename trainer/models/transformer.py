@@ -204,8 +204,11 @@ class _Block(nn.Module):
         return out_BTD
 
     def _attend(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], scope: Scope) -> Tensor:
-        heads_BTHK = self.attention_in(x_BTD).unflatten(-1, (3 * self._heads, -1))
-        query_BHTK, key_BHTK, value_BHTK = heads_BTHK.transpose(1, 2).chunk(3, dim=1)
+        # Cut before heads are moved, so that gradients are joined in the layout of the product.
+        query_BHTK, key_BHTK, value_BHTK = (
+            part_BTD.unflatten(-1, (self._heads, -1)).transpose(1, 2)
+            for part_BTD in self.attention_in(x_BTD).chunk(3, dim=-1)
+        )
         mixed_BHTK = attend(rotate(query_BHTK, rotary), rotate(key_BHTK, rotary), value_BHTK, scope)
         out_BTD: Tensor = self.attention_out(mixed_BHTK.transpose(1, 2).flatten(2))
         return out_BTD

@@ -31,8 +31,9 @@ __all__ = [
     "vocabulary_loss",
 ]
 
-_BYTES_PER_LOGIT = 10
-"""Memory without `--compile`: logits in half precision, in fp32, and their log-softmax."""
+_BYTES_PER_LOGIT, _COMPILED_BYTES_PER_LOGIT = 10, 4
+"""Memory of a chunk: logits in half precision, in fp32, and their log-softmax. With `--compile`:
+logits and their gradient in half precision."""
 _CHUNK_BYTES, WORTH_BYTES = 1 << 30, 1 << 26
 MOST_TOKENS = 8192
 """Tokens of the largest chunk. The sum over a chunk, for a frequent id, must stay in fp16's
@@ -44,15 +45,19 @@ def is_worth_chunks(tokens: int, vocabulary_size: int) -> bool:
     return tokens * vocabulary_size * _BYTES_PER_LOGIT > WORTH_BYTES
 
 
-def most_chunk_tokens(vocabulary_size: int) -> int:
+def most_chunk_tokens(vocabulary_size: int, *, compiled: bool = False) -> int:
     """Return the tokens of the largest chunk."""
-    fitting = _CHUNK_BYTES // (vocabulary_size * _BYTES_PER_LOGIT)
+    bytes_per_logit = _COMPILED_BYTES_PER_LOGIT if compiled else _BYTES_PER_LOGIT
+    fitting = _CHUNK_BYTES // (vocabulary_size * bytes_per_logit)
     return max(1, min(fitting, MOST_TOKENS))
 
 
-def chunk_tokens(tokens: int, vocabulary_size: int) -> int:
-    """Return the tokens of a chunk. All chunks but the last are equal."""
-    chunks = ceil_div(tokens, most_chunk_tokens(vocabulary_size))
+def chunk_tokens(tokens: int, vocabulary_size: int, *, compiled: bool = False) -> int:
+    """Return the tokens of a chunk. All chunks but the last are equal.
+
+    The gradient of the head is read and written once per chunk, so large chunks move fewer bytes.
+    """
+    chunks = ceil_div(tokens, most_chunk_tokens(vocabulary_size, compiled=compiled))
     return ceil_div(tokens, max(1, chunks))
 
 
@@ -65,7 +70,7 @@ def vocabulary_loss(
     Matrix products are computed in autocast's dtype. The weight's gradient is summed over chunks
     in the weight's own dtype. Gradients cannot be differentiated again.
     """
-    chunk = max(1, chunk_tokens(len(targets_N), len(weight_VD)))
+    chunk = max(1, chunk_tokens(len(targets_N), len(weight_VD), compiled=compiled))
     loss: Tensor = _ChunkedLoss.apply(hidden_ND, weight_VD, targets_N, chunk, compiled)  # type: ignore[no-untyped-call]
     return loss
 

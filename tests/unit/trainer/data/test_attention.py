@@ -141,7 +141,7 @@ def test_flash_attention_3_is_used_where_installed(
     importlib.invalidate_caches()
     choose_flash_attention(CUDA, torch.bfloat16, drops=False)
     assert attention.current_flash_attention_impl() == "FA3"
-    assert caplog.messages == ["attention: FlashAttention 2", "attention: FlashAttention 3"]
+    assert caplog.messages == ["flash attention: version 2", "flash attention: version 3"]
 
 
 @pytest.mark.parametrize(
