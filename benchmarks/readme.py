@@ -185,12 +185,76 @@ def significant(number: float | None) -> str:
     )
 
 
+def roofline_table(results: list[Entry]) -> list[list[str]]:
+    """What is predicted of every trainer."""
+    header = ["trainer", "attention", "tokens/s", "MFU", "ms a step", "kernels", "GB moved"]
+    return [
+        header,
+        *(
+            [
+                entry["trainer"],
+                entry["attention"],
+                f"{entry['tokens_per_s']:,}",
+                f"{entry['mfu']:.1%}",
+                f"{entry['milliseconds']:.1f}",
+                f"{entry['kernels']:,}",
+                f"{entry['gigabytes']:.0f}",
+            ]
+            for entry in results
+            if "trainer" in entry
+        ),
+    ]
+
+
+def roofline_parts(results: list[Entry]) -> list[list[str]]:
+    """The parts of every step; of trainers with several kinds of attention, the first."""
+    trainers = {entry["trainer"]: entry for entry in reversed(results) if "trainer" in entry}
+    header = ["trainer", "part", "kernels", "GB moved", "TFLOP", "ms"]
+    return [
+        header,
+        *(
+            [
+                name,
+                part,
+                f"{told['kernels']:,}",
+                f"{told['gigabytes']:.1f}",
+                f"{told['teraflops']:.1f}" if told["teraflops"] else NONE,
+                f"{told['milliseconds']:.1f}",
+            ]
+            for name in reversed(trainers)
+            for part, told in trainers[name]["parts"].items()
+        ),
+    ]
+
+
+def roofline_checks(results: list[Entry]) -> list[list[str]]:
+    """Published speeds beside what the model says of them; the first one is fitted."""
+    header = ["step", "predicted tokens/s and GPU", "published", "difference", "where"]
+    checks = [entry for entry in results if "check" in entry]
+    return [
+        header,
+        *(
+            [
+                entry["check"],
+                f"{entry['predicted_tokens_per_s']:,}",
+                f"{entry['published_tokens_per_s']:,}",
+                "fitted" if entry is checks[0] else f"{entry['difference']:+.1%}",
+                entry["source"],
+            ]
+            for entry in checks
+        ),
+    ]
+
+
 TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "loader": loader_table,
     "loader/front": front_table,
     "pretokenize": pretokenize_table,
     "trainer": trainer_table,
     "scenarios": scenarios_table,
+    "roofline": roofline_table,
+    "roofline/parts": roofline_parts,
+    "roofline/checks": roofline_checks,
     **remote_tables.TABLES,
     **shuffle_tables.TABLES,
 }

@@ -90,6 +90,9 @@ D26 = Size(
 )
 NANOCHAT_124M = Size(layers=12, width=768, heads=12, length=1024, vocabulary=50304, tokens=65_536)
 
+_SPLIT = ("blocks", "forward and backward")
+"""Parts that are listed by kind of kernel."""
+
 
 @dataclass(frozen=True, slots=True)
 class Published:
@@ -246,9 +249,7 @@ def _update(head: Head) -> list[Operator]:
     is_update = [operator.name.startswith("aten::_fused") for operator in found]
     return [
         *(o for o, update in zip(found, is_update, strict=True) if update),
-        *in_part(
-            [o for o, update in zip(found, is_update, strict=True) if not update], "clipping"
-        ),
+        *in_part([o for o, update in zip(found, is_update, strict=True) if not update], "clipping"),
     ]
 
 
@@ -298,7 +299,7 @@ def figures(
     parts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
     for operator in operators:
         kind = operator.kind.split()[0]
-        part = f"{operator.part}: {kind}" if operator.part == "blocks" else operator.part
+        part = f"{operator.part}: {kind}" if operator.part in _SPLIT else operator.part
         took = seconds(operator, ATTENTION[attention], share)
         figures = operator.launches, operator.bytes, operator.flops, took
         parts[part] = [a + b for a, b in zip(parts[part], figures, strict=True)]
