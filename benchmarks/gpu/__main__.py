@@ -176,7 +176,8 @@ def main() -> None:
     about = machine(options.device)
     if options.results is not None:
         name = slug(options.name or about["device"])
-        print(write_result(f"gpu-{name}", results, options.results, **about))
+        path = write_result(f"gpu-{name}", results, options.results, **about)
+        print(f"{path}: all figures in one file, which you can attach to an issue")
     failed = [entry["part"] for entry in results if entry["outcome"].startswith("failed")]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 

@@ -60,7 +60,7 @@ def test_parts_that_need_no_gpu_are_measured_and_the_others_skipped(
     skipped = {part for part, outcome in found.items() if outcome == "skipped: no CUDA"}
     assert skipped | measured == set(found)
     assert {"tests", "races", *(f"waits {task}" for task in TASKS)} <= skipped
-    assert {"loader", *(f"train {task}" for task in TASKS)} <= measured
+    assert {"loader", "speed", *(f"train {task}" for task in TASKS)} <= measured
 
 
 @pytest.mark.slow
