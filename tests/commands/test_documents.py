@@ -35,6 +35,11 @@ ROOMS, MORE_ROOMS = ("pipeline/format",), ("pipeline", "tools")
 """Whose source files are the corpus, cut into documents: every run of a page reads all of it, so it
 is small, but for the long ones, which want several windows."""
 PIECE_LINES = 12
+SMALL = """
+from tokenfeed.trainer.models.transformer import SIZES, ModelSize
+SIZES["tiny"] = ModelSize(layers=1, width=32, heads=2)
+"""
+"""Makes the model small that `train` has unless it is told another: most of the time of a page."""
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?"
     r"(?P<indent>^ *)```(?P<language>\w*)(?: title=\"(?P<title>[\w.]+)\")?\n"
@@ -142,7 +147,7 @@ def write_lines(path: Path, records: list[dict[str, object]]) -> None:
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder of the commands, which start warm."""
     folder = tmp_path_factory.mktemp("commands") / "bin"
-    with warm.serve_commands(folder):
+    with warm.serve_commands(folder, SMALL):
         yield folder
 
 

@@ -190,7 +190,7 @@ _PROGRAM = """#!{python} -IS
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
-    words = ["-m", "tokenfeed.tools.{command}", *sys.argv[1:]]
+    words = ["-c", {code!r}, *sys.argv[1:]]
     told = json.dumps([words, os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(server, [len(told).to_bytes(8, "big")], [0, 1, 2])
     server.sendall(told)
@@ -200,13 +200,18 @@ with socket.socket(socket.AF_UNIX) as server:
 
 
 @contextlib.contextmanager
-def serve_commands(folder: Path) -> Iterator[None]:
-    """Write the commands into `folder`, which is to be the first in PATH, and serve them."""
+def serve_commands(folder: Path, before: str = "") -> Iterator[None]:
+    """Write the commands into `folder`, which is to be the first in PATH, and serve them.
+
+    Args:
+        before: Python code that each of them runs first.
+    """
     address = f"\0tokenfeed-{uuid.uuid4()}"  # of no file, whose name would have to be short
     folder.mkdir()
     for command in _COMMANDS:
         program = folder / command
-        program.write_text(_PROGRAM.format(python=sys.executable, address=address, command=command))
+        code = f"{before}\nimport sys\nfrom tokenfeed.tools.{command} import main\nsys.exit(main())"
+        program.write_text(_PROGRAM.format(python=sys.executable, address=address, code=code))
         program.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address)

@@ -5,6 +5,7 @@ python ranked_training.py RUNS: a JSON list; of each run its ranks and its `Trai
 Runs follow one another, so that one may go on with another's folder.
 """
 
+import gc
 import itertools
 import json
 import os
@@ -90,6 +91,8 @@ def main(runs: list[tuple[int, dict[str, Any]]]) -> None:
     ended = []
     with tempfile.TemporaryDirectory() as folder:  # each fork would import anew what comes late
         train(runs[0][1] | {"run_dir": folder + "/run", "steps": 1, "phases": ()})
+    gc.collect()
+    gc.freeze()  # else collections of each fork would look at, and copy, all that was imported
     for size, settings in runs:
         port = free_port()
         ranks = [in_a_fork(rank, size, port, settings) for rank in range(size)]

@@ -75,15 +75,17 @@ AT_SEAMS = (2, 3, 4, 7)
 
 
 @pytest.mark.parametrize(
-    "stop",
+    ("way", "stop"),
     [
-        pytest.param(stop, marks=() if stop in AT_SEAMS else pytest.mark.slow)
-        for stop in range(1, sum(STEPS))
+        *(("several", stop) for stop in AT_SEAMS),
+        *(
+            pytest.param("one data set", stop, marks=() if stop in AT_SEAMS else pytest.mark.slow)
+            for stop in range(1, sum(STEPS))
+        ),
     ],
 )
-@pytest.mark.parametrize("way", ["one data set", "several"])
 def test_a_run_goes_on_bit_for_bit_from_any_step_of_any_phase(
-    stop: int, way: str, folder: Path, tmp_path: Path, whole: dict[str, Path]
+    way: str, stop: int, folder: Path, tmp_path: Path, whole: dict[str, Path]
 ) -> None:
     parts = WAYS[way](folder)
     run(config_of(folder / "code", tmp_path, parts), stop_after=stop)
