@@ -73,7 +73,7 @@ SHORT = {"docs/how/own-format.md", "docs/how/resume.md"}
 LONG = {"docs/how/gpus.md", "docs/how/ranks.md"}
 """Run by `make test-long`: a quarter of a minute and more each."""
 DESCRIBED = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
-OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 OF_OTHERS = {
     *("--check", "--peer-python"),  # benchmarks
     *("--help", "--stat", "--strict"),

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import xxhash
-from support import warm
+from support import commands, warm
 from support.commands import kill_at, records_in, start
 from support.data_sets import files_of
 from support.false_engine import FALSE_ENGINE, sampled_document, write_corpus
@@ -58,7 +58,7 @@ def test_an_engine_that_is_wrong_once_makes_no_id_of_the_data_set(
     byte_level.save(str(tmp_path / "tokenizer.json"))
     corpus = write_corpus(tmp_path / "corpus", extra)
     options = ("--tokenizer", tmp_path, "--shard-size", "60KB", "--validation", "0.1")
-    run(environment, corpus, tmp_path / "right", *options, "--engine", "tokenizers")
+    commands.run(corpus, tmp_path / "right", *options, "--engine", "tokenizers")
     manifests = []
     for workers in (1, 2):
         out = tmp_path / f"out{workers}"
@@ -84,7 +84,7 @@ def test_an_engine_that_is_right_is_used_and_its_audit_kept(
     corpus = write_corpus(tmp_path / "corpus", sampled_document("nothing"))
     for name, env in {"false": environment, "real": dict(os.environ)}.items():
         run(env, corpus, tmp_path / name, "--tokenizer", tmp_path)
-    run(environment, corpus, tmp_path / "right", "--tokenizer", tmp_path, "--engine", "tokenizers")
+    commands.run(corpus, tmp_path / "right", "--tokenizer", tmp_path, "--engine", "tokenizers")
     assert shards_of(tmp_path / "false") == shards_of(tmp_path / "real")
     assert shards_of(tmp_path / "real") == shards_of(tmp_path / "right")
     made = Manifest.read(tmp_path / "real").tokenizer
@@ -101,7 +101,7 @@ def test_special_tokens_in_text_become_what_was_asked_for(
     corpus = write_corpus(tmp_path / "corpus", "forged <|endoftext|> end")
     for engine in ("tokenizers", "gigatoken"):
         options = ("--tokenizer", tmp_path, "--engine", engine, "--special-tokens-in-text", policy)
-        run(dict(os.environ), corpus, tmp_path / engine, *options)
+        commands.run(corpus, tmp_path / engine, *options)
     made = shards_of(tmp_path / "tokenizers")
     assert made == shards_of(tmp_path / "gigatoken")
     manifest = Manifest.read(tmp_path / "tokenizers")
@@ -113,10 +113,8 @@ def test_what_the_tokenizer_cannot_encode_is_a_reject(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "in.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n{"text": "b"}\n')
-    result = run(
-        dict(os.environ), tmp_path / "in.jsonl", tmp_path / "out", "--tokenizer", tmp_path, "--json"
-    )
-    summary = json.loads(result.stdout)
+    given = (tmp_path / "in.jsonl", tmp_path / "out", "--tokenizer", tmp_path)
+    summary = commands.run_json(*given)
     assert (summary["documents"], summary["rejected"]) == (2, 1)
     (reject,) = map(json.loads, (tmp_path / "out/rejects.jsonl").read_text().splitlines())
     assert (reject["line"], reject["record"]) == (2, 1)
@@ -144,7 +142,7 @@ def test_verified_ids_are_those_of_every_text(
 
 def test_verifying_is_refused_where_nothing_is_to_be_verified(tmp_path: Path) -> None:
     options = ("--engine", "tokenizers", "--verify-ids")
-    message = run(dict(os.environ), tmp_path, tmp_path / "out", *options, expect=2).stderr
+    message = commands.error_of(tmp_path, tmp_path / "out", *options, expect=2)
     assert "`--verify-ids` compares with the ids of `--engine tokenizers`" in message
 
 
@@ -157,8 +155,8 @@ def test_routed_texts_are_counted_and_a_matter_of_the_input_alone(
     corpus = write_corpus(tmp_path / "corpus", "nothing")
     options = ("--tokenizer", tmp_path, "--shard-size", "60KB")
     for workers in (1, 2):
-        run(dict(os.environ), corpus, tmp_path / f"{workers}", *options, "--workers", workers)
-    run(dict(os.environ), corpus, tmp_path / "right", *options, "--engine", "tokenizers")
+        commands.run(corpus, tmp_path / f"{workers}", *options, "--workers", workers)
+    commands.run(corpus, tmp_path / "right", *options, "--engine", "tokenizers")
     assert shards_of(tmp_path / "1") == shards_of(tmp_path / "2") == shards_of(tmp_path / "right")
     tokenizer = Manifest.read(tmp_path / "1").tokenizer
     assert tokenizer.engine == "gigatoken"
@@ -219,7 +217,7 @@ def test_an_id_beyond_the_vocabulary_has_the_reference_do_the_work(
     options = ("--tokenizer", tokenizer, "--shard-size", "60KB", "--validation", "0")
     said = start(corpus, tmp_path / "out", *options, "--workers", "2").stderr
     assert "`tokenizers` encodes everything" in said.splitlines()[-1]
-    start(corpus, tmp_path / "right", *options, "--engine", "tokenizers")
+    commands.run(corpus, tmp_path / "right", *options, "--engine", "tokenizers")
     assert files_of(tmp_path / "out/train") == files_of(tmp_path / "right/train")
 
 

@@ -224,15 +224,16 @@ def test_training_on_a_gpu_reports_its_stall(counting: Path, tmp_path: Path) -> 
     assert "events" in report.stall.method
 
 
-KILLS, WITH_UPLOADS = 30, 16
+WITH_UPLOADS = 16
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kills", [15, pytest.param(60, marks=pytest.mark.long)])
 def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(
-    tmp_path: Path, write_dataset: Callable[..., Path]
+    kills: int, tmp_path: Path, write_dataset: Callable[..., Path]
 ) -> None:
-    seen = killed_training(tmp_path, write_dataset, KILLS)
-    assert seen["during_saves"] > KILLS // 4
+    seen = killed_training(tmp_path, write_dataset, kills)
+    assert seen["during_saves"] > kills // 4
 
 
 @pytest.mark.long
