@@ -1,10 +1,10 @@
-"""The audit: does a fast engine give the reference's ids?
+"""The audit: compare the ids of the fast engine with the ids of the reference.
 
-This is the second check: the first, of a tokenizer's structure, decides whether the engine is used
-at all. The beginning of a run compares texts made for the tokenizer at hand and a sample of the
-corpus; later, one document in about a thousand is compared, chosen by a hash of its text. One text
-whose ids differ is enough to reject the engine. Workers, who have the fast engine loaded, give its
-ids; the process that runs them has the reference loaded, and compares.
+The audit is the second check. The first check, of the tokenizer's structure, decides whether the
+engine is used at all. At its start, a run compares generated texts and a sample of the corpus.
+Later, it compares one document in about a thousand, chosen by a hash of the text. One text with
+other ids is enough to reject the engine. Workers encode with the fast engine. The main process
+encodes with the reference, and compares.
 """
 
 import itertools
@@ -34,13 +34,13 @@ __all__ = ["Answers", "Audit", "Questions", "adversarial_texts", "beginning", "s
 _TEXTS = 400
 _TEXTS_BYTES = 1 << 18
 _SAMPLED_PART = 256
-"""A small corpus gives one byte in so many, so that its run stays short."""
+"""One byte in this many is compared, so that a run over a small corpus stays short."""
 _PARTS = 16
 _LONGEST_BYTES = 1 << 22
-"""Longer texts are compared up to here, for which the reference takes a second."""
+"""Bytes of a text that are compared. The reference takes a second for them."""
 
 _ADDED_TOKEN_CHARACTERS = 1 << 18
-"""Room for about a thousand added tokens; those beyond stand in the first two texts only."""
+"""Enough for about a thousand added tokens. Further tokens are only in the first two texts."""
 _NEIGHBOURS = (
     *("x{}y", "X{}Y", "1{}2", "!{}?", "_{}_", "{}{}", "{}  {}", "\n{}\n", "\t{}\u00a0", "'{}'s"),
     *("\u00e9{}\u6f22", "e{}\u0301", "\u2581{}\u2581"),
@@ -49,7 +49,7 @@ _NEIGHBOURS = (
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Texts that the fast engine is to encode, as a unit of work that does not count."""
+    """Texts that the fast engine encodes for the comparison: a unit of work without progress."""
 
     texts: list[bytes]
     weight_bytes: float = 0.0
@@ -60,18 +60,18 @@ class Questions:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What an engine gives for some texts."""
+    """The ids that an engine found for texts."""
 
     texts: list[bytes]
     ids: Ragged
     failed: np.ndarray
-    """The texts for which it gave none, since it broke down; shape (R,), bool."""
+    """Texts on which the engine failed, shape (R,), bool."""
     routed: np.ndarray
-    """The texts that it was not asked for, since the reference encodes them; shape (R,), bool."""
+    """Texts that were left to the reference, shape (R,), bool."""
 
     @classmethod
     def from_engine(cls, engine: Engine, texts: list[bytes]) -> Self:
-        """Ask an engine; where it breaks down over a batch, text by text."""
+        """Encode texts by an engine, one by one if the engine fails on the batch."""
         none = np.zeros(len(texts), bool)
         try:
             return cls(texts, engine.encode(texts), none, none)
@@ -83,9 +83,9 @@ class Answers:
 
     @classmethod
     def from_fast(cls, engine: FastEngine, texts: list[bytes]) -> Self:
-        """Ask the fast engine for what it does not leave to the reference.
+        """Encode the texts that the fast engine does not leave to the reference.
 
-        To load that, and compare it with itself, would take longer than all the other texts.
+        Loading the reference in a worker would take longer than encoding all other texts.
         """
         routed = np.isin(np.arange(len(texts)), engine.routed_of(texts))
         pairs = zip(texts, routed, strict=True)
@@ -94,7 +94,7 @@ class Answers:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Several, one after the other; none are no texts."""
+        """Concatenate answers. An empty sequence has no texts."""
         return cls(
             [text for part in parts for text in part.texts],
             Ragged(
@@ -109,11 +109,11 @@ class Answers:
         return len(self.texts)
 
     def differing(self, reference: Engine) -> list[bytes]:
-        """Return the texts that `reference` can encode and for which it gives other ids."""
+        """Return the texts for which `reference` has other ids."""
         return self.differing_from(Answers.from_engine(reference, self.texts))
 
     def differing_from(self, right: "Answers") -> list[bytes]:
-        """The texts that differ from the right answers to them, as far as there are both."""
+        """Return the texts with other ids than `right`, if both engines encoded them."""
         if self.ids == right.ids and not self.failed.any():
             return []
         rows = zip(self.ids.rows(), right.ids.rows(), strict=True)
@@ -128,7 +128,7 @@ class Audit:
     def __init__(
         self, tokenizer: TextTokenizer, units: tuple[Unit, ...], fields: Fields, seed: int
     ) -> None:
-        """Costs nothing yet."""
+        """Prepare the comparison. Nothing is encoded yet."""
         self.audited = 0
         """Texts compared at the beginning of the run."""
         self.differing: list[bytes] = []
@@ -139,37 +139,37 @@ class Audit:
         self._units, self._fields, self._seed = units, fields, seed
 
     def questions(self) -> Questions:
-        """The texts that the fast engine is to encode at the beginning of the run."""
+        """Return the texts that the fast engine encodes at the start of the run."""
         texts = adversarial_texts(self._tokenizer)
         return Questions(texts + sample_texts(self._units, self._fields, self._seed))
 
     def expect(self, questions: Questions) -> None:
-        """Find the right answers, while those of the fast engine are waited for."""
+        """Encode the questions by the reference, while a worker encodes them by the fast engine."""
         self._right = Answers.from_engine(self._reference, questions.texts)
 
     def begin(self, answers: Answers) -> None:
-        """Look at the fast engine's answers to the questions, if there is a fast engine."""
+        """Compare the answers of the fast engine, if there is one."""
         self.audited = len(answers)
         self.differing = answers.differing_from(self._right) if len(answers) else []
 
     def kept(self) -> dict[str, Any]:
-        """What `begin` has found, as JSON can hold it."""
+        """Return the findings of `begin` as values of JSON."""
         return {"audited": self.audited, "differing": [text.decode() for text in self.differing]}
 
     def take_over(self, kept: dict[str, Any] | None) -> bool:
-        """Take over what `begin` has found in another process. Return whether there is anything."""
+        """Take over the findings of `begin` from another process. Return whether there are any."""
         if kept is None:
             return False
         self.audited, self.differing = kept["audited"], [*map(str.encode, kept["differing"])]
         return True
 
     def compare(self, answers: Answers) -> list[bytes]:
-        """The texts whose ids differ."""
+        """Return the texts with other ids than the reference's."""
         return answers.differing(self._reference)
 
 
 def adversarial_texts(tokenizer: TextTokenizer) -> list[bytes]:
-    """Texts of every kind that tokenizers are known to disagree about."""
+    """Return texts of every kind on which tokenizers are known to differ."""
     texts = [
         "e\u0301 = \u00e9, n\u0303 = \u00f1, a\u0308\u0301\u0327\u0323 o\u0338",  # combining marks
         "\u1ae3\ua7f3\uab69\u0c77\u1b7f",  # of younger Unicode versions than some tables
@@ -211,7 +211,7 @@ def adversarial_texts(tokenizer: TextTokenizer) -> list[bytes]:
 
 
 def _added_token_texts(tokenizer: TextTokenizer) -> list[str]:
-    """Every added token in every neighbourhood that its flags tell apart, as far as room is."""
+    """Return every added token with every kind of neighbour, up to a total length."""
     added = [token.content for token in tokenizer.tokenizer.get_added_tokens_decoder().values()]
     texts = ["".join(added), " ".join(f"x{token}y" for token in added)]
     room = _ADDED_TOKEN_CHARACTERS
@@ -225,7 +225,7 @@ def _added_token_texts(tokenizer: TextTokenizer) -> list[str]:
 
 
 def sample_texts(units: tuple[Unit, ...], fields: Fields, seed: int) -> list[bytes]:
-    """Some hundred texts from all over the corpus, 256 kB at most: beginnings, a few as a whole."""
+    """Return hundreds of texts from all parts of the corpus, at most 256 kB. Most are cut."""
     parts = [part for unit in units for part in unit.parts]
     if not parts:
         return []
@@ -246,5 +246,5 @@ def sample_texts(units: tuple[Unit, ...], fields: Fields, seed: int) -> list[byt
 
 
 def beginning(text: bytes, longest: int = _LONGEST_BYTES) -> bytes:
-    """As many whole characters of a text as fit into `longest` bytes."""
+    """Return the whole characters in the first `longest` bytes of a text."""
     return text if len(text) <= longest else text[:longest].decode(errors="ignore").encode()

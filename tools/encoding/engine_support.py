@@ -1,14 +1,14 @@
 """Which tokenizers the fast engine is trusted with, part by part.
 
-A tokenizer.json is parsed into the types below, which name every key and every value that was
-proved: the fast engine and the reference gave the same ids for thousands of generated texts of each
-shape in the table. Any other key or value makes the file `Unproved`. Decoder and post-processor do
-not matter: ids are made before them.
+A tokenizer.json is parsed into the types below. They allow the keys and values for which tests
+found the same ids with the fast engine and the reference, in thousands of generated texts for each
+shape in the table. Any other key or value raises `Unproved`. Decoder and post-processor may have
+any value, because they do not change ids.
 
-Vocabulary and merges are checked too. The fast engine knows tokens by their bytes, the reference by
-their strings, so two strings must not stand for the same bytes. If several merges make one token,
-their order does not matter: the earlier merges leave only one pair of its text. The checks compare
-100,000s of strings, so they are set operations.
+Vocabulary and merges are checked too. The fast engine identifies tokens by bytes and the reference
+by strings, so two strings must not stand for the same bytes. If several merges make the same token,
+their order does not matter: earlier merges leave only one pair for its text. The checks compare
+hundreds of thousands of strings, so they use set operations.
 """
 
 import re
@@ -32,7 +32,7 @@ __all__ = [
 TokenizerKind = Literal["byte-level", "SentencePiece"]
 
 ID_LIMIT = 10_000_000
-"""Ids are below; engines hold tables as long as the largest id."""
+"""Ids must be smaller. Engines allocate tables as long as the largest id."""
 
 _NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 _BYTE_LIKE = re.compile("<0x..>", re.DOTALL)
@@ -40,11 +40,11 @@ _BYTE_TOKENS = {f"<0x{byte:02X}>": byte for byte in range(256)}
 
 
 class Unproved(Exception):
-    """Something about a tokenizer for which no test has shown that the fast engine is right."""
+    """A tokenizer has a property for which no test compared the engines."""
 
 
 def byte_letters() -> dict[int, str]:
-    """The letter that each byte is written as in a byte-level vocabulary."""
+    """Return the letter that represents each byte in a byte-level vocabulary."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {byte: chr(byte) for byte in plain} | {
@@ -55,17 +55,17 @@ def byte_letters() -> dict[int, str]:
 def check_vocabulary(
     kind: TokenizerKind, vocab: bytes, merges: bytes, *, findable: set[str] | None
 ) -> None:
-    """Look at a vocabulary and its merges, as JSON.
+    """Check a vocabulary and its merges, as JSON.
 
     Args:
-        kind: How its tokens are written.
-        vocab: An object of tokens and their ids.
-        merges: A list of pairs, or of strings with a space between the two.
-        findable: Tokens that are looked for in the text itself; None where that is all the same,
-            for a word is merged even if it is a token as a whole.
+        kind: How tokens are written.
+        vocab: An object from token to id.
+        merges: A list of pairs, or of strings with a space between the two parts.
+        findable: The added tokens, if the model ignores merges for words in the vocabulary. None if
+            it merges every word.
 
     Raises:
-        Unproved: The message says what is unusual about it.
+        Unproved: The message names the unusual property.
     """
     ids, pairs = _ids(vocab), _pairs(merges)
     if kind == "byte-level":
@@ -132,34 +132,34 @@ def _check_sentence_piece(ids: dict[str, int], pairs: list[tuple[str, str]]) -> 
 
 
 _MARK = "\u2581"
-"""What SentencePiece writes for a space."""
+"""The character that SentencePiece writes for a space."""
 _LONGEST_TOKEN = 256
-"""Longer ones may be more than a regular expression has room for."""
+"""Characters of an added token. Longer tokens may exceed the memory of a regular expression."""
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
-    """A part of a tokenizer.json that says its type."""
+    """A part of a tokenizer.json with a type."""
 
 
 class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a step looks for."""
+    """A string or a regex to search for."""
 
     String: str | None = None
     Regex: str | None = None
 
 
 class NFC(_Part, frozen=True, tag="NFC"):
-    """Composes characters with their marks."""
+    """Normalization to NFC: characters are composed with their marks."""
 
 
 class Prepend(_Part, frozen=True, tag="Prepend"):
-    """Puts a string in front."""
+    """A string before each text."""
 
     prepend: str
 
 
 class Replace(_Part, frozen=True, tag="Replace"):
-    """Replaces a pattern."""
+    """A replacement of a pattern."""
 
     pattern: Pattern
     content: str
@@ -175,7 +175,7 @@ Normalizer = NFC | Prepend | Replace | Normalizers
 
 
 class ByteLevel(_Part, frozen=True, tag="ByteLevel"):
-    """Bytes as letters."""
+    """A letter for each byte."""
 
     add_prefix_space: bool
     trim_offsets: bool = True
@@ -183,7 +183,7 @@ class ByteLevel(_Part, frozen=True, tag="ByteLevel"):
 
 
 class Split(_Part, frozen=True, tag="Split"):
-    """Splits at a pattern."""
+    """A split at each match of a pattern."""
 
     pattern: Pattern
     behavior: Literal["Isolated", "Removed", "MergedWithPrevious"]
@@ -191,7 +191,7 @@ class Split(_Part, frozen=True, tag="Split"):
 
 
 class Metaspace(_Part, frozen=True, tag="Metaspace"):
-    """SentencePiece's spaces."""
+    """Marks instead of spaces, as SentencePiece writes them."""
 
     replacement: Literal["\u2581"]
     prepend_scheme: Literal["always", "first", "never"]
@@ -205,7 +205,7 @@ class PreTokenizers(_Part, frozen=True, tag="Sequence"):
 
 
 class Digits(_Part, frozen=True, tag="Digits"):
-    """Isolates digits."""
+    """A split around each digit."""
 
     individual_digits: Literal[True]
 
@@ -214,7 +214,7 @@ PreTokenizer = ByteLevel | Split | Metaspace | Digits | PreTokenizers
 
 
 class AddedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A token that is looked for in the text itself."""
+    """A token that is searched for in the text, before the model splits it."""
 
     id: int
     content: str
@@ -226,7 +226,7 @@ class AddedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Byte-pair encoding; files of old leave out its type, newer options and what is null."""
+    """Byte-pair encoding. Old files lack the type, newer options, and values that are null."""
 
     vocab: msgspec.Raw
     merges: msgspec.Raw
@@ -286,8 +286,8 @@ REGEXES: dict[str, tuple[str, ...]] = {
         f"|{_SPACE}",
     ),
 }
-"""The regexes of `Split` steps before a ByteLevel that has none of its own; they leave no gaps, so
-that Removed and inverted splits where Isolated does. DeepSeek's do leave gaps."""
+"""The regexes of `Split` steps before a ByteLevel without a regex. All but DeepSeek's match every
+character, so an inverted Removed splits like Isolated."""
 
 
 def split_steps(
@@ -301,16 +301,16 @@ _OPEN_AI = (
     rf"|\s*[\r\n]|{_SPACE}"
 )
 GPT_4, NANOCHAT = _OPEN_AI % 3, _OPEN_AI % 2
-"""Differ from Llama 3's regex in spelling only, and in the length of numbers."""
+"""Regexes that differ from Llama 3's only in spelling and in the length of numbers."""
 
 
 class Substitute(NamedTuple):
-    """How the fast engine, which lacks a pre-tokenizer, gives the ids of this pre-tokenizer."""
+    """The replacement for a pre-tokenizer that the fast engine lacks, with the same ids."""
 
     pre_tokenizer: tuple[PreTokenizer, ...]
-    """A pre-tokenizer that the fast engine has."""
+    """Steps that the fast engine has."""
     digits: Literal[0, 1, 2] = 0
-    """The length of the numbers that are cut out of a text before it is encoded; 0: no cuts."""
+    """Digits per piece, if texts are cut at numbers before they are encoded; 0: no cuts."""
 
 
 def _substitutes() -> dict[tuple[PreTokenizer, ...], Substitute]:
@@ -363,12 +363,13 @@ PRE_TOKENIZERS: dict[TokenizerKind, set[tuple[PreTokenizer, ...]]] = {
         ),
     },
 }
-"""The table of shapes: any normalizer of a kind with any pre-tokenizer of that kind, but what
-`_check_together` refuses. Sequences are flattened; offsets have no influence on ids."""
+"""The table of shapes: any normalizer of a kind with any pre-tokenizer of this kind, except for the
+combinations that `_check_together` rejects. Sequences are flattened. Options that only change
+offsets do not matter."""
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """A tokenizer of a shape that was proved."""
+    """The parts of a tokenizer for which tests compared the engines."""
 
     kind: TokenizerKind
     model: Model
@@ -378,10 +379,10 @@ class Shape(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_json(cls, json_bytes: bytes) -> "Shape":
-        """Find the shape of a tokenizer.json; its vocabulary is looked at by `check_vocabulary`.
+        """Return the shape of a tokenizer.json. `check_vocabulary` checks its vocabulary.
 
         Raises:
-            Unproved: It has none of them; the message names what it has instead.
+            Unproved: A part is not in the table. The message names the part.
         """
         try:
             file = msgspec.json.decode(json_bytes, type=_File)
@@ -400,7 +401,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def substitute(self) -> Substitute:
-        """What the fast engine is given for `pre_tokenizer`."""
+        """The pre-tokenizer that the fast engine uses instead of `pre_tokenizer`."""
         return SUBSTITUTES.get(self.pre_tokenizer, Substitute(self.pre_tokenizer))
 
     def _check(self) -> None:
@@ -413,7 +414,7 @@ class Shape(msgspec.Struct, frozen=True):
         self._check_together()
 
     def _check_together(self) -> None:
-        """Refuse parts that are each in the table, but not with each other."""
+        """Reject combinations of parts for which the engines differ."""
         model, contents = self.model, [token.content for token in self.added_tokens]
         if self.kind == "SentencePiece" and model.ignore_merges:
             raise Unproved("`ignore_merges` of a SentencePiece tokenizer")
@@ -439,14 +440,14 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 def _normalizers(part: Normalizer | None) -> tuple[Normalizer, ...]:
-    """The steps of a sequence, those of sequences in it too."""
+    """Return the steps of a normalizer, with nested sequences flattened."""
     if isinstance(part, Normalizers):
         return tuple(step for inner in part.normalizers for step in _normalizers(inner))
     return () if part is None else (part,)
 
 
 def _pre_tokenizers(part: PreTokenizer | None) -> tuple[PreTokenizer, ...]:
-    """The steps of a sequence; what concerns offsets alone is as in the table."""
+    """Return the steps of a pre-tokenizer, flattened, without options that only change offsets."""
     if isinstance(part, PreTokenizers):
         return tuple(step for inner in part.pretokenizers for step in _pre_tokenizers(inner))
     if isinstance(part, ByteLevel):
@@ -455,5 +456,5 @@ def _pre_tokenizers(part: PreTokenizer | None) -> tuple[PreTokenizer, ...]:
 
 
 def _words(steps: tuple[Normalizer, ...] | tuple[PreTokenizer, ...]) -> str:
-    """Steps in one line, as a user finds them in the file."""
+    """Return steps as one line of JSON, as the file contains them."""
     return " then ".join(msgspec.json.encode(step).decode()[:120] for step in steps) or "(none)"

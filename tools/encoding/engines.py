@@ -1,8 +1,8 @@
 """Engines turn texts into ids. `tokenizers` is the reference; `gigatoken` is fast.
 
-An engine takes a batch of UTF-8 texts and returns flat ids and lengths as numpy arrays, in storage
-dtype; no token is ever a Python object. A fast engine is used only if the tokenizer has a proved
-shape and its version is known. `audit` then compares it with the reference.
+An engine takes a batch of UTF-8 texts, and returns flat ids and lengths as numpy arrays in storage
+dtype. No token becomes a Python object. The fast engine is used only if tests compared the engines
+for the shape of the tokenizer and the installed versions. `audit` also compares them in each run.
 """
 
 import contextlib
@@ -58,11 +58,11 @@ _COMPARED = {
 
 
 def proved_shape(json_bytes: bytes) -> Shape:
-    """The shape of a tokenizer.json, if the engines were compared for it.
+    """Return the shape of a tokenizer.json.
 
     Raises:
-        Unproved: They were not; the message says what is unusual.
-        EngineUntested: The installed versions were not compared.
+        Unproved: No test compared the engines for the shape. The message names the unusual part.
+        EngineUntested: No test compared the installed versions.
     """
     shape = Shape.from_json(json_bytes)
     for package, (versions, requirement) in _COMPARED.items():
@@ -76,10 +76,10 @@ def proved_shape(json_bytes: bytes) -> Shape:
 
 
 def check_tokenizer(tokenizer: TextTokenizer) -> None:
-    """Check what takes too long for every worker to check: vocabulary, merges, added tokens.
+    """Check vocabulary, merges and added tokens, once per run: workers skip this slow check.
 
     Raises:
-        Unproved: The message says what is unusual about them.
+        Unproved: The message names the unusual property.
     """
     shape = proved_shape(tokenizer.json_bytes)
     model, added = shape.model, shape.added_tokens
@@ -94,11 +94,11 @@ def check_tokenizer(tokenizer: TextTokenizer) -> None:
 
 
 def fast_json(shape: Shape, *, splits_special: bool) -> bytes:
-    """A tokenizer.json for the fast engine: without what it needs not know, or would get wrong.
+    """Return a tokenizer.json for the fast engine.
 
-    It always splits at special added tokens and knows no way to leave them as text; without them in
-    its file they are text like any other. A normalizer that it need not apply is left out, since
-    texts that NFC would change go to the reference.
+    The fast engine always splits at special added tokens. So the file leaves them out if they are
+    to be plain text. The file also leaves out NFC, because texts that NFC would change go to the
+    reference.
     """
     kept, _ = sort_tokens(shape, splits_special=splits_special)
     is_sentence_piece = shape.kind == "SentencePiece"
@@ -118,34 +118,34 @@ def fast_json(shape: Shape, *, splits_special: bool) -> bytes:
 EngineName = Literal["tokenizers", "gigatoken"]
 
 _REFERENCE_BATCH_BYTES = 1 << 20
-"""Text encoded at once: bounds memory, since an encoding takes many times the text's space."""
+"""Bytes of text per call of `tokenizers`. An encoding takes many times the memory of its text."""
 CACHE_BYTES = 512 << 20
-"""How far this process may grow before the fast engine's boundless cache is dropped."""
+"""Growth of the process at which the fast engine is loaded again: its cache has no limit."""
 
 
 class Unencodable(Exception):
-    """Texts that the tokenizer has no ids for."""
+    """Texts that the tokenizer cannot encode."""
 
     def __init__(self, reasons: dict[int, str]) -> None:
         super().__init__(reasons)
         self.reasons = reasons
-        """Why, by the text's place in the batch."""
+        """The reason, by the index of the text in the batch."""
 
 
 class EngineRejected(Exception):
-    """Why a fast engine can make no id of a data set."""
+    """The fast engine cannot be used for a data set."""
 
 
 class EngineFailure(EngineRejected):
-    """A fast engine broke down over a text."""
+    """The fast engine failed on a text."""
 
 
 class EngineUnavailable(EngineRejected):
-    """There is no fast engine for a tokenizer."""
+    """The fast engine cannot be used for a tokenizer."""
 
 
 class EngineUntested(EngineUnavailable):
-    """A package has a version that no test has compared."""
+    """No test compared the engines with the installed version of a package."""
 
 
 class Engine(Protocol):
@@ -157,17 +157,17 @@ class Engine(Protocol):
         """Encode UTF-8 texts.
 
         Returns:
-            The ids of each text, uint16 or uint32; none where a text gives none.
+            The ids of each text, uint16 or uint32. A text may have no ids.
 
         Raises:
-            Unencodable: The reference has no ids for some of them.
-            EngineFailure: A fast engine broke down.
+            Unencodable: The reference cannot encode some of the texts.
+            EngineFailure: The fast engine failed.
         """
         ...
 
 
 class ReferenceEngine:
-    """The `tokenizers` package: by definition what is right."""
+    """The `tokenizers` package. Its ids are correct by definition."""
 
     name: EngineName = "tokenizers"
 
@@ -191,7 +191,7 @@ class ReferenceEngine:
         return Ragged(np.concatenate(values), np.concatenate(lengths))
 
     def _encode(self, texts: list[bytes], first: int) -> Ragged:
-        """Encode some texts of a batch, from place `first` on."""
+        """Encode texts of a batch, of which the first has the index `first`."""
         decoded = [text.decode() for text in texts]
         try:
             with panics_unprinted():
@@ -223,29 +223,30 @@ class ReferenceEngine:
 
 
 class FastEngine:
-    """The `gigatoken` package: a hundred times as fast, for shapes of tokenizers that were proved.
+    """The `gigatoken` package, for shapes of tokenizers for which tests compared the engines.
 
-    Texts for which it is not known to be right go to the reference, which is loaded for the first
-    of them.
+    `Routes` selects the texts that go to the reference. The reference is loaded for the first of
+    these texts.
     """
 
     name: EngineName = "gigatoken"
 
     def __init__(self, json_bytes: bytes, vocabulary_size: int, *, splits_special: bool) -> None:
-        """Load it without the reference.
+        """Load the fast engine without the reference.
 
         Args:
             json_bytes: A tokenizer.json.
-            vocabulary_size: Its largest id + 1.
-            splits_special: What special-token text inside a document becomes.
+            vocabulary_size: The largest id + 1.
+            splits_special: Whether special tokens in a text become their ids. If not, they are
+                plain text.
 
         Raises:
-            EngineUnavailable: It is not installed, or not known to be right about this tokenizer.
+            EngineUnavailable: The engine is not installed, or cannot be used for this tokenizer.
         """
         self.routed = 0
-        """Texts of the last batch that the reference has encoded instead."""
+        """Number of texts of the last batch that the reference encoded."""
         self.made_of = json_bytes, vocabulary_size, splits_special
-        """What it was made of."""
+        """The arguments of the constructor."""
         self._json, self._splits_special = json_bytes, splits_special
         self._vocabulary_size = vocabulary_size
         self._dtype = token_dtype(vocabulary_size)
@@ -260,10 +261,10 @@ class FastEngine:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: TextTokenizer) -> Self:
-        """Load it for a tokenizer that the reference has loaded, and look at its vocabulary.
+        """Load the fast engine for a tokenizer that is already loaded, and check its vocabulary.
 
         Raises:
-            EngineUnavailable: As for `check`, or it is not installed.
+            EngineUnavailable: The engine is not installed, or cannot be used for this tokenizer.
         """
         cls.check(tokenizer)
         made = cls(
@@ -276,16 +277,16 @@ class FastEngine:
 
     @staticmethod
     def check(tokenizer: TextTokenizer) -> None:
-        """Look at a tokenizer as a whole, its vocabulary too.
+        """Check a whole tokenizer, including its vocabulary.
 
         Raises:
-            EngineUnavailable: The fast engine is not known to be right about it.
+            EngineUnavailable: The fast engine cannot be used for this tokenizer.
         """
         with _raising(EngineUnavailable):
             check_tokenizer(tokenizer)
 
     def routed_of(self, texts: list[bytes]) -> np.ndarray:
-        """Which texts the reference would encode: their places, rising."""
+        """Return the indexes of the texts that the reference would encode, ascending."""
         return self.routes.find(texts)
 
     def encode(self, texts: list[bytes]) -> Ragged:
@@ -341,14 +342,14 @@ class FastEngine:
         return offsets - offsets[0], np.asarray(array.layout.content.data)[offsets[0] : offsets[-1]]
 
     def _check(self, ids: np.ndarray, num_texts: int, num_rows: int) -> None:
-        """What no comparison gets to see, for it can be neither written nor laid side by side."""
+        """Raise ValueError if the number of texts or an id is impossible."""
         if num_rows != num_texts:
             raise ValueError(f"gives ids of {num_rows:,} texts for {num_texts:,}")
         if len(ids) and (largest := int(ids.max())) >= self._vocabulary_size:
             raise ValueError(f"gives the id {largest:,}, of {self._vocabulary_size:,}")
 
     def _encode_routed(self, texts: list[bytes], routed: np.ndarray) -> Ragged:
-        """The ids of some of the texts by the reference."""
+        """Encode the texts with the indexes `routed` by the reference."""
         if self.reference is None:
             tokenizer = TextTokenizer.load(
                 self._json, origin="the tokenizer", splits_special=self._splits_special
@@ -374,7 +375,7 @@ class FastEngine:
 
 
 class _raising:
-    """Whatever a fast engine raises becomes one exception, a panic of its Rust side included."""
+    """Convert every error of the fast engine into one exception, including panics of Rust."""
 
     def __init__(self, kind: type[EngineFailure | EngineUnavailable]) -> None:
         self._kind = kind
@@ -391,7 +392,7 @@ class _raising:
 
 
 def _cuts(texts: list[bytes]) -> Iterator[tuple[int, int]]:
-    """Where to cut a batch into pieces of about `_REFERENCE_BATCH_BYTES`."""
+    """Yield the first and last index + 1 of pieces of about `_REFERENCE_BATCH_BYTES`."""
     ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
     pieces = ends // _REFERENCE_BATCH_BYTES
     cuts = [0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), len(texts)]
@@ -403,7 +404,7 @@ def _resident_bytes() -> int:
 
 
 def installed_engines() -> list[str]:
-    """Names and versions of the engines that can be used here."""
+    """Return names and versions of the installed engines."""
     engines: tuple[EngineName, ...] = ("tokenizers", "gigatoken")
     found = []
     for name in engines:
@@ -413,7 +414,7 @@ def installed_engines() -> list[str]:
 
 
 def engine_version(name: EngineName) -> str:
-    """The version of an engine's package."""
+    """Return the version of an engine's package."""
     return tokenizers.__version__ if name == "tokenizers" else importlib.metadata.version(name)
 
 
@@ -421,12 +422,12 @@ _loaded: list[FastEngine] = []
 
 
 def preload(name: str, vocabulary_size: int, *, splits_special: bool) -> None:
-    """Load an engine for `fast_engine` to find; if that fails, `fast_engine` raises the error.
+    """Load an engine that `fast_engine` will return; if this fails, `fast_engine` raises the error.
 
     Args:
-        name: The tokenizer, as `--tokenizer` has it.
-        vocabulary_size: As for `FastEngine`.
-        splits_special: As for `FastEngine`.
+        name: The value of `--tokenizer`.
+        vocabulary_size: See `FastEngine`.
+        splits_special: See `FastEngine`.
     """
     if "://" in name:
         return  # what is forked from a process that has talked to a store could not talk to one
@@ -436,7 +437,7 @@ def preload(name: str, vocabulary_size: int, *, splits_special: bool) -> None:
 
 
 def fast_engine(json_bytes: bytes, vocabulary_size: int, *, splits_special: bool) -> FastEngine:
-    """The engine that was loaded for this tokenizer, or a new one; see `FastEngine`."""
+    """Return the engine that `preload` loaded for this tokenizer, or a new engine."""
     wanted = json_bytes, vocabulary_size, splits_special
     for engine in _loaded:
         if engine.made_of == wanted:

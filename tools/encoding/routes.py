@@ -1,9 +1,9 @@
-"""Which texts must go to the reference, by the bytes they contain.
+"""Find the texts that only the reference encodes correctly, by the characters they contain.
 
-If the fast engine is right about every text without certain characters, a scan finds the texts that
-have them. It depends on each text alone, never on its batch, so neither the number of workers nor a
-kill can change an id. Texts of ASCII, and texts without a byte that begins one of the characters,
-cost nearly nothing.
+The fast engine is right about every text without certain characters and added tokens. A scan finds
+the texts that contain them. The scan of a text does not depend on the batch, so neither the number
+of workers nor a kill can change an id. The scan takes nearly no time for ASCII, and for texts
+without a byte that begins one of the characters.
 
 The characters below are those that the fast engine (Unicode 17) and the reference (Unicode 16)
 classify differently: to the reference, newer characters are unassigned.
@@ -50,7 +50,7 @@ LETTERS: tuple[tuple[int, int], ...] = (
     (0x323b0, 0x33479),
 )
 # fmt: on
-"""For every byte-level shape."""
+"""Letters that the engines classify differently, for every byte-level shape."""
 
 # fmt: off
 SIGNS: tuple[tuple[int, int], ...] = (
@@ -61,7 +61,7 @@ SIGNS: tuple[tuple[int, int], ...] = (
     (0x1faea, 0x1faea), (0x1faef, 0x1faef), (0x1fbfa, 0x1fbfa),
 )
 # fmt: on
-"""For regexes that tell signs (\\p{P}, \\p{S}) from everything else, too."""
+"""Signs that the engines classify differently, for regexes with \\p{P} or \\p{S}."""
 
 # fmt: off
 NUMERALS: tuple[tuple[int, int], ...] = (
@@ -83,8 +83,8 @@ NUMERALS: tuple[tuple[int, int], ...] = (
     (0x1fbf0, 0x1fbf9),
 )
 # fmt: on
-"""Every character beyond ASCII that the reference takes for a digit or a number, and some others
-above 0x10000. Which ones they are depends on the release of the reference."""
+"""Every character beyond ASCII that the reference classifies as a number, in any release, and some
+other characters above 0x10000."""
 
 NFC_LEADS = tuple(
     bytes([lead])
@@ -93,29 +93,31 @@ NFC_LEADS = tuple(
         *(0xE0, 0xE1, 0xE2, 0xE3, 0xEA, 0xEF, 0xF0),
     )
 )
-"""What UTF-8 begins a character with that NFC may change, move, or join to the one before."""
+"""First bytes in UTF-8 of the characters that NFC may change, reorder, or compose with the previous
+character."""
 
 
 _CONTENTS_AT_ONCE = 200
-"""Keeps a regular expression within the memory that RE2 allows itself."""
+"""Added tokens per regular expression. RE2 limits the memory of an expression."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """What sends a text to the reference."""
+    """The texts that go to the reference."""
 
     contents: tuple[str, ...]
-    """Regular expressions of added tokens."""
+    """Regular expressions that match added tokens."""
     characters: str
-    """A class of characters that the engines classify differently; may be empty."""
+    """The inside of a character class: characters that the engines classify differently. May be
+    empty."""
     leads: tuple[bytes, ...]
-    """What UTF-8 begins them with."""
+    """The first bytes of these characters in UTF-8."""
     composes: bool
-    """Whether a text that NFC would change goes there."""
+    """Whether texts that NFC would change go to the reference."""
 
     @classmethod
     def from_shape(cls, shape: Shape, *, splits_special: bool) -> Self:
-        """The routes of a tokenizer's shape."""
+        """Return the routes of a tokenizer's shape."""
         _, sought = sort_tokens(shape, splits_special=splits_special)
         ranges = _ranges(shape)
         return cls(
@@ -126,7 +128,7 @@ class Routes:
         )
 
     def find(self, texts: list[bytes]) -> np.ndarray:
-        """Which of `texts` go to the reference: their places, rising, int64."""
+        """Return the indexes of the texts that go to the reference, ascending, int64."""
         found = np.zeros(len(texts), bool)
         for expression in self.contents:
             found |= matches(expression, texts)
@@ -137,7 +139,7 @@ class Routes:
         return np.flatnonzero(found)
 
     def _find_letters(self, texts: list[bytes]) -> np.ndarray:
-        """Which texts have one of the characters, or are not composed."""
+        """Return which texts contain one of the characters or are not in NFC, bool."""
         found = np.zeros(len(texts), bool)
         if self.composes and (suspect := having(texts, NFC_LEADS)).any():
             suspects = compress(texts, suspect)
@@ -148,11 +150,13 @@ class Routes:
 
 
 def sort_tokens(shape: Shape, *, splits_special: bool) -> tuple[list[AddedToken], list[AddedToken]]:
-    """Added tokens that the fast engine may have, and those whose texts go to the reference.
+    """Return the added tokens for the fast engine, and the added tokens whose texts go to the
+    reference.
 
-    The reference looks twice, the second time among `normalized` tokens and in a normalized text.
-    Special ones that are to be plain text it finds and lets go, but what overlaps with them it has
-    then missed. The fast engine looks once, so tokens that overlap across these bounds are sought.
+    The reference searches twice: the second search is for `normalized` tokens, in the normalized
+    text. If special tokens are plain text, the reference still finds them, discards them, and
+    misses tokens that overlap with them. The fast engine searches once. So texts with tokens that
+    may overlap across these groups go to the reference.
     """
     ignored = [] if splits_special else [token for token in shape.added_tokens if token.special]
     wanted = [token for token in shape.added_tokens if splits_special or not token.special]
@@ -166,7 +170,8 @@ def sort_tokens(shape: Shape, *, splits_special: bool) -> tuple[list[AddedToken]
 
 
 def _ranges(shape: Shape) -> tuple[tuple[int, int], ...]:
-    """Characters that its regexes may see differently; SentencePiece has none."""
+    """Return the characters that the regexes of a shape may classify differently. SentencePiece has
+    none."""
     if shape.kind == "SentencePiece":
         return ()
     if shape.substitute.digits == 2:
@@ -182,7 +187,7 @@ def _is_odd(token: AddedToken, shape: Shape) -> bool:
 
 
 def _unreadable(ignored: list[AddedToken], shape: Shape) -> list[AddedToken]:
-    """Special tokens that, if in the vocabulary, only the fast engine takes for a whole word."""
+    """Return the special tokens that, as plain text, only the fast engine encodes as one word."""
     letters = set(byte_letters().values()) if shape.model.ignore_merges else None
     return [token for token in ignored if letters and not letters.issuperset(token.content)]
 
@@ -206,9 +211,9 @@ def _overlapping(tokens: list[AddedToken], others: list[AddedToken]) -> list[Add
 
 
 def _expressions(contents: list[str]) -> Iterator[str]:
-    """What finds the texts that any of the contents can be found in, some at a time.
+    """Yield regular expressions that match any of the contents, some contents in each.
 
-    A normalizer makes spaces into marks, and puts one in front.
+    A normalizer may have replaced spaces by marks.
     """
     waiting = iter(sorted(set(contents)))
     while some := list(islice(waiting, _CONTENTS_AT_ONCE)):
@@ -231,7 +236,7 @@ def lead_bytes(ranges: tuple[tuple[int, int], ...]) -> tuple[bytes, ...]:
 
 
 def having(texts: list[bytes], leads: tuple[bytes, ...]) -> np.ndarray:
-    """Which of some texts have one of the bytes, bool; none of them has most of the bytes."""
+    """Return which texts contain one of the bytes, bool. Fast if most bytes are in no text."""
     found = np.zeros(len(texts), bool)
     joined = b"".join(texts)
     for lead in leads:
@@ -241,9 +246,9 @@ def having(texts: list[bytes], leads: tuple[bytes, ...]) -> np.ndarray:
 
 
 def matches(expression: str, texts: list[bytes]) -> np.ndarray:
-    """Which of some texts an expression is found in, bool.
+    """Return which texts match a regular expression of RE2, bool.
 
-    Taken from the bits: to make an array of them, Arrow would import pandas into the process.
+    The result is read from the bits of the Arrow array, because `to_numpy` would import pandas.
     """
     matching = pc.match_substring_regex(binaries(texts).view(pa.large_string()), expression)  # pyright: ignore[reportAttributeAccessIssue]
     bits = np.frombuffer(matching.buffers()[1] or b"", np.uint8)
