@@ -1,12 +1,14 @@
-"""Number the labels of a corpus before any is written: units know nothing of each other.
+"""Number the labels of a corpus before units are encoded, because units are encoded independently.
 
-Whole numbers stay what they are, with the class names stored in the files (ClassLabel) if there are
-any; names are numbered in sorted order. Where both occur, what 99 in 100 labels are decides: with
-whole numbers, a record that has another label is rejected; with names, a number is a name like
-them; and where neither is so many, the run ends. Digits behind a zero, like 007, make names of all.
+Labels that are whole numbers keep their value. Class names in the files (ClassLabel) are stored.
+Labels that are names are numbered in sorted order. If a corpus has both, the kind of 99 in 100
+labels decides. If whole numbers win, records with other labels are rejected. If names win, numbers
+are names too. If neither wins, the run ends. If a number begins with a zero, like 007, all labels
+are names.
 
-Each unit is read twice, by any process: the label field alone, to count, then all fields until each
-label of the unit was seen in a usable record. A label without a usable record is no class.
+Each unit is read twice, by any process. The first pass reads the label field and counts. The second
+pass reads all fields until every label of the unit was found in a usable record. A label without a
+usable record is not a class.
 """
 
 import json
@@ -30,7 +32,7 @@ __all__ = ["CountLabels", "LabelCounts", "Labels", "find_labels"]
 
 _WHOLE_NUMBER, _CODE = re.compile("0|[1-9][0-9]*"), re.compile("0[0-9]+")
 _FEW = 100
-"""One in so many labels may be unlike the others."""
+"""One in this many labels may be of the other kind."""
 _MOST_LABELS = 1 << 15
 """A tag is stored in 16 bits."""
 _MORE_LABELS = f"has more than {_MOST_LABELS:,} different labels"
@@ -41,13 +43,13 @@ class Labels:
     """Every label of a corpus."""
 
     names: tuple[str, ...] = ()
-    """In the order of their numbers."""
+    """Names of the labels, by number."""
     are_numbers: bool = False
-    """Whether records hold the numbers themselves; else they hold the names."""
+    """Whether the labels of records are numbers. If not, they are names."""
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The number of each label as records have it."""
+        """The number of each label, by the label in records."""
         held = map(str, range(len(self.names))) if self.are_numbers else self.names
         return {label: number for number, label in enumerate(held)}
 
@@ -56,21 +58,21 @@ class LabelCounts(NamedTuple):
     """The labels of a unit."""
 
     counts: Counter[str]
-    """How often each occurs."""
+    """How often each label occurs."""
     usable: set[str]
     """Labels of usable records."""
 
 
 @dataclass(frozen=True, slots=True)
 class CountLabels:
-    """Count the labels of units: work for this process or a crew."""
+    """A task for this process or for workers: count the labels of units."""
 
     fields: Fields
-    """What is needed of each record."""
+    """The fields to read."""
     field: str
-    """The field that holds its label or labels."""
+    """The field with the label or labels of a record."""
     unusable: Callable[[dict[str, list[Any]]], dict[int, str]]
-    """Finds records whose fields do not fit together."""
+    """Returns which records have fields that contradict each other."""
 
     def begin(self, _: Callable[[float, int, str], None]) -> Callable[[Unit], LabelCounts]:
         """Return the function that counts the labels of a unit."""
@@ -80,7 +82,7 @@ class CountLabels:
         """Count the labels of a unit.
 
         Raises:
-            CorpusError: There are too many labels to be classes.
+            CorpusError: There are too many different labels.
         """
         kind = self.fields[self.field]
         counts: Counter[str] = Counter()
@@ -92,7 +94,7 @@ class CountLabels:
         return LabelCounts(counts, self._usable(unit, set(counts)))
 
     def _usable(self, unit: Unit, labels: set[str]) -> set[str]:
-        """Return which of `labels`, all of the unit, occur in usable records."""
+        """Return the labels of a unit that occur in usable records."""
         found: set[str] = set()
         for part in fetched_ahead(unit.parts if labels else ()):
             for records in read_records(part, self.fields):
@@ -121,15 +123,15 @@ def find_labels(
 
     Args:
         units: The corpus.
-        fields: What is needed of each record.
-        field: The field that holds its label or labels.
-        unusable: Finds records whose fields do not fit together.
-        own: The task's own name for that field, for an error.
-        counted_by: Counts the labels of units in any order; None for this process.
+        fields: The fields to read.
+        field: The field with the label or labels of a record.
+        unusable: Returns which records have fields that contradict each other.
+        own: The task's name for `field`, for errors.
+        counted_by: Counts the labels of units in any order. None: this process counts.
 
     Raises:
-        CorpusError: There is no label, there are too many to be classes, or they are neither whole
-            numbers nor names.
+        CorpusError: There is no label, there are too many different labels, or labels are of both
+            kinds.
     """
     work = CountLabels(fields, field, unusable)
     counts: Counter[str] = Counter()
@@ -160,7 +162,7 @@ def find_labels(
 
 
 def _whole_numbers(counts: Counter[str], field: str) -> list[str]:
-    """The labels that are whole numbers; none where numbers are names too (see the module)."""
+    """Return the labels that are whole numbers; none if numbers are names (see the module)."""
     numbers = list(filter(_WHOLE_NUMBER.fullmatch, counts))
     others = counts.keys() - numbers
     total, num_others = counts.total(), sum(counts[label] for label in others)
@@ -184,7 +186,7 @@ def _too_many(field: str, what: str) -> CorpusError:
 
 
 def _saved_names(sources: list[InputFile], field: str) -> tuple[str, ...]:
-    """The class names that `datasets` left in the files' schemas, if all agree."""
+    """Return the class names in the schemas of the files, by `datasets`, if all are equal."""
     names = {_names_in(source, field) for source in sources}
     return names.pop() if len(names) == 1 else ()
 

@@ -1,7 +1,7 @@
-"""Group the records of a unit into batches for an engine, and count what became of each record.
+"""Group the records of a unit into batches for an engine, and count written and rejected records.
 
-Small files are grouped, so that the engine runs at speed; long blocks of a large file stay as they
-were read. Records that a reader or the task rejects are counted with their reasons.
+Small files are grouped, because an engine is fast only with large batches. Large blocks of a file
+are not copied. Records that a reader or a task rejects are counted with their reasons.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _FIRST_REJECTS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceCounts:
-    """What became of the records of one input file, within one unit."""
+    """Counts of the records of one input file in one unit."""
 
     source: int
     bytes: int
@@ -61,32 +61,32 @@ class SourceCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitResult:
-    """All that is kept of a finished unit, beside its shards."""
+    """The result of a finished unit, except for its shards."""
 
     unit: int
     shards: dict[str, ShardInfo]
     """The shard of each split that has rows."""
     histograms: dict[str, list[int]]
-    """Rows by length, of the same splits."""
+    """Rows by length, for each split in `shards`."""
     sources: list[SourceCounts]
     rejects: list[tuple[int, int, str]]
     """The first rejects: index of the input file, record and reason."""
     reject_file: FileInfo | None = None
-    """Lists all rejects, a line each, if there are any."""
+    """The file with all rejects, one per line. None without rejects."""
     engine: EngineName = ReferenceEngine.name
-    """What made the ids; for a run with another engine the unit counts as not done."""
+    """The engine that made the ids. A run with another engine encodes the unit again."""
     audited: int = 0
-    """Texts of a sample, or all, that both engines encoded."""
+    """Number of texts that both engines encoded."""
     differing: list[str] = field(default_factory=list)
-    """Those whose ids differed."""
+    """The compared texts with different ids."""
     routed: int = 0
-    """Texts that the fast engine has left to the reference."""
+    """Number of texts that only the reference encoded."""
     counts: dict[str, int] = field(default_factory=dict)
-    """What the task counts of its rows, by name."""
+    """Counts by the task, by name."""
 
     @property
     def files(self) -> tuple[FileInfo, ...]:
-        """All files that were written."""
+        """The files that were written."""
         rejects = (self.reject_file,) if self.reject_file else ()
         return (*self.shards.values(), *rejects)
 
@@ -97,23 +97,23 @@ class UnitResult:
 
 
 class UnitCounts:
-    """Counts by input file: short arrays, since the files of a unit are neighbours."""
+    """Counts of a unit by input file, in arrays from the first file of the unit to its last."""
 
     def __init__(self, unit: Unit, max_rejects: int | None) -> None:
         self.sample: list[Answers] = []
-        """Some of its texts, with the ids that the fast engine gives, to be compared."""
+        """Texts of the unit with the ids of the fast engine, for the comparison."""
         self.audited = 0
-        """Texts by which they were compared already."""
+        """Number of texts that were already compared."""
         self.differing: list[bytes] = []
-        """Those whose ids differed."""
+        """The compared texts with different ids."""
         self.routed = 0
-        """Texts that the fast engine has left to the reference."""
+        """Number of texts that only the reference encoded."""
         self._counts: Counter[str] = Counter()
-        """What the task counts of its rows."""
+        """Counts by the task, by name."""
         self._unit = unit
         self._max_rejects = max_rejects
         self._rejects: list[tuple[int, int, str]] = []
-        """Rejects that are not listed in the file yet."""
+        """Rejects that are not in the file yet."""
         self._first_rejects: list[tuple[int, int, str]] = []
         self._rejected: Counter[int] = Counter()
         """Rejected records by input file."""
@@ -123,7 +123,7 @@ class UnitCounts:
         self._bytes, self._written, self._empty = np.zeros((3, num_sources), np.int64)
 
     def count(self, sources: np.ndarray, num_bytes: np.ndarray, has_text: np.ndarray) -> None:
-        """Enter encoded records: their sources, bytes of text, and which gave tokens; (R,) each."""
+        """Count encoded records: sources, bytes of text, and whether they have tokens; (R,) each."""
         places = sources - self._first
         num_sources = len(self._bytes)
         for total, weights in (
@@ -134,18 +134,18 @@ class UnitCounts:
             total += np.bincount(places, weights, num_sources).astype(np.int64)
 
     def count_rows(self, counts: dict[str, np.ndarray]) -> None:
-        """Enter what the task counts of written rows, by name."""
+        """Add the task's counts of written rows, by name."""
         self._counts.update({name: int(values.sum()) for name, values in counts.items()})
 
     def count_lengths(self, split: str, lengths: np.ndarray) -> None:
-        """Enter rows written to a split."""
+        """Count the rows that were written to a split."""
         self._histograms[split] = self._histograms.get(split, 0) + length_histogram(lengths)
 
     def reject(self, source: int, reject: Reject) -> None:
-        """Enter a record that could not be used.
+        """Count a rejected record.
 
         Raises:
-            CorpusError: It is one more than allowed.
+            CorpusError: There are more rejects than allowed.
         """
         self._rejects.append((source, reject.record, reject.reason))
         self._rejected[source] += 1
@@ -165,7 +165,7 @@ class UnitCounts:
         reject_file: FileInfo | None,
         engine: EngineName,
     ) -> UnitResult:
-        """Return what is kept of the unit, given the files that were written."""
+        """Return the result of the unit, given the files that were written."""
         return UnitResult(
             unit=self._unit.number,
             shards={split: info for split, info in sorted(shards.items()) if info},
@@ -199,7 +199,7 @@ class UnitCounts:
 
 
 class RejectFile:
-    """Lists the rejects of a unit as rejects.jsonl will have them, without keeping them in memory.
+    """A file with the rejects of a unit, in the format of rejects.jsonl.
 
     The file is created with the first reject.
     """
@@ -244,7 +244,7 @@ class RejectFile:
 
 
 def too_many_rejects(name: str, record: int, reason: str, allowed: int) -> CorpusError:
-    """The error of a run with one reject more than the `allowed` number."""
+    """Return the error of a run with more rejects than `allowed`."""
     limit = f"`--max-rejects {allowed}`" if allowed else "`--strict`"
     return CorpusError(
         f"{name}, record {record}: {reason}. {limit} ends the run here; allow more, "
@@ -255,7 +255,7 @@ def too_many_rejects(name: str, record: int, reason: str, allowed: int) -> Corpu
 logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 1 << 21
-"""Weight at which a batch is full: an engine's output then still fits the processor's cache."""
+"""Weight of a full batch. The output of an engine then fits into the processor's cache."""
 _BATCH_RECORDS = 1 << 14
 
 
@@ -264,20 +264,20 @@ class RecordBlock:
     """Records that are encoded together."""
 
     values: dict[str, list[Any]]
-    """The values of each field, R of them."""
+    """The R values of each field."""
     sources: np.ndarray
     """The source of each record, shape (R,), uint32."""
     records: np.ndarray
-    """Its number there, shape (R,), uint64."""
+    """The number of each record in its source, shape (R,), uint64."""
     split: str | None
-    """The split they all belong to; None draws it for each."""
+    """The split of all records. None: a hash chooses the split of each record."""
     weight_bytes: float
 
     def __len__(self) -> int:
         return len(self.records)
 
     def take(self, kept: np.ndarray) -> "RecordBlock":
-        """The records at the given places."""
+        """Return the records with the given indexes."""
         values = {name: [column[index] for index in kept] for name, column in self.values.items()}
         return RecordBlock(
             values, self.sources[kept], self.records[kept], self.split, self.weight_bytes
@@ -287,9 +287,9 @@ class RecordBlock:
 def read_record_blocks(
     unit: Unit, task: TaskEncoder, ledger: UnitCounts, *, in_one_pass: bool = False
 ) -> Iterator[RecordBlock]:
-    """The usable records of a unit, in order; the others go straight to `ledger`.
+    """Yield the usable records of a unit in order. Enter the other records into `ledger`.
 
-    For `in_one_pass` and what it raises see `read_records`.
+    See `read_records` for `in_one_pass` and the errors.
     """
     pending: list[RecordBlock] = []
     weight_bytes, num_records = 0.0, 0
@@ -318,7 +318,7 @@ def _batch(part: FilePart, records: Records) -> RecordBlock:
 
 
 def _fitting(batch: RecordBlock, task: TaskEncoder, ledger: UnitCounts) -> RecordBlock:
-    """The batch without records whose fields do not fit together."""
+    """Return a batch without the records whose fields contradict each other."""
     unusable = task.unusable(batch.values)
     if not unusable:
         return batch

@@ -1,4 +1,4 @@
-"""What a tokenizer puts around a text or a pair of texts, such as `[CLS] A [SEP] B [SEP]`.
+"""The template of a tokenizer: special tokens around texts, as in `[CLS] A [SEP] B [SEP]`.
 
 The template is read from the post-processor in tokenizer.json.
 """
@@ -22,26 +22,26 @@ _ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Special tokens, or the place of a text."""
+    """One element of a template: special tokens or a text."""
 
     type: int
-    """What `token_type_ids` has there."""
+    """The value of `token_type_ids`."""
     ids: tuple[int, ...] = ()
     text: int | None = None
     """0 for the first text, 1 for the second; None for special tokens."""
 
 
 class _TemplateFile(msgspec.Struct):
-    """What is decoded of a tokenizer.json: the vocabulary takes a hundred times as long."""
+    """The part of a tokenizer.json with the template. The rest would take 100 times as long."""
 
     post_processor: dict[str, Any] | None = None
 
 
 def read_template(json_bytes: bytes, num_texts: int) -> list[Piece]:
-    """What stands around one or two texts, the texts among it in their order.
+    """Return the elements of the template for one or two texts.
 
     Raises:
-        TokenizerError: A text is missing, there twice, or not in its order.
+        TokenizerError: The template lacks a text, or has it twice or in another order.
     """
     found = _adding(msgspec.json.decode(json_bytes, type=_TemplateFile).post_processor)
     if len(found) > 1:
@@ -66,7 +66,7 @@ def read_template(json_bytes: bytes, num_texts: int) -> list[Piece]:
 
 
 def _adding(processor: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The processors that add tokens, those of a sequence too; others touch offsets alone."""
+    """Return the post-processors that add tokens, flattened. The others change offsets only."""
     if processor is None:
         return []
     if processor["type"] == "Sequence":
@@ -87,7 +87,7 @@ def _read(processor: dict[str, Any], name: str) -> list[Piece]:
 
 
 def _bert(processor: dict[str, Any], num_texts: int) -> list[Piece]:
-    """BERT's [CLS] A [SEP] B [SEP], and RoBERTa's <s> A </s></s> B </s>, which has one type."""
+    """Return BERT's template [CLS] A [SEP] B [SEP] or RoBERTa's <s> A </s></s> B </s>."""
     (_, first), (_, last) = processor["cls"], processor["sep"]
     is_bert = processor["type"] == "BertProcessing"
     pieces = [Piece(0, (first,)), Piece(0, text=0), Piece(0, (last,))]
@@ -104,28 +104,28 @@ _LARGEST_TYPE = 255
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Ids before, between and after the texts of a row, and the text type of each of them."""
+    """The special ids before, between and after the texts of a row, with their types."""
 
     ids: tuple[np.ndarray, ...]
-    """One array more than there are texts, shape (S,) each; all may be empty."""
+    """Arrays of shape (S,), one more than texts. An array may be empty."""
     types: tuple[np.ndarray, ...]
-    """The text type of each of them, in the same shapes: what `token_type_ids` has there."""
+    """The `token_type_ids` of `ids`, in the same shapes."""
     text_types: tuple[int, ...]
-    """The type of each text: 0 and 1, unless the template has it otherwise."""
+    """The type of each text. Most templates have 0 and 1."""
     before_word: bytes = b""
-    """Text that a word on its own needs in front of it."""
+    """See `TextTokenizer.before_word`."""
 
     @classmethod
     def from_tokenizer(
         cls, tokenizer: TextTokenizer, *, num_texts: int, special: bool, end_id: int | None
     ) -> "Template":
-        """The template of rows of one or two texts.
+        """Return the template for rows of one or two texts.
 
         Args:
-            tokenizer: What has the template.
+            tokenizer: The tokenizer with the template.
             num_texts: 1 or 2.
-            special: Whether the tokenizer's template applies.
-            end_id: Ends the row, unless the template ends it so already; None for no end.
+            special: Whether rows have the special tokens of the tokenizer's template.
+            end_id: The last id of a row, added if the template does not end with it. None: no id.
         """
         ids, types, text_types = _template(tokenizer.json_bytes, num_texts, special)
         largest = max((id_ for part in ids for id_ in part), default=0)
@@ -150,11 +150,11 @@ class Template:
         )
 
     def around(self, *texts: Ragged) -> Ragged:
-        """Ids of rows, given those of their texts."""
+        """Return the ids of rows, given the ids of their texts."""
         return join(_alternate(self.ids, texts))
 
     def types_around(self, *texts: Ragged) -> Ragged:
-        """The type of each token of the same rows, uint8."""
+        """Return the type of each token of these rows, uint8."""
         types = [
             Ragged(np.full(len(text.values), kind, np.uint8), text.lengths)
             for kind, text in zip(self.text_types, texts, strict=True)
@@ -162,7 +162,7 @@ class Template:
         return join(_alternate(self.types, types))
 
     def labels_around(self, labels: Ragged) -> Ragged:
-        """Labels of the tokens of rows of one text; what is around it has none."""
+        """Return the labels of the tokens of rows with one text. Special tokens have no label."""
         return join(_alternate([np.full(len(part), IGNORED) for part in self.ids], [labels]))
 
 
@@ -176,7 +176,7 @@ def _alternate(around: Sequence[np.ndarray], texts: Sequence[Ragged]) -> list[Ra
 def _template(
     json_bytes: bytes, num_texts: int, special: bool
 ) -> tuple[list[list[int]], list[list[int]], list[int]]:
-    """Special ids and their types before, between and after the texts; and the texts' types."""
+    """Return the special ids and their types, and the types of the texts."""
     read_template(json_bytes, 1)  # the engines apply it to every text, if without its tokens
     ids: list[list[int]] = [[]]
     types: list[list[int]] = [[]]

@@ -1,8 +1,8 @@
-"""Where each token begins in its text, in bytes.
+"""Find the byte at which each token begins in its text.
 
-The tokens of a byte-level tokenizer stand for a known number of bytes, so their lengths add up to
-the places. Where the sum is not the length of the text, and for all other tokenizers, the reference
-says where each token begins.
+Each token of a byte-level tokenizer has a known number of bytes, so the sums of these numbers are
+the positions. If the sum is not the length of the text, and for other tokenizers, the reference
+returns the positions.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ __all__ = ["TokenPlaces", "byte_places"]
 
 
 class TokenPlaces:
-    """Finds the first byte of each token, for one tokenizer."""
+    """The first bytes of tokens, for one tokenizer."""
 
     def __init__(self, json_bytes: bytes) -> None:
         """Read the vocabulary of a tokenizer.json. The reference is loaded when it is needed."""
@@ -38,7 +38,7 @@ class TokenPlaces:
 
         Args:
             texts: R texts.
-            ids: Their ids, special tokens in the text included.
+            ids: The ids of the texts, without special tokens around a text.
         """
         sizes = np.fromiter(map(len, texts), np.int64, len(texts))
         text_offsets, rows = offsets_of(sizes), ids.offsets
@@ -79,7 +79,7 @@ def byte_places(text: str, characters: np.ndarray) -> np.ndarray:
 
 
 def _is_byte_level(content: dict[str, Any]) -> bool:
-    """Whether each character of a token in the vocabulary stands for one byte."""
+    """Return whether each character of the vocabulary represents one byte."""
     step = content.get("pre_tokenizer") or {}
     steps = step.get("pretokenizers", [step])
     is_byte_level = any(each.get("type") == "ByteLevel" for each in steps)

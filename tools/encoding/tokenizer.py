@@ -1,9 +1,9 @@
-"""A tokenizer as a file: fetch it, check it, find its special ids.
+"""Fetch and check a tokenizer.json, and find its special ids.
 
-The bytes of tokenizer.json are kept as they came, since they identify a data set. Truncation,
-padding and BPE dropout that such a file may ask for are switched off: no text is cut in silence,
-and the same text always gets the same ids. Special-token text inside a document is plain text
-unless asked for, so that no document can forge an end.
+The bytes of the file stay unchanged, because their checksum identifies the tokenizer of a data set.
+Truncation, padding and BPE dropout are switched off, so no text is cut silently, and the same text
+always has the same ids. By default, special tokens in a document are plain text, so no document can
+contain an end token.
 """
 
 import contextlib
@@ -52,26 +52,26 @@ _PAD_TOKENS = (
     "<\uff5c\u2581pad\u2581\uff5c>",
 )
 NOT_FAILURES = (KeyboardInterrupt, SystemExit, MemoryError)
-"""Exceptions that are no library's failure. All others are, a panic in Rust included."""
+"""Exceptions that do not come from a library. Every other exception does, even a panic in Rust."""
 _MOST_TRIED_WORDS = 1000
 _LONG_NUMBER = re.compile(rb":\s*[1-9]\d{7,}")
-"""An id of as many digits as `ID_LIMIT`, or a text that looks like one."""
+"""Matches ids with as many digits as `ID_LIMIT`, and text that looks like such an id."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """A tokenizer.json and what the data set needs to know of it."""
+    """A tokenizer.json, and the facts about it that a data set stores."""
 
     json_bytes: bytes = field(repr=False)
     tokenizer: Tokenizer
     vocabulary_size: int
-    """The largest id + 1: a vocabulary can have holes."""
+    """The largest id + 1. Some ids may be unused."""
     end_token: str | None
     pad_id: int
     splits_special: bool = False
-    """Whether special-token text inside a document becomes its id; else it is plain text."""
+    """Whether special tokens in a document become their ids. If not, they are plain text."""
     dropout: float | None = None
-    """BPE dropout that the file asks for. It is switched off: it would make ids random."""
+    """BPE dropout of the file. It is switched off, because ids would be random."""
 
     @classmethod
     def load(
@@ -82,17 +82,17 @@ class TextTokenizer:
         end_token: str | None = None,
         splits_special: bool = False,
     ) -> "TextTokenizer":
-        """Make a tokenizer of the bytes of a tokenizer.json.
+        """Load a tokenizer from the bytes of a tokenizer.json.
 
         Args:
-            json_bytes: The file's content.
-            origin: Where it is from, for the messages.
-            end_token: The token that ends a document; None takes the first usual name it has.
-            splits_special: What special-token text inside a document becomes.
+            json_bytes: Content of the file.
+            origin: Name of the file, for errors.
+            end_token: The token that ends a document. None: the first usual name in the vocabulary.
+            splits_special: Whether special tokens in a document become their ids.
 
         Raises:
-            TokenizerError: It is no tokenizer, or has no vocabulary.
-            ConfigError: It has no token `end_token`.
+            TokenizerError: The file is not a tokenizer, or has no vocabulary.
+            ConfigError: The vocabulary lacks `end_token`.
         """
         tokenizer = _parse(json_bytes, origin)
         tokenizer.encode_special_tokens = not splits_special
@@ -117,16 +117,16 @@ class TextTokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether it has special tokens to put around a text."""
+        """Whether the tokenizer adds special tokens around a text."""
         return self.tokenizer.num_special_tokens_to_add(is_pair=False) > 0
 
     @property
     def before_word(self) -> bytes:
-        """Text that a word on its own needs in front to get the ids that it has within a text.
+        """The text before a single word that gives the word the same ids as inside a text.
 
-        Worked out by encoding "a a": the second word of GPT-2 or Gemma has the ids of " a", the
-        second word of BERT or Llama 2 those of "a". Where the tokenizer does not know "a", or
-        merges both words, other words of its vocabulary are tried.
+        The property compares the ids of "a a": for GPT-2 and Gemma, the second word has the ids of
+        " a", and for BERT and Llama 2, the ids of "a". If the tokenizer does not know "a", or
+        merges both words, other words of the vocabulary are tried.
         """
 
         def encode(text: str) -> Encoding:
@@ -150,7 +150,7 @@ class TextTokenizer:
 
 
 def fetch_beside(name: str, file: str) -> bytes | None:
-    """Read another file of the tokenizer that `name` means; None if it has none."""
+    """Return another file from the place of a tokenizer; None if there is no such file."""
     if "://" in name:
         folder, inner = object_address(name)
         try:
@@ -167,8 +167,8 @@ def fetch_beside(name: str, file: str) -> bytes | None:
 
 
 def fetch_tokenizer_json(name: str) -> bytes:
-    """Read the tokenizer.json that `name` means: a file, a folder that holds one, the address of
-    either, or a hub id, perhaps with `@` and a revision.
+    """Read a tokenizer.json. `name` is a file, a folder with the file, the address of either, or a
+    hub id, which may end with `@` and a revision.
 
     Raises:
         TokenizerError: The tokenizer is missing, or the hub or store cannot be reached.
@@ -190,7 +190,7 @@ def fetch_tokenizer_json(name: str) -> bytes:
 
 
 def _words(tokenizer: Tokenizer) -> Iterator[str]:
-    """Words that a tokenizer probably has in its vocabulary, the likeliest first."""
+    """Yield words that are probably in the vocabulary, the most probable first."""
     yield "a"
     yield from sorted(filter(str.isalpha, tokenizer.get_vocab()))
 
@@ -211,8 +211,8 @@ def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
 
 @contextlib.contextmanager
 def panics_unprinted() -> Iterator[None]:
-    """Drop what is printed to stderr if the block fails: a panic in Rust prints its backtrace there
-    and raises as well. If the block succeeds or is interrupted, the text is printed afterwards.
+    """Discard the output to stderr if the block fails, because a panic in Rust prints a backtrace.
+    If the block succeeds or is interrupted, print the output afterwards.
     """
     try:
         stderr = os.dup(2)
@@ -238,7 +238,7 @@ def panics_unprinted() -> Iterator[None]:
 
 
 def _check_ids(json_bytes: bytes, origin: object) -> None:
-    """Refuse ids for which a library would fill the memory: it keeps tables as long as they are."""
+    """Reject large ids, because the library allocates tables as long as the largest id."""
     if not _LONG_NUMBER.search(json_bytes):
         return
     # The library names what is wrong with a file that is no tokenizer.json.

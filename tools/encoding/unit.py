@@ -1,8 +1,7 @@
-"""Encode one unit into shards: read, tokenize, deal to the splits, write, count.
+"""Encode one unit into shards: read, tokenize, divide among the splits, write, count.
 
-What comes out depends on the unit and the settings alone, so it is the same on every worker, and a
-unit that was interrupted is simply run again. Records are handled by the batch; nothing here
-touches a single token in Python.
+The result depends only on the unit and the settings. So every worker writes the same bytes, and an
+interrupted unit is encoded again. All steps work on batches. No token becomes a Python object.
 """
 
 import contextlib
@@ -49,52 +48,52 @@ __all__ = ["TRAIN", "VALIDATION", "EncodeSettings", "Encoded", "UnitEncoder"]
 
 TRAIN, VALIDATION = "train", "validation"
 Report = Callable[[float, int, str], None]
-"""Takes the weight and tokens of a part of a unit that is done, and the last record of it."""
+"""Takes the weight, the tokens and the last record of a finished part of a unit."""
 _SAMPLED_PART = 1000
-"""About one document in so many is handed out, to be encoded by both engines."""
+"""Both engines encode about one document in this many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeSettings:
-    """What every worker must know, whichever unit it gets."""
+    """The settings that every worker needs for any unit."""
 
     output: Place
-    """Where shards go; tokenizer.json lies there already."""
+    """The folder for shards. It already contains tokenizer.json."""
     task: TaskEncoder
     engine: EngineName
-    """What makes the ids."""
+    """The engine that makes the ids."""
     vocabulary_size: int
     template: Template
-    """What stands around the texts of a row."""
+    """The special tokens around the texts of a row."""
     validation: float
     splits: tuple[str, ...]
-    """Every split that can get rows."""
+    """Names of all splits."""
     splits_special: bool
-    """What special-token text inside a document becomes."""
+    """Whether special tokens in a document become their ids."""
     max_rejects: int | None
     audits: bool = False
-    """Whether the fast engine encodes a sample for comparison, also where another makes the ids."""
+    """Whether the fast engine encodes a sample for the comparison, even if it does not make the ids."""
     verifies: bool = False
-    """Whether both engines encode everything; needs `audits`, and a fast engine."""
+    """Whether both engines encode every text. This needs `audits` and a fast engine."""
 
     def begin(
         self, on_progress: Report, engine: Engine | None = None
     ) -> "Callable[[Unit | Questions], Encoded | Answers]":
-        """Load the engine, unless it is given; what encodes a unit, or answers the audit."""
+        """Load the engine, and return the function that encodes a unit or answers the audit."""
         return UnitEncoder(self, on_progress, engine).do
 
 
 class Encoded(NamedTuple):
-    """A unit is encoded."""
+    """The message that a unit is encoded."""
 
     result: UnitResult
-    """What is kept of it."""
+    """The result of the unit."""
     sample: Answers
-    """What the fast engine gives for some of its texts, to be compared."""
+    """The ids of the fast engine for some texts, for the comparison."""
 
 
 class UnitEncoder:
-    """Encodes units, one after the other. One per process, for its engines are costly to load."""
+    """The encoder of units. A process has one, because engines take long to load."""
 
     def __init__(
         self,
@@ -108,10 +107,10 @@ class UnitEncoder:
             settings: What to encode, and where to.
             on_progress: Called with the weight and tokens of each batch that is done, and the
                 last record of it.
-            engine: The engine that makes the ids, if it is loaded already.
+            engine: The engine that makes the ids. None: load the engine of the settings.
         """
         self._at = ""
-        """The last record of the batch in work."""
+        """The last record of the present batch."""
         self._settings = settings
         self._threshold = np.uint64(int(settings.validation * 2**64))
         self._on_progress = on_progress
@@ -121,20 +120,20 @@ class UnitEncoder:
         self._verifier = self._verifying_engine()
 
     def do(self, work: Unit | Questions) -> "Encoded | Answers":
-        """Encode a unit, or what the audit asks; see `encode` and `answer`."""
+        """Encode a unit, or the texts of the audit. See `encode` and `answer`."""
         return self.encode(work) if isinstance(work, Unit) else self.answer(work)
 
     def answer(self, questions: Questions) -> Answers:
-        """Return what the fast engine itself gives for some texts; empty without a fast engine."""
+        """Return the ids of the fast engine for some texts; empty without a fast engine."""
         if not self._fast:
             return Answers.joined([])
         return Answers.from_fast(self._fast, questions.texts)
 
     def encode(self, unit: Unit) -> "Encoded":
-        """Write the shards of `unit` and count what became of its records.
+        """Write the shards of `unit` and count its records.
 
         Raises:
-            EngineFailure: The fast engine broke down.
+            EngineFailure: The fast engine failed.
             CorpusError: There are more rejects than the settings allow.
         """
         in_one_pass = self._settings.max_rejects is None  # rejects behind damage do not count
@@ -196,7 +195,7 @@ class UnitEncoder:
         )
 
     def _encode_batch(self, batch: RecordBlock, ledger: UnitCounts) -> dict[str, Rows]:
-        """Tokenize a batch and deal its rows to the splits; a split without rows is left out."""
+        """Tokenize a batch, and return its rows by split. Splits without rows are left out."""
         if not len(batch):
             self._on_progress(batch.weight_bytes, 0, self._at)
             return {}
@@ -225,7 +224,7 @@ class UnitEncoder:
         return dealt
 
     def _encode(self, ledger: UnitCounts, texts: list[bytes]) -> Ragged:
-        """The ids of some texts; enters what else is found out about them."""
+        """Return the ids of texts. Count routed texts, and texts that both engines encoded."""
         made = self._engine.encode(texts)
         if isinstance(self._engine, FastEngine):
             ledger.routed += self._engine.routed
@@ -235,7 +234,7 @@ class UnitEncoder:
         return made
 
     def _encodable(self, batch: RecordBlock, ledger: UnitCounts) -> RecordBlock:
-        """The batch without the records that the tokenizer has no ids for, tried one by one."""
+        """Return a batch without the records that the tokenizer cannot encode."""
         kept = []
         for index in range(len(batch)):
             one = batch.take(np.array([index]))
@@ -248,7 +247,7 @@ class UnitEncoder:
         return batch.take(np.array(kept, np.int64))
 
     def _sampled(self, sample: RecordBlock) -> list[Answers]:
-        """Answers for the texts that the records of a sample consist of, if need be cut short."""
+        """Return the fast engine's ids for the texts of a sample. Long texts are cut."""
         answers: list[Answers] = []
 
         def noting(given: list[bytes]) -> Ragged:
@@ -270,7 +269,7 @@ def _naming_what_needs_memory(unit: Unit) -> Iterator[None]:
 
 
 def _load_engine(settings: EncodeSettings) -> Engine:
-    """Load the engine of the settings, and only that one: a large vocabulary takes a second."""
+    """Load the engine of the settings, and no other: a large vocabulary takes a second."""
     return (_load_fast if settings.engine == FastEngine.name else _load_reference)(settings)
 
 
@@ -290,7 +289,7 @@ def _shard_name(split: str, unit: Unit) -> str:
 
 
 def _rows(samples: Samples, batch: RecordBlock, chosen: np.ndarray) -> Rows:
-    """The chosen rows of a batch, with their origin."""
+    """Return the chosen rows of a batch, with their origin."""
     rows = np.flatnonzero(chosen)
     per_token = samples.per_token
     if len(rows) < len(chosen):
