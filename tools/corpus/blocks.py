@@ -1,10 +1,10 @@
-r"""The bytes of an input file, decompressed, a block at a time; and the lines in them.
+r"""Read the decompressed bytes of an input file in blocks, and cut blocks into lines.
 
 A compressed file consists of one or more streams (gzip members, zstd frames), each with a checksum
-at its end. A damaged file raises one of `READ_ERRORS`. The bytes before the error may be wrong too:
-only the first `Blocks.sound_bytes`, the streams that ended well, can be relied on. Lines end at
-`\n` alone. Memory is bounded, however large a small file unpacks to. UTF-8 is checked at the speed
-of Arrow.
+at its end. A damaged file raises one of `READ_ERRORS`. The bytes before the error may be wrong too.
+Only the first `Blocks.sound_bytes` are verified: they belong to streams with a correct checksum.
+Lines end at `\n` only. Memory is bounded, even if a small file decompresses to gigabytes. Arrow
+checks UTF-8.
 """
 
 import bz2
@@ -42,28 +42,29 @@ __all__ = [
 Compression = Literal["gz", "zst", "bz2", "xz"]
 
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
-"""What reading a damaged file can raise."""
+"""Exceptions of reading a damaged file."""
 
 FIRST_BLOCK_BYTES, BLOCK_BYTES = 1 << 18, 1 << 22
-"""Blocks begin small and double in size, for callers who only look at the beginning of a file."""
+"""Bytes of the first and of the largest block. Each block is twice as large as the previous one,
+because some callers read only the beginning of a file."""
 UNPACKED_BYTES = 1 << 18
 _FEWEST_PACKED_BYTES, _MOST_PACKED_BYTES = 1 << 6, 1 << 13
-"""Bytes given to a decompressor at once: few where they unpack to many. zstd unpacks all of them,
-into up to 32,000 times as many."""
+"""Compressed bytes per call of a decompressor: fewer if the ratio is high. zstd decompresses all of
+them at once, into up to 32,000 times as many bytes."""
 _LARGEST_WINDOW_BYTES = 1 << 31
-"""What `zstd --long=31` makes; it takes memory only as far as text fills it."""
+"""The window of `zstd --long=31`. Only the part with text takes memory."""
 
 
 class Damage(NamedTuple):
-    """Where a compressed file is damaged."""
+    """The position of the damage in a compressed file."""
 
     sound_bytes: int
-    """Decompressed bytes before the damage that a checksum has verified."""
+    """Number of decompressed bytes before the damage that a checksum has verified."""
     reason: str
 
 
 class Blocks:
-    """Iterates over a whole compressed file, or over the bytes `start` to `stop` of a plain one."""
+    """An iterator over a compressed file, or over the bytes `start` to `stop` of a plain file."""
 
     def __init__(
         self,
@@ -73,11 +74,11 @@ class Blocks:
         stop: int | None = None,
         damage: Damage | None = None,
     ) -> None:
-        """Args: `damage` is what was found before; bytes behind it are not given."""
+        """Open a file. Bytes after a known `damage` are not read."""
         self.consumed_bytes = 0
-        """Bytes of the file itself behind the blocks given so far."""
+        """Number of bytes read from the file, before decompression."""
         self.sound_bytes = 0
-        """Decompressed bytes up to the end of the last stream that ended well."""
+        """Number of decompressed bytes up to the end of the last stream with a correct checksum."""
         self._path = path
         self._compression: Compression | None = compression
         self._start, self._stop = start, stop
@@ -113,7 +114,7 @@ class Blocks:
         raise EOFError(self._damage.reason)
 
     def _streams(self, compression: Compression) -> Iterator[bytes]:
-        """Unpack one stream after the other; the libraries' own files take damage for the end."""
+        """Decompress all streams. File classes of the libraries would take damage for the end."""
         pieces: list[bytes] = []
         given = waiting = 0
         try:
@@ -207,7 +208,7 @@ class LongLine(NamedTuple):
 
 
 class BlockFile(io.RawIOBase):
-    """A file whose bytes come in blocks."""
+    """A binary file with the bytes of an iterable of blocks."""
 
     def __init__(self, blocks: Iterable[bytes]) -> None:
         self._blocks = iter(blocks)
@@ -218,7 +219,7 @@ class BlockFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as far as the present block goes. Return the number of bytes."""
+        """Copy bytes of the present block into a buffer. Return their number."""
         self._rest = self._rest or memoryview(next(self._blocks, b""))
         count = min(len(buffer), len(self._rest))
         buffer[:count], self._rest = self._rest[:count], self._rest[count:]
@@ -226,9 +227,9 @@ class BlockFile(io.RawIOBase):
 
 
 def whole_lines(blocks: Iterable[bytes], most_bytes: int) -> Iterator[bytes | LongLine]:
-    """The same bytes, cut behind newlines; the last line needs none.
+    """Yield the bytes of blocks as blocks of whole lines. The last line may lack its newline.
 
-    A line of more than `most_bytes` is dropped while it is read, and a `LongLine` takes its place.
+    A line of more than `most_bytes` is dropped while it is read, and a `LongLine` is yielded.
     """
     pieces: list[bytes] = []
     num_bytes = 0  # of a line whose end has not come
@@ -254,7 +255,7 @@ def whole_lines(blocks: Iterable[bytes], most_bytes: int) -> Iterator[bytes | Lo
 
 
 def _short_lines(data: bytes, most_bytes: int) -> Iterator[bytes | LongLine]:
-    """The same for whole lines."""
+    """Yield whole lines, with a `LongLine` for each line of more than `most_bytes`."""
     if len(data) <= most_bytes:
         if data:
             yield data
@@ -272,13 +273,13 @@ def _short_lines(data: bytes, most_bytes: int) -> Iterator[bytes | LongLine]:
 
 
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-"""What a file in UTF-16 begins with."""
+"""The first bytes of a file in UTF-16."""
 IS_UTF16 = "the file is UTF-16; convert it to UTF-8"
-"""The reason for rejecting such a file."""
+"""The reason for rejecting a file in UTF-16."""
 
 
 def is_utf8(block: bytes) -> bool:
-    """Whether a block is valid UTF-8 as a whole."""
+    """Return whether a block is valid UTF-8."""
     if block.isascii():
         return True
     ends = pa.py_buffer(np.array([0, len(block)], np.int64))
@@ -292,15 +293,16 @@ def is_utf8(block: bytes) -> bool:
 
 DAMAGE = (*READ_ERRORS, pa.ArrowException, ValueError, RecursionError)
 _ALLOCATION = re.compile(r"\bsize (\d{14,})\b")
-"""An allocation too large for any machine: its length was damaged."""
+"""Matches the error of an allocation that is too large for any machine, because a length is
+damaged."""
 _MACHINE_IS_FULL = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
 def damage_reason(error: Exception) -> str:
-    """What is wrong with the file, in one line.
+    """Return the damage of a file as one line.
 
     Raises:
-        Exception: `error` itself, where the machine is short of something and the file is sound.
+        Exception: `error` itself, if the machine lacks memory or file descriptors.
     """
     is_shortage = isinstance(error, MemoryError) and not _ALLOCATION.search(str(error))
     if is_shortage or getattr(error, "errno", None) in _MACHINE_IS_FULL:

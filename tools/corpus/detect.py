@@ -1,9 +1,9 @@
-"""Which format a file has: by the ending of its name, and where that says nothing, by its content.
+"""Detect the format of a file by the ending of its name, or else by its content.
 
-A file in a folder with an unknown ending is a text, because a source tree has all kinds of names.
-A file with an unknown ending that was given by name is read as records if it holds records. A .json
-file is a text only if it does not begin with records: a wrong field name must give rejects, never
-raw JSON as training text.
+A file in a folder with an unknown ending is a text, because a source tree has all kinds of names. A
+file with an unknown ending that the command line names is read as records if it contains records. A
+.json file is a text only if it does not begin with records: with a wrong field name, records must
+be rejected, and raw JSON must not become training text.
 """
 
 import logging
@@ -30,28 +30,28 @@ logger = logging.getLogger(__name__)
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".bz2": "bz2", ".xz": "xz"}
 _ARCHIVES = {".tar", ".tgz", ".zip", ".7z"}
 _SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES = 1 << 16, 1 << 25
-"""Bytes read to tell what a file is; the larger number where its first record may be longer."""
+"""Bytes that are read to detect a format. The larger number is for long first records."""
 _NUL_BYTES = 8192
 
 
 def compression_of(name: str) -> Compression | None:
-    """What a file is compressed by, as the last ending of its name says."""
+    """Return the compression of a file by the last ending of its name."""
     return _COMPRESSIONS.get(os.path.splitext(name.lower())[1])
 
 
 def needs_look(name: str) -> bool:
-    """Return whether the content of a file decides its format, or its name says text."""
+    """Return whether the content decides the format of a file, or the name says text."""
     format_ = _by_ending(name)
     return format_ is None or format_ is FALLBACK or format_.is_vague
 
 
 def format_in_folder(name: str, path: Location, field: str) -> Format:
-    """The format of a file found in a folder; text for an unknown ending.
+    """Return the format of a file in a folder; text for an unknown ending.
 
     Args:
-        name: The file's, whose ending counts.
-        path: Where it is read, if the ending says too little.
-        field: What records of the corpus have.
+        name: Name of the file.
+        path: The place to read the file, if the name does not decide.
+        field: A field that the records of the corpus have.
     """
     format_ = _by_ending(name)
     if format_ and format_.is_vague:
@@ -60,11 +60,12 @@ def format_in_folder(name: str, path: Location, field: str) -> Format:
 
 
 def format_of_given(name: str, path: Location, field: str) -> Format:
-    """The format of a file given by name, or of standard input. An unknown ending is resolved by
-    content. For the arguments see `format_in_folder`.
+    """Return the format of standard input, or of a file that the command line names.
+
+    For an unknown ending, the content decides. See `format_in_folder` for the arguments.
 
     Raises:
-        CorpusError: The name says text, and the content is records.
+        CorpusError: The name says text, but the file contains records.
     """
     format_ = _by_ending(name)
     if format_ is None or format_ is FALLBACK:
@@ -81,14 +82,14 @@ def format_of_given(name: str, path: Location, field: str) -> Format:
 
 
 def is_binary(path: Location, compression: Compression | None) -> bool:
-    """Whether the (decompressed) beginning holds a NUL and is not UTF-16, which is rejected with a
-    reason instead."""
+    """Return whether the decompressed beginning contains a NUL. UTF-16 returns False, because it is
+    rejected with a reason of its own."""
     beginning = _beginning(path, compression, _NUL_BYTES)[:_NUL_BYTES]
     return b"\0" in beginning and not beginning.startswith(UTF16_MARKS)
 
 
 def is_archive(name: str, path: Location) -> bool:
-    """Whether a file holds other files, by what it holds and by an ending that no format has."""
+    """Return whether a file is an archive, by its content and by an ending that no format has."""
     is_named_so = _ending(name) in _ARCHIVES and _by_ending(name) is None
     return is_named_so and is_binary(path, compression_of(name))
 
@@ -105,7 +106,7 @@ def _by_ending(name: str) -> Format | None:
 
 
 def _by_content(path: Location, compression: Compression | None, field: str) -> Format:
-    """The format whose records begin the file; without records the file is a text."""
+    """Return the format of the records at the start of the file; text for other content."""
     for num_bytes in (_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES):
         beginning = _beginning(path, compression, num_bytes)
         for format_ in FORMATS.values():
@@ -117,7 +118,7 @@ def _by_content(path: Location, compression: Compression | None, field: str) -> 
 
 
 def _beginning(path: Location, compression: Compression | None, num_bytes: int) -> bytes:
-    """About the first `num_bytes`, decompressed. What cannot be read is rejected later."""
+    """Return about the first `num_bytes`, decompressed. Read errors are reported later."""
     beginning = b""
     try:
         for block in Blocks(path, compression, 0, None if compression else num_bytes):
@@ -130,6 +131,6 @@ def _beginning(path: Location, compression: Compression | None, num_bytes: int) 
 
 
 def _ending(name: str) -> str:
-    """The ending of a name that says the format: the last, or the one before a compression's."""
+    """Return the last ending of a name, or the ending before `.gz` and other compressions."""
     stem, ending = os.path.splitext(name.lower())
     return os.path.splitext(stem)[1] if ending in _COMPRESSIONS else ending

@@ -1,4 +1,4 @@
-"""Input files as they were found, and the parts of them that are read at once."""
+"""Input files at the start of a run, and parts of these files."""
 
 import os
 from collections.abc import Iterator
@@ -17,35 +17,35 @@ MAX_RECORD_BYTES = 64_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
-    """One input file as it was when the run began."""
+    """An input file at the start of the run."""
 
     index: int
-    """Its line in sources.jsonl, counted from 0."""
+    """Line of the file in sources.jsonl, counted from 0."""
     name: str
-    """As given on the command line, and below that as found."""
+    """Path from the command line, or below it."""
     path: Location
-    """Where it is read: for spooled input not its name."""
+    """The place to read the file. Spooled input has another name."""
     bytes: int
     text_bytes: int
-    """Bytes of text expected, which are more in a file that is compressed."""
+    """Expected bytes of text. A compressed file has more than `bytes`."""
     state: int | str
-    """Changes when the file does: its modification time, or what a store says of its version; for
-    a data set of the Hub its commit, for spooled input its checksum."""
+    """A value that changes with the file: the modification time, the version in a store, the commit
+    of a data set of the Hub, or the checksum of spooled input."""
     format: str
-    """The name of its format as the registry has it."""
+    """Name of the format in the registry."""
     compression: Compression | None
     max_record_bytes: int = MAX_RECORD_BYTES
-    """A longer record is rejected."""
+    """Longer records are rejected."""
     split: str | None = None
-    """The split that all its records belong to; None draws it for each."""
+    """The split of all records. None: a hash chooses the split of each record."""
     is_spooled: bool = False
-    """Whether it is a nameless copy of standard input or of Python objects."""
+    """Whether the file is a temporary copy of standard input or of Python objects."""
 
     def check_unchanged(self) -> None:
-        """Compare the file with what it was when the run began.
+        """Check that the file has not changed since the start of the run.
 
         Raises:
-            CorpusError: It is gone or has changed: half of it may already be in a shard.
+            CorpusError: The file is missing or changed. A part of it may already be in a shard.
         """
         if self.is_spooled or isinstance(self.path, RemoteFile):
             return  # of an object each answer is compared
@@ -66,26 +66,26 @@ class FilePart:
 
     source: InputFile
     start: int = 0
-    """Where it begins, in what its format counts: bytes, row groups, record batches."""
+    """First byte, row group or record batch, depending on the format."""
     stop: int | None = None
-    """Where it ends; None for a whole file."""
+    """End of the range, exclusive; None: the end of the file."""
     first_record: int = 0
     weight_bytes: int
-    """Bytes of text expected: for sharing out work and for progress, not for the result."""
+    """Expected bytes of text, for the division of work and for progress."""
     damage: Damage | None = None
-    """Where its file is damaged, once that is known."""
+    """The damage of the file, if it is known."""
 
     def blocks(self) -> Blocks:
-        """Its bytes, decompressed, where `start` and `stop` are bytes."""
+        """Return the decompressed bytes of the part. `start` and `stop` must be bytes."""
         source = self.source
         return Blocks(source.path, source.compression, self.start, self.stop, self.damage)
 
     def weight_of(self, consumed_bytes: int) -> float:
-        """The part of its weight that so many bytes of the file stand for."""
+        """Return the share of the weight for a number of bytes of the file."""
         part_bytes = self.source.bytes if self.stop is None else self.stop - self.start
         return self.weight_bytes * consumed_bytes / max(part_bytes, 1)
 
 
 def whole(source: InputFile, shard_bytes: int) -> Iterator[FilePart]:
-    """The file as one part, however big: for what cannot be entered in the middle."""
+    """Yield the file as one part, for formats that cannot be read from the middle."""
     yield FilePart(source=source, weight_bytes=source.text_bytes)

@@ -1,8 +1,8 @@
-"""Where an input file is read: at a path of this machine, or as an object that a store has.
+"""The place of an input file: a path on this machine, or an object in a store.
 
-An object is read as it was found: each request says which version it wants, and each answer which
-one it has, so that one which changes meanwhile is an error and never a mixture. What a store
-refuses is no damage of the file.
+Each request for an object names the version that the run found, and each answer is compared with
+this version. So a changed object is an error, and never a mixture of two versions. An error of a
+store is not a damage of the file.
 """
 
 import contextlib
@@ -33,28 +33,28 @@ _SMALL_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """An object, in the version that was found."""
+    """An object in the version that the run found."""
 
     store: "ObjectStore"
     info: ObjectInfo
     pinned: str = ""
-    """Of a file of the Hub its address with the commit, under which it never changes."""
+    """For a file of the Hub: the address with its commit, at which the content never changes."""
     content: bytes | None = field(default=None, repr=False)
-    """All of it, if it was fetched already."""
+    """The whole content, if it was fetched."""
 
     def __str__(self) -> str:
         return self.pinned or self.store.path(self.info.name)
 
     @property
     def state(self) -> str:
-        """Changes when the object does."""
+        """A value that changes with the object."""
         return self.pinned or self.info.etag or f"{self.info.modified_s} {self.info.size}"
 
     def asked_for(self) -> Self:
-        """The same as the store tells it alone, where a list has said too little to compare.
+        """Return the object with the version from a request of its own, if the list had none.
 
         Raises:
-            CorpusError: It is gone, or the store fails.
+            CorpusError: The object is missing, or the store fails.
         """
         if self.info.etag or self.pinned:
             return self
@@ -65,18 +65,18 @@ class RemoteFile:
 
     @property
     def is_small(self) -> bool:
-        """Whether to fetch it takes one request, which is over before its bytes are wanted."""
+        """Whether the object is so small that one early request fetches it."""
         return self.content is None and self.info.size <= _SMALL_BYTES
 
     def fetched(self) -> Self:
-        """The same with its content; errors are those of `read_range`."""
+        """Return the object with its content. Raises the errors of `read_range`."""
         return replace(self, content=self.read_range(self.info.name, 0, self.info.size).data)
 
     def read_range(self, name: str, start: int, length: int) -> VersionedBytes:
-        """Some of its bytes; the name is its own.
+        """Return a range of bytes.
 
         Raises:
-            CorpusError: It is gone or has changed, or the store fails.
+            CorpusError: The object is missing or changed, or the store fails.
         """
         if self.content is not None:
             return VersionedBytes(self.content[start : start + length], self.info.version)
@@ -101,32 +101,32 @@ class RemoteFile:
 
 
 def _bare(version: str) -> str:
-    """Some lists name a version without its quotes."""
+    """Return a version without quotes. Some lists have quotes and some do not."""
     return version.strip('"')
 
 
 Location = str | RemoteFile
-"""A path from the root, or an object."""
+"""An absolute path, or an object."""
 
 
 def open_location(place: Location) -> BinaryIO:
-    """Open an input file to read its bytes. Requests for the bytes of an object grow."""
+    """Open an input file for reading in order. Requests for an object become larger."""
     if isinstance(place, str):
         return open(place, "rb", buffering=0)
     return open_ranged_bytes(place, place.info.name, place.info.size)
 
 
 def open_spans(place: RemoteFile) -> SpansFile:
-    """Open an object of which only some spans will be read."""
+    """Open an object for reading a few spans."""
     return SpansFile(place, place.info.name, place.info.size)
 
 
 @contextlib.contextmanager
 def local_copy(place: Location) -> Iterator[str]:
-    """The path of an input file on this machine: of an object a copy, for as long as the block.
+    """Yield a local path of an input file. The copy of an object exists until the block ends.
 
     Raises:
-        CorpusError: There is no room for it, or the store fails.
+        CorpusError: The disk is full, or the store fails.
     """
     if isinstance(place, str):
         yield place

@@ -1,7 +1,7 @@
-"""Read the records of a part of the corpus, whatever its format, many at a time.
+"""Read the records of a part of the corpus in batches, for any format.
 
-A damaged file costs what follows the damage, and gives one reject there. A compressed file costs
-what follows the last point that a checksum verifies.
+If a file is damaged, the records after the damage are lost, and one reject is listed. In a
+compressed file, the records after the last verified byte are lost.
 """
 
 from collections import deque
@@ -20,11 +20,11 @@ from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, rejected
 __all__ = ["UnverifiedError", "fetched_ahead", "read_records", "read_texts"]
 
 _AHEAD = 8
-"""Small remote files that are fetched before they are read."""
+"""Number of small remote files that are fetched before they are read."""
 
 
 class UnverifiedError(Exception):
-    """Some of the records given so far come from a damaged part of a compressed file."""
+    """Some of the yielded records come from a damaged part of a compressed file."""
 
 
 def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -> Iterator[Records]:
@@ -32,14 +32,14 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
 
     Args:
         part: A part of the corpus.
-        fields: The fields wanted.
-        in_one_pass: Decompress a compressed file once. By default it is decompressed a first time
-            to verify its checksums, so that records behind damage are never given.
+        fields: The fields to read.
+        in_one_pass: Decompress a compressed file once. By default, a first pass verifies the
+            checksums, so that records after damage are never yielded.
 
     Raises:
-        CorpusError: The file has vanished or changed since the corpus was listed.
-        UnverifiedError: A compressed file, read in one pass, is damaged. Some of the records that
-            were given may be wrong: drop them all, and read again in two passes.
+        CorpusError: The file is missing or changed since the corpus was listed.
+        UnverifiedError: A compressed file, read in one pass, is damaged. Some of the yielded
+            records may be wrong: drop all of them, and read again in two passes.
     """
     part.source.check_unchanged()
     if part.source.compression and not in_one_pass:
@@ -65,7 +65,7 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
 
 
 def fetched_ahead(parts: Iterable[FilePart]) -> Iterator[FilePart]:
-    """Yield the same parts. Small remote files are fetched before their turn, several at once."""
+    """Yield the same parts. Several small remote files are fetched early, at the same time."""
     with few_threads(_AHEAD) as threads:
         coming: deque[Future[FilePart] | FilePart] = deque()
         for part in parts:
@@ -90,9 +90,9 @@ def _result(part: Future[FilePart] | FilePart) -> FilePart:
 
 
 def read_texts(part: FilePart, fields: Fields) -> Iterator[bytes]:
-    """Only the texts of a part, of whichever of `fields` hold some; words are joined by spaces.
+    """Yield the texts of all fields with texts. Words are joined by spaces.
 
-    For samples: texts in front of damage in a compressed file are not verified.
+    This is for samples: texts of a compressed file are not verified.
     """
     textual = (FieldKind.TEXT, FieldKind.WORDS)
     wanted: Fields = {name: kind for name, kind in fields.items() if kind in textual}
@@ -106,7 +106,7 @@ def read_texts(part: FilePart, fields: Fields) -> Iterator[bytes]:
 
 
 def _verified(part: FilePart) -> FilePart:
-    """The part, which is a compressed file, with its damage if there is any."""
+    """Return the part of a compressed file with its damage, if there is any."""
     blocks = part.blocks()
     try:
         for _ in blocks:

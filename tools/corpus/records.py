@@ -1,9 +1,9 @@
-"""Records, as the readers of all formats return them, and what their fields must hold.
+"""Records as the readers of all formats return them, and the kinds of their fields.
 
-A record is a text file, a line of JSON Lines or CSV, a row of Parquet or Arrow. A bad record costs
-only itself and becomes a reject. Readers return many records at once, field by field. A field has a
-kind, which decides for all formats whether a value is accepted. A new kind is a member of
-`FieldKind` and a line of `_SCALARS` or `_ITEMS`.
+A record is a text file, a line of JSON Lines or CSV, or a row of Parquet or Arrow. A bad record
+becomes a reject, and other records are not affected. Readers return many records at once, field by
+field. The kind of a field decides which values are accepted, for all formats. A new kind is a
+member of `FieldKind` and a line of `_SCALARS` or `_ITEMS`.
 """
 
 import contextlib
@@ -37,26 +37,26 @@ _MOST = float(np.finfo(np.float32).max)
 
 
 class FieldKind(Enum):
-    """What a field must hold, and how it is given."""
+    """The accepted values of a field, and the type in which readers return them."""
 
     TEXT = "text"
-    """A text, given as UTF-8 bytes."""
+    """A text, as UTF-8 bytes."""
     WORDS = "a list of texts"
-    """A list of texts, each given as UTF-8 bytes."""
+    """A list of texts, as UTF-8 bytes."""
     LABEL = "a name or a whole number from 0"
-    """Given as str, whatever it was: numbers by their digits, booleans as `false` and `true`."""
+    """A label, as str: numbers as digits, booleans as `false` and `true`."""
     LABELS = "a list of names or of whole numbers from 0"
     """A list of labels."""
     JSON = "a list or an object"
-    """Any value of JSON but null. A list or object may also be given as a text."""
+    """Any JSON value except null. A list or object may also be a text with JSON."""
     OPTIONAL_JSON = "a list or an object, or nothing"
-    """The same, or None. JSON Lines may leave the field out."""
+    """Like `JSON`, or None. In JSON Lines, the field may be absent."""
     NUMBER = "a finite number"
-    """Given as a float that a float32 can hold; a text may spell it."""
+    """A number in the range of float32, as float. It may be a text with digits."""
 
     @property
     def item(self) -> "FieldKind | None":
-        """What each item must hold where the field is to hold a list; else None."""
+        """The kind of each item, for a field with lists; else None."""
         return _ITEMS.get(self)
 
 
@@ -65,16 +65,16 @@ Fields = dict[str, FieldKind]
 
 
 class Unusable(Exception):
-    """Why a value is not of its kind."""
+    """A value does not have the kind of its field."""
 
 
 def json_type(kind: FieldKind) -> Any:
-    """The type that msgspec decodes for a kind. Values still need the check."""
+    """Return the type that msgspec decodes for a kind. Values still need `checker`."""
     return list[json_type(kind.item)] if kind.item else _SCALARS[kind].json  # type: ignore[misc]
 
 
 def fits(column: pa.DataType, kind: FieldKind) -> bool:
-    """Whether a column of this type can hold values of a kind."""
+    """Return whether a column of this type can have values of a kind."""
     if pa.types.is_dictionary(column):
         return fits(column.value_type, kind)
     if kind.item:
@@ -84,15 +84,14 @@ def fits(column: pa.DataType, kind: FieldKind) -> bool:
 
 
 def checker(kind: FieldKind) -> Callable[[Any], Any]:
-    """What takes any value and gives it as its kind is given, or raises `Unusable`; asked once for
-    many values."""
+    """Return a function that converts a value to a kind, or raises `Unusable`."""
     if kind.item:
         return partial(_list, kind, _SCALARS[kind.item].check)
     return _SCALARS[kind].check
 
 
 def is_text(column: pa.DataType) -> bool:
-    """Whether a column holds texts, or bytes that may be."""
+    """Return whether a column has texts, or bytes that may be texts."""
     types = pa.types
     return bool(
         types.is_string(column)
@@ -167,12 +166,12 @@ def _not(kind: FieldKind, value: Any) -> Unusable:
 
 
 class _Scalar(NamedTuple):
-    """A kind that is no list."""
+    """A kind of single values."""
 
     json: Any
-    """What msgspec decodes it as."""
+    """The type that msgspec decodes."""
     columns: tuple[Callable[[pa.DataType], bool], ...]
-    """Types of columns, beside texts, that hold it."""
+    """Functions that return whether a column type has such values. Texts are always allowed."""
     check: Callable[[Any], Any]
 
 
@@ -199,7 +198,7 @@ _LONGEST_NAMES = 200
 
 
 class Reject(NamedTuple):
-    """A record that could not be used."""
+    """A rejected record."""
 
     record: int
     reason: str
@@ -212,13 +211,13 @@ class Records:
     numbers: np.ndarray
     """The number of each record in its file, from 0, shape (R,), uint64."""
     fields: dict[str, list[Any]]
-    """The values of each field, R of them."""
+    """The R values of each field."""
     rejects: list[Reject] = field(default_factory=list)
-    """Records between these that could not be used."""
+    """Rejected records between these records."""
     weight_bytes: float = 0
-    """The part of the file's weight that they stand for: for progress."""
+    """The share of the file's weight, for progress."""
     warning: str | None = None
-    """What the code that writes the records should log about them."""
+    """A warning about the records that should be logged."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -229,12 +228,12 @@ def records_of(
     fields: Fields,
     weight_bytes: float = 0,
 ) -> Records:
-    """Check rows one by one: the careful way, for what a fast path would not take.
+    """Check rows one by one, and return them as records. Slow, for blocks that a fast path rejects.
 
     Args:
-        rows: The number of each record, and its values by field or why it has none.
-        fields: What is wanted of each.
-        weight_bytes: Passed on.
+        rows: The number of each record, and its values by field or the reason why it is unusable.
+        fields: The fields to return.
+        weight_bytes: See `Records.weight_bytes`.
     """
     checks = {name: checker(kind) for name, kind in fields.items()}
     absent = {name: None for name, kind in fields.items() if kind is FieldKind.OPTIONAL_JSON}
@@ -257,18 +256,18 @@ def records_of(
 
 
 def shown_names(names: Iterable[str]) -> str:
-    """The names of fields for an error: all, or as many as fit into a line."""
+    """Return the names of fields for an error, as many as fit into a line."""
     shown = ", ".join(names) or "no fields"
     return shown if len(shown) <= _LONGEST_NAMES else f"{shown[:_LONGEST_NAMES]}..."
 
 
 def too_long(num_bytes: int, most_bytes: int) -> str:
-    """The reason for rejecting a record, or a field."""
+    """Return the reason for rejecting a record or a field that is too long."""
     return f"has {num_bytes:,} bytes, more than the {most_bytes:,} of `--max-record`"
 
 
 def rejected(record: int, fields: Fields, reason: str) -> Records:
-    """No record, and one reject."""
+    """Return no record and one reject."""
     no_values: dict[str, list[Any]] = {name: [] for name in fields}
     return Records(np.empty(0, np.uint64), no_values, [Reject(record, reason)])
 

@@ -1,12 +1,12 @@
 """Find the input files at an address: an object, all objects below it, or a data set of the Hub.
 
-Objects come in the order of a folder with the same names, and hidden names are left out. A web
-server has no lists: its files are given one by one.
+Objects have the order of files with the same names in a folder. Hidden names are left out. A web
+server cannot list files, so each file is given by its own address.
 
-`hub:OWNER/NAME[@REVISION][:CONFIG]` is loaded by `datasets`, which downloads and converts it once;
-later runs read the Arrow files. A local folder that `datasets` can load is read the same way.
-`hf://datasets/OWNER/NAME[@REVISION][/PATH]` names files of a repository, which are read by ranges.
-Both depend on the commit of the revision, not on times of local copies.
+`datasets` loads `hub:OWNER/NAME[@REVISION][:CONFIG]`: it downloads and converts the data set once,
+and later runs read the Arrow files. A local folder that `datasets` can load is read the same way.
+Files of `hf://datasets/OWNER/NAME[@REVISION][/PATH]` are read by ranges. Both depend on the commit
+of the revision, and not on the times of local copies.
 """
 
 import json
@@ -44,28 +44,28 @@ __all__ = [
 ]
 
 _SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
-"""What is left in the folder of a data set, and in that of several splits."""
+"""Files in the folder of a saved data set, and in the folder of several splits."""
 
 
 def is_saved(names: Collection[str]) -> bool:
-    """Whether a folder of these names is a saved data set, or one of several splits."""
+    """Return whether a folder with these names is a saved data set, of one or several splits."""
     return _SPLITS in names or {_SET, _INFO} <= set(names)
 
 
 def saved_entries(
     folder: str, names: list[str], split: str | None
 ) -> list[tuple[str, str | None]] | None:
-    """The names of the splits or Arrow files of a saved data set, each with its split. None if the
-    folder is not a saved data set.
+    """Return the splits or Arrow files of a saved data set, each with its split. None if the folder
+    is not a saved data set.
 
     Args:
-        folder: Where `names` are.
-        names: What is there.
-        split: The split that `folder` belongs to.
+        folder: The folder.
+        names: The names in the folder.
+        split: The split of the folder.
 
     Raises:
-        CorpusError: It looks like a saved data set, but cannot be read as one, or it names a file
-            that is not in the folder.
+        CorpusError: The folder looks like a saved data set, but cannot be read, or a listed file is
+            missing.
     """
     entries: list[tuple[str, str | None]]
     try:
@@ -97,12 +97,12 @@ NOT_A_CORPUS = (
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder is not meant to be looked at."""
+    """Return whether a file or folder is hidden or a cache."""
     return name.startswith(".") or name == "__pycache__"
 
 
 def is_data_set(names: Iterable[str]) -> bool:
-    """Whether a folder of these names is an output of ours: its files are no text to learn."""
+    """Return whether a folder with these names is an output of `pretokenize`."""
     found = set(names)
     return PARTS_FOLDER in found or {MANIFEST_FILE, TOKENIZER_FILE} <= found
 
@@ -132,10 +132,11 @@ def object_at(url: str) -> RemoteFile | None:
 
 
 def objects_below(url: str) -> Iterator[tuple[RemoteFile, tuple[str, ...]]]:
-    """The objects below a URL, each with the folders that it is in, as paths from the URL.
+    """Yield the objects below a URL, each with its folders as paths from the URL.
 
     Raises:
-        CorpusError: A folder was written by `save_to_disk`, or all of it is a data set of ours.
+        CorpusError: A folder was written by `save_to_disk`, or the URL is an output of
+            `pretokenize`.
     """
     store = _object_store(url)
     found = {tuple(info.name.split("/")): info for info in store.list()}
@@ -174,11 +175,11 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def repository_files(url: str) -> list[RemoteFile]:
-    """List files of a repository at the commit that its revision is at now.
+    """List files of a repository at the present commit of its revision.
 
     Raises:
-        ConfigError: The address cannot be one, or a package is missing.
-        CorpusError: There is no such repository or folder, or the Hub cannot be reached.
+        ConfigError: The address is invalid, or a package is missing.
+        CorpusError: The repository or folder is missing, or the Hub cannot be reached.
     """
     place = HubStore.from_url(url)
     try:
@@ -198,14 +199,13 @@ def repository_files(url: str) -> list[RemoteFile]:
 
 
 def hub_files(name: str) -> Iterator[tuple[str, str, str | None]]:
-    """The Arrow files of a data set, each with its split, and the commit that it was made of, if
-    the Hub has it.
+    """Return the Arrow files of a data set, each with its split, and the commit if it is known.
 
     Args:
-        name: `hub:` and an id, perhaps with `@` and a revision, and with `:` and a configuration.
+        name: `hub:` and an id, which may end with `@` and a revision, and `:` and a configuration.
 
     Raises:
-        CorpusError: It cannot be loaded.
+        CorpusError: The data set cannot be loaded.
     """
     import datasets  # seconds that only its users should pay
 

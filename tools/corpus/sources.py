@@ -1,10 +1,11 @@
-"""Find the input files of a corpus, in an order that depends on their names alone.
+"""Find the input files of a corpus, in an order that depends only on their names.
 
-A file given by name is always read. In a folder, these are left out: hidden entries, `__pycache__`,
-files that `--exclude` names, the output folder, links that lead nowhere and binary files. Symbolic
-links are followed, but a file that two ways lead to is read once. To tell binary from text, and
-JSON Lines from other JSON, the start of a file is read here. A folder of `Dataset.save_to_disk` is
-read as its Arrow files. `--exclude` and `--split` share their patterns of file names.
+A file that the command line names is always read. In a folder, the search leaves out hidden
+entries, `__pycache__`, files that match `--exclude`, the output folder, broken links and binary
+files. The search follows symbolic links, and reads a file once even if two paths lead to it. It
+reads the start of files, to distinguish binary files from text, and JSON Lines from other JSON. A
+folder of `Dataset.save_to_disk` is read as its Arrow files. `--exclude` and `--split` have the same
+patterns.
 """
 
 import fnmatch
@@ -59,27 +60,27 @@ __all__ = ["Corpus", "find_corpus", "is_reserved", "is_split_name", "matching"]
 
 _SPLIT = re.compile(r"\w[\w.-]*")
 _FILES_OF_OUTPUT = (MANIFEST_FILE, TOKENIZER_FILE, "sources.jsonl", "rejects.jsonl")
-"""Files beside the folders of splits."""
+"""Files of an output folder, beside the folders of splits."""
 
 
 def is_reserved(name: str) -> bool:
-    """Whether the output uses a name for a file, on file systems that ignore case too."""
+    """Return whether the output uses a name for a file. Some file systems ignore case."""
     name = name.lower()
     return name in _FILES_OF_OUTPUT or name.endswith(TEMPORARY_SUFFIX)
 
 
 def is_split_name(name: str) -> bool:
-    """Whether a split may have this name: it becomes a folder of the output."""
+    """Return whether a split may have this name. The name becomes a folder of the output."""
     return bool(_SPLIT.fullmatch(name)) and not is_reserved(name)
 
 
 def matching(patterns: Sequence[str], path: str, root: str) -> list[bool]:
-    """Which of `patterns` match a file or folder.
+    """Return the patterns that match a file or folder.
 
-    A pattern is compared with the name and with the path below `root`, which was given on the
-    command line. A pattern that begins with `./` is compared with that path only. A pattern that
-    begins with `/` or is an address is compared with the whole path. The current folder does not
-    matter. A `*` matches any number of `/`.
+    A pattern is compared with the name and with the path below `root`, a path of the command line.
+    A pattern that begins with `./` is compared only with the path below `root`. A pattern that
+    begins with `/`, or is an address, is compared with the whole path. The current folder does not
+    matter. A `*` also matches `/`.
     """
     if not patterns:
         return []
@@ -101,19 +102,19 @@ def _matches(pattern: str, path: str, below: str) -> bool:
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 32
-"""Objects whose beginnings are looked at at the same time."""
+"""Number of objects whose beginnings are read at the same time."""
 _PATTERNS_MATCH = (
     "A pattern is compared with names and with paths below the given folders. Begin it with / to "
     "compare whole paths."
 )
 _KEPT_BYTES = 1 << 26
-"""Contents of small objects that are kept until they are encoded."""
+"""Bytes of small objects that stay in memory until they are encoded."""
 _COMPRESSION_RATIO = 4
-"""Text is about this much bigger than its .gz or .zst: for weighing work, no more."""
+"""Estimated bytes of text per byte of a .gz or .zst file, for the division of work."""
 
 
 class Known(NamedTuple):
-    """A file that was looked into."""
+    """A file whose beginning was read."""
 
     name: str
     bytes: int
@@ -124,15 +125,15 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """The input files, and those left out for being binary."""
+    """The input files of a run, and the binary files that were left out."""
 
     sources: tuple[InputFile, ...]
     binary: tuple[Known, ...]
-    """Binary files found in folders and left out."""
+    """Binary files in folders, which were left out."""
 
     @property
     def known(self) -> list[Known]:
-        """What looking into the files has shown, for `find_corpus`."""
+        """The files that were opened, for `find_corpus`."""
         return [*map(_known, self.sources), *self.binary]
 
 
@@ -151,17 +152,17 @@ def find_corpus(
 
     Args:
         paths: Files, folders, or `-` for standard input.
-        out: The output folder, never read; None where the output is no folder.
-        field: A field of records: a .json file without it is read as a text.
+        out: The output folder, which is never read. None if the output is not a folder.
+        field: A field of records. A .json file without this field is read as a text.
         exclude: Patterns of names or paths to leave out.
-        splits: A split, and a pattern of names or paths whose files belong to it; the first counts.
-        max_record_bytes: A longer record is rejected.
-        known: Files that the same command has looked into before: not opened if unchanged.
-        spooled: Files of JSON Lines that this process has made of Python objects.
+        splits: Splits, each with a pattern for its files. The first match counts.
+        max_record_bytes: Longer records are rejected.
+        known: Files that an earlier run of the command opened. Unchanged files are not opened.
+        spooled: Files of JSON Lines that this process made from Python objects.
 
     Raises:
-        CorpusError: A path is missing or cannot be listed, or there is no input file at all.
-        ConfigError: A path lies in the output folder.
+        CorpusError: A path is missing or cannot be listed, or there is no input file.
+        ConfigError: A path is in the output folder.
     """
     search = _InputSearch(
         None if out is None else os.path.realpath(out), field, exclude, splits, known
@@ -189,11 +190,11 @@ class _Entry(NamedTuple):
     """The path without symbolic links."""
     is_folder: bool
     split: str | None
-    """The split that a saved data set puts it into."""
+    """The split of the entry in a saved data set."""
 
 
 class _InputSearch:
-    """One walk over all given paths; remembers where it has been."""
+    """A search through all given paths. It remembers the files that it found."""
 
     def __init__(
         self,
@@ -205,7 +206,7 @@ class _InputSearch:
     ) -> None:
         self.sources: list[InputFile] = []
         self._binary: dict[str, Known] = {}
-        """Binary files in folders, by their path without symbolic links, or by their URL."""
+        """Binary files in folders, by URL or by path without symbolic links."""
         self._known = {file.name: file for file in known}
         self._out = out
         self._field = field
@@ -213,15 +214,15 @@ class _InputSearch:
         self._splits = splits
         self._seen: set[str] = set()
         self._room = _KEPT_BYTES
-        """What further contents of remote files may take."""
+        """Bytes of memory left for the contents of remote files."""
         self._used = [False] * len(splits)
-        """Which patterns of splits have matched."""
+        """Patterns of `splits` that have matched."""
         self._unused = set(exclude)
         """Patterns of `exclude` that have not matched."""
 
     @property
     def binary(self) -> tuple[Known, ...]:
-        """Binary files that were found in folders, and were not given by name."""
+        """Binary files in folders that the command line does not name."""
         return tuple(self._binary.values())
 
     def add(self, path: str) -> None:
@@ -263,7 +264,7 @@ class _InputSearch:
             raise CorpusError(f"{path}: is neither a folder nor a regular file.")
 
     def _files_below(self, root: str, real: str) -> Iterator[_Entry]:
-        """The files below a folder that was given, in the order of their names."""
+        """Yield the files below a given folder in the order of their names."""
         levels = [self._entries(_Entry(root, real, True, None), root)]
         while levels:
             entry = next(levels[-1], None)
@@ -275,7 +276,7 @@ class _InputSearch:
                 yield entry
 
     def _entries(self, folder: _Entry, root: str) -> Iterator[_Entry]:
-        """What of a folder is to be read. Without links, this asks the system once per folder."""
+        """Yield the entries of a folder that are read. Without links, this is one system call."""
         if folder.real == self._out or not self._is_new(folder.real):
             return
         try:
@@ -314,7 +315,7 @@ class _InputSearch:
         return any(matches)
 
     def _add_remote(self, url: str) -> None:
-        """An object, or all below a URL."""
+        """Add an object, or all objects below a URL."""
         if url.startswith(REPOSITORY_PREFIX):
             self._add_repository(url)
             return
@@ -335,7 +336,7 @@ class _InputSearch:
         self._add_objects(list(results_of(RemoteFile.asked_for, found, _AT_ONCE)), root)
 
     def _add_repository(self, url: str) -> None:
-        """A file of the Hub, or all below a folder of a repository."""
+        """Add a file of the Hub, or all files below a folder of a repository."""
         files = repository_files(url)
         if len(files) == 1 and url.endswith(f"/{files[0].info.name}"):
             self._add_given(str(files[0]), files[0], str(files[0]))
@@ -349,18 +350,18 @@ class _InputSearch:
                 self._append_readable(str(file), self._kept(file), str(file), format_, root, None)
 
     def _looked_at(self, file: RemoteFile) -> tuple[RemoteFile, Format | None]:
-        """The file, with its content if that is small and has to be looked at, and its format."""
+        """Return the file and its format, with the content of small files that had to be opened."""
         if file.is_small and needs_look(str(file)):
             file = file.fetched()
         return file, self._format_of_found(str(file), file)
 
     def _kept(self, file: RemoteFile) -> RemoteFile:
-        """The file without its content, where those of all files take too much memory."""
+        """Return the file, without its content if all contents take too much memory."""
         self._room -= len(file.content or b"")
         return file if self._room > 0 else replace(file, content=None)
 
     def _add_given(self, name: str, path: Location, real: str) -> None:
-        """A file that was given by name."""
+        """Add a file that the command line names."""
         if is_archive(name, path):
             raise CorpusError(f"{name}: is an archive of files. Unpack it and give the folder.")
         is_skipped = self._binary.pop(real, None) is not None
@@ -371,19 +372,19 @@ class _InputSearch:
             self._append(self._source(name, path, format_), name, None)
 
     def _is_new(self, real: str) -> bool:
-        """Whether nothing has led there yet; from now on something has."""
+        """Return whether a path was not found before, and remember the path."""
         is_new = real not in self._seen
         self._seen.add(real)
         return is_new
 
     def _unchanged(self, name: str, path: Location) -> Known | None:
-        """What is known of a file, if it has not changed since."""
+        """Return the facts about a file from an earlier run, if the file is unchanged."""
         known = self._known.get(name)
         is_same = known and (known.bytes, known.state) == _size_and_state(path)
         return known if is_same else None
 
     def _format_of_found(self, name: str, path: Location) -> Format | None:
-        """The format of a file in a folder; None for a binary file."""
+        """Return the format of a file in a folder; None for a binary file."""
         if known := self._unchanged(name, path):
             return FORMATS[known.format] if known.format else None
         format_ = format_in_folder(name, path, self._field)
@@ -406,7 +407,7 @@ class _InputSearch:
             self._append(self._source(name, path, format_), root, split)
 
     def _append(self, source: InputFile, root: str, split: str | None) -> None:
-        """Add a source to the split that an option says it is of, or else to `split`."""
+        """Add a source to the split that an option names, or else to `split`."""
         matches = matching([glob for _, glob in self._splits], source.name, root)
         self._used = list(map(operator.or_, self._used, matches))
         named = (name for (name, _), does in zip(self._splits, matches, strict=True) if does)
@@ -432,14 +433,14 @@ class _InputSearch:
                 )
 
     def _add_stdin(self) -> None:
-        """Standard input, as records if it looks like it, else as one text."""
+        """Add standard input, as records if it begins with records, or else as one text."""
         if any(source.name == STANDARD_INPUT for source in self.sources):
             raise ConfigError("`-`: standard input can be read only once.")
         file = spool(STANDARD_INPUT, stdin_blocks(), Path(self._out) if self._out else None)
         self.add_spooled(file, format_of_given(STANDARD_INPUT, file.path, self._field))
 
     def add_spooled(self, file: Spooled, format_: Format) -> None:
-        """Add a file that this process has made of input that it cannot read again."""
+        """Add a file that this process made from input that it cannot read twice."""
         source = self._source(file.name, file.path, format_)
         source = replace(source, state=file.checksum, is_spooled=True)
         self._append(source, file.name, file.split)

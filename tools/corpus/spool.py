@@ -1,9 +1,9 @@
-"""Copy input that can be read only once to a nameless file: standard input, and Python objects.
+"""Copy input that can be read only once, standard input and Python objects, to a temporary file.
 
-Several processes can read, cut and read the file again. The system deletes it when it is closed, or
-with this process, however the process ends. Its checksum shows whether a continued run reads the
-same input again. Python objects become JSON Lines, so their shards are those of the same rows in a
-file.
+The file has no name in a folder. Several processes can read it several times. The system deletes
+it when it is closed, or when this process ends in any way. Its checksum shows whether a continued
+run reads the same input. Python objects become JSON Lines, so their shards are identical to the
+shards of the same rows in a file.
 """
 
 import json
@@ -28,18 +28,18 @@ _BATCH_RECORDS = 1000
 
 
 class Spooled(NamedTuple):
-    """A nameless file with input of this process."""
+    """A temporary file with input of this process."""
 
     name: str
-    """How errors and origins call it."""
+    """Name of the input in errors and origins."""
     path: str
-    """Where this user's processes can open it while this process has it open."""
+    """A path for other processes of this user, valid while this process has the file open."""
     checksum: int
-    """The xxh3-64 of its bytes."""
+    """xxh3-64 of the bytes."""
     descriptor: int
-    """Closing it deletes the file."""
+    """The open file. Closing it deletes the file."""
     split: str | None = None
-    """The split that all its records belong to; None draws it for each."""
+    """The split of all records. None: a hash chooses the split of each record."""
 
 
 def spool(
@@ -50,13 +50,13 @@ def spool(
     split: str | None = None,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> Spooled:
-    """Write blocks of bytes to a nameless file.
+    """Write blocks of bytes to a temporary file.
 
     Args:
-        name: How errors call the input.
+        name: Name of the input in errors.
         blocks: The content.
-        out: The output folder: the file lies on the same disk. None for temporary files.
-        split: Passed on.
+        out: The output folder. The file is on its disk. None: in the folder for temporary files.
+        split: See `Spooled.split`.
         advance: Called with the number of bytes after each block.
 
     Raises:
@@ -84,7 +84,7 @@ def stdin_blocks() -> Iterator[bytes]:
     """Yield the content of standard input.
 
     Raises:
-        CorpusError: It is closed.
+        CorpusError: Standard input is closed.
     """
     if sys.stdin is None:
         raise CorpusError("`-`: standard input is closed.")
@@ -96,14 +96,14 @@ def json_lines(name: str, records: object, fields: Iterable[str]) -> Iterator[by
     """Yield records as blocks of JSON Lines, with only the given fields.
 
     Args:
-        name: How errors call the records.
+        name: Name of the records in errors.
         records: A `datasets.Dataset` or `IterableDataset`; any table that exports Arrow streams
             (pyarrow, pandas, polars, DuckDB); a list of mappings; or a function that returns an
             iterator of mappings, of texts (each the first field), or of Arrow tables.
         fields: The fields that the task reads.
 
     Raises:
-        ConfigError: `records` is nothing of these, or can be read only once.
+        ConfigError: `records` has another type, or can be read only once.
         CorpusError: A value cannot be written as JSON.
     """
     fields = tuple(fields)
@@ -114,7 +114,7 @@ def json_lines(name: str, records: object, fields: Iterable[str]) -> Iterator[by
 
 
 def _batches(name: str, records: object, fields: tuple[str, ...]) -> Iterator[list[Any]]:
-    """Yield lists of records, each a dict with the given fields as far as it has them."""
+    """Yield lists of records. Each record is a dict with those of the fields that it has."""
     if type(records).__module__.startswith("datasets."):
         known: Any = records
         if known.column_names is not None:
@@ -166,7 +166,7 @@ def _rows_of(
 
 
 def _rows(table: Any, fields: tuple[str, ...]) -> Iterator[list[dict[str, Any]]]:
-    """Yield lists of the rows of anything that exports Arrow."""
+    """Yield lists of rows of a table that exports Arrow."""
     if isinstance(table, pa.RecordBatch) or not hasattr(table, "__arrow_c_stream__"):
         table = pa.Table.from_batches([pa.record_batch(table)])
     for batch in pa.RecordBatchReader.from_stream(table):
@@ -180,9 +180,9 @@ def _rows(table: Any, fields: tuple[str, ...]) -> Iterator[list[dict[str, Any]]]
 
 
 def _text(value: Any) -> Any:
-    """Decode bytes, also those of a list: msgspec would write them in base 64.
+    """Decode bytes, also in lists, because msgspec would write them in base 64.
 
-    The reader rejects what stands for invalid UTF-8.
+    Invalid UTF-8 becomes surrogates, which the reader rejects.
     """
     if isinstance(value, bytes):
         return value.decode(errors="surrogateescape")
@@ -199,7 +199,7 @@ def _encode(name: str, number: int, rows: list[Any]) -> bytes:
 
 
 def _line(name: str, number: int, row: dict[str, Any]) -> bytes:
-    """A record as JSON. The standard library escapes a lone surrogate, which the reader rejects."""
+    """Return a record as JSON. The standard library escapes surrogates. The reader rejects them."""
     try:
         return _ENCODER.encode(row) + b"\n"
     except UnicodeEncodeError:
@@ -209,7 +209,7 @@ def _line(name: str, number: int, row: dict[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Convert arrays and scalars of numpy and torch, which JSON does not know."""
+    """Convert arrays and scalars of numpy and torch to lists and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"got {_kind(value)}, expected texts, numbers, lists and dicts")

@@ -1,7 +1,7 @@
-"""Cut a corpus into units: the pieces of work that each become one shard.
+"""Cut a corpus into units. Each unit becomes one shard of each split.
 
-Many small files go together, and a big one is cut where its format allows. The cut depends on the
-input and the shard size alone, never on who does the work.
+A unit has many small files, or a part of a large file if the format can be cut. The cuts depend
+only on the input and the shard size, and not on the workers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,14 +23,14 @@ _SHARDS_WANTED = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """What one worker turns into one shard of each split."""
+    """The records that one worker encodes into one shard of each split."""
 
     number: int
     parts: tuple[FilePart, ...]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of text expected."""
+        """Expected bytes of text."""
         return sum(part.weight_bytes for part in self.parts)
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Unit:
 
 
 def auto_shard_bytes(sources: Iterable[InputFile]) -> int:
-    """A 64th of the input, within 8 MB to 256 MB: small corpora still occupy many cores."""
+    """Return 1/64 of the input, but 8 to 256 MB, so that small corpora occupy many cores."""
     total = sum(source.text_bytes for source in sources)
     return min(max(total // _SHARDS_WANTED, SMALLEST_SHARD_BYTES), LARGEST_SHARD_BYTES)
 
@@ -48,8 +48,8 @@ def auto_shard_bytes(sources: Iterable[InputFile]) -> int:
 def cut_units(sources: Iterable[InputFile], shard_bytes: int) -> tuple[Unit, ...]:
     """Cut `sources` into units of at most about `shard_bytes` of text each.
 
-    Files keep their order, except that those of one given split come together; files of different
-    given splits share no unit. For a shard size of 10:
+    Files keep their order, except that files of the same given split are neighbours. Files of
+    different given splits are never in one unit. For a shard size of 10:
 
         files   a: 4, b: 24 (can be cut), c: 3 (of a given split), d: 2, e: 5
         parts   a 4 | b 8 | b 8 | b 8, d 2 | e 5 | c 3
@@ -71,7 +71,7 @@ def cut_units(sources: Iterable[InputFile], shard_bytes: int) -> tuple[Unit, ...
 
 
 def _parts(sources: Iterable[InputFile], shard_bytes: int) -> Iterator[FilePart]:
-    """The parts of each file; neighbours in a store are cut at the same time."""
+    """Yield the parts of each file. Neighbouring objects of a store are cut at the same time."""
     for (name, is_remote), alike in groupby(sources, key=_kind):
         format_ = FORMATS[name]
         if is_remote and format_.cut_at_once > 1:

@@ -123,7 +123,7 @@ class UnitCounts:
         self._bytes, self._written, self._empty = np.zeros((3, num_sources), np.int64)
 
     def count(self, sources: np.ndarray, num_bytes: np.ndarray, has_text: np.ndarray) -> None:
-        """Count encoded records: sources, bytes of text, and whether they have tokens; (R,) each."""
+        """Count encoded records: source, bytes of text, and whether it has tokens; (R,) each."""
         places = sources - self._first
         num_sources = len(self._bytes)
         for total, weights in (

@@ -72,7 +72,7 @@ class EncodeSettings:
     """Whether special tokens in a document become their ids."""
     max_rejects: int | None
     audits: bool = False
-    """Whether the fast engine encodes a sample for the comparison, even if it does not make the ids."""
+    """Whether the fast engine encodes a sample for the comparison, for any `engine`."""
     verifies: bool = False
     """Whether both engines encode every text. This needs `audits` and a fast engine."""
 
