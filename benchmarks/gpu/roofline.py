@@ -348,7 +348,7 @@ def main() -> None:
         ("tokenfeed", step, FLASH_2),
         ("llm.c", cases[0].operators, CUDNN),
         ("nanochat", nanochat(NANOCHAT_124M), FLASH_3),
-        ("transformers.Trainer", transformers_trainer(GPT2), FLASH_2),
+        ("transformers.Trainer", transformers_trainer(GPT2), CUDNN),
     )
     results = [
         *checks,
