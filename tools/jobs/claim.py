@@ -1,9 +1,9 @@
 """Decide whether a command may write into an output.
 
-A new or empty output may be begun; an unfinished run may be continued by the command that began it
-and by no other; a finished data set and anything else are never touched. The command and input that
-made a data set are kept in `.made_by.json`, not in the manifest, since they have the paths and
-times of this machine.
+A command may begin a new or empty output. Only the command that began an unfinished run may
+continue the run. Finished data sets and other folders are never changed. `.made_by.json` stores the
+command and the input of a data set. The manifest does not, because both contain paths and times of
+this machine.
 """
 
 import json
@@ -36,18 +36,18 @@ __all__ = [
 ]
 
 _AT_ONCE = 16
-"""Files whose sizes are asked for at the same time."""
+"""Number of files whose sizes are read at the same time."""
 _UNITS = "the number of units"
-"""The one entry of .made_by.json that is no part of the recipe."""
+"""The entry of .made_by.json that does not belong to the recipe."""
 
 State = Literal["new", "unfinished", "finished"]
 
 
 def state_of(output: Place) -> State:
-    """Tell what an output holds: nothing yet, an unfinished run, or a finished data set.
+    """Return the state of an output: new, an unfinished run, or a finished data set.
 
     Raises:
-        ConfigError: It holds anything else, or a data set without `.made_by.json`, or is no folder.
+        ConfigError: The output is not a folder, has other files, or lacks `.made_by.json`.
     """
     if isinstance(output, LocalStore) and not _is_folder(output.folder):
         return "new"
@@ -70,10 +70,10 @@ def state_of(output: Place) -> State:
 
 
 def _is_folder(folder: Path) -> bool:
-    """Whether the folder exists; if not, it can be made.
+    """Return whether the folder exists. If not, it can be made.
 
     Raises:
-        ConfigError: It is something else, or cannot be made.
+        ConfigError: The path is not a folder, or the folder cannot be made.
     """
     if folder.parts[:1] and re.fullmatch("[a-z][a-z0-9+.-]*:", folder.parts[0]):
         raise ConfigError(
@@ -89,20 +89,20 @@ def _is_folder(folder: Path) -> bool:
 
 
 def _check_can_be_made(folder: Path) -> None:
-    """Refuse a folder that cannot be made now, not after an hour of reading."""
+    """Reject a folder that cannot be made, before the input is read."""
     nearest = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"{folder}: cannot be made, for {nearest} is no folder to write into.")
 
 
 def remember(output: Place, recipe: dict[str, Any], num_units: int) -> None:
-    """Keep the recipe of the data set for `recognise`."""
+    """Store the recipe of the data set for `recognise`."""
     content = recipe | {_UNITS: num_units}
     output.write(MADE_BY_FILE, json.dumps(content, indent=1).encode() + b"\n")
 
 
 def _made_by(output: Place) -> dict[str, Any]:
-    """Read the recipe that made the finished data set in an output.
+    """Read the recipe of the finished data set in an output.
 
     Raises:
         ConfigError: The file is damaged.

@@ -1,8 +1,8 @@
-"""The crew of a run: an executor's workers, which do units, and what each worker does.
+"""The crew of a run: the workers of an executor, and the work of each worker.
 
-A worker begins a job once and keeps what it has loaded for the next units. Processes of this
-machine begin it before they are forked; the workers of a cluster begin with their first unit. The
-workers of a cluster check first that they have the same packages and see the same output.
+A worker loads data once for all its units. Processes of this machine load before the fork. Workers
+of a cluster load with their first unit. They first check that they have the same packages and the
+same output folder.
 """
 
 import contextlib
@@ -53,11 +53,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 PROBES = ".probe-*"
-"""Files by which the workers of a cluster check that they see the output folder."""
+"""Number of files by which workers of a cluster recognise the output folder."""
 _WAITING = 2
-"""Units that wait for each worker, so that no worker is idle while a result is looked at."""
+"""Units in the queue of each worker, so that no worker is idle while a result is checked."""
 _REPORT_SECONDS = 0.1
-"""Seconds between two looks at the progress within units."""
+"""Seconds between two reports of progress."""
 
 
 class Weighed(Protocol):
@@ -65,7 +65,7 @@ class Weighed(Protocol):
 
     @property
     def weight_bytes(self) -> float:
-        """Its share of all the work, for the progress bar."""
+        """The share of the work, for the progress bar."""
         ...
 
 
@@ -75,8 +75,8 @@ _TakenT = TypeVar("_TakenT", bound=Weighed, contravariant=True)
 _GivenT = TypeVar("_GivenT", covariant=True)
 
 Begin = Callable[[Callable[[float, int, str], None]], Callable[[UnitT], ResultT]]
-"""Loads what work on units needs, and returns the function that does a unit. Its argument is called
-with the weight and tokens of each part of a unit that is done, and the last record of the part."""
+"""Loads the data for all units, and returns the function that does a unit. Its argument is called
+with the weight, the tokens and the last record of each finished part of a unit."""
 
 
 class Work(Protocol[_TakenT, _GivenT]):
@@ -105,10 +105,10 @@ class WorkerDied(TokenfeedError):
 
 
 class Worker(Generic[UnitT, ResultT]):
-    """Does units, and reports its progress."""
+    """A worker that does units and reports progress."""
 
     def __init__(self, begin: Begin[UnitT, ResultT]) -> None:
-        """Load what the units need: call `begin` once."""
+        """Load the data for all units by calling `begin`."""
         self.on_progress: OnProgress = lambda progress: None
         self._left_bytes = 0.0
         self._do = begin(self._count)
@@ -121,8 +121,8 @@ class Worker(Generic[UnitT, ResultT]):
         return result
 
     def _count(self, weight_bytes: float, num_tokens: int, at: str = "") -> None:
-        """Report progress. The weight of a unit is an estimate, so its parts count for no more
-        together, and the rest is added at the end."""
+        """Report progress. The weight of a unit is an estimate, so its parts together count at most
+        this weight, and the rest is added at the end."""
         weight_bytes = min(weight_bytes, self._left_bytes)
         self._left_bytes -= weight_bytes
         self.on_progress(Progress(weight_bytes, num_tokens, at))
@@ -139,14 +139,14 @@ class _Failure(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """The work, and what a worker checks before its first unit."""
+    """The work, and the facts that a worker checks before its first unit."""
 
     work: Work[Any, Any]
     output: Place | None = None
     """The output, with an absolute path, for workers of a cluster. None for workers of this
     machine."""
     files: tuple[FileInfo, ...] = ()
-    """Files in the output, which a worker must find. Otherwise it sees another folder."""
+    """Files in the output. A worker that does not find them has another folder."""
     versions: tuple[str, ...] = ()
     """Names and versions of packages in this process."""
 
@@ -175,7 +175,7 @@ class Job:
 
 
 _own = threading.local()
-"""The job that a thread of this process has begun. An encoder is for one thread."""
+"""The job of a thread. An encoder works in one thread only."""
 
 
 def _begin(job: bytes) -> Worker[Any, Any]:
@@ -195,10 +195,10 @@ def _begin_in_program(job: bytes) -> None:
 
 
 def _do_unit(job: bytes, unit: Any) -> _Finished | _Failure:
-    """Do a unit. An error comes back as an answer: a cluster would only repeat the unit.
+    """Do a unit. Return an error as the result, because a cluster repeats units that raise.
 
     Raises:
-        OSError: Another worker may not meet the same.
+        OSError: Another worker may succeed.
     """
     tokens: list[int] = []
 
@@ -217,7 +217,7 @@ def _do_unit(job: bytes, unit: Any) -> _Finished | _Failure:
 
 
 class Crew(Generic[UnitT, ResultT]):
-    """Has an executor's workers do units, and yields the results. The first units come first."""
+    """The workers of an executor, which do units in order, and the results."""
 
     def __init__(
         self, cluster: Cluster, job: bytes, units: Sequence[UnitT], on_progress: OnProgress
@@ -227,14 +227,14 @@ class Crew(Generic[UnitT, ResultT]):
         self._given: dict[Future[_Finished | _Failure], UnitT] = {}
         self._is_waited_for = False
         self.reports: SimpleQueue[Progress] = SimpleQueue()
-        """Progress within units, from other threads."""
+        """Reports of progress, from other threads."""
 
     def start(self, first: UnitT | None = None) -> None:
-        """Start the workers of this machine, before the results are asked for.
+        """Start the workers of this machine, before the first result is needed.
 
         Args:
-            first: One more unit, which is done before all others. The workers of a cluster begin
-                the others only after its result: what they have begun cannot be called back.
+            first: A unit that is done before all others. A cluster gets the other units after its
+                result, because submitted units cannot be withdrawn.
         """
         if first is not None:
             self._give(first)
@@ -245,8 +245,8 @@ class Crew(Generic[UnitT, ResultT]):
         """Yield the results, in the order of their completion.
 
         Raises:
-            WorkerDied: A worker is gone, or the cluster has given up a unit.
-            Exception: What a worker raised.
+            WorkerDied: A worker ended, or the cluster failed to do a unit.
+            Exception: The error of a worker.
         """
         if not self._given:
             self._give_all()
@@ -297,7 +297,7 @@ class Crew(Generic[UnitT, ResultT]):
 def local_crew(
     work: Work[UnitT, ResultT], units: Sequence[UnitT], num_workers: int, on_progress: OnProgress
 ) -> Iterator[Crew[UnitT, ResultT]]:
-    """Start processes of this machine for `units`; when the block ends, none is left.
+    """Start processes of this machine for `units`. They end with the block.
 
     Raises:
         WorkerDied: The processes could not be started.
@@ -326,15 +326,15 @@ def cluster_crew(
     units: Sequence[UnitT],
     on_progress: OnProgress,
 ) -> Iterator[Crew[UnitT, ResultT]]:
-    """Have the workers of a cluster do `units`.
+    """Let the workers of a cluster do `units`.
 
     Args:
         runner: The kind of cluster.
-        work: What is done to each unit.
-        output: From the root; all workers must share it.
-        files: Files that lie there already, and that every worker must see.
-        units: What is to be done.
-        on_progress: Called while the results are waited for.
+        work: The work on each unit.
+        output: Absolute path. All workers must share the folder.
+        files: Files in the output that every worker must find.
+        units: The units.
+        on_progress: Called while this process waits for results.
     """
     probe = PROBES.replace("*", os.urandom(8).hex())
 

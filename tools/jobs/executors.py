@@ -1,8 +1,8 @@
-"""Executors that do the units of a run: processes of this machine, Dask, or Ray.
+"""Executors for the units of a run: processes of this machine, Dask, or Ray.
 
-Each is a `concurrent.futures.Executor`. Where a cluster is, users say as they do elsewhere:
-`DASK_SCHEDULER_ADDRESS` or the configuration of Dask, `RAY_ADDRESS` or the Ray that runs on this
-machine. Without these, Dask and Ray start a cluster on this machine.
+Each is a `concurrent.futures.Executor`. The address of a cluster comes from Dask's and Ray's own
+settings: `DASK_SCHEDULER_ADDRESS` or the configuration of Dask, and `RAY_ADDRESS` or the Ray that
+runs on this machine. Without an address, Dask and Ray start a cluster on this machine.
 """
 
 import contextlib
@@ -53,28 +53,28 @@ __all__ = [
 Runner = Literal["local", "ray", "dask"]
 
 _RETRIES = 3
-"""Times that a cluster repeats a unit after the failure of an engine or a disk."""
+"""How often a cluster repeats a unit after a failure."""
 _OWN_DASK = {"threads_per_worker": 1, "dashboard_address": None, "silence_logs": logging.ERROR}
 """Options of a Dask cluster that is started on this machine."""
 
 
 class Cluster(NamedTuple):
-    """An executor, and how many workers it has."""
+    """An executor, with its number of workers."""
 
     executor: Executor
     num_workers: Callable[[], int]
     """Returns the number of units that can run at once, at this moment."""
     is_local: bool = False
-    """Whether its workers are forks of this machine: they see the same files and packages, and
+    """Whether the workers are forks on this machine. They have the same files and packages, and
     report progress within units."""
 
 
 ResultT = TypeVar("ResultT")
 SMALL_BYTES = 2_000_000
-"""This process alone finishes an input up to this size before workers would have started."""
+"""Largest input that this process finishes before workers would start."""
 
 MODULES = ("tokenfeed.tools.encoding.unit", "awkward", "gigatoken")
-"""What workers of `pretokenize` import."""
+"""Modules that the workers of `pretokenize` import."""
 
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
@@ -85,7 +85,7 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "1073741824",  # a worker reuses the memory of its last batch:
     "MALLOC_TRIM_THRESHOLD_": "1073741824",  # to get it zeroed again took a tenth of the time
 }
-"""Variables of worker processes. Each worker is one of many, so libraries start no threads."""
+"""Variables of worker processes, which keep libraries from starting threads."""
 
 
 class WorkerLost(Exception):
@@ -94,11 +94,11 @@ class WorkerLost(Exception):
     def __init__(self, progress: Any = None) -> None:
         super().__init__("a worker process ended")
         self.progress = progress
-        """What the task reported last; None if it reported nothing."""
+        """The last report of the task; None without a report."""
 
 
 class ForkExecutor(Executor):
-    """Processes of this machine, forked from one program that has loaded what tasks need.
+    """Processes of this machine, forked from a program that has loaded the data of all tasks.
 
     The program starts at once, so its imports run beside the imports of this process. It loads the
     data that all tasks need and forks then: the workers share that memory. Each worker has a socket
@@ -107,7 +107,7 @@ class ForkExecutor(Executor):
     """
 
     def __init__(self) -> None:
-        """Start the program. It imports `MODULES`, as far as they exist, and waits."""
+        """Start the program. It imports those of `MODULES` that are installed, and waits."""
         ours, theirs = socket.socketpair()
         with theirs, signals_held(), _signals_blocked():
             self._program = subprocess.Popen(
@@ -123,9 +123,9 @@ class ForkExecutor(Executor):
         self._queue: deque[tuple[Future[Any], bytes]] = deque()
         self._reader: threading.Thread | None = None
         self._error: BaseException | None = None
-        """Why the workers could not start."""
+        """The error that kept the workers from starting."""
         self.on_progress: Callable[[Any], None] = lambda progress: None
-        """Called on another thread with what tasks pass to `report`."""
+        """Called on another thread with the arguments of `report`."""
 
     @property
     def program_id(self) -> int:
@@ -134,7 +134,7 @@ class ForkExecutor(Executor):
 
     @property
     def is_used(self) -> bool:
-        """Whether the workers were forked already. An executor forks once."""
+        """Whether the workers were forked. An executor forks once."""
         return self._reader is not None
 
     def prepare(self, load: Callable[[], None]) -> None:
@@ -148,7 +148,7 @@ class ForkExecutor(Executor):
         If the initializer raises, each task ends with its exception.
 
         Raises:
-            WorkerLost: The program is gone.
+            WorkerLost: The program ended.
         """
         connections: list[Connection] = []
         self._reader = threading.Thread(target=self._read, args=(connections,), daemon=True)
@@ -177,7 +177,7 @@ class ForkExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the program and all workers, whatever they do; when this returns they are gone."""
+        """End the program and all workers at once. They have ended when this returns."""
         if self._reader is None or not self._reader.ident:
             self._program.kill()
         else:
@@ -245,7 +245,7 @@ class ForkExecutor(Executor):
 
 
 _early: list[ForkExecutor] = []
-"""The executor that was started before the command line was parsed, until somebody takes it."""
+"""The executor that `start_early` started, until `local_executor` returns it."""
 
 
 def start_early() -> None:
@@ -254,34 +254,34 @@ def start_early() -> None:
 
 
 def prepare_early(load: Callable[[], None]) -> None:
-    """Have the executor that was started early load something; see `ForkExecutor.prepare`."""
+    """Call `ForkExecutor.prepare` of the executor that was started early."""
     for executor in _early:
         executor.prepare(load)
 
 
 def local_executor() -> ForkExecutor:
-    """Return the executor that was started early, once; later a new one."""
+    """Return the executor that was started early; in later calls, a new executor."""
     return _early.pop() if _early else ForkExecutor()
 
 
 def end_early() -> None:
-    """End the executor that was started early if nobody took it."""
+    """End the executor that was started early, if it is unused."""
     while _early:
         _early.pop().shutdown()
 
 
 report: Callable[[Any], None] = lambda progress: None  # noqa: E731
-"""In a worker of a `ForkExecutor`: pass progress of the task to the executor's `on_progress`."""
+"""A function for workers of a `ForkExecutor`: it passes progress to `on_progress`."""
 
 
 def _disconnect(connection: Connection) -> None:
-    """Have both sides read the end of a connection, also a thread that waits for it."""
+    """End a connection for both sides, also for threads that wait for a message."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 
 
 def _command(socket_fd: int, modules: Sequence[str]) -> list[str]:
-    """The command line of a program that finds the same modules as this process."""
+    """Return the command line of a program that finds the same modules as this process."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
     code = f"""
 import sys
@@ -297,7 +297,7 @@ serve({socket_fd}, {list(modules)!r})
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Have a program start with the signals blocked that must not end it."""
+    """Block the signals that must not end a program while the program starts."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
@@ -368,7 +368,7 @@ def _work(connection: Connection) -> NoReturn:
 
 
 def _receive(connection: Connection, tasks: "SimpleQueue[bytes]") -> None:
-    """Take tasks, and end the process when the socket closes: nobody wants its task any more."""
+    """Do tasks until the socket closes, then end the process."""
     try:
         while True:
             tasks.put(connection.recv_bytes())
@@ -393,7 +393,7 @@ def _fail(connections: list[Connection], error: BaseException) -> None:
 
 
 def sendable(error: BaseException) -> BaseException:
-    """Return an error with its traceback as a note, as itself if it can be pickled."""
+    """Return an error that can be pickled, with the traceback as a note."""
     trace = traceback.format_exc()
     try:
         pickle.loads(pickle.dumps(error))
@@ -432,7 +432,7 @@ def _ray() -> Iterator[Cluster]:
 
 
 class RayExecutor(Executor):
-    """Tasks of Ray as futures: one core each, dealt to as many machines as there are."""
+    """Tasks of Ray as futures, with one core each, on all machines of the cluster."""
 
     def __init__(self) -> None:
         import ray  # pyright: ignore[reportMissingImports]
@@ -455,7 +455,7 @@ class RayExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See `Executor`; as with Dask's, what is not waited for is cancelled."""
+        """See `Executor`. Without `wait`, tasks are cancelled, as by Dask's."""
         given = list(self._given)
         if not wait or cancel_futures:
             for reference in given:
@@ -468,16 +468,16 @@ CLUSTERS: dict[Runner, Callable[[], AbstractContextManager[Cluster]]] = {
     "dask": _dask,
     "ray": _ray,
 }
-"""By the name that `--runner` knows it by, what opens it for a block."""
+"""Context managers that open a cluster, by the value of `--runner`."""
 
 _MODULES: dict[Runner, str] = {"dask": "distributed", "ray": "ray"}
 
 
 def check_installed(runner: Runner) -> None:
-    """Refuse a runner whose package is not there.
+    """Check that the package of a runner is installed.
 
     Raises:
-        ConfigError: Says what to install.
+        ConfigError: The package is missing.
     """
     if runner in _MODULES and not find_spec(_MODULES[runner]):
         raise ConfigError(
@@ -491,7 +491,7 @@ def _call(function: Callable[..., ResultT], args: Any, named: Any) -> ResultT:
 
 @contextlib.contextmanager
 def _reaching(runner: Runner) -> Iterator[None]:
-    """Have a cluster that cannot be reached end in one line."""
+    """Convert errors of an unreachable cluster to one line."""
     try:
         yield
     except Exception as error:
@@ -504,7 +504,7 @@ def _reaching(runner: Runner) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Have a library that takes signals for itself give them back."""
+    """Restore the signal handlers that a library replaces."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -1,8 +1,7 @@
 """The progress bar of a run.
 
-It moves with the part of the input that has been read and encoded, measured in bytes of the files,
-so neither compression nor fields that nobody wants make it jump or stall. It shows on a terminal
-and in a notebook.
+The bar shows the encoded share of the input, in bytes of the files, so compression and unused
+fields do not make it jump or stall. It is shown in terminals and notebooks.
 """
 
 import sys
@@ -20,7 +19,7 @@ __all__ = ["Bar", "bytes_read"]
 
 
 class Bar:
-    """Shows how far a run is."""
+    """The progress bar of a run."""
 
     def __init__(self, units: Sequence[Weighed]) -> None:
         self._num_units = len(units)
@@ -42,7 +41,7 @@ class Bar:
             self._shown.stop()
 
     def advance(self, progress: Progress) -> None:
-        """Move on by what has been encoded."""
+        """Add an encoded part of a unit."""
         self._tokens += progress.num_tokens
         if self._shown:
             (task,) = self._shown.tasks
@@ -76,7 +75,7 @@ def bytes_read(name: str) -> Iterator[Callable[[int], None]]:
 
 
 def _is_seen() -> bool:
-    """Return whether somebody watches: at a terminal, or in a notebook."""
+    """Return whether the output goes to a terminal or a notebook."""
     if sys.stderr and sys.stderr.isatty():
         return True
     if "ipykernel" not in sys.modules:

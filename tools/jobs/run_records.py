@@ -1,16 +1,16 @@
-"""What an unfinished run has done, kept in its output: a folder or a store.
+"""The records of an unfinished run, in its output: a folder or a store.
 
     .parts/job.json       the recipe of the run
-    .parts/plan.json      what takes reading the corpus to know: units, labels, tokenizer
-    .parts/audit.json     the comparison of the engines at the beginning of the run
+    .parts/plan.json      units, labels and tokenizer, which take a pass over the corpus
+    .parts/audit.json     the comparison of the engines at the start of the run
     .parts/00012.json     a finished unit; written after the unit's shards
     .parts/00012.rejects  the rejected records of the unit, if there are any
-    .parts/distrusted.json  the fast engine gave wrong ids: units that it made do not count
-    .parts/lock           held by the part that makes the plan
+    .parts/distrusted.json  the fast engine had wrong ids, so its units are encoded again
+    .parts/lock           locked by the part that makes the plan
 
-Each file appears whole and at once, and two files of one name mean the same. So any number of
-processes on any machines may work on one run, at the same time or repeatedly, without locks. The
-process that creates job.json first decides what the run is; the others compare.
+Each file is written atomically, and any process writes the same content under the same name. So any
+number of processes on any machines may work on one run, at the same time or repeatedly, without
+locks. The first process creates job.json. The others compare their recipe with it.
 
 The versions of packages that the bytes of a shard depend on: the same wherever a run works.
 """
@@ -54,7 +54,7 @@ _PACKAGES = ("tokenfeed", "pyarrow", "tokenizers", "gigatoken")
 
 
 def versions() -> list[str]:
-    """Name and version of each, `none` where it is not installed."""
+    """Return name and version of each package, `none` if it is not installed."""
     from tokenfeed.tools.corpus.formats.registry import FORMATS  # which `shards` does without
 
     of_formats = {name for format_ in FORMATS.values() for name in format_.packages}
@@ -71,9 +71,9 @@ def _version(name: str) -> str:
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 16
-"""Files that are read at the same time."""
+"""Number of files that are read at the same time."""
 _DAMAGED = (ValueError, KeyError, TypeError, RecursionError)
-"""What reading a damaged record raises."""
+"""Exceptions of reading a damaged record."""
 _PLAN_FILE = f"{PARTS_FOLDER}/plan.json"
 _AUDIT_FILE = f"{PARTS_FOLDER}/audit.json"
 _LOCK_FILE = f"{PARTS_FOLDER}/lock"
@@ -81,7 +81,7 @@ _DISTRUSTED_FILE = f"{PARTS_FOLDER}/distrusted.json"
 
 
 class Result(Protocol):
-    """What is kept of a finished unit: a dataclass."""
+    """The record of a finished unit: a dataclass."""
 
     @property
     def unit(self) -> int:
@@ -90,7 +90,7 @@ class Result(Protocol):
 
     @property
     def files(self) -> Iterable[FileInfo]:
-        """Files that the unit wrote; it counts as long as they are unchanged."""
+        """The files of the unit. The record counts while they are unchanged."""
         ...
 
 
@@ -109,7 +109,7 @@ class JobPart:
         """Return the part that `--part` names.
 
         Raises:
-            ConfigError: It is not of the form I/N.
+            ConfigError: The value is not of the form I/N.
         """
         words = text.split("/")
         if len(words) == 2 and all(word.isascii() and word.isdecimal() for word in words):
@@ -122,7 +122,7 @@ class JobPart:
         )
 
     def has(self, number: int) -> bool:
-        """Whether the unit of this number belongs to the part."""
+        """Return whether the unit with this number belongs to the part."""
         return number % self.count == self.index
 
 
@@ -130,16 +130,16 @@ _ALL = JobPart(0, 1)
 
 
 class RunRecords(Generic[ResultT]):
-    """The records of a run in an output. They lock a folder until closed; parts share the lock."""
+    """The records of a run. A folder is locked until they are closed. Parts share the lock."""
 
     def __init__(self, output: Place, kind: type[ResultT]) -> None:
         """Use `begin`."""
         self.results: dict[int, ResultT] = {}
-        """Finished units by number; of a part only its own."""
+        """Finished units by number. A part has only its own units."""
         self.is_new = False
         """Whether this process created the run."""
         self.made_folders: list[Path] = []
-        """Folders above the output that had to be made, the innermost first."""
+        """Folders above the output that this process made, the innermost first."""
         self._output = output
         self._kind = kind
         self._lock: int | None = None
@@ -152,17 +152,17 @@ class RunRecords(Generic[ResultT]):
         kind: type[ResultT],
         part: JobPart | None = None,
     ) -> Self:
-        """Begin a run in an output, or continue the unfinished one there.
+        """Begin a run in an output, or continue its unfinished run.
 
         Args:
-            output: Where the data set is made; created if missing.
+            output: Folder or store of the data set. A missing folder is made.
             recipe: Everything that the output depends on, by the names that users know.
-            kind: What is kept of a finished unit.
-            part: Which units belong to this process; None for all.
+            kind: The dataclass of a finished unit.
+            part: The units of this process; None: all units.
 
         Raises:
-            ConfigError: The unfinished run there has another recipe, or another process holds the
-                folder, or has just finished the data set.
+            ConfigError: The unfinished run has another recipe, or another process has locked the
+                folder or has just finished the data set.
         """
         records = cls(output, kind)
         records.made_folders = output.prepare()
@@ -185,14 +185,14 @@ class RunRecords(Generic[ResultT]):
 
     @property
     def engine_rejected(self) -> bool:
-        """Whether any process has found the fast engine wrong."""
+        """Whether any process found wrong ids of the fast engine."""
         return self._output.exists(_DISTRUSTED_FILE)
 
     def check(self) -> None:
         """Check that the run still exists.
 
         Raises:
-            ConfigError: Another process has finished or withdrawn it.
+            ConfigError: Another process has finished or deleted the run.
         """
         _job_of(self._output)
 
@@ -207,7 +207,7 @@ class RunRecords(Generic[ResultT]):
         self.results[result.unit] = result
 
     def keep_plan(self, plan: dict[str, Any]) -> None:
-        """Keep the plan of the run for all processes that join it; see `kept_plan`."""
+        """Store the plan of the run for other processes; see `kept_plan`."""
         content = json.dumps(plan)
         self._write(_PLAN_FILE, {"plan": plan, "xxh3": xxhash.xxh3_64_hexdigest(content.encode())})
 
@@ -216,19 +216,19 @@ class RunRecords(Generic[ResultT]):
         self._write(_AUDIT_FILE, audit)
 
     def kept_audit(self) -> dict[str, Any] | None:
-        """Return the comparison of the engines; None if no process has kept it."""
+        """Return the stored comparison of the engines; None before it is made."""
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             audit: dict[str, Any] = json.loads(self._output.read(_AUDIT_FILE))
             return audit
         return None
 
     def reject_engine(self, reason: str) -> None:
-        """Record that the fast engine is wrong: what any process made by it is made again."""
+        """Record that the fast engine has wrong ids. All its units are encoded again."""
         self._write(_DISTRUSTED_FILE, {"reason": reason})
         self.results = {}
 
     def drop_damaged(self) -> bool:
-        """Forget units whose files are not as recorded. Return whether there are any.
+        """Drop the records of units whose files have changed. Return whether there are any.
 
         Reads all files of a folder.
         """
@@ -259,14 +259,14 @@ class RunRecords(Generic[ResultT]):
         self._output.write(name, json.dumps(content).encode() + b"\n")
 
     def _load(self, part: JobPart) -> None:
-        """Read the records of a part, and look at the files that they name."""
+        """Read the records of a part, and check the files that they name."""
         names = sorted(name for name in self._output.names(PARTS_FOLDER) if _is_record(name, part))
         records = [each for each in results_of(self._record, names, _AT_ONCE) if each]
         self.results = {result.unit: result for result, _ in records}
         self._keep_whole({file: time for _, times in records for file, time in times.items()})
 
     def _record(self, name: str) -> tuple[ResultT, dict[str, int | None]] | None:
-        """Read a record; None if it is damaged, so that its unit is done again."""
+        """Read a record; None if it is damaged. Its unit is then done again."""
         with contextlib.suppress(*_DAMAGED, FileNotFoundError):
             content = json.loads(self._output.read(f"{PARTS_FOLDER}/{name}"))
             result = msgspec.convert(content["result"], self._kind)
@@ -274,7 +274,7 @@ class RunRecords(Generic[ResultT]):
         return None
 
     def _keep_whole(self, written_at: dict[str, int | None]) -> bool:
-        """Forget units whose files are missing or changed. Return whether there are any."""
+        """Drop the records of units with missing or changed files. Return whether there are any."""
 
         def is_whole(result: ResultT) -> bool:
             return all(self._output.has(info, written_at.get(info.file)) for info in result.files)
@@ -293,15 +293,15 @@ class RunRecords(Generic[ResultT]):
 
 
 def check_recipe(output: Place, recipe: dict[str, Any], changed: str = "") -> None:
-    """Compare a command with the one that began the unfinished run in an output.
+    """Check that a command is the same as the command that began the unfinished run in an output.
 
     Args:
-        output: Where the run is.
+        output: The folder or store of the run.
         recipe: Everything that the output depends on.
-        changed: How the input files differ, if that is known.
+        changed: How the input files differ, if this is known.
 
     Raises:
-        ConfigError: They differ.
+        ConfigError: The commands differ.
     """
     was, now = _job_of(output)["recipe"], _named(recipe)
     if difference := differences(was, now):
@@ -313,10 +313,10 @@ def check_recipe(output: Place, recipe: dict[str, Any], changed: str = "") -> No
 
 @contextlib.contextmanager
 def claimed(output: LocalStore, recipe: dict[str, Any]) -> Iterator[None]:
-    """Keep other commands out of a folder until the block ends.
+    """Lock a folder until the block ends.
 
     Raises:
-        ConfigError: Another command is at work there, or has left an unfinished run.
+        ConfigError: Another command is writing to the folder, or has left an unfinished run.
     """
     output.prepare()
     lock = _held(output)
@@ -334,9 +334,9 @@ def claimed(output: LocalStore, recipe: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def planning_alone(output: Place) -> Iterator[None]:
-    """Let one part at a time make the plan of a run. The others wait, and find it.
+    """Let one part at a time make the plan of a run. The others wait for the plan.
 
-    A store, and a file system without locks, lets all of them make it.
+    In stores and file systems without locks, several parts may make the plan.
     """
     if not isinstance(output, LocalStore):
         yield
@@ -355,7 +355,7 @@ def planning_alone(output: Place) -> Iterator[None]:
 
 
 def kept_plan(output: Place) -> dict[str, Any] | None:
-    """The plan of the unfinished run in an output; None if it is missing or damaged."""
+    """Return the plan of the unfinished run in an output; None if missing or damaged."""
     with contextlib.suppress(FileNotFoundError, *_DAMAGED):
         content = json.loads(output.read(_PLAN_FILE))
         plan: dict[str, Any] = content["plan"]
@@ -365,7 +365,7 @@ def kept_plan(output: Place) -> dict[str, Any] | None:
 
 
 def is_begun(output: Place) -> bool:
-    """Whether an output holds an unfinished run."""
+    """Return whether an output has an unfinished run."""
     return output.exists(JOB_FILE)
 
 
@@ -380,7 +380,7 @@ def remove_records(output: Place, *, job_first: bool = False) -> None:
 
 
 def differences(was: dict[str, Any], now: dict[str, Any]) -> str:
-    """Say how two recipes differ; empty if they are the same."""
+    """Return how two recipes differ; empty if they are equal."""
     return "; ".join(
         f"{name} was {_shown(was.get(name))}, is {_shown(now.get(name))}"
         for name in sorted(now.keys() | was.keys())
@@ -395,15 +395,15 @@ def _shown(value: Any) -> str:
 
 
 def _named(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe with the packages that decide bytes: every process of a run has the same."""
+    """Return a recipe with the versions of the packages that decide the bytes of shards."""
     return recipe | {"the packages": versions()}
 
 
 def _held(output: LocalStore, *, is_shared: bool = False) -> int | None:
-    """Lock a folder and return the descriptor that holds the lock.
+    """Lock a folder, and return the descriptor of the lock.
 
-    Parts of a run share the lock. The lock saves work and protects nothing: two runs of one command
-    write the same bytes.
+    Parts of a run share the lock. The lock only avoids double work: two runs of one command write
+    the same bytes.
     """
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return None
@@ -433,7 +433,7 @@ def _job_of(output: Place) -> dict[str, Any]:
     """Read job.json.
 
     Raises:
-        ConfigError: It is damaged, or gone.
+        ConfigError: The file is missing or damaged.
     """
     try:
         content = output.read(JOB_FILE)

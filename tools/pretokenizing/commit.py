@@ -1,7 +1,7 @@
-"""End a run: merge what the units left into sources.jsonl, rejects.jsonl and the manifest.
+"""End a run: merge the results of the units into sources.jsonl, rejects.jsonl and the manifest.
 
-The manifest is written last and the caller removes the records after it: whatever moment a kill
-picks, the same command arrives at the same bytes.
+The manifest is written last, and the caller then removes the records of the run. So a kill at any
+moment does not matter: the same command finishes with the same bytes.
 """
 
 import fnmatch
@@ -53,11 +53,11 @@ def commit(
     """Write everything but the shards, the manifest last.
 
     Args:
-        settings: What was done; all shards are in its output.
+        settings: The settings of all units. All shards are in its output.
         sources: The input files.
-        tokenizer: What made the ids.
-        audit: What compared the engines, if anything did.
-        results: What became of every unit, in the order of the units.
+        tokenizer: The tokenizer of the ids.
+        audit: The comparison of the engines, if there was one.
+        results: The results of all units, in order.
     """
     ledgers = _source_ledgers(sources, results)
     output = settings.output
@@ -100,7 +100,7 @@ def _counts(results: list[UnitResult]) -> dict[str, int] | None:
 
 
 def _clear_away(settings: EncodeSettings, results: list[UnitResult]) -> None:
-    """Delete what killed or late workers have left."""
+    """Delete files of killed or late workers."""
     output = settings.output
     named = {info.file for result in results for info in result.files}
     for split in settings.splits:
@@ -139,7 +139,7 @@ def _ledger(ledgers: list[dict[str, Any]]) -> RecordCounts:
 
 
 def _splits(results: list[UnitResult]) -> dict[str, SplitInfo]:
-    """The splits that have rows, and `train` in any case."""
+    """Return the splits with rows, and always `train`."""
     names = sorted({TRAIN}.union(*(result.shards for result in results)))
     return {name: _split(name, results) for name in names}
 

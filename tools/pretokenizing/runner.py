@@ -1,11 +1,11 @@
-"""Run units, by this process or by a crew, and end cleanly whatever happens.
+"""Encode the units of a run, by this process or by a crew, and end cleanly after any error.
 
-This process encodes a small input itself, by the reference: so few texts would not earn back the
-start of workers and of a second engine. Else a crew takes the units from one queue, big ones first,
-so that no slow one is left for the end. Workers start with the fast engine, and this process
-compares their ids with those of the reference; where the engine is rejected, at the start or for a
-sample later, the reference encodes all units again. The workers of a cluster begin when the first
-comparison is over: what they have begun cannot be called back.
+This process encodes a small input itself, by the reference, because workers and a second engine
+would take longer to start. For other inputs, a crew takes the units from one queue, large units
+first, so that no slow unit is left at the end. Workers start with the fast engine, and this process
+compares their ids with the reference. If the engine is rejected, at the start or by a later sample,
+the reference encodes all units again. The workers of a cluster begin after the first comparison,
+because submitted units cannot be withdrawn.
 """
 
 import contextlib
@@ -52,21 +52,21 @@ _Result = Encoded | Answers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What is to be encoded, how, and by how many."""
+    """The units of a run, with the settings and the number of workers."""
 
     settings: EncodeSettings
-    """With the engine that is tried first."""
+    """The settings with the engine that is tried first."""
     inputs: Inputs
     tokenizer: TextTokenizer
     workers: int
     audit: Audit
-    """Compares the engines, where the settings say so."""
+    """The comparison of the engines, if the settings have one."""
     falls_back: bool
-    """Whether the reference takes over from an engine that is rejected."""
+    """Whether the reference replaces a rejected engine."""
     runner: Runner = "local"
-    """Which workers encode: processes of this machine, or of a cluster."""
+    """The kind of workers: processes of this machine or of a cluster."""
     part: JobPart | None = None
-    """Which units are to be encoded; None for all."""
+    """The units of this part; None: all units."""
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -76,24 +76,24 @@ class Run:
 
 
 class EngineRefused(TokenizerError):
-    """The engine asked for by name is wrong or cannot be had: nothing it made is of use."""
+    """The engine of `--engine` is missing or has wrong ids, so none of its units can be used."""
 
 
 def is_small(units: Iterable[Unit]) -> bool:
-    """Whether units are so few that this process had better encode them itself."""
+    """Return whether this process encodes the units faster than workers would."""
     return sum(unit.weight_bytes for unit in units) <= SMALL_BYTES
 
 
 def run_units(run: Run, records: RunRecords[UnitResult]) -> EncodeSettings:
-    """Encode every unit that the records lack, and enter each there when it is done.
+    """Encode every unit without a record, and record each finished unit.
 
     Returns:
-        The settings as they were in the end: with the engine that made the ids.
+        The settings with the engine that made the ids.
 
     Raises:
-        EngineRefused: The engine is wrong or missing, and the run may not fall back to another.
+        EngineRefused: The engine is wrong or missing, and the run must not use another.
         CorpusError: There are more rejects than allowed.
-        KeyboardInterrupt: With a line that says what is kept.
+        KeyboardInterrupt: The message says how many units are finished.
     """
     with _saying_what_is_kept(len(run.units), records):
         if run.settings.engine != ReferenceEngine.name and not records.engine_rejected:
@@ -135,7 +135,7 @@ def _saying_what_is_kept(num_units: int, records: RunRecords[UnitResult]) -> Ite
 
 
 def _reject_engine(run: Run, why: EngineRejected, records: RunRecords[UnitResult]) -> None:
-    """Leave the work to the reference, for good where the engine was found wrong."""
+    """Use the reference from now on. If the ids were wrong, record this for other processes."""
     is_wrong = not isinstance(why, EngineUnavailable)
     if not run.falls_back and is_wrong:
         raise EngineRefused(f"{why}. Leave out `--engine`.") from None
@@ -153,10 +153,10 @@ def _reject_engine(run: Run, why: EngineRejected, records: RunRecords[UnitResult
 def _encode_all(
     run: Run, settings: EncodeSettings, records: RunRecords[UnitResult]
 ) -> EncodeSettings:
-    """Encode what is missing.
+    """Encode the missing units.
 
     Raises:
-        EngineRejected: There is no such engine, or it proves wrong: then the run ends early.
+        EngineRejected: The engine is missing or has wrong ids. Not all units are encoded then.
     """
     is_fast = settings.engine != ReferenceEngine.name
     done = {n: result for n, result in records.results.items() if result.engine == settings.engine}
@@ -207,7 +207,7 @@ class _Alone:
 def _crew(
     run: Run, settings: EncodeSettings, units: list[_Work], bar: Bar
 ) -> Iterator[Crew[_Work, _Result] | _Alone]:
-    """Start the workers that encode `units`; when the block ends, no process is left."""
+    """Start the workers that encode `units`. All processes end with the block."""
     if is_small(run.inputs.units) or not units:
         is_reference = settings.engine == ReferenceEngine.name
         engine = (ReferenceEngine if is_reference else FastEngine.from_tokenizer)(run.tokenizer)
@@ -227,7 +227,7 @@ def _crew(
 
 
 def _audited(run: Run, done: Encoded) -> UnitResult:
-    """The result of a unit with what a comparison of its sample has shown."""
+    """Return the result of a unit with the comparison of its sample."""
     result, sample = done
     differing = [text.decode() for text in run.audit.compare(sample)]
     return replace(
