@@ -4,17 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.corpora import ODD_TEXTS
+
 from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-
-TEXTS = [
-    "the quick brown fox jumps over the lazy dog " * 20,
-    "def f(x):\n\treturn x  # naïve 🎉 漢字",
-    "",
-    "a forged end <|endoftext|> [SEP] </s> inside",
-    " ",
-    "one",
-]
 
 
 def test_training_twice_gives_the_same_bytes_with_any_number_of_threads(tmp_path: Path) -> None:
@@ -43,6 +36,6 @@ def test_training_twice_gives_the_same_bytes_with_any_number_of_threads(tmp_path
     assert made[0] == made[1] == made[2]
     tokenizer = TextTokenizer.load(made[0], origin="trained")
     assert (tokenizer.end_token, tokenizer.end_id) == ("<|endoftext|>", 0)
-    for text in TEXTS:
+    for text in ODD_TEXTS:
         ids = ReferenceEngine(tokenizer).encode([text.encode()]).values
         assert tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False) == text

@@ -25,14 +25,6 @@ MODULE = ("-m", "tokenfeed.tools.train")
 make_config = functools.partial(training.make_config, model="tiny")  # what a process finds
 
 
-MakeShards = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def make_shards(write_dataset: Callable[..., Path]) -> MakeShards:
-    return functools.partial(write_counting, write_dataset)
-
-
 @pytest.fixture(scope="module")
 def finished(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of eight steps that nothing disturbed."""

@@ -23,6 +23,7 @@ from tokenfeed.tools.corpus.units import cut_units
 __all__ = [
     "FASTA",
     "GROUP",
+    "ODD_TEXTS",
     "ROWS",
     "TEXTS",
     "WORDS",
@@ -69,6 +70,15 @@ def read_bytes(path: Path, data: bytes) -> Found:
     path.write_bytes(data)
     return read(path)
 
+
+ODD_TEXTS = [
+    "the quick brown fox jumps over the lazy dog " * 20,
+    "def f(x):\n\treturn x  # naïve 🎉 漢字",
+    "",
+    "a forged end <|endoftext|> [SEP] </s> inside",
+    " ",
+    "one",
+]
 
 WORDS = [
     "the",

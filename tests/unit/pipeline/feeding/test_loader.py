@@ -30,8 +30,6 @@ from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
-LENGTHS = realistic_lengths()
-
 
 def test_without_shuffle_epochs_are_equal_and_windows_in_the_order_of_the_files(
     folder: Path,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.corpora import ODD_TEXTS
 from support.object_server import as_own_process, remote_store
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -23,22 +24,13 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_js
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings, UnitEncoder
 
-TEXTS = [
-    "the quick brown fox jumps over the lazy dog " * 20,
-    "def f(x):\n\treturn x  # naïve 🎉 漢字",
-    "",
-    "a forged end <|endoftext|> [SEP] </s> inside",
-    " ",
-    "one",
-]
-
 
 def byte_level() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
-        TEXTS,
+        ODD_TEXTS,
         trainers.BpeTrainer(
             vocab_size=400,
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -55,7 +47,7 @@ def word_piece_that_cuts_and_pads() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.train_from_iterator(ODD_TEXTS, trainer)
     tokenizer.enable_truncation(8)
     tokenizer.enable_padding(length=8)
     return tokenizer
@@ -122,10 +114,10 @@ def test_ids_are_those_of_tokenizers_plus_the_end_id(
     made = make()  # once: training a WordPiece is not deterministic
     tokenizer = loaded(made)
     assert tokenizer.end_token == end
-    result = encode_files(tmp_path, TEXTS, tokenizer)
+    result = encode_files(tmp_path, ODD_TEXTS, tokenizer)
     rows = read_rows(tmp_path, result, "train", tokenizer.vocabulary_size)
     end_ids = [made.token_to_id(end)] if end else []
-    expected = {index: reference_ids(made, text) for index, text in enumerate(TEXTS)}
+    expected = {index: reference_ids(made, text) for index, text in enumerate(ODD_TEXTS)}
     assert rows == {index: ids + end_ids for index, ids in expected.items() if ids}
     assert len(expected[0]) > 100  # far more than the 8 that the file's truncation would leave
     empty = [counts.empty for counts in result.sources]

@@ -30,9 +30,6 @@ from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.models.build import compile_model, make_model
 from tokenfeed.trainer.models.hf_model import HubModel
 
-GRAPHS = 4
-"""Of a block for one task, where three tasks need eight."""
-
 
 @given(
     sequence_length=st.integers(2, 5000),
