@@ -1,7 +1,7 @@
 """`pretokenize CORPUS... OUT`: tokenize a corpus once, into shards.
 
-What this file imports is little, so that a Ctrl-C or a wrong locale is met at once; the rest comes
-when the command has begun. `pretokenizing.make` is the run itself.
+This file imports little, so that the handlers for Ctrl-C and for a wrong locale are installed at
+once. The command then imports the rest. `pretokenizing.make` is the run itself.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ __all__ = ["main", "needs_workers"]
 
 
 def main() -> None:
-    """The command `pretokenize`."""
+    """Run the command `pretokenize`."""
     run_command(_command)
 
 
@@ -62,7 +62,7 @@ def _make() -> None:
 def needs_workers(arguments: list[str]) -> bool:
     """Return whether a command line names so much input that workers will be needed.
 
-    A guess, for the arguments are not parsed yet. A wrong one costs time and nothing else.
+    The arguments are not parsed yet, so the result is a guess. A wrong guess only costs time.
     """
     if {"--runner", "--finish"} & set(arguments):
         return False  # others do the work, or have done it

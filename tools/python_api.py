@@ -1,8 +1,8 @@
 """`tokenfeed.pretokenize`: the command `pretokenize` for scripts and notebooks.
 
-Paths and addresses are read as by the command. Records of Python objects are first written to a
-nameless file of JSON Lines, which workers can cut and read: a second call can then tell whether it
-has the same records, and continues.
+Paths and addresses are read as by the command. Python objects are first written to a temporary file
+of JSON Lines, which workers can cut and read. A second call compares the checksum of this file, and
+continues if the records are the same.
 """
 
 import json
@@ -28,17 +28,17 @@ from tokenfeed.tools.pretokenizing.summary import Summary
 __all__ = ["Pretokenized", "pretokenize"]
 
 _RECORDS = "records"
-"""What origins and errors call records of Python objects."""
+"""Name of Python objects in origins and errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pretokenized:
-    """A finished data set. `str()` gives what the command prints."""
+    """A finished data set. `str()` is the output of the command."""
 
     out: str
-    """Its folder or address, for `ShardLoader`."""
+    """Folder or address, for `ShardLoader`."""
     manifest: Manifest
-    """Its splits, shards and tokenizer."""
+    """Splits, shards and tokenizer."""
     summary: Summary
     """The figures that the command prints with `--json`."""
 
@@ -91,18 +91,17 @@ def pretokenize(
             - a table of pyarrow, pandas, polars or anything else that exports Arrow;
             - a list of dicts, or a function without arguments that returns an iterator of dicts, of
               texts or of tables;
-            - a dict of these by split, such as a `datasets.DatasetDict`. Each record of a split
-              that is named so belongs to it.
+            - a dict from split name to one of the sources above, such as a `datasets.DatasetDict`.
         out: A new or empty folder, the folder of an interrupted run, or an address.
-        task: What a record is; see `pretokenize --help`, also for all further options, which have
-            the names and defaults of the command.
+        task: The content of a record. `pretokenize --help` describes this option and all options
+            below. They have the same names and defaults.
         field: Names of fields by the names that the task uses: `{"text": "content"}`.
         tokenizer: A tokenizer.json, a folder with one, or a Hub id. Default: train one.
         template_argument: Variables of the chat template: `{"enable_thinking": False}`.
         split: Patterns of file names by split: `{"test": "*.test.jsonl"}`.
 
     Raises:
-        ConfigError: An option is wrong, or `out` holds something else.
+        ConfigError: An option is wrong, or `out` contains other files.
         CorpusError: There is no usable record, or more are rejected than allowed.
         KeyboardInterrupt: Ctrl-C. Finished units are kept; the same call continues.
     """
@@ -136,14 +135,14 @@ def pretokenize(
 
 
 def _paths(source: object) -> tuple[str, ...] | None:
-    """The paths that a source consists of; None if it holds records."""
+    """Return the paths of a source; None if the source has records."""
     sources = source if isinstance(source, list | tuple) else [source]
     paths = [os.fspath(path) for path in sources if isinstance(path, str | os.PathLike)]
     return tuple(paths) if paths and len(paths) == len(sources) else None
 
 
 def _by_split(source: object) -> dict[str, tuple[str | None, object]]:
-    """Records and the name of their split, by what origins call them."""
+    """Return records and the name of their split, by their name in origins."""
     if isinstance(source, Mapping):
         if not source:
             raise ConfigError("source: is an empty dict, which names no split. Give some records.")
@@ -154,7 +153,7 @@ def _by_split(source: object) -> dict[str, tuple[str | None, object]]:
 def _spooled(
     name: str, records: object, split: str | None, options: Options, stack: ExitStack
 ) -> Spooled:
-    """Write records to a nameless file, which is deleted when `stack` ends."""
+    """Write records to a temporary file, which is deleted when `stack` ends."""
     output = Path(options.paths[-1])
     blocks = json_lines(name, records, options.make_task().fields)
     with bytes_read(name) as advance:
@@ -170,7 +169,7 @@ def _spooled(
 
 
 def _starting_workers(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """The same blocks. Workers start as soon as the input turns out not to be small."""
+    """Yield the same blocks. Start workers once the input is too large for one process."""
     num_bytes, has_started = 0, False
     for block in blocks:
         num_bytes += len(block)

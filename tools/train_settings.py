@@ -1,6 +1,6 @@
 """The settings of `train`, from four sources: defaults that suit the data and the GPU, a preset, a
 YAML file, the command line. Later sources override earlier ones. A resumed run has its saved
-settings instead of the first.
+settings instead of the defaults.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ _PAIRS = (
     ("epochs", "tokens", "how long to train"),
     ("step_tokens", "step_rows", "what a step is"),
 )
-"""Two settings that exclude each other, and what both say."""
+"""Two settings that exclude each other, and their common meaning."""
 _OF_GPUS = ("t4", "rtx4090", "h100")
 """Presets for training on documents."""
 _OTHER_NAMES = {
@@ -106,7 +106,7 @@ _OTHER_NAMES = {
     "--max-steps": "--steps",
     "--output-dir": "--run-dir",
 }
-"""What other trainers call our options."""
+"""Options by their names in other trainers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +186,7 @@ def read_command() -> Command:
 
 
 def _given() -> dict[str, Any]:
-    """The settings of the command line, over the file and the preset that it names."""
+    """Return the settings of the command line, which override its file and its preset."""
     options = read_command_line(
         Command,
         "train",
@@ -230,10 +230,10 @@ def _check_pairs(settings: Mapping[str, Any], written: Mapping[str, str], where:
 
 
 def layered(*sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay sources of settings over each other: later sources override earlier ones.
+    """Merge sources of settings. Later sources override earlier sources.
 
-    A setting of a pair also removes the other one, and phases, which have steps of their own,
-    remove steps, epochs and tokens.
+    A setting of a pair also removes the other setting. Phases have their own steps, so they remove
+    steps, epochs and tokens.
     """
     found: dict[str, Any] = {}
     for source in sources:
@@ -247,8 +247,8 @@ def layered(*sources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _finds_run(given: dict[str, Any]) -> bool:
-    """Whether there is a run to resume. If so, its folder has the newest checkpoint now, and the
-    settings of that checkpoint."""
+    """Return whether there is a run to resume. If so, its folder has the newest checkpoint now, and
+    the settings of that checkpoint."""
     if "run_dir" not in given:
         raise ConfigError("`--resume` auto needs --run-dir: the folder of the run.")
     begun = TrainConfig.of_run(given["run_dir"])
@@ -264,8 +264,8 @@ def _resumes(given: dict[str, Any]) -> bool:
 
 
 def _manifest(given: dict[str, Any]) -> Manifest | None:
-    """The manifest of the data sets; None if they have no train split, which the run reports. With
-    --print-config they may also be unreadable.
+    """Return the manifest of the data sets; None if they have no train split: the run then reports
+    this. With --print-config, the data sets may also be unreadable.
 
     Raises:
         TokenfeedError: A data set cannot be read. This comes before torch is imported.
@@ -282,8 +282,8 @@ def _manifest(given: dict[str, Any]) -> Manifest | None:
 
 
 def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) -> Command:
-    """The settings of a new run: defaults that suit the data and the machine, under the given
-    ones. Log the defaults that are in force."""
+    """Return the settings of a new run: the given settings, and defaults that suit the data and the
+    machine. Log the chosen defaults."""
     choices: list[Choice] = []
 
     def command() -> Command:
@@ -319,7 +319,7 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) 
 
 
 def _budget(command: Command, epochs: int | None, manifest: Manifest, machine: Machine) -> Choice:
-    """The steps of `epochs`, or else of --tokens."""
+    """Return the number of steps for `epochs`, or else for --tokens."""
     on_gpu = machine.gpu is not None
     if epochs is not None:
         steps = steps_of(epochs, command, manifest, on_gpu=on_gpu)
@@ -331,7 +331,7 @@ def _budget(command: Command, epochs: int | None, manifest: Manifest, machine: M
 
 
 def _longest_input(manifest: Manifest, model: str) -> int | None:
-    """Tokens that an hf: model reads at most; only completions are as long as a model allows."""
+    """Return the longest input of an hf: model, if the data set has contexts; else None."""
     if not model.startswith("hf:") or column_of(manifest.columns, "context") is None:
         return None
     from tokenfeed.trainer.models.hf_model import longest_input  # transformers, seconds

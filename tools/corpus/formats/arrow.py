@@ -1,7 +1,7 @@
 """Read Arrow files and streams by record batches, mapped into memory.
 
-A damaged batch costs its own records; in a stream, all that follows. Only the batches and columns
-wanted of a file are decompressed. A stream is always read from its beginning.
+If a batch is damaged, its records are lost; in a stream, all later records too. Only the wanted
+batches and columns of a file are decompressed. A stream is always read from its beginning.
 """
 
 import struct
@@ -31,7 +31,7 @@ __all__ = ["ARROW"]
 
 _MAGIC = b"ARROW1"
 _FIRST_MESSAGE = 8
-"""Where the messages of a file begin: behind the magic and its padding."""
+"""Position of the first message of a file, after the magic bytes and their padding."""
 _HEADER, _LENGTH = 2, 0
 """Fields of flatbuffers: the header of a message, the number of rows in a record batch."""
 
@@ -77,9 +77,9 @@ class _ArrowTable:
     def _batches(
         self, fields: Fields, start: int, stop: int | None
     ) -> Iterator[pa.RecordBatch | Exception]:
-        """Record batches with the columns wanted.
+        """Yield record batches with the wanted columns.
 
-        An error stands in place of a damaged batch of a file; a stream ends with the first one.
+        A damaged batch of a file is yielded as an error. A stream ends with the first error.
         """
         columns = [self.schema.get_field_index(name) for name in fields]
         with pa.memory_map(self.path) as file:
@@ -116,7 +116,7 @@ def _rows_in_headers(file: pa.NativeFile, num_batches: int) -> list[int]:
 
 
 def _num_rows(message: bytes) -> int:
-    """The length of the record batch that a message announces, which is a flatbuffer."""
+    """Return the number of rows of the record batch that a message, a flatbuffer, announces."""
     (root,) = struct.unpack_from("<I", message)
     header = _place(message, root, _HEADER)
     (length,) = struct.unpack_from("<I", message, header)
@@ -125,7 +125,7 @@ def _num_rows(message: bytes) -> int:
 
 
 def _place(message: bytes, table: int, field: int) -> int:
-    """Where a field of a table of a flatbuffer is."""
+    """Return the position of a field in a table of a flatbuffer."""
     (before,) = struct.unpack_from("<i", message, table)
     (offset,) = struct.unpack_from("<H", message, table - before + 4 + 2 * field)
     return int(table + offset)

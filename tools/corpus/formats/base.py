@@ -1,4 +1,4 @@
-"""What a format is: how its files are known, read and cut into parts."""
+"""The interface of a format: how to recognise, read and cut its files."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,33 +14,32 @@ __all__ = ["Format"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """One format of input files. Workers are sent its name alone."""
+    """A format of input files. Workers receive only its name."""
 
     name: str
     endings: tuple[str, ...]
-    """What the names of its files end in, in lower case."""
+    """Endings of file names, in lower case."""
     read: Callable[[FilePart, Fields], Iterator[Records]]
-    """Reads a part; raises one of `DAMAGE` or of `damage` where the rest of it cannot be read."""
+    """Reads a part. Raises one of `DAMAGE` or `damage` if the rest of the part cannot be read."""
     damage: tuple[type[Exception], ...] = ()
-    """What its parser raises of a damaged file, besides `DAMAGE`."""
+    """Exceptions of the parser for a damaged file, beside `DAMAGE`."""
     packages: tuple[str, ...] = ()
-    """Its parser, as it is installed, if only this format needs it: machines that share a run must
-    have the same version."""
+    """Packages that only this format needs. Machines that share a run need the same versions."""
     cut: Callable[[InputFile, int], Iterator[FilePart]] = whole
-    """Cuts a file into parts of about so many bytes of text, by the content of the file alone."""
+    """Cuts a file into parts with about a number of bytes of text, the same parts in every run."""
     cut_at_once: int = 1
-    """Files in a store that are cut at the same time, where that is little to ask for."""
+    """Number of objects in a store that are cut at the same time."""
     begins: Callable[[bytes, str], bool] | None = None
-    """Whether a file with this beginning is of this format: a record has the field, or the file
-    cannot be anything else. None if only the ending of a name tells."""
+    """Returns whether a file with this beginning has the format: a record has the field, or no
+    other format fits. None: only the ending of a name decides."""
     is_vague: bool = False
-    """Whether files with its endings may be of another format, so that their content decides."""
+    """Whether files with these endings may have another format, so the content decides."""
     schema: Callable[[Location], pa.Schema] | None = None
-    """The schema of the table at a place; errors are those of `OpenTable`."""
+    """Returns the schema of a table. Raises the errors of `OpenTable`."""
     text_ratio: int = 1
-    """Bytes of text that a byte of the file holds, about: for weighing work, no more."""
+    """Estimated bytes of text per byte of the file, for the division of work."""
     is_compressible: bool = False
-    """Whether its files may be compressed once more, as they may where `read` and `cut` take a part
-    by its `blocks`."""
+    """Whether files may be compressed (.gz and others). `read` and `cut` must then use
+    `FilePart.blocks`."""
     has_record_per_line: bool = False
-    """Whether records are lines, blank ones included, so that a record's number tells its line."""
+    """Whether the number of a record is the number of its line, with blank lines counted."""

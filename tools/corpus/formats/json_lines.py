@@ -1,16 +1,16 @@
-"""Read and cut JSON Lines: fast where a block is sound, with care elsewhere.
+"""Read and cut JSON Lines: valid blocks fast, other blocks line by line.
 
-msgspec decodes a whole block of lines, only the wanted fields of it, at about 1 GB/s; the standard
-library reads 0.12. But msgspec accepts blocks that `json`, line by line, would not: several objects
-on a line, one object over several lines, invalid UTF-8 in a field that nobody wants. So its result
-counts only if the block is valid UTF-8 and each line is one object. Otherwise each line is decoded
-alone, by `json` if msgspec cannot. The result for a line depends on that line alone. msgspec may
-skip values that `json` rejects (numbers of thousands of digits, objects nested a thousand deep),
-but then it does so whatever the neighbours of the line are.
-Blank lines are no records, but count, so that a record's number is the number of its line.
+msgspec decodes the wanted fields of a whole block of lines at about 1 GB/s, and the standard
+library at 0.12 GB/s. But msgspec accepts blocks that `json` rejects line by line: several objects
+on a line, one object over several lines, invalid UTF-8 in an unused field. So the result of msgspec
+is used only if the block is valid UTF-8 and each line is one object. Otherwise each line is decoded
+alone, by `json` if msgspec fails. The result for a line never depends on other lines: msgspec may
+skip values that `json` rejects (numbers with thousands of digits, objects nested a thousand deep),
+but it does this in both cases.
+Blank lines are not records, but they count, so the number of a record is the number of its line.
 
-A big file is cut at newlines. It is read once more, in ranges at the same time, to count the
-records before each cut.
+A large file is cut at newlines. To count the records before each cut, several ranges of the file
+are read at the same time.
 """
 
 import codecs
@@ -53,16 +53,16 @@ from tokenfeed.tools.corpus.records import (
 __all__ = ["JSON_LINES", "JsonLines", "cut_lines", "is_json_lines", "json_object"]
 
 _MOST_AT_ONCE = 8
-"""Ranges of an object that are counted at the same time, and of a file as far as there are cores:
-each takes some 10 MB."""
+"""Number of ranges of an object that are counted at the same time. A file has one per core. A range
+takes about 10 MB."""
 _COUNTED_BYTES = 1 << 18
-"""At once: what is compared stays in the cache of a core."""
+"""Bytes per comparison, which fit into the cache of a core."""
 
 
 def cut_lines(source: InputFile, shard_bytes: int) -> Iterator[FilePart]:
-    """Byte ranges of nearly equal size, each ending behind a newline.
+    """Yield byte ranges of nearly equal size, each of which ends with a newline.
 
-    A compressed file cannot be entered in the middle, and stays whole.
+    A compressed file cannot be read from the middle, so it is not cut.
     """
     if source.compression or source.bytes <= shard_bytes:
         yield from whole(source, shard_bytes)
@@ -75,7 +75,7 @@ def cut_lines(source: InputFile, shard_bytes: int) -> Iterator[FilePart]:
 
 
 def _cuts(source: InputFile, goal_bytes: float) -> Iterator[int]:
-    """Where parts begin, and the end of the file."""
+    """Yield the first bytes of the parts, and the end of the file."""
     start = 0
     while start < source.bytes:
         yield start
@@ -84,7 +84,7 @@ def _cuts(source: InputFile, goal_bytes: float) -> Iterator[int]:
 
 
 def _behind_newline(source: InputFile, position: int) -> int:
-    """Behind the first newline from `position` on, or the end of the file."""
+    """Return the position after the first newline from `position` on, or the end of the file."""
     for block in Blocks(source.path, None, position, source.bytes):
         if (newline := block.find(b"\n")) >= 0:
             return position + newline + 1
@@ -93,7 +93,7 @@ def _behind_newline(source: InputFile, position: int) -> int:
 
 
 def _newlines(source: InputFile, ranges: list[tuple[int, int]]) -> Iterator[int]:
-    """How many newlines there are in each range."""
+    """Yield the number of newlines in each range."""
     at_once = min(num_cores(), _MOST_AT_ONCE) if isinstance(source.path, str) else _MOST_AT_ONCE
     return results_of(lambda range_: _num_newlines(source, *range_), ranges, at_once)
 
@@ -103,7 +103,7 @@ def _num_newlines(source: InputFile, start: int, stop: int) -> int:
 
 
 def _count(block: bytes) -> int:
-    """Half the time of `bytes.count`, which looks at one byte after the other."""
+    """Count newlines in half the time of `bytes.count`, which compares byte by byte."""
     characters = np.frombuffer(block, np.uint8)
     pieces = (characters[at : at + _COUNTED_BYTES] for at in range(0, len(block), _COUNTED_BYTES))
     return sum(int(np.count_nonzero(piece == ord("\n"))) for piece in pieces)
@@ -123,7 +123,7 @@ _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class JsonLines:
-    """Decodes blocks of whole lines into the wanted fields."""
+    """A decoder of blocks of whole lines into the wanted fields."""
 
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
@@ -148,7 +148,7 @@ class JsonLines:
         return self.decode_any(block, first_record), block.count(b"\n")
 
     def decode_sound(self, block: bytes, first_record: int) -> Records | None:
-        """The fast path; None where it cannot be sure."""
+        """Decode a block by the fast path; None if the slow path must decide."""
         if self._decoder is None or not is_utf8(block):
             return None
         try:
@@ -168,7 +168,7 @@ class JsonLines:
         return Records(numbers, values)
 
     def decode_any(self, block: bytes, first_record: int) -> Records:
-        """The careful path. It calls msgspec as deep in the stack as the fast one does."""
+        """Decode a block line by line, with msgspec as deep in the stack as in the fast path."""
         rows: list[tuple[int, dict[str, Any] | Unusable]] = []
         decoder, are_utf8 = self._decoder, is_utf8(block)
         for number, line in enumerate(block.split(b"\n"), first_record):
@@ -187,10 +187,10 @@ class JsonLines:
 
 
 def is_json_lines(start: bytes, field: str) -> bool:
-    """Whether a file begins with one object per line.
+    """Return whether a file begins with one object per line.
 
-    A file of a single line may be any JSON, like a minified package.json. It counts only if the
-    object has `field`.
+    A file with a single line may be any JSON, like a minified package.json. It is JSON Lines only
+    if the object has `field`.
     """
     first, _, rest = start.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
     if not first.startswith(b"{"):
@@ -201,7 +201,7 @@ def is_json_lines(start: bytes, field: str) -> bool:
 
 
 def _default(kind: FieldKind) -> tuple[None, ...]:
-    """The value of a field that a line leaves out, if it may."""
+    """Return the value of an absent field, if the field may be absent."""
     return (None,) if kind is FieldKind.OPTIONAL_JSON else ()
 
 
@@ -238,10 +238,11 @@ def _is_one_object(line: bytes) -> bool:
 
 
 def _has_one_object_a_line(block: bytes, num_objects: int) -> bool:
-    """Whether each line is just `{...}`: no object ends or begins elsewhere than at a newline.
+    """Return whether each line is exactly one object `{...}`.
 
-    Two objects meet at `}`, perhaps white space, `{`, and nowhere in an object do a `}` and a `{`
-    meet without a comma; so lines that begin and end so, one for each object, hold one each.
+    Between two objects there is `}`, optional white space and `{`. Inside an object, a comma
+    separates `}` and `{`. So if there are as many lines as objects, and each line begins with `{`
+    and ends with `}`, each line is one object.
     """
     characters = np.frombuffer(block, np.uint8)[: len(block) - block.endswith(b"\n")]
     if not len(characters) or characters[-1] == ord("\n"):

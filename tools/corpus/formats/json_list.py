@@ -1,4 +1,4 @@
-"""Read a JSON file that holds one list of records, element by element."""
+"""Read a JSON file with one list of records, element by element."""
 
 import codecs
 import json
@@ -17,13 +17,14 @@ __all__ = ["JSON_LIST", "is_json_list"]
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 _LENIENT_DECODER = json.JSONDecoder(strict=False)
-"""Accepts raw control characters, so a list with them is recognized and its reason is given."""
+"""A decoder that accepts raw control characters, so a list with them is recognised, and rejected
+with the reason."""
 _AFTER = {"[": ("]", True), ",": ("", True), "]": ("", False)}
-"""What may follow a mark: other marks, and an element."""
+"""Matches what may follow a bracket or comma: brackets, commas, and an element."""
 
 
 def is_json_list(start: bytes, field: str) -> bool:
-    """Whether a list begins whose first element is an object, with `field` or without."""
+    """Return whether the text begins with a list whose first element is an object."""
     text = start.removeprefix(codecs.BOM_UTF8).decode(errors="replace").lstrip()
     try:
         value, _ = _LENIENT_DECODER.raw_decode(text.removeprefix("[").lstrip())
@@ -43,11 +44,11 @@ def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
 
 
 def _elements(blocks: Iterable[bytes], most_bytes: int) -> Iterator[list[Any]]:
-    """The elements of a list, as they come. Bytes that are not UTF-8 become lone surrogates.
+    """Yield the elements of a list. Bytes that are not UTF-8 become lone surrogates.
 
     Raises:
         ValueError: The file is not a JSON list, or an element is too long.
-        Exception: What `blocks` raises. Each error is raised after the elements before it.
+        Exception: The error of `blocks`. The elements before an error are yielded first.
     """
     damage: list[Exception] = []
 
@@ -97,7 +98,7 @@ def _elements(blocks: Iterable[bytes], most_bytes: int) -> Iterator[list[Any]]:
 
 
 def _decoded(text: str, at: int, wants_element: bool) -> tuple[Any, int]:
-    """The element that begins at a place, and its end."""
+    """Return the element that begins at a position, and its end."""
     if not wants_element:
         raise ValueError(f"not a JSON list: {text[at]!r} is not expected")
     try:

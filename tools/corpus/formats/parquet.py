@@ -1,6 +1,6 @@
-"""Read Parquet by row groups; a damaged one costs its own records.
+"""Read Parquet by row groups. If a row group is damaged, its records are lost.
 
-Of an object in a store only the footer and the columns wanted are read.
+Only the footer and the wanted columns of an object in a store are read.
 """
 
 import os
@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 __all__ = ["PARQUET"]
 
 _BATCH_BYTES = 1 << 22
-"""Read at once, as far as the footer tells: who wants a beginning is not made to read more."""
+"""Bytes of the row groups that are read together, by the footer. A caller may need only the first
+records."""
 _STREAMED_BYTES = 1 << 18
-"""Of a column in a store, this much is unpacked at once, or a page: it never is in memory whole."""
+"""Bytes of a column in a store that are decompressed together, or a page. The whole column is never
+in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class _ParquetTable:
     file: "pq.ParquetFile"
     size: int
     source: SpansFile | None = None
-    """Where its bytes come from, if that is a store."""
+    """The source of the bytes, if it is a store."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -70,8 +72,8 @@ class _ParquetTable:
     def _undamaged_groups(
         self, fields: Fields, groups: list[int], first: int, given: int
     ) -> Iterator[Records]:
-        """Read row groups one by one; a damaged one is a reject. Records before `given` are
-        skipped."""
+        """Read row groups one by one. A damaged row group becomes a reject. Records before `given`
+        are skipped."""
         total = sum(map(self._num_rows, groups))
         for group in groups:
             record, end = first, first + self._num_rows(group)
@@ -132,9 +134,9 @@ class _ParquetTable:
 
 
 class _Empty(SeekableFile):
-    """A file without the bytes that its size promises.
+    """A file that ends before its size.
 
-    It must not raise: Arrow never frees a reader whose file has raised.
+    Its methods do not raise, because Arrow never frees a reader after an error of its file.
     """
 
     was_read = False
@@ -145,18 +147,18 @@ class _Empty(SeekableFile):
 
 
 def _span(chunk: "pq.ColumnChunkMetaData") -> Span:
-    """Where it lies in the file."""
+    """Return the range of a column chunk in the file."""
     start = min(chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset)
     return start, start + chunk.total_compressed_size
 
 
 @contextmanager
 def _open(place: Location) -> Iterator[_ParquetTable]:
-    """Open a Parquet file; its pages are checked where they have checksums.
+    """Open a Parquet file. Pages with checksums are verified.
 
     Raises:
-        OSError: It cannot be read.
-        pyarrow.ArrowException: It is not a Parquet file.
+        OSError: The file cannot be read.
+        pyarrow.ArrowException: The file is not Parquet.
     """
     import pyarrow.parquet as pq  # 0.05 s that only its readers should pay
 

@@ -1,4 +1,4 @@
-"""Text files: a file is one record."""
+"""Read a text file as one record."""
 
 import codecs
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ __all__ = ["TEXT"]
 
 
 def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
-    """The whole file is the first field that takes a text."""
+    """Yield the whole file as the value of the first field with texts."""
     name = next((name for name, kind in fields.items() if kind is FieldKind.TEXT), "")
     yield records_of([(0, _row(part, name))], fields, part.weight_bytes)
 
