@@ -24,6 +24,7 @@ from tokenfeed.trainer.config.values import Shards
 __all__ = [
     "DataSets",
     "first_of",
+    "read_chat_template",
     "read_manifest",
     "read_tokenizer",
     "run_manifest",
@@ -76,17 +77,32 @@ def read_tokenizer(shards: StorePath) -> bytes:
     Raises:
         ConfigError: The file cannot be read, or its checksum differs from that in the manifest.
     """
-    store, info = open_store(shards), Manifest.read(shards).tokenizer
+    info = Manifest.read(shards).tokenizer
+    return _read_file(shards, info.file, info.xxh3)
+
+
+def read_chat_template(shards: StorePath) -> bytes | None:
+    """Return the chat template of a data set of conversations; None for other data sets.
+
+    Raises:
+        ConfigError: The file cannot be read, or its checksum differs from that in the manifest.
+    """
+    info = Manifest.read(shards).chat_template
+    return _read_file(shards, info.file, info.xxh3) if info else None
+
+
+def _read_file(shards: StorePath, file: str, xxh3: str) -> bytes:
+    store = open_store(shards)
     try:
-        content = read_once(store, info.file)
+        content = read_once(store, file)
     except OSError as error:
         reason = f"cannot be read ({error})"
     else:
-        if xxhash.xxh3_64_hexdigest(content) == info.xxh3:
+        if xxhash.xxh3_64_hexdigest(content) == xxh3:
             return content
-        reason = "is not the tokenizer that made these shards, by its checksum"
+        reason = "is not the file that made these shards, by its checksum"
     raise ConfigError(
-        f"{store.path(info.file)}: {reason}. Take it from another copy of the data set, or run "
+        f"{store.path(file)}: {reason}. Take it from another copy of the data set, or run "
         "`pretokenize` again."
     )
 

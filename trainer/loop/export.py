@@ -6,9 +6,10 @@
     config.json            for hf: models and built-in decoders: `from_pretrained` of `transformers`
                            loads them
     tokenizer.json         the tokenizer, and tokenizer_config.json for `AutoTokenizer`
+    chat_template.jinja    for conversations: the template of the shards
 
-The tokenizer files, chat template and generation settings of an hf: model are copied, if the shards
-were made with its tokenizer. Its weights have the dtype that they came in.
+The tokenizer files and generation settings of an hf: model are copied, if the shards were made with
+its tokenizer, and so is its chat template unless the shards have one. Its weights keep their dtype.
 
 The folder is complete or absent: it is written under a temporary name and then renamed. The weights
 come from a checkpoint, so a finished run can be exported at any time.
@@ -31,7 +32,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
+from tokenfeed.pipeline.format.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, file_xxh3, sync_folder
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
@@ -39,6 +40,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.schedule import phase_at, phases_of
 from tokenfeed.trainer.data.datasets import (
     first_of,
+    read_chat_template,
     read_manifest,
     read_tokenizer,
     shown,
@@ -67,6 +69,7 @@ from tokenfeed.trainer.tasks.registry import make_task
 __all__ = ["Exported", "check_export", "export_run", "load_exported"]
 
 _WEIGHTS = "model.safetensors"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _HUB = "hf:"
 _CPU = torch.device("cpu")
 
@@ -164,7 +167,8 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     checkpoint.read({"model": kept_weights(model, given, checkpoint)}, only="model")
     with _complete_or_absent(folder) as temporary:
         _write_weights(temporary, model, about, config)
-        _write_texts(temporary, about, _tokenizer_files(config, manifest, task.head))
+        files = _tokenizer_files(config, manifest, task.head)
+        _write_texts(temporary, about, _with_template(config, files))
 
 
 def _check_data(config: TrainConfig, progress: CheckpointMeta) -> None:
@@ -275,7 +279,17 @@ def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dic
     }
     about |= {name: tokenizer.id_to_token(id) for name, id in ids.items() if id is not None}
     generation = {name: own[name] for name in ("generation_config.json",) if name in own}
-    return {TOKENIZER_FILE: content, "tokenizer_config.json": _json(about), **generation}
+    return {TOKENIZER_FILE: content, _TOKENIZER_CONFIG: _json(about), **generation}
+
+
+def _with_template(config: TrainConfig, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Replace the chat template of a tokenizer by the template of the shards, if they have one."""
+    template = read_chat_template(first_of(config.shards))
+    if template is None:
+        return files
+    about = json.loads(files.get(_TOKENIZER_CONFIG, b"{}"))
+    about.pop("chat_template", None)  # older versions of transformers prefer it to the file
+    return files | {CHAT_TEMPLATE_FILE: template, _TOKENIZER_CONFIG: _json(about)}
 
 
 def _companion_files(model: str) -> dict[str, bytes]:

@@ -1,11 +1,14 @@
 """Samples: how a model continues the beginnings of validation rows, with the likeliest tokens.
 
-A prompt is the part of a row before its first target, or the first tokens of a document. Every rank
-generates the same samples, since a sharded model needs all ranks. All forward passes have one
-shape: causal models do not see the empty slots at the end of a row.
+A prompt is the part of a row before its first target, or the first tokens of a document. In a
+conversation this is everything before the first reply of the assistant (with `--targets last`, the
+last reply), and a sample ends before a stop token. Every rank generates the same samples, because a
+sharded model needs all ranks. All forward passes have one shape: causal models do not see the empty
+slots at the end of a row.
 """
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 from tokenizers import Tokenizer
@@ -46,9 +49,12 @@ class Sampler:
                 "Leave it out."
             )
         self._learner = learner
-        self._end_id = task.manifest.tokenizer.end_id
+        self._end_ids = {task.manifest.tokenizer.end_id}
         self._tokenizer = Tokenizer.from_buffer(read_tokenizer(first_of(config.shards)))
-        self._prompts = _prompts(config)
+        chosen = "last" if config.targets == "last" else None
+        self._prompts = [prompt for prompt, _ in _rows(config, chosen)]
+        if task.manifest.task == "chat":
+            self._end_ids = {id for _, ids in _rows(config, "stop") for id in ids}
 
     @torch.no_grad()
     def samples(self) -> list[dict[str, str]]:
@@ -76,17 +82,16 @@ class Sampler:
         return [self._texts(prompt, ids[len(prompt) :][:_NEW]) for prompt, ids in pairs]
 
     def _texts(self, prompt: list[int], ids: list[int]) -> dict[str, str]:
-        generated = itertools.takewhile(lambda id: id != self._end_id, ids)
+        generated = itertools.takewhile(lambda id: id not in self._end_ids, ids)
         texts = (self._tokenizer.decode([*part]) for part in (prompt, generated))
         return dict(zip(("prompt", "text"), texts, strict=True))
 
 
-def _prompts(config: TrainConfig) -> list[list[int]]:
-    """Return the beginnings of the first rows of a validation split; empty without one."""
+def _rows(config: TrainConfig, targets: str | None) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the prompt and the targets of the first rows of a validation split, if there is one."""
     folders = DataSets.read(config.shards).having("validation")
     if not folders:
-        return []
-    prompts = []
+        return
     with ShardLoader(
         folders[0],
         batching=Fixed(1),
@@ -96,6 +101,7 @@ def _prompts(config: TrainConfig) -> list[list[int]]:
         num_workers=0,
         seed=config.seed,
         epochs=1,
+        targets=targets,
         cache_dir=config.cache_dir,
         cache_bytes=config.cache_bytes,
     ) as loader:
@@ -103,5 +109,5 @@ def _prompts(config: TrainConfig) -> list[list[int]]:
             ids, labels = batch[INPUT_IDS][0].tolist(), batch[TARGETS][0].tolist()
             given = next((at for at, label in enumerate(labels) if label != IGNORED), len(ids))
             end = given if given > 1 else max(1, min(_PROMPT, len(ids) // 2))
-            prompts.append(ids[max(0, end - max(1, config.sequence_length - _NEW)) : end])
-    return prompts
+            first = max(0, end - max(1, config.sequence_length - _NEW))
+            yield ids[first:end], [label for label in labels if label != IGNORED]

@@ -28,4 +28,4 @@ def test_a_loader_that_failed_says_how_and_the_others_what_they_did() -> None:
     assert [row[0] for row in rows] == ["cold", "outage"]
     assert all(len(row) == len(header) for row in rows)
     assert rows[0][-1] == "\u2013"
-    assert rows[1][-2:] == ["12", "others"]
+    assert rows[1][-2:] == ["12", "none"]

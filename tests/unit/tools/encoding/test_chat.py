@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import feather, parquet
@@ -20,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from tokenizers import pre_tokenizers as pre
 from tokenizers.trainers import BpeTrainer
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tokenfeed import Fixed, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
@@ -562,13 +563,16 @@ def losses_of(model: Any, batch: Any) -> dict[int, float]:
     return found
 
 
-def test_packed_and_padded_losses_equal_those_alone(tmp_path: Path, tokenizer: Path) -> None:
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_packed_and_padded_losses_equal_those_alone(
+    family: str, tmp_path: Path, tokenizer: Path
+) -> None:
     corpus = tmp_path / "corpus.jsonl"
     rows = [*SHORT, THOUGHTFUL, THOUGHTFUL[:5], SHORT[1] + SHORT[2]]
     corpus.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     make(corpus, tmp_path / "out", tokenizer)
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=Manifest.read(tmp_path / "out").tokenizer.vocabulary_size,
         hidden_size=32,
         intermediate_size=64,
@@ -577,7 +581,7 @@ def test_packed_and_padded_losses_equal_those_alone(tmp_path: Path, tokenizer: P
         num_key_value_heads=2,
         max_position_embeddings=512,
     )
-    model = LlamaForCausalLM(config).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     found: list[dict[int, float]] = []
     policies: list[Batching] = [Fixed(1), Padded(1024), Packed(256, 2)]
     for batching in policies:

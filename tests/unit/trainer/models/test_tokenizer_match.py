@@ -121,7 +121,7 @@ def test_train_refuses_a_tokenizer_that_did_not_make_the_shards(
     file.write_bytes(swapped(word_tokenizer()))
     if "init_from" in settings:
         settings = {"init_from": str(begun.run_dir)}
-    with pytest.raises(ConfigError, match="is not the tokenizer that made these shards") as caught:
+    with pytest.raises(ConfigError, match="is not the file that made these shards") as caught:
         run(make_config(shards, tmp_path / "run", steps=1, **settings))
     assert str(caught.value).startswith(f"{file}: ")
     assert "\n" not in str(caught.value)

@@ -1,0 +1,110 @@
+"""Runs on conversations: sampled replies, and an export with the template of the shards."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import feather
+from support.training import make_config, run
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tokenfeed import pretokenize
+from tokenfeed.pipeline.format.manifest import Manifest
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
+PLAIN = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}\
+{{ message.content + '<|im_end|>\n' }}{% endfor %}"""
+GENERATING = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}\
+{% if message.role == 'assistant' %}{% generation %}\
+{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}\
+{% else %}{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"""
+CONVERSATIONS = [
+    [
+        {"role": role, "content": f"{word} {number % 3}"}
+        for word, role in zip(
+            ("ask", "reply", "more", "last"), ("user", "assistant") * 2, strict=True
+        )
+    ]
+    for number in range(40)
+]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of conversations, whose template is not the tokenizer's own."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["ask reply more last user assistant"] * 9, trainer)
+    own = folder / "tokenizer"
+    own.mkdir()
+    tokenizer.save(str(own / "tokenizer.json"))
+    about = {"chat_template": PLAIN, "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+    about["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (own / "tokenizer_config.json").write_text(json.dumps(about))
+    (folder / "template.jinja").write_text(GENERATING)
+    rows = [{"messages": messages} for messages in CONVERSATIONS]
+    pretokenize(
+        rows,
+        folder / "out",
+        task="chat",
+        tokenizer=own,
+        chat_template=folder / "template.jinja",
+        validation=0.2,
+    )
+    return folder / "out"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["built-in", "transformers"])
+def test_exports_have_the_template_of_the_shards(source: str, shards: Path, tmp_path: Path) -> None:
+    import transformers
+
+    model = "tiny"
+    if source == "transformers":
+        config = transformers.Qwen2Config(
+            vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1
+        )
+        config.num_attention_heads = config.num_key_value_heads = 2
+        transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
+        own = transformers.AutoTokenizer.from_pretrained(shards.parent / "tokenizer")
+        own.save_pretrained(tmp_path / "model")
+        model = f"hf:{tmp_path / 'model'}"
+    folder = tmp_path / "exported"
+    run(make_config(shards, tmp_path / "run", model=model, export=folder, steps=2))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == GENERATING
+    rows = rows_of(shards)
+    assert len(rows) == 3
+    for messages in CONVERSATIONS:
+        made = tokenizer.apply_chat_template(messages, return_dict=True)
+        assert tuple(made["input_ids"]) in rows
+
+
+def rows_of(shards: Path) -> set[tuple[int, ...]]:
+    splits = Manifest.read(shards).splits.values()
+    files = [shards / shard.file for split in splits for shard in split.shards]
+    tables = [feather.read_table(file, memory_map=False) for file in files]
+    return {tuple(ids) for table in tables for ids in table["input_ids"].to_pylist()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", [None, "last"])
+def test_samples_reply_to_a_conversation(targets: str | None, shards: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"samples": 3, "sequence_length": 128, "learning_rate": 3e-3}
+    run(make_config(shards, tmp_path / "run", steps=80, targets=targets, **settings))
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    samples = [line["samples"] for line in lines if "samples" in line][-1]
+    assert len(samples) == 3
+    for sample in samples:
+        assert sample["prompt"].endswith("assistant\n")
+        assert ("more" in sample["prompt"]) == (targets == "last")
+        word = "last" if targets == "last" else "reply"
+        assert re.fullmatch(rf"{word} \d", sample["text"])  # it ends at the stop token
