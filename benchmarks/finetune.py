@@ -1,0 +1,197 @@
+"""Fine-tuning on conversations: packed rows against padded rows, with the same model and loss.
+
+A small Qwen2 trains on conversations with lognormal lengths (median 100 tokens, cut at 2,048), on
+one thread, in fp32. `padded` is the batch of `transformers` and TRL: 8 random conversations, padded
+to the longest. `by length` sorts them as `group_by_length` does. `packed` is `Packed(2048, 1)` of
+tokenfeed, and `bucketed` is `Padded(2048)`. All have the same ids and labels. The figures are real
+tokens per processor second over whole steps: loader, forward, backward, AdamW. The loss of all rows
+is compared between the batches.
+
+    python -m benchmarks.finetune [--rows 160] [--rounds 3]
+"""
+
+import argparse
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from benchmarks.protocol import summary, write_result
+from tokenfeed import Fixed, Packed, Padded, ShardLoader, pretokenize
+from tokenfeed.pipeline.planning.policy import Batching
+
+MEDIAN, SIGMA, LONGEST = 100, 1.2, 2048
+WORDS = np.array([f"w{number}" for number in range(900)])
+TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|end|>' }}{% endfor %}"
+
+
+def main() -> None:
+    """Measure and write the results."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=160)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        shards = write_conversations(Path(folder), options.rows)
+        found: dict[str, list[float]] = {name: [] for name in LOADERS}
+        for _, name in itertools.product(range(options.rounds), LOADERS):
+            found[name].append(tokens_per_second(shards, name))
+        losses = {name: total_loss(shards, name) for name in LOADERS}
+        padding = {name: padding_of(shards, name) for name in LOADERS}
+    base = losses["one by one"]
+    results: list[dict[str, Any]] = [
+        {
+            "case": name,
+            "tokens_s": summary(found[name], 0),
+            "of_padded": round(median(found[name]) / median(found["padded"]), 2),
+            "padding": round(padding[name], 3),
+            "loss": losses[name],
+            "loss_difference": abs(losses[name] / base - 1),
+        }
+        for name in LOADERS
+    ]
+    for result in results:
+        print(result)
+    write_result("finetune", results)
+
+
+def write_conversations(folder: Path, rows: int) -> Path:
+    """Write a data set of conversations, whose tokens are words."""
+    draw = np.random.default_rng(0)
+    lengths = np.clip(draw.lognormal(np.log(MEDIAN), SIGMA, rows), 8, LONGEST - 8).astype(int)
+    own = folder / "tokenizer"
+    own.mkdir()
+    vocabulary = {word: number for number, word in enumerate([*WORDS, "user:", "assistant:", "?"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(own / "tokenizer.json"))
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    data = [{"messages": messages(draw, length)} for length in lengths]
+    pretokenize(
+        data,
+        folder / "out",
+        task="chat",
+        tokenizer=own,
+        chat_template=folder / "chat.jinja",
+        validation=0,
+    )
+    return folder / "out"
+
+
+def messages(draw: np.random.Generator, length: int) -> list[dict[str, str]]:
+    """Return a question and an answer, each with half of the words."""
+    texts = [" ".join(draw.choice(WORDS, max(1, length // 2 - 2))) for _ in range(2)]
+    roles = ("user", "assistant")
+    return [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+
+
+def packed(shards: Path) -> Iterator[Any]:
+    """Yield packed batches of one epoch."""
+    yield from batches_of(shards, Packed(LONGEST, 1))
+
+
+def bucketed(shards: Path) -> Iterator[Any]:
+    """Yield batches of rows with similar lengths."""
+    yield from batches_of(shards, Padded(LONGEST))
+
+
+def alone(shards: Path) -> Iterator[Any]:
+    """Yield rows one by one."""
+    yield from batches_of(shards, Fixed(1))
+
+
+def batches_of(shards: Path, batching: Batching) -> Iterator[Any]:
+    """Yield the batches of one epoch."""
+    with ShardLoader(shards, batching=batching, num_workers=0, epochs=1) as loader:
+        for batch in loader:
+            yield {name: batch[name] for name in batch}
+
+
+def padded(shards: Path, *, by_length: bool = False) -> Iterator[Any]:
+    """Yield batches of 8 random rows, padded to the longest, like the collators of peers."""
+    rows = [(b["input_ids"][0], b["labels"][0]) for b in alone(shards)]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist()
+    if by_length:  # groups of 50 batches are sorted by length
+        groups = [order[at : at + 400] for at in range(0, len(order), 400)]
+        order = [row for group in groups for row in sorted(group, key=lambda r: -len(rows[r][0]))]
+    pad = torch.nn.utils.rnn.pad_sequence
+    for at in range(0, len(order), 8):
+        chosen = [rows[row] for row in order[at : at + 8]]
+        ids, labels = [row[0] for row in chosen], [row[1] for row in chosen]
+        lengths = torch.tensor([len(row) for row in ids])
+        yield {
+            "input_ids": pad(ids, batch_first=True),
+            "labels": pad(labels, batch_first=True, padding_value=-100),
+            "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
+        }
+
+
+LOADERS = {
+    "padded": padded,
+    "by length": lambda shards: padded(shards, by_length=True),
+    "one by one": alone,
+    "packed": packed,
+    "bucketed": bucketed,
+}
+
+
+def make_model() -> Any:
+    """Return a Qwen2 of about 5 M parameters, always with the same weights."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=910,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LONGEST,
+    )
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def tokens_per_second(shards: Path, name: str) -> float:
+    """Return real tokens per processor second over one epoch, without the first three steps."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens, start = 0, 0.0
+    for step, batch in enumerate(LOADERS[name](shards)):
+        if step == 3:
+            tokens, start = 0, time.process_time()
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mask = batch.get("attention_mask")
+        tokens += int(batch["input_ids"].numel() if mask is None else (mask > 0).sum())
+    return tokens / (time.process_time() - start)
+
+
+@torch.no_grad()
+def total_loss(shards: Path, name: str) -> float:
+    """Return the summed loss of all rows under the first weights."""
+    model = make_model().eval()
+    return sum(float(model(**batch, num_items_in_batch=1).loss) for batch in LOADERS[name](shards))
+
+
+def padding_of(shards: Path, name: str) -> float:
+    """Return the share of slots without a token."""
+    slots = tokens = 0
+    for batch in LOADERS[name](shards):
+        slots += batch["input_ids"].numel()
+        mask = batch.get("attention_mask")
+        tokens += batch["input_ids"].numel() if mask is None else int((mask > 0).sum())
+    return 1 - tokens / slots
+
+
+if __name__ == "__main__":
+    main()
