@@ -32,6 +32,30 @@ from tokenfeed.tools.shell.console import print_json
 
 __all__ = ["Cat", "DataSet", "longest_row"]
 
+PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{{ name }}: targets</title>
+<style>
+:root { color-scheme: light dark; }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
+h2 { font-size: 1rem; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: 1rem; border: 1px solid #8888; }
+mark { background: #2da44e55; color: inherit; }
+</style>
+<h1>{{ name }}</h1>
+<p>The loss of <code>--targets {{ wanted.targets }}</code> counts the <mark>marked</mark> text.</p>
+{% for row in rows -%}
+<h2>{{ row.heading }} | {{ "{:,}".format(row.count) }} targets</h2>
+<pre>
+{% for is_target, text in row.parts -%}
+{% if is_target %}<mark>{{ text }}</mark>{% else %}{{ text }}{% endif %}
+{%- endfor %}</pre>
+{% endfor -%}
+</html>"""
+"""The page of `--html`. A browser leaves out the first line break in <pre>."""
+
 DataSet = Annotated[str, text("OUT")]
 """A data set, as it was typed: `Path` would remove a slash from `s3://bucket/data`."""
 
@@ -51,6 +75,8 @@ class Cat:
     targets: Annotated[str, text("NAMES")] | None = None
     """Mark the tokens of conversations that the loss counts, by the names of `train --targets`: in
     colour in a terminal, else in [[ ]]."""
+    html: bool = False
+    """With `--targets`: print a page of HTML that needs no other file."""
     json: bool = False
     """Print a JSON object per row."""
 
@@ -68,12 +94,20 @@ class Cat:
             )
         if self.targets is not None:
             TargetRule.from_setting(self.targets, manifest.columns)  # raises before anything else
+        if self.html and (self.targets is None or self.json):
+            raise ConfigError("`--html` marks targets: add `--targets`, and leave out `--json`.")
+        if self.html:
+            from jinja2 import Environment  # only for pages: slow to import
+
+            page = Environment(autoescape=True).from_string(PAGE)
+            print(page.render(name=store.name, wanted=self, rows=_html_rows(store, manifest, self)))
+            return 0
         for row in _decoded_rows(store, manifest, self):
             if self.json:
                 print_json(row)
             else:
                 print(_heading(row, _targets(manifest, "row")))
-                print(row["text"])
+                print(_marked_text(row["parts"]) if "parts" in row else row["text"])
                 for name in _targets(manifest, "token"):
                     tagged = zip(row["pieces"], row[name], strict=True)
                     print(" ".join(f"{piece}/{tag}" for piece, tag in tagged if tag is not None))
@@ -123,16 +157,15 @@ def _decoded_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[dic
         ids = rows.ids.tolist()
         text_ids = ids[:-1] if ends and ids[-1] == end_id else ids
         decode = partial(tokenizer.tokenizer.decode, skip_special_tokens=False)
-        marked, mask = {}, None
+        marked: dict[str, Any] = {}
         if wanted.targets is not None:
             rule = TargetRule.from_setting(wanted.targets, manifest.columns)
             kinds = rows.per_token[KINDS]
             mask = np.ones(len(ids), bool) if rule is None else rule.mask(kinds, rows.lengths)
             mask[0] = False  # it has no context
             marked = {"targets": mask.tolist()}
-        row_text = decode(text_ids)
-        if mask is not None and not wanted.json:
-            row_text = _marked_text(ids, mask, decode)
+            if not wanted.json:
+                marked["parts"] = _parts(ids, mask, decode)
         yield {
             "split": wanted.split,
             "row": row,
@@ -141,16 +174,29 @@ def _decoded_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[dic
             "tokens": len(ids),
             **_values(rows, manifest, tokenizer),
             **marked,
-            "text": row_text,
+            "text": decode(text_ids),
         }
 
 
-def _marked_text(ids: list[int], mask: np.ndarray, decode: Callable[[list[int]], str]) -> str:
+def _parts(
+    ids: list[int], mask: np.ndarray, decode: Callable[[list[int]], str]
+) -> list[tuple[bool, str]]:
+    """Return the texts of a row's runs of targets and of other tokens."""
+    cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+    return [(bool(mask[start]), decode(ids[start:stop])) for start, stop in pairwise(cuts)]
+
+
+def _marked_text(parts: list[tuple[bool, str]]) -> str:
     """Return the text of a row with its targets marked."""
     begin, end = ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
-    cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
-    texts = ((mask[start], decode(ids[start:stop])) for start, stop in pairwise(cuts))
-    return "".join(f"{begin}{part}{end}" if is_target else part for is_target, part in texts)
+    return "".join(f"{begin}{part}{end}" if is_target else part for is_target, part in parts)
+
+
+def _html_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[dict[str, Any]]:
+    """Yield the heading and the parts of each row."""
+    for row in _decoded_rows(store, manifest, wanted):
+        heading = _heading(row, _targets(manifest, "row")).removeprefix("--- ")
+        yield {"heading": heading, "count": sum(row["targets"]), "parts": row["parts"]}
 
 
 def _values(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, Any]:
