@@ -1,7 +1,7 @@
-"""The inputs of a run: the files to read, cut into units, and what is made of them.
+"""The inputs of a run: the files, their units, and the task.
 
-To list the files needs no look at their records; the plan does. The plan is made once for a run:
-other parts, and the same command after a kill, read it instead of the corpus.
+Listing the files reads no records. The plan (units and labels) does. It is made once per run: other
+parts, and the same command after a kill, read the plan instead of the corpus.
 """
 
 import contextlib
@@ -31,23 +31,23 @@ from tokenfeed.tools.pretokenizing.options import Options
 __all__ = ["Inputs"]
 
 _DEFAULT_VALIDATION, _VALIDATION_BYTES = 0.01, 40_000_000
-"""Part of the text for validation, and its most bytes: about 10 M tokens."""
+"""Share of the text for validation, and its largest size in bytes (about 10 M tokens)."""
 _LABELLED_VALIDATION, _LABELLED_BYTES = 0.1, 4_000_000
-"""The same for rows with labels: their validation ends a training, so a few rows are too few."""
+"""The same for rows with labels. Their validation decides when a training ends, so it is larger."""
 _PROBED_RECORDS, _PROBED_FILES = 10_000, 16
 COUNTED_ALONE_BYTES = 32_000_000
-"""Labels of so much text are counted before workers would have started."""
+"""Largest input in bytes whose labels this process counts before workers would start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """Everything that follows from the options and the input, before a tokenizer is known."""
+    """The files, task and units of a run, before a tokenizer is known."""
 
     corpus: Corpus
     shard_bytes: int
     validation: float
     task: TaskEncoder
-    """With its labels numbered, when the inputs are planned."""
+    """The task. Its labels are numbered when the inputs are planned."""
     units: tuple[Unit, ...] = ()
     """Empty until the inputs are planned."""
 
@@ -61,13 +61,13 @@ class Inputs:
         """List the input files. Reads none of their records.
 
         Args:
-            options: What is wanted.
-            plan: A plan of the same run; files that it names are not opened if unchanged.
-            spooled: Records of this process, instead of the files that the options name.
+            options: The options of the command.
+            plan: A plan of the same run. Its files are not opened if they are unchanged.
+            spooled: Records of this process, instead of the files of the options.
 
         Raises:
             CorpusError: There are no files.
-            ConfigError: The input lies in the output folder.
+            ConfigError: The input is in the output folder.
         """
         task, output = options.make_task(), options.output
         corpus = find_corpus(
@@ -95,7 +95,7 @@ class Inputs:
         return cls(corpus=corpus, shard_bytes=shard_bytes, validation=validation, task=task)
 
     def planned(self, options: Options) -> Self:
-        """Cut the files into units and number the labels. Reads what that needs of the records.
+        """Cut the files into units and number the labels. Read only the records that this needs.
 
         Raises:
             CorpusError: There are no labels, or no usable records at the beginnings of files.
@@ -117,7 +117,7 @@ class Inputs:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The plan as JSON can hold it; see `as_planned`."""
+        """Return the plan as values of JSON; see `as_planned`."""
         labels = self.task.labels if isinstance(self.task, Labelled) else Labels()
         return {
             "units": [
@@ -133,7 +133,7 @@ class Inputs:
         }
 
     def as_planned(self, plan: dict[str, Any]) -> Self:
-        """Take over a plan that was made of the same files and options."""
+        """Return the inputs with a plan that was made from the same files and options."""
         sources = self.corpus.sources
         units = tuple(
             Unit(
@@ -158,7 +158,7 @@ class Inputs:
         return dataclasses.replace(self, units=units, task=task)
 
     def changed_file(self, plan: dict[str, Any]) -> str:
-        """Say which file is the first that differs from those of a plan; empty if none does."""
+        """Return the first file that differs from the files of a plan; empty if all are equal."""
         files = [Known(*file) for file in plan["files"]]
         was = {file.name: file for file in files if file.format}
         for source in self.corpus.sources:
@@ -176,12 +176,12 @@ class Inputs:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Every split that can get rows."""
+        """Names of all splits."""
         given = {source.split for source in self.corpus.sources if source.split is not None}
         return tuple(sorted({TRAIN, VALIDATION} | given))
 
     def _records(self, source: InputFile) -> Iterator[Records]:
-        """Read a file from its beginning. A damaged archive ends where its damage shows."""
+        """Yield the records of a file from its beginning, up to damage of an archive."""
         format_ = FORMATS[source.format]
         cut = format_.cut if format_.schema else whole  # to cut lines would count them
         with contextlib.suppress(UnverifiedError):
@@ -189,12 +189,12 @@ class Inputs:
                 yield from read_records(part, self.task.fields, in_one_pass=True)
 
     def _check_usable(self) -> None:
-        """Stop before a run whose records all lack a field, or are wrong in another common way.
+        """Check that the corpus has a usable record.
 
-        Looks at the beginnings of files from all over the corpus, until a record is usable.
+        Reads the beginnings of files from all parts of the corpus, until a record is usable.
 
         Raises:
-            CorpusError: Of 10,000 records each is rejected, for one reason.
+            CorpusError: 10,000 records are rejected for the same reason.
         """
         sources = self.corpus.sources
         each = max(_PROBED_RECORDS // len(sources), _PROBED_RECORDS // _PROBED_FILES)
@@ -230,7 +230,7 @@ class Inputs:
 
 
 def _kind_of(reason: str) -> str:
-    """A reason without what differs from record to record."""
+    """Return a reason without the parts that differ between records."""
     return re.sub(r"\d+|'.*'", "", reason.partition(";")[0])
 
 

@@ -1,8 +1,8 @@
 """Make a data set, or with `--part I/N` every Nth unit of it.
 
-Find the input, cut it into units, load or train the tokenizer, have the units encoded, and commit
-the result by a manifest. What is written depends on the input and the options alone. Records of the
-run are written first and the manifest last, so an output is always new, unfinished or finished.
+Find the input, cut it into units, load or train the tokenizer, encode the units, and write the
+manifest. The output depends only on the input and the options. Records of the run are written first
+and the manifest last, so an output is always new, unfinished or finished.
 """
 
 import contextlib
@@ -36,17 +36,17 @@ class PartSummary:
 
     out: str
     part: str
-    """As `--part` has it."""
+    """The value of `--part`."""
     units: int
     """Units of this part."""
     resumed_units: int
     """Units of this part that were finished before."""
     already_finished: bool
-    """Whether the data set is finished, and nothing was left to do."""
+    """Whether the data set was already finished."""
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """A JSON object of all fields."""
+        """Return all fields as a JSON object."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -60,13 +60,13 @@ class PartSummary:
 
 
 def make_part(options: Options) -> PartSummary:
-    """Make one part of the data set that `options` describe, or finish it.
+    """Make one part of the data set that `options` describe, or finish the data set.
 
     Args:
-        options: What is wanted; all parts have the same, but for `part`.
+        options: The options of the command. All parts have the same except for `part`.
 
     Raises:
-        TokenfeedError: Whatever is wrong, in one line. The same part continues.
+        TokenfeedError: Any error, in one line. The same command continues the part.
     """
     started = time.perf_counter()
     options.check()
@@ -96,7 +96,7 @@ def make_part(options: Options) -> PartSummary:
 
 
 def begin_writing(prepared: Prepared, records: RunRecords[UnitResult]) -> None:
-    """Keep the plan, and put the tokenizer where workers read it, unless another process has."""
+    """Store the plan, and the tokenizer for workers, unless another process has stored them."""
     if not prepared.is_kept:
         records.keep_plan(prepared.plan)
     output, json_bytes = prepared.run.settings.output, prepared.run.tokenizer.json_bytes
@@ -112,12 +112,12 @@ def make_dataset(options: Options, spooled: Sequence[Spooled] = ()) -> Summary:
     """Make the data set that `options` describe, or finish it.
 
     Args:
-        options: What is wanted.
-        spooled: Records of this process, instead of the files that the options name.
+        options: The options of the command.
+        spooled: Records of this process, instead of the files of the options.
 
     Raises:
-        TokenfeedError: Whatever is wrong, in one line. Files under final names are whole, and the
-            same options continue the run.
+        TokenfeedError: Any error, in one line. Files with final names are complete, and the same
+            options continue the run.
     """
     started = time.perf_counter()
     options.check()
@@ -158,7 +158,7 @@ def make_dataset(options: Options, spooled: Sequence[Spooled] = ()) -> Summary:
 
 
 def _check_rejects(options: Options, manifest: Manifest) -> None:
-    """Check a finished data set against the limit that this command sets on rejects."""
+    """Check the number of rejects of a finished data set against the limit of this command."""
     allowed, rejected = options.allowed_rejects, manifest.ledger.rejected
     if allowed is not None and rejected > allowed:
         limit = f"`--max-rejects {allowed}`" if allowed else "`--strict`"
@@ -170,7 +170,7 @@ def _check_rejects(options: Options, manifest: Manifest) -> None:
 
 
 def _text_bytes(records: RunRecords[UnitResult]) -> int:
-    """Text of the units that are done."""
+    """Return the bytes of text in finished units."""
     results = records.results.values()
     return sum(counts.bytes for result in results for counts in result.sources)
 
@@ -178,7 +178,7 @@ def _text_bytes(records: RunRecords[UnitResult]) -> int:
 def _encode(
     prepared: Prepared, records: RunRecords[UnitResult], recipe: dict[str, Any]
 ) -> Manifest:
-    """Encode the units and commit the result: all that writes."""
+    """Encode the units and write the data set."""
     run = prepared.run
     output, inputs = run.settings.output, run.inputs
     try:

@@ -43,18 +43,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """A command and its input files, of which no record was read yet."""
+    """A command and its input files, before any record is read."""
 
     options: Options
     output: Place
     inputs: Inputs
-    """Not planned."""
+    """The inputs without a plan."""
     tokenizer: TextTokenizer | None
     """The tokenizer that `--tokenizer` names; None to train one."""
     recipe: dict[str, Any]
-    """All that the output depends on, in words a user can compare."""
+    """Everything that the output depends on, in words that a user can compare."""
+
     plan: dict[str, Any] | None
-    """The plan of the unfinished run in the output, made by this or by another command."""
+    """The plan of the unfinished run in the output, by this or another command."""
 
     @classmethod
     def from_options(
@@ -63,10 +64,10 @@ class Listed:
         """List the input files and load the tokenizer that is given.
 
         Args:
-            options: What is wanted.
-            output: Where the data set is made.
-            state: What is there.
-            spooled: Records of this process, instead of the files that the options name.
+            options: The options of the command.
+            output: Folder or store of the data set.
+            state: The state of the output.
+            spooled: Records of this process, instead of the files of the options.
         """
         tokenizer = None
         if options.tokenizer:
@@ -89,7 +90,7 @@ class Listed:
         )
 
     def finished_tokenizer(self) -> TextTokenizer:
-        """The tokenizer of the finished data set in the output."""
+        """Return the tokenizer of the finished data set in the output."""
         if self.tokenizer:
             return self.tokenizer
         name = TOKENIZER_FILE
@@ -98,11 +99,11 @@ class Listed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A run that can begin: the same on every machine that sees the same input."""
+    """A run that can begin. It is the same on every machine with the same input."""
 
     run: Run
     plan: dict[str, Any]
-    """What took reading the corpus to know."""
+    """The facts that take a pass over the corpus."""
     is_kept: bool
     """Whether the plan was read from the output."""
     tokenizer_seconds: float
@@ -113,7 +114,7 @@ class Prepared:
         """Plan the run and train a tokenizer, or read the plan of the unfinished run there.
 
         Raises:
-            ConfigError: The unfinished run is of another command or input.
+            ConfigError: The unfinished run has another command or input.
         """
         options, output, inputs, kept = listed.options, listed.output, listed.inputs, None
         if is_begun(output):
@@ -139,7 +140,7 @@ def _plan_run(
     tokenizer: TextTokenizer,
     output: Place,
 ) -> Run:
-    """Who encodes: the reference where it was asked for, and where the input is small.
+    """Return the run. The reference encodes small inputs, and any input if the options say so.
 
     Raises:
         TokenizerError: The tokenizer has no template for the task.
@@ -175,10 +176,10 @@ def _plan_run(
 def _trained_tokenizer(
     options: Options, inputs: Inputs, output: Place, kept: dict[str, Any] | None
 ) -> TextTokenizer:
-    """Train a tokenizer, or take the one that this run has trained before.
+    """Train a tokenizer, or return the tokenizer that this run trained before.
 
     Raises:
-        TokenizerError: The corpus gives another tokenizer than before.
+        TokenizerError: Training gives another tokenizer than before.
     """
     origin = output.path(TOKENIZER_FILE)
     if kept and output.exists(TOKENIZER_FILE):
@@ -211,10 +212,10 @@ def _load(options: Options, json_bytes: bytes, origin: object) -> TextTokenizer:
 
 
 def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
-    """Find the chat template, and the variables that it gets beside the messages.
+    """Return the chat template with its variables.
 
     Raises:
-        TokenizerError: There is no template, or it is not valid.
+        TokenizerError: There is no template, or the template is invalid.
     """
     assert options.tokenizer
     beside = partial(fetch_beside, options.tokenizer)
@@ -263,13 +264,13 @@ def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
 
 
 def _preloading(name: str, tokenizer: TextTokenizer) -> Callable[[], None]:
-    """What loads the fast engine for the tokenizer that is given, in another process."""
+    """Return a function that loads the fast engine for the given tokenizer in another process."""
     special = tokenizer.splits_special
     return partial(preload, name, tokenizer.vocabulary_size, splits_special=special)
 
 
 def _advise(options: Options, tokenizer: TextTokenizer) -> None:
-    """Say what a user of this tokenizer may not have expected."""
+    """Log properties of the tokenizer that a user may not expect."""
     if tokenizer.dropout:
         logger.info(
             "the tokenizer asks for BPE dropout %.3g, which is switched off: it would make ids "
@@ -288,7 +289,7 @@ def _advise(options: Options, tokenizer: TextTokenizer) -> None:
 
 
 def _chat_recipe(inputs: Inputs) -> list[Any] | None:
-    """What the chat template is, with its variables."""
+    """Return the chat template and its variables, for the recipe."""
     template = inputs.task.chat_template if isinstance(inputs.task, ChatEncoder) else None
     if not template:
         return None

@@ -32,12 +32,12 @@ class Summary:
     text_bytes: int
     """Text read, as UTF-8."""
     shard_bytes: int
-    """All shards on disk."""
+    """Size of all shards."""
     text_bytes_per_token: float
     shard_bytes_per_token: float
     vocabulary_size: int
     vocabulary_wanted: int | None
-    """Ids asked for when the tokenizer was trained; a small corpus gives fewer."""
+    """`--vocab-size` of a trained tokenizer. A small corpus gives fewer ids."""
     end_token: str | None
     task: str
     labels: list[str]
@@ -46,7 +46,7 @@ class Summary:
     audited: int
     """Texts that both the fast engine and the reference encoded."""
     differences: int
-    """Audited texts whose ids differed. If there are any, the reference made all ids."""
+    """Audited texts with different ids. If there are any, the reference made all ids."""
     routed: int
     """Texts that the fast engine left to the reference."""
     verified: bool
@@ -54,13 +54,13 @@ class Summary:
     length_histogram: list[int]
     """Rows by powers of two of their tokens, all splits together."""
     already_finished: bool
-    """Whether there was nothing left to do."""
+    """Whether the data set was already finished."""
     units: int
     resumed_units: int
     """Units that an earlier, interrupted run had finished."""
     seconds: float
     tokenizer_seconds: float
-    """The part of `seconds` that loaded or trained the tokenizer."""
+    """Seconds for loading or training the tokenizer, included in `seconds`."""
     mb_per_s: float
     """Text that this run encoded, in 10^6 bytes, per second outside `tokenizer_seconds`."""
 
@@ -139,7 +139,7 @@ class Summary:
         }
 
     def _training(self) -> str:
-        """What became of a tokenizer that this run trained."""
+        """Return the result of training a tokenizer."""
         if self.vocabulary_wanted is None:
             return ""
         if self.vocabulary_wanted == self.vocabulary_size:
