@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.format.store import open_place, open_store
 from tokenfeed.tools.corpus.spool import Spooled, json_lines, spool
 from tokenfeed.tools.data_sets.inspection import describe
+from tokenfeed.tools.encoding.tasks import TaskName
 from tokenfeed.tools.jobs.executors import SMALL_BYTES, Runner, end_early, start_early
 from tokenfeed.tools.jobs.progress_bar import bytes_read
 from tokenfeed.tools.pretokenizing.make import make_dataset
@@ -56,7 +56,7 @@ def pretokenize(
     source: object,
     out: str | os.PathLike[str],
     *,
-    task: Task = "lm",
+    task: TaskName = "lm",
     field: Mapping[str, str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     vocab_size: int = 32_768,

@@ -51,6 +51,8 @@ class FieldKind(Enum):
     """Any JSON value except null. A list or object may also be a text with JSON."""
     OPTIONAL_JSON = "a list or an object, or nothing"
     """Like `JSON`, or None. In JSON Lines, the field may be absent."""
+    IDS = "a list of token ids from 0"
+    """A list of whole numbers, as int64 of shape (N,)."""
     NUMBER = "a finite number"
     """A number in the range of float32, as float. It may be a text with digits."""
 
@@ -149,6 +151,17 @@ def _optional_json(value: Any) -> Any:
     return _text(value).decode() if isinstance(value, str | bytes) else value
 
 
+def _ids(value: Any) -> np.ndarray:
+    if not isinstance(value, list):
+        raise _not(FieldKind.IDS, value)
+    if {*map(type, value)} - {int}:  # a bool is an int, too
+        raise _not(FieldKind.IDS, next(one for one in value if type(one) is not int))
+    for end in (min(value), max(value)) if value else ():
+        if not 0 <= end < 1 << 63:
+            raise _not(FieldKind.IDS, end)
+    return np.array(value, np.int64)
+
+
 def _number(value: Any) -> float:
     if isinstance(value, str | bytes | Real) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):
@@ -179,7 +192,15 @@ def _holds_json(column: pa.DataType) -> bool:
     return True
 
 
+def _holds_ids(column: pa.DataType) -> bool:
+    types = pa.types
+    is_list = types.is_list(column) or types.is_large_list(column)
+    is_list = is_list or types.is_fixed_size_list(column)
+    return bool(is_list and types.is_integer(column.value_type))
+
+
 _SCALARS: dict[FieldKind, _Scalar] = {
+    FieldKind.IDS: _Scalar(list[int], (_holds_ids,), _ids),
     FieldKind.JSON: _Scalar(Any, (_holds_json,), _json),
     FieldKind.OPTIONAL_JSON: _Scalar(Any, (_holds_json,), _optional_json),
     FieldKind.TEXT: _Scalar(str, (), _text),

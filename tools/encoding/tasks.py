@@ -6,6 +6,7 @@
     tag       words and their tags         -> ids, a label a token
     complete  a prompt and a completion    -> ids, prompt_length
     chat      the messages of a conversation -> ids, a kind a token
+    ids       token ids                      -> ids: a data set of the task lm
 
 A record whose texts have no tokens becomes an empty row, which is counted and not written.
 """
@@ -16,10 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 import numpy as np
+from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.arithmetic import Ragged, join, offsets_of
 from tokenfeed.pipeline.errors import ConfigError
@@ -37,6 +39,7 @@ from tokenfeed.pipeline.format.schema import (
     Column,
     Task,
     task_columns,
+    token_dtype,
 )
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Unusable
 from tokenfeed.tools.encoding.chat import (
@@ -57,12 +60,14 @@ __all__ = [
     "CompleteEncoder",
     "Encode",
     "FieldValues",
+    "IdsEncoder",
     "Labelled",
     "LmEncoder",
     "Samples",
     "ScoreEncoder",
     "TagEncoder",
     "TaskEncoder",
+    "TaskName",
 ]
 
 FieldValues = dict[str, list[Any]]
@@ -97,7 +102,9 @@ class TaskEncoder(ABC):
     """
 
     name: ClassVar[Task]
-    """As `--task` has it."""
+    """The task of the data set."""
+    option: ClassVar[str] = ""
+    """The value of `--task`, if it is not `name`."""
     record: ClassVar[str]
     """What a record is, as the help of `--task` has it."""
     kinds: ClassVar[Fields]
@@ -218,6 +225,50 @@ class LmEncoder(TaskEncoder):
         """Turn R records into R rows."""
         ids = encode(values[self.text])
         return Samples({INPUT_IDS: template.around(ids)}, {}, ids.lengths > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdsEncoder(TaskEncoder):
+    """Rows that are token ids already. They are copied, and compared with the vocabulary."""
+
+    name: ClassVar[Task] = "lm"
+    option: ClassVar[str] = "ids"
+    record: ClassVar[str] = "token ids of a document, copied"
+    kinds: ClassVar[Fields] = {"input_ids": FieldKind.IDS}
+    input_ids: str = "input_ids"
+    vocabulary_size: int = 0
+    """The largest id of the tokenizer + 1."""
+
+    def with_tokenizer(self, json_bytes: bytes) -> Self:
+        """Return the task with the size of the vocabulary."""
+        vocabulary = Tokenizer.from_buffer(json_bytes).get_vocab(with_added_tokens=True)
+        return replace(self, vocabulary_size=max(vocabulary.values()) + 1)
+
+    def template(self, tokenizer: TextTokenizer) -> Template:
+        """Return a template without tokens: rows are copied as they are."""
+        return Template.from_tokenizer(tokenizer, num_texts=1, special=False, end_id=None)
+
+    def texts(self, values: FieldValues) -> list[bytes]:
+        """Return the bytes of the ids, for hashes."""
+        return [ids.astype("<u4").tobytes() for ids in values[self.input_ids]]
+
+    def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
+        """Turn R records into R rows."""
+        rows = values[self.input_ids]
+        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+        ids = np.concatenate([np.empty(0, np.int64), *rows])
+        wrong = np.flatnonzero(ids >= self.vocabulary_size)
+        row_of = np.repeat(np.arange(len(rows)), lengths)[wrong]
+        unusable = {
+            int(row): f"field `{self.input_ids}` has the id {ids[place]:,}, but the tokenizer has "
+            f"{self.vocabulary_size:,} ids"
+            for row, place in zip(row_of[::-1], wrong[::-1], strict=True)
+        }
+        ids[wrong] = 0
+        has_text = lengths > 0
+        has_text[[*unusable]] = False
+        copied = Ragged(ids.astype(token_dtype(self.vocabulary_size)), lengths)
+        return Samples({INPUT_IDS: copied}, {}, has_text, unusable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -565,8 +616,12 @@ def _kinds_of_tokens(
     return kinds, counts
 
 
-TASK_CLASSES: dict[Task, type[TaskEncoder]] = {
-    task.name: task
-    for task in (LmEncoder, ClassifyEncoder, ScoreEncoder, TagEncoder, CompleteEncoder, ChatEncoder)
-}
-"""Every task, by its name."""
+TaskName = Literal["lm", "classify", "score", "tag", "complete", "chat", "ids"]
+"""The values of `--task`."""
+
+_CLASSES: tuple[type[TaskEncoder], ...] = (
+    *(LmEncoder, ClassifyEncoder, ScoreEncoder, TagEncoder, CompleteEncoder, ChatEncoder),
+    IdsEncoder,
+)
+TASK_CLASSES: dict[str, type[TaskEncoder]] = {task.option or task.name: task for task in _CLASSES}
+"""The tasks by the value of `--task`."""

@@ -15,12 +15,11 @@ from tokenfeed.pipeline.checks import bytes_of
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.cores import usable_cores
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
-from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.format.store import Place, open_place
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, STANDARD_INPUT
 from tokenfeed.tools.corpus.sources import is_reserved, is_split_name
-from tokenfeed.tools.encoding.tasks import TASK_CLASSES, TaskEncoder
+from tokenfeed.tools.encoding.tasks import TASK_CLASSES, TaskEncoder, TaskName
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 from tokenfeed.tools.jobs.executors import Runner, check_installed
 from tokenfeed.tools.jobs.run_records import JobPart
@@ -71,7 +70,7 @@ class Options:
     paths: tuple[Annotated[str, text("CORPUS... OUT")], ...]
     """CORPUS: files and folders. OUT, the last path: a new or empty folder for the data set, or the
     folder of an interrupted run. Each may be the address of a store, like s3://BUCKET/PATH."""
-    task: Task = "lm"
+    task: TaskName = "lm"
     """What a record is."""
     field: tuple[tuple[Annotated[str, text("NAME=FIELD ...")], ...], ...] = ()
     """Your names for the fields or columns of the task: text=review. Fields in brackets are
@@ -298,9 +297,13 @@ class Options:
             raise ConfigError(f"`--workers`: has no effect beside `{used[0]}`. Leave it out.")
 
     def _check_chat(self, given: set[str]) -> None:
-        """Reject options of conversations for other tasks, and of other tasks for conversations."""
-        own, others = {"chat_template", "template_argument"}, {"end_token", "add_special_tokens"}
-        for name in sorted(given & (others if self.task == "chat" else own)):
+        """Reject options that do not fit to conversations, token ids, or other tasks."""
+        useless = {"chat_template", "template_argument"} if self.task != "chat" else set()
+        if self.task in ("chat", "ids"):
+            useless |= {"end_token", "add_special_tokens"}
+        if self.task == "ids":
+            useless |= {"vocab_size", "special_tokens_in_text", "engine", "verify_ids"}
+        for name in sorted(given & useless):
             raise ConfigError(
                 f"`{flag_of(name)}` has no effect with `--task {self.task}`. Leave it out."
             )
@@ -309,6 +312,8 @@ class Options:
                 "`--task chat` needs `--tokenizer`: the tokenizer of the model that you train, "
                 "with the special tokens of its chat template."
             )
+        if self.task == "ids" and not self.tokenizer:
+            raise ConfigError("`--task ids` needs `--tokenizer`: the tokenizer that made the ids.")
 
     def _is_given(self, field: "dataclasses.Field[Any]") -> bool:
         return bool(getattr(self, field.name) != field.default)

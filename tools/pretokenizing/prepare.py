@@ -146,7 +146,8 @@ def _plan_run(
         TokenizerError: The tokenizer has no template for the task.
     """
     falls_back = options.engine == "auto"
-    is_reference = options.engine == ReferenceEngine.name or (falls_back and is_small(inputs.units))
+    is_reference = options.engine == ReferenceEngine.name or options.task == "ids"
+    is_reference = is_reference or (falls_back and is_small(inputs.units))
     sample_seed = 0 if options.tokenizer else options.seed  # another order is no other sample
     settings = EncodeSettings(
         output=output,
@@ -280,7 +281,7 @@ def _advise(options: Options, tokenizer: TextTokenizer) -> None:
     ends = options.task in ENDED_TASKS
     if ends and tokenizer.end_token is None:
         logger.info("the tokenizer has no end token: rows end without one (see --end-token)")
-    is_bare = not ends and options.task != "chat" and not options.add_special_tokens
+    is_bare = not ends and options.task not in ("chat", "ids") and not options.add_special_tokens
     if is_bare and tokenizer.has_template:
         logger.info(
             "the tokenizer has a template for its special tokens, which is left out "
@@ -306,7 +307,7 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -
         "CORPUS": list(map(public, options.corpus)),
         "--exclude": list(options.exclude),
         "--split": list(options.split),
-        "--task": inputs.task.name,
+        "--task": options.task,
         "the fields": list(inputs.task.fields),
         "--validation": inputs.validation,
         "--shard-size": inputs.shard_bytes,

@@ -173,7 +173,7 @@ def batch_records(batch: pa.RecordBatch, fields: Fields, numbers: np.ndarray) ->
     """
     columns = {name: _plain(batch.column(name), kind) for name, kind in fields.items()}
     if all(_is_sound(columns[name], kind) for name, kind in fields.items()):
-        return Records(numbers, {name: column.to_pylist() for name, column in columns.items()})
+        return Records(numbers, {n: _values(columns[n], kind) for n, kind in fields.items()})
     lists = [_listed(column, fields[name]) for name, column in columns.items()]
     rows = (dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True))
     return records_of(zip(numbers.tolist(), rows, strict=True), fields)
@@ -209,6 +209,14 @@ def _check_dictionary(column: pa.DictionaryArray) -> None:
 
 def _is_sound(column: pa.Array, kind: FieldKind) -> bool:
     """Whether all values are of a simple kind, none is null, and all text is valid UTF-8."""
+    if kind is FieldKind.IDS and pa.types.is_nested(column.type):
+        column.validate(full=True)  # damaged offsets would be followed anywhere
+        values = column.flatten()
+        least = pc.min(values).as_py()  # pyright: ignore[reportAttributeAccessIssue]
+        most = pc.max(values).as_py()  # pyright: ignore[reportAttributeAccessIssue]
+        return not (column.null_count or values.null_count) and (
+            least is None or (least >= 0 and most < 1 << 63)
+        )
     if column.null_count or kind is not FieldKind.TEXT:
         return False
     try:
@@ -218,6 +226,15 @@ def _is_sound(column: pa.Array, kind: FieldKind) -> bool:
     except pa.ArrowInvalid:
         return False
     return True
+
+
+def _values(column: pa.Array, kind: FieldKind) -> list[Any]:
+    """Return the values of a sound column."""
+    if kind is not FieldKind.IDS:
+        return list(column.to_pylist())
+    ids = column.flatten().to_numpy().astype(np.int64)
+    sizes = pc.list_value_length(column).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
+    return np.split(ids, np.cumsum(sizes)[:-1]) if len(sizes) else []
 
 
 def _listed(column: pa.Array, kind: FieldKind) -> list[Any]:
