@@ -52,13 +52,12 @@ class Doctor:
         """Print the facts. Return 1 if the data set cannot be read."""
         found: dict[str, dict[str, Any]] = {
             "versions": _versions(),
-            "machine": _machine(),
-            "limits": _limits(),
-            "devices": _devices(),
+            "machine": _tried(_machine),
+            "limits": _tried(_limits),
+            "devices": _tried(_devices),
         }
-        with _quiet(), contextlib.ExitStack() as stack:
-            place = self.data_set or stack.enter_context(_small_data_set())
-            found["loader"] = {self.data_set or "a small data set": _tried(lambda: _read(place))}
+        with _quiet():
+            found["loader"] = {self.data_set or "a small data set": _tried(self._read)}
         if self.json:
             print_json(found)
         else:
@@ -67,6 +66,12 @@ class Doctor:
                     facts({title: facts({name: _shown(value) for name, value in values.items()})})
                 )
         return int(any("error" in value for value in found["loader"].values()))
+
+    def _read(self) -> dict[str, Any]:
+        if self.data_set:
+            return _read(self.data_set)
+        with _small_data_set() as place:
+            return _read(place)
 
 
 def _shown(value: Any) -> str:

@@ -137,7 +137,7 @@ def environment(archives: Archives, tmp_path_factory: pytest.TempPathFactory) ->
 def test_both_archives_hold_every_module(archives: Archives) -> None:
     modules = (path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
     data = {"py.typed", "trainer/stall/page.html", "trainer/stall/style.css"}
-    kept = {"__init__.py", *data, *(f"{path.relative_to(ROOT)}" for path in modules)}
+    kept = {"__init__.py", "__main__.py", *data, *(f"{path.relative_to(ROOT)}" for path in modules)}
     with tarfile.open(archives.sdist) as sdist:
         files = (member.name for member in sdist if member.isfile())
         assert modules_of(name.partition("/")[2] for name in files) == kept

@@ -213,6 +213,7 @@ class BlockFile(io.RawIOBase):
     def __init__(self, blocks: Iterable[bytes]) -> None:
         self._blocks = iter(blocks)
         self._rest = memoryview(b"")
+        self._position = 0
 
     def readable(self) -> bool:
         """True."""
@@ -223,7 +224,12 @@ class BlockFile(io.RawIOBase):
         self._rest = self._rest or memoryview(next(self._blocks, b""))
         count = min(len(buffer), len(self._rest))
         buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        self._position += count
         return count
+
+    def tell(self) -> int:
+        """Return the number of bytes read."""
+        return self._position
 
 
 def whole_lines(blocks: Iterable[bytes], most_bytes: int) -> Iterator[bytes | LongLine]:

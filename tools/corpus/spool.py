@@ -6,12 +6,12 @@ run reads the same input. Python objects become JSON Lines, so their shards are 
 shards of the same rows in a file.
 """
 
+import copy
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ def json_lines(name: str, records: object, fields: Iterable[str]) -> Iterator[by
     fields = tuple(fields)
     number = 0
     for rows in _batches(name, records, fields):
-        yield _encode(name, number, rows)
+        yield from _encode(name, number, rows)
         number += len(rows)
 
 
@@ -145,24 +145,28 @@ def _batches(name: str, records: object, fields: tuple[str, ...]) -> Iterator[li
 def _rows_of(
     name: str, records: Iterable[object], fields: tuple[str, ...]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield lists of rows from single records, or from tables."""
-    remaining, number = iter(records), 0
-    while batch := list(islice(remaining, _BATCH_RECORDS)):
-        rows: list[dict[str, Any]] = []
-        for record in batch:
-            if isinstance(record, str):
-                rows.append({fields[0]: record})
-            elif isinstance(record, Mapping):
-                rows.append({field: _text(record[field]) for field in fields if field in record})
-            elif hasattr(record, "__arrow_c_stream__") or hasattr(record, "__arrow_c_array__"):
-                rows += [row for some in _rows(record, fields) for row in some]
-            else:
-                raise CorpusError(
-                    f"{name}, record {number + len(rows)}: is {_kind(record)}, expected a dict or "
-                    "a text."
-                )
-        yield rows
-        number += len(rows)
+    """Yield lists of rows from single records, or from tables. Each record is copied at once,
+    because an iterator may use its dict again.
+    """
+    rows: list[dict[str, Any]] = []
+    number = 0
+    for record in records:
+        if isinstance(record, str):
+            rows.append({fields[0]: record})
+        elif isinstance(record, Mapping):
+            rows.append({field: _copied(record[field]) for field in fields if field in record})
+        elif hasattr(record, "__arrow_c_stream__") or hasattr(record, "__arrow_c_array__"):
+            rows += [row for some in _rows(record, fields) for row in some]
+        else:
+            yield rows
+            raise CorpusError(
+                f"{name}, record {number + len(rows)}: is {_kind(record)}, expected a dict or a "
+                "text."
+            )
+        if len(rows) >= _BATCH_RECORDS:
+            yield rows
+            rows, number = [], number + len(rows)
+    yield rows
 
 
 def _rows(table: Any, fields: tuple[str, ...]) -> Iterator[list[dict[str, Any]]]:
@@ -179,6 +183,11 @@ def _rows(table: Any, fields: tuple[str, ...]) -> Iterator[list[dict[str, Any]]]
             yield rows if wanted.num_columns else [{}] * num_rows
 
 
+def _copied(value: Any) -> Any:
+    """Return a value that the owner of the record may change."""
+    return copy.deepcopy(value) if isinstance(value, list | dict) else _text(value)
+
+
 def _text(value: Any) -> Any:
     """Decode bytes, also in lists, because msgspec would write them in base 64.
 
@@ -191,11 +200,13 @@ def _text(value: Any) -> Any:
     return value
 
 
-def _encode(name: str, number: int, rows: list[Any]) -> bytes:
+def _encode(name: str, number: int, rows: list[Any]) -> Iterator[bytes]:
+    """Yield rows as JSON Lines. If a value cannot be written, the rows before it are yielded."""
     try:
-        return _ENCODER.encode_lines(rows)
+        yield _ENCODER.encode_lines(rows)
     except (TypeError, ValueError, OverflowError, RecursionError):
-        return b"".join(_line(name, number + at, row) for at, row in enumerate(rows))
+        for at, row in enumerate(rows):
+            yield _line(name, number + at, row)
 
 
 def _line(name: str, number: int, row: dict[str, Any]) -> bytes:

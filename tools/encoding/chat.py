@@ -278,6 +278,20 @@ class ChatTemplate:
     variables: dict[str, Any]
     """Variables for every conversation: `bos_token`, `eos_token` and those that a user gives."""
 
+    @property
+    def with_variables(self) -> str:
+        """The template with the values of the variables that it names, for other programs.
+
+        A line break after a block is dropped, so the lines in front change no text.
+        """
+        lines = []
+        for name, value in self.variables.items():
+            if re.search(rf"\b{re.escape(name)}\b", self.source):
+                literal = _literal(value)
+                given = "" if name.endswith("_token") else f" {name} if {name} is defined else"
+                lines.append(f"{{% set {name} ={given} {literal} %}}\n")
+        return "".join(lines) + self.source
+
     def check(self) -> None:
         """Compile the template.
 
@@ -620,3 +634,12 @@ def _parts(marked: str, first: int, text: str, fields: list[_Field]) -> list[_Pa
         parts.append(_Part(at, end, *fields[opening // 2]))
         at = end + len(pieces[nth + 2])
     return parts
+
+
+def _literal(value: Any) -> str:
+    """Return a value of JSON as Jinja writes it."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_literal(k)}: {_literal(v)}' for k, v in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -179,9 +179,13 @@ class ReferenceEngine:
     def encode(self, texts: list[bytes]) -> Ragged:
         """See `Engine`."""
         if self._words is not None:
-            with contextlib.suppress(Unencodable):  # its places are words
+            try:
                 made = self._words.encode(texts)
-                return Ragged(made.values.astype(self._dtype), made.lengths)
+            except NOT_FAILURES:
+                raise
+            except Exception:  # of the library, about a word: below, the text is named
+                return self._encode_whole(texts)
+            return Ragged(made.values.astype(self._dtype), made.lengths)
         return self._encode_whole(texts)
 
     def _encode_whole(self, texts: list[bytes]) -> Ragged:

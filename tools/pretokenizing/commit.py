@@ -88,7 +88,7 @@ def _chat_template(settings: EncodeSettings) -> FileInfo | None:
     """Write the template of conversations, if there are any."""
     if not isinstance(settings.task, ChatEncoder) or not settings.task.chat_template:
         return None
-    content = settings.task.chat_template.source.encode()
+    content = settings.task.chat_template.with_variables.encode()
     settings.output.write(CHAT_TEMPLATE_FILE, content)
     xxh3 = xxhash.xxh3_64_hexdigest(content)
     return FileInfo(file=CHAT_TEMPLATE_FILE, bytes=len(content), xxh3=xxh3)

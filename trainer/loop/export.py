@@ -265,7 +265,8 @@ def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dic
     own = _companion_files(config.model)
     ours, theirs = tokens_of(content), tokens_of(own.get(TOKENIZER_FILE, b""))
     if theirs and all(theirs.get(id, token) == token for id, token in ours.items()):
-        return own if ours.keys() <= theirs.keys() else own | {TOKENIZER_FILE: content}
+        is_same = ours.keys() <= theirs.keys() and _rules(content) == _rules(own[TOKENIZER_FILE])
+        return own if is_same else own | {TOKENIZER_FILE: content}
     tokenizer = Tokenizer.from_buffer(content)
     special = SpecialIds.from_shards(first_of(config.shards))
     ids = {"eos_token": manifest.tokenizer.end_id, "mask_token": special.mask}
@@ -282,12 +283,19 @@ def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dic
     return {TOKENIZER_FILE: content, _TOKENIZER_CONFIG: _json(about), **generation}
 
 
+def _rules(content: bytes) -> list[Any]:
+    """Return the parts of a tokenizer.json that divide a text into tokens."""
+    decoded = json.loads(content)
+    return [decoded.get("normalizer"), decoded.get("pre_tokenizer"), decoded["model"].get("merges")]
+
+
 def _with_template(config: TrainConfig, files: dict[str, bytes]) -> dict[str, bytes]:
     """Replace the chat template of a tokenizer by the template of the shards, if they have one."""
     template = read_chat_template(first_of(config.shards))
     if template is None:
         return files
     about = json.loads(files.get(_TOKENIZER_CONFIG, b"{}"))
+    about = about if isinstance(about, dict) else {}
     about.pop("chat_template", None)  # older versions of transformers prefer it to the file
     return files | {CHAT_TEMPLATE_FILE: template, _TOKENIZER_CONFIG: _json(about)}
 

@@ -8,6 +8,7 @@ yields records: dicts, texts (the first field of the task), or Arrow tables. The
 give the same records. If it raises an error, the rest of the file is rejected.
 """
 
+import contextlib
 import functools
 import io
 from collections.abc import Callable, Iterator
@@ -37,12 +38,16 @@ def installed_format(ending: str) -> Format | None:
     Raises:
         ConfigError: The package cannot be imported.
     """
-    point = _points().get(ending)
-    if point is None:
+    points = [point for point in _points() if f".{point.name.lower()}" == ending]
+    if not points:
         return None
+    if len({point.value for point in points}) > 1:
+        values = " and ".join(sorted(point.value for point in points))
+        raise ConfigError(f"{GROUP}: {values} both read {ending}. Uninstall one of the packages.")
+    point = points[0]
     try:
         read: Read = point.load()
-    except Exception as error:  # the package may do anything
+    except (Exception, SystemExit) as error:  # the package may do anything
         raise ConfigError(
             f"{GROUP}: {point.name} = {point.value}: cannot be imported: {error}. Mend or "
             "uninstall the package."
@@ -58,8 +63,8 @@ def installed_format(ending: str) -> Format | None:
 
 
 @functools.cache
-def _points() -> dict[str, EntryPoint]:
-    return {f".{point.name.lower()}": point for point in entry_points(group=GROUP)}
+def _points() -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=GROUP))
 
 
 def _read(read: Read, part: FilePart, fields: Fields) -> Iterator[Records]:
@@ -67,13 +72,26 @@ def _read(read: Read, part: FilePart, fields: Fields) -> Iterator[Records]:
     most_bytes = part.source.max_record_bytes
     number, consumed = 0, 0
     errors: list[Exception] = []
+    """Raised at the end, after the records before them."""
+
+    def stream() -> Iterator[bytes]:
+        try:
+            yield from blocks
+        except Exception as error:  # `read` may ignore it
+            errors.append(error)
+            raise
 
     def records() -> Iterator[Any]:
-        with io.BufferedReader(BlockFile(blocks)) as file:
+        source = stream()
+        with io.BufferedReader(BlockFile(source)) as file:
             try:
                 yield from read(file)
-            except Exception as error:  # raised below, after the records before the error
-                errors.append(error)
+            except (Exception, SystemExit) as error:
+                errors.append(error if isinstance(error, Exception) else RuntimeError("it exits"))
+        if part.source.compression and not errors:
+            with contextlib.suppress(Exception):  # is in `errors`
+                for _ in source:  # the checksum is at the end
+                    pass
 
     for lines in whole_lines(json_lines(part.source.name, records, fields), most_bytes):
         if isinstance(lines, LongLine):
