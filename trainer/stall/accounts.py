@@ -1,14 +1,14 @@
-"""The accounts of the stall: turn segments of device time into idle seconds by cause. Pure.
+"""The stall accounts turn segments of device time into idle seconds by cause, without I/O.
 
-Each segment starts where the one before ends. A segment is work, a calibration spin, or a gap: a
-cause during which no work of the training was queued. A gap is idle time as a whole. Segments of
-work are joined into spans, up to the next gap or mark. The idle time inside spans is not seen
-directly. It is the sum by which spans take longer than references (see `work`).
+Each segment starts where the previous segment ends. A segment is work, a calibration spin, or a
+gap: a cause during which no work of the training was queued. All of a gap is idle time. Segments of
+work are joined into spans, up to the next gap or mark. The idle time inside spans cannot be
+measured directly. It is the total time by which spans exceed their references (see `reading`).
 
-The cause of idle time is not always the one during which the device idles. A host that is ahead of
-the device hides the time of its loader. A host that waits for a value, or stops to log, loses its
-lead. Then the next batch is late, although the loader is fast. So idle time is charged to the cause
-that lost the lead, until the lead is as long as before.
+The cause of idle time is not always the cause that is active while the device idles. A host that is
+ahead of the device hides the time of its loader. A host that waits for a value, or stops to log,
+loses its lead. Then the next batch is late, although the loader is fast. So idle time is charged to
+the cause that lost the lead, until the lead is as long as before.
 
 Example: the host is 5 ms ahead, and `.item()` takes all of the 5 ms. The next batch takes 2 ms,
 during which the device idles. These 2 ms are charged to `wait`, and 3 ms of the lost lead remain.
@@ -36,7 +36,7 @@ __all__ = ["Accounts", "LostLead", "StepEnd"]
 
 
 class LostLead:
-    """The lead that a cause has lost, as far as the host has not won it back."""
+    """The part of the host's lead that a cause has lost and the host has not yet regained."""
 
     def __init__(self) -> None:
         self.cause: Cause = "wait"
@@ -62,19 +62,19 @@ class LostLead:
 
 
 _SLACK_SECONDS = 50e-6
-"""Time between two launches. A batch that is later than this was copied meanwhile."""
+"""Usual seconds between two kernel launches. A longer delay of a batch means that it was copied."""
 _LEAST_LEAD_SECONDS = 30e-6
 _PYTHON_SECONDS = 12e-6
 """Host seconds of the meter's Python around a mark; `benchmarks/stall/` measured 11.4 µs."""
 _WAITED = 1.5
-"""If the host takes this many times as long as usual for a span, it has waited in it."""
+"""A host that takes this many times its usual time to queue a span has waited for the device."""
 _QUEUED = 0.002
-"""Share of a span that may run before all of the span is queued, if it is to be a reference."""
+"""Largest share of a reference span that may run before the whole span is queued."""
 _AHEAD = 0.25
-"""If the host leads by this share of a span at both ends, it led all the time."""
+"""A host that leads by this share of a span at both ends counts as ahead throughout the span."""
 _FEW_REFERENCES = 8
 _SHARE_OF_REFERENCES = 0.02
-"""Spans are calibrated until the references are this share of the spans, plus `_FEW_REFERENCES`."""
+"""Calibration stops when the references reach this share of the spans, plus `_FEW_REFERENCES`."""
 
 
 class StepEnd(NamedTuple):
@@ -98,7 +98,7 @@ class Accounts:
         self._passed = float("-inf")
         """The earliest host time at which the device can have passed the latest mark."""
         self._lead = float("-inf")
-        """How long before that time the host had queued the mark: the host's lead, at least."""
+        """Lower bound of the host's lead: seconds from queueing the mark to `_passed`."""
         self._spin_lead = 0.0
         """The part of the lead that the host has only because spins delayed the device."""
         self._step, self._sums = OpenStep(), Sums()

@@ -1,12 +1,12 @@
-"""When to delay the device for a moment, so that the host gets ahead of it.
+"""Calibration delays the device briefly now and then, so that the host gets ahead of the device.
 
 A spin is a kernel that does nothing for a while. Behind a spin, all kernels of a span are queued
 before the device starts the span. So the span takes as long as the device needs for it, without
 idle time: it becomes a reference. Steps with a spin train like all others. The spin itself is left
 out of the accounts.
 
-Steps are chosen by their number: every 2^n-th step has a spin. So several ranks spin in the same
-steps, and wait for each other once, not by turns.
+Steps are chosen by their number: every 2^n-th step has a spin. So all ranks spin in the same
+steps and wait for each other once, instead of one after another.
 
 Example: the host takes 50 ms to queue a span, and a step takes 200 ms. A spin takes 1.2 * 50 ms +
 0.2 ms = 60.2 ms. To stay below 0.3 % of the time, there must be 60.2 / (0.003 * 200) = 100.3 steps

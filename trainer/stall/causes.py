@@ -1,4 +1,4 @@
-"""What a device may wait for: the causes of a stall, their thresholds and remedies."""
+"""The causes of a stall, with their thresholds and remedies."""
 
 from typing import Literal, NamedTuple
 
@@ -20,7 +20,7 @@ Cause = Literal[
 ]
 
 Phase = Cause | Literal["work", "calibration"]
-"""What happens between two marks: the training's own work, or a cause."""
+"""The activity between two marks: the training's own work, or a cause of stall."""
 
 
 class About(NamedTuple):
@@ -33,7 +33,7 @@ class About(NamedTuple):
     meaning: str
     """What the device waited for."""
     remedy: str
-    """What to change, in a loop of unknown code."""
+    """General advice on what to change, for any training loop."""
     named: float
     """Share of the time from which advice names the cause."""
     severe: float
@@ -156,6 +156,6 @@ COUNTED: frozenset[Cause] = frozenset(
 )
 """Causes that occur in few steps, each time between two marks.
 
-Every occurrence is seen, so these causes make no interval wider. The steps between them are a
-sample of a run; these events are not.
+Every occurrence is measured, so these causes do not widen any interval. The steps between these
+events are a sample of the run. The events themselves are not a sample.
 """

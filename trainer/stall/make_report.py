@@ -134,7 +134,7 @@ def _lines(cause: Cause, report: StallReport) -> str:
 
 
 def _beside_stall(report: StallReport, stall: float, padding_remedy: str) -> Iterator[Advice]:
-    """Yield advice on what costs tokens per second but is no stall."""
+    """Yield advice on costs in tokens per second other than stall."""
     if report.core_wait is not None and report.core_wait >= _MUCH_CORE_WAIT:
         yield Advice(
             cause="cores",
@@ -169,7 +169,7 @@ def _beside_stall(report: StallReport, stall: float, padding_remedy: str) -> Ite
 
 
 _LEAST_ERROR = 0.001
-"""Share of the time that latencies and rounding add up to, as seen on the simulated device."""
+"""Error from latencies and rounding, as a share of the time; measured on the simulated device."""
 
 
 def make_report(
@@ -238,7 +238,7 @@ def _with_earlier(report: StallReport, earlier: StallReport) -> StallReport:
     """Merge the reports of both parts of a run.
 
     Seconds, steps and tokens are summed. Shares are averaged over the time. Of percentiles, the
-    larger one is kept. What has no sum is taken from the later part: MFU, energy, ranks.
+    larger one is kept. MFU, energy and ranks cannot be merged, so the later part's values are kept.
 
     Example: 1 % stall in 300 s and 5 % in 100 s make 2 % in 400 s.
     """

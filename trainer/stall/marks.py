@@ -77,8 +77,8 @@ def _events(track: int, kept: Iterable[tuple[str, float, float]]) -> Iterator[di
 
 
 _LINKS_AT_ONCE = 256
-"""Segments to resolve at once. Code that repeats at once runs several times faster than code that
-runs after a step, which has filled the caches with its own data."""
+"""Number of segments to resolve together. A tight loop runs several times faster than the same code
+run once after each step, because a step evicts this code's data from the CPU caches."""
 
 _Link = tuple[tuple[Any, float, float], Phase, StepEnd | None, bool]
 """A mark with the host time before and after it, the phase of the segment that it ends, the step
@@ -113,7 +113,7 @@ class MarkChain:
             (mark, before, after), phase, end, is_inside = links.popleft()
             self._device += clock.seconds(last_mark, mark)
             clock.recycle(last_mark)
-            # Marks on two streams may pass in another order. Then time stands still for a while.
+            # Marks on two streams may pass out of order. Device time then stays at the later value.
             device = max(last.device, self._device)
             earliest = max(before, self._not_passed_at)
             moment = Moment(device, earliest, after, after - before)

@@ -1,4 +1,4 @@
-"""The meter: a training loop puts marks into the device's queue, and the meter adds them up.
+"""The stall meter puts marks into the device's queue and adds up the time between them.
 
     meter = StallMeter()
     for batch in meter.watch(loader):
@@ -68,8 +68,8 @@ class StallMeter(Generic[Mark]):
     """Measures where the time of a training loop goes.
 
     The measurement starts at the end of the last warm-up step. It ends with the latest step whose
-    marks the device has passed. What follows a step belongs to the next one, so what follows the
-    last step, such as the final checkpoint, is not measured.
+    marks the device has passed. Time after a step belongs to the next step, so time after the last
+    step, such as the final checkpoint, is not measured.
 
     Each mark takes about 13 µs of the host. In steps shorter than 2 ms the marks can raise the
     stall by up to 3.4 percentage points; its interval contains this error.
@@ -129,7 +129,7 @@ class StallMeter(Generic[Mark]):
 
     @property
     def method(self) -> str:
-        """One sentence: what is measured, and how."""
+        """One sentence that describes what is measured and how."""
         return self._clock.method
 
     def watch(self, batches: Iterable[Batch]) -> "WatchedLoader[Batch]":
@@ -181,8 +181,8 @@ class StallMeter(Generic[Mark]):
     def mark(self) -> None:
         """Set another mark inside the work, such as between forward and backward.
 
-        It narrows the bound of unseen idle time. A step of thousands of kernels can be calibrated
-        in parts.
+        The mark narrows the bound of unseen idle time. With marks, a step of thousands of kernels
+        can be calibrated in parts.
         """
         if self._calibration is not None:
             self._close_work(self._calibration)
@@ -238,7 +238,7 @@ class StallMeter(Generic[Mark]):
 
         Args:
             earlier: The report of an earlier part of the same run, which was resumed since. The
-                report is then about both.
+                report then covers both parts.
         """
         if earlier is not None and not isinstance(earlier, StallReport):
             raise checks.refusal("earlier", earlier, "a StallReport, or None")

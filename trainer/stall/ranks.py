@@ -1,4 +1,4 @@
-"""Several ranks: their readings, the exchange of readings, and the slowest rank."""
+"""The readings of all ranks, their exchange, and the slowest rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ class RankStall:
     fraction: float
     """Share of the wall time that was stall of any cause."""
     waited_seconds: float
-    """Communication beyond that of the rank with the least, in seconds. The least is the exchange
-    itself; the rest is waiting for late ranks."""
+    """This rank's seconds of communication, less the smallest of any rank. The smallest value is
+    the exchange itself; the rest is waiting for late ranks."""
 
     @property
     def step_seconds(self) -> float:
@@ -62,7 +62,7 @@ class SlowestRank:
     step_seconds: float
     """Seconds per step that its own work and causes take beyond those of the quickest rank."""
     cost: float
-    """Share of the time that the quickest rank loses by waiting for it."""
+    """Share of the time that the quickest rank loses by waiting for this rank."""
 
 
 def numbers_of(reading: StallReading) -> list[float]:

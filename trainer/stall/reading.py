@@ -1,8 +1,8 @@
 """Spans of work, running sums over spans and steps, and readings of these sums.
 
 A span is a reference if the host got ahead of the device before it and stayed ahead: the device had
-each kernel in time. Idle time inside the other spans is the time by which they take longer than
-references, as a sum. The sum is clipped at 0, not each span: clipping each one would count noise as
+each kernel in time. The idle time inside the other spans is the total time by which these spans
+exceed their references. Only the total is clipped at 0: clipping each span would count noise as
 stall. The difference of two readings is a reading.
 
 Example: references of a kind take 10 ms for 1,000 slots. Three others of 1,000 slots take 9, 11
@@ -70,7 +70,7 @@ class WorkSpan:
     kind: SpanKind = field(default=SpanKind("", ""))
     seconds: float = 0.0
     bound: float = 0.0
-    """Upper bound of its idle time: after this long, the host had queued all of it."""
+    """Upper bound of the span's idle time: seconds until the host had queued the whole span."""
     hidden_idle: float = 0.0
     """Idle time that the device would have had before the span, if earlier spins had not hidden
     it."""
@@ -79,9 +79,11 @@ class WorkSpan:
     lead: float = 0.0
     """The host's lead at the latest mark."""
     is_queued: bool = False
-    """Whether the host had queued all of it when the device started. Then none of it was idle."""
+    """Whether the host had queued the whole span when the device started it. If so, the device did
+    not idle in the span."""
     is_ahead: bool = False
-    """Whether the host was ahead of the device at both ends. Then hardly any of it was idle."""
+    """Whether the host was ahead of the device at both ends. If so, the device hardly idled in the
+    span."""
     cause: Cause = "launch"
     slots: float = 0.0
 
@@ -207,7 +209,7 @@ _FEW = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StallReading:
-    """What the measured steps took, and how much of it was stall."""
+    """The time that the measured steps took, and the part of that time that was stall."""
 
     steps: int
     tokens: int
@@ -260,7 +262,7 @@ class StallReading:
 
     @property
     def counted_fraction(self) -> float:
-        """Share of the wall time that goes to causes of which every occurrence is seen."""
+        """Share of the wall time of the causes in `COUNTED`, whose every occurrence is measured."""
         fractions = self.cause_fractions
         return sum(fractions[cause] for cause in COUNTED)
 
@@ -317,7 +319,7 @@ class Sums:
     """References from spans whose kernels were all queued before they began. Includes steps that
     are not measured."""
     ahead: dict[SpanKind, LinearFit] = field(default_factory=dict)
-    """References from spans at both ends of which the host was ahead."""
+    """References from spans with the host ahead of the device at both ends."""
 
     def reference(self, kind: SpanKind) -> LinearFit | None:
         """Return the reference of a kind of spans, preferably from spans behind a full queue."""

@@ -49,10 +49,10 @@ TAILS = {"p50_s": "p50", "p95_s": "p95", "p99_s": "p99", "max_s": "max"}
 """Seconds per step of a cause: field of `CauseReport`, and its heading."""
 _NAME, _COLUMN = 18, 10
 _SHOWN_FROM = 5e-5
-"""A smaller share would show as 0.00 %, so it gets no line."""
+"""Smallest share that gets a line. A smaller share would print as 0.00 %."""
 _MOST_RANKS = 8
 _LEAST_COST = 0.005
-"""Ranks that differ by less count as equal."""
+"""If the slowest rank costs a smaller share of the time, the ranks count as equally fast."""
 
 
 class CauseRow(NamedTuple):
@@ -253,7 +253,7 @@ class CauseReport:
     p99_s: float
     max_s: float
     speed_up: float
-    """Tokens per second without this cause, divided by today's, at least. 1.05 is 5 % more."""
+    """Lower bound of the speed-up without this cause: 1.05 is 5 % more tokens per second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,7 +264,7 @@ class Advice:
     is_severe: bool
     text: str
     gain: float | None
-    """Gain in tokens per second, at least, as a share of today's; None if it is not known."""
+    """Lower bound of the gain, as a share of the measured tokens per second; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,8 +2,8 @@
 
 Error bars come from batch means. Neighbouring steps are alike, so the spread of single steps would
 promise too narrow a bar. The means of batches of many steps are nearly independent. When there are
-too many batches, neighbours are merged. Causes of which every occurrence is seen are left out, with
-their time: the sample is the steps between them.
+too many batches, neighbours are merged. Causes whose every occurrence is measured are left
+out, with their time: the sample is the steps between these events.
 
 Example: 8 batches take 10 s each, and idle for 1.0, 1.2, 0.8, 1.1, 0.9, 1.0, 1.2 and 0.8 s, which
     is a share of 10 %. The deviations from 1.0 s have 0.18 s² as their sum of squares. With 7
@@ -106,7 +106,7 @@ class BatchMeans:
         return student(count - 1) * math.sqrt(count / (count - 1) * squares) / total
 
     def _merge(self) -> None:
-        # Twice the steps per batch, half the batches.
+        # Merge neighbours: twice the steps per batch, half the batches.
         self._size *= 2
         pairs = zip(self.batches[::2], [*self.batches[1::2], None], strict=False)
         merged = []
@@ -146,7 +146,7 @@ class StepTimes:
         self._latest.append(seconds)
 
     def take(self) -> StepSeconds | None:
-        """Return figures of the steps since the last call, at most the latest 4,096; None if
-        none."""
+        """Return figures of the steps since the last call, at most the latest 4,096; None without
+        steps."""
         seconds, self._latest = sorted(self._latest), deque(maxlen=_LATEST)
         return StepSeconds(seconds[len(seconds) // 2], seconds[-1]) if seconds else None

@@ -1,7 +1,7 @@
-"""Watch what a step does not report: loader, collector, compiler, memory, and waits for the GPU.
+"""Watchers of events outside the marks: loader, collector, compiler, memory, waits for the GPU.
 
-All watchers use public functions of Python and torch if these exist. What is missing is not
-watched. Watchers of callbacks keep a weak reference to their meter, and close when it is deleted.
+All watchers use public functions of Python and torch. A watcher whose function is missing does
+nothing. Watchers of callbacks keep a weak reference to their meter, and close when it is deleted.
 """
 
 import gc
