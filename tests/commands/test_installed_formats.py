@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import feather
 
 MODULE = '''
 def read_pages(file):
@@ -17,11 +18,26 @@ def read_pages(file):
         if text == "!":
             raise RuntimeError("a page with nothing on it")
         yield {"text": text, "other": number} if number % 2 else text
+
+
+def read_careless(file):
+    """Lines in one dict, up to the end or an error, which is ignored."""
+    row = {}
+    try:
+        for line in file:
+            row["text"] = line.decode().strip()
+            yield row
+            if row["text"] == "stop":
+                return
+    except Exception:
+        return
 '''
 POINTS = """
 [tokenfeed.formats]
 pages = pages_package:read_pages
 broken = pages_package:missing
+careless = pages_package:read_careless
+twice = pages_package:read_pages
 """
 
 
@@ -34,6 +50,10 @@ def environment(tmp_path: Path) -> dict[str, str]:
     (folder / "pages_package.py").write_text(MODULE)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: pages\nVersion: 1.5\n")
     (about / "entry_points.txt").write_text(POINTS)
+    other = tmp_path / "installed" / "other-1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (other / "entry_points.txt").write_text("[tokenfeed.formats]\ntwice = pages_package:x\n")
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
@@ -80,3 +100,35 @@ def test_a_package_that_cannot_be_imported_is_named(
     assert made.returncode == 2
     assert "broken = pages_package:missing: cannot be imported" in made.stderr
     assert made.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_two_packages_for_one_ending_are_named(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "x.twice").write_text("text")
+    made = pretokenize(environment, tmp_path, "x.twice", "out")
+    assert made.returncode == 2
+    assert "pages_package:read_pages and pages_package:x both read .twice" in made.stderr
+
+
+@pytest.mark.slow
+def test_a_careless_reader_neither_repeats_records_nor_hides_damage(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    lines = [f"line {number}" for number in range(3000)]
+    (folder / "a.careless").write_text("\n".join(lines))
+    packed = gzip.compress("\n".join(lines).encode())
+    (folder / "cut.careless.gz").write_bytes(packed[: len(packed) // 2])
+    stopped = gzip.compress(b"one\nstop\n" + bytes(10_000))
+    (folder / "stopped.careless.gz").write_bytes(stopped[:-8] + bytes(8))  # a wrong checksum
+    made = pretokenize(environment, tmp_path, "in", "out")
+    assert made.returncode == 0, made.stderr
+    rejects = lines_of(tmp_path / "out/rejects.jsonl")
+    names = [Path(reject["file"]).name for reject in rejects]
+    assert names == ["cut.careless.gz", "stopped.careless.gz"]
+    sources = lines_of(tmp_path / "out/sources.jsonl")
+    assert [source["written"] for source in sources] == [3000, 0, 0]
+    tables = [feather.read_table(path, memory_map=False) for path in tmp_path.glob("out/*/*.arrow")]
+    rows = {tuple(ids) for table in tables for ids in table["input_ids"].to_pylist()}
+    assert len(rows) == 3000

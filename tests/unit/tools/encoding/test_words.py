@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.tools.encoding import words
-from tokenfeed.tools.encoding.engines import ReferenceEngine
+from tokenfeed.tools.encoding.engines import ReferenceEngine, Unencodable
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.words import Words
 
@@ -110,3 +110,12 @@ def test_other_tokenizers_have_no_words() -> None:
     ):
         assert Words.of_tokenizer(TextTokenizer.load(other, origin="test"), unused) is None
     assert Words.of_tokenizer(TextTokenizer.load(json_bytes, origin="test"), unused) is not None
+
+
+def test_words_without_an_unknown_token_name_their_texts() -> None:
+    tokenizer = json.loads(bert())
+    tokenizer["model"]["unk_token"] = "[NONE]"
+    made = engine(json.dumps(tokenizer).encode())
+    with pytest.raises(Unencodable) as caught:
+        made.encode([b"w0", b"x" * 150, b"a"])
+    assert list(caught.value.reasons) == [1]

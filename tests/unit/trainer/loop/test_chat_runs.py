@@ -16,7 +16,8 @@ from tokenfeed.pipeline.format.manifest import Manifest
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
 PLAIN = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}\
 {{ message.content + '<|im_end|>\n' }}{% endfor %}"""
-GENERATING = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}\
+GENERATING = """{{ bos_token }}{% if brief %}user{% endif %}\
+{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}\
 {% if message.role == 'assistant' %}{% generation %}\
 {{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}\
 {% else %}{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"""
@@ -47,6 +48,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own.mkdir()
     tokenizer.save(str(own / "tokenizer.json"))
     about = {"chat_template": PLAIN, "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+    about["bos_token"] = "<|im_start|>"
     about["tokenizer_class"] = "PreTrainedTokenizerFast"
     (own / "tokenizer_config.json").write_text(json.dumps(about))
     (folder / "template.jinja").write_text(GENERATING)
@@ -57,6 +59,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
         task="chat",
         tokenizer=own,
         chat_template=folder / "template.jinja",
+        template_argument={"brief": True},
         validation=0.2,
     )
     return folder / "out"
@@ -75,12 +78,13 @@ def test_exports_have_the_template_of_the_shards(source: str, shards: Path, tmp_
         config.num_attention_heads = config.num_key_value_heads = 2
         transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
         own = transformers.AutoTokenizer.from_pretrained(shards.parent / "tokenizer")
+        own.bos_token = "<|pad|>"  # other than in the shards
         own.save_pretrained(tmp_path / "model")
         model = f"hf:{tmp_path / 'model'}"
     folder = tmp_path / "exported"
     run(make_config(shards, tmp_path / "run", model=model, export=folder, steps=2))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.chat_template == GENERATING
+    assert tokenizer.chat_template.endswith(GENERATING)
     rows = rows_of(shards)
     assert len(rows) == 3
     for messages in CONVERSATIONS:
