@@ -95,31 +95,31 @@ def messages(draw: np.random.Generator, length: int) -> list[dict[str, str]]:
     return [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
 
 
-def packed(shards: Path) -> Iterator[Any]:
+def packed(shards: Path) -> Iterator[tuple[Any, int]]:
     """Yield packed batches of one epoch."""
     yield from batches_of(shards, Packed(LONGEST, 1))
 
 
-def bucketed(shards: Path) -> Iterator[Any]:
+def bucketed(shards: Path) -> Iterator[tuple[Any, int]]:
     """Yield batches of rows with similar lengths."""
     yield from batches_of(shards, Padded(LONGEST))
 
 
-def alone(shards: Path) -> Iterator[Any]:
+def alone(shards: Path) -> Iterator[tuple[Any, int]]:
     """Yield rows one by one."""
     yield from batches_of(shards, Fixed(1))
 
 
-def batches_of(shards: Path, batching: Batching) -> Iterator[Any]:
-    """Yield the batches of one epoch."""
+def batches_of(shards: Path, batching: Batching) -> Iterator[tuple[Any, int]]:
+    """Yield the batches of one epoch, each with its number of real tokens."""
     with ShardLoader(shards, batching=batching, num_workers=0, epochs=1) as loader:
         for batch in loader:
-            yield {name: batch[name] for name in batch}
+            yield {name: batch[name] for name in batch}, batch.num_tokens
 
 
-def padded(shards: Path, *, by_length: bool = False) -> Iterator[Any]:
+def padded(shards: Path, *, by_length: bool = False) -> Iterator[tuple[Any, int]]:
     """Yield batches of 8 random rows, padded to the longest, like the collators of peers."""
-    rows = [(b["input_ids"][0], b["labels"][0]) for b in alone(shards)]
+    rows = [(b["input_ids"][0], b["labels"][0]) for b, _ in alone(shards)]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist()
     if by_length:  # groups of 50 batches are sorted by length
         groups = [order[at : at + 400] for at in range(0, len(order), 400)]
@@ -129,11 +129,12 @@ def padded(shards: Path, *, by_length: bool = False) -> Iterator[Any]:
         chosen = [rows[row] for row in order[at : at + 8]]
         ids, labels = [row[0] for row in chosen], [row[1] for row in chosen]
         lengths = torch.tensor([len(row) for row in ids])
-        yield {
+        batch = {
             "input_ids": pad(ids, batch_first=True),
             "labels": pad(labels, batch_first=True, padding_value=-100),
             "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
         }
+        yield batch, int(lengths.sum())
 
 
 LOADERS = {
@@ -165,14 +166,13 @@ def tokens_per_second(shards: Path, name: str) -> float:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens, start = 0, 0.0
-    for step, batch in enumerate(LOADERS[name](shards)):
+    for step, (batch, num_tokens) in enumerate(LOADERS[name](shards)):
         if step == 3:
             tokens, start = 0, time.process_time()
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        mask = batch.get("attention_mask")
-        tokens += int(batch["input_ids"].numel() if mask is None else (mask > 0).sum())
+        tokens += num_tokens
     return tokens / (time.process_time() - start)
 
 
@@ -180,16 +180,17 @@ def tokens_per_second(shards: Path, name: str) -> float:
 def total_loss(shards: Path, name: str) -> float:
     """Return the summed loss of all rows under the first weights."""
     model = make_model().eval()
-    return sum(float(model(**batch, num_items_in_batch=1).loss) for batch in LOADERS[name](shards))
+    return sum(
+        float(model(**batch, num_items_in_batch=1).loss) for batch, _ in LOADERS[name](shards)
+    )
 
 
 def padding_of(shards: Path, name: str) -> float:
     """Return the share of slots without a token."""
     slots = tokens = 0
-    for batch in LOADERS[name](shards):
+    for batch, num_tokens in LOADERS[name](shards):
         slots += batch["input_ids"].numel()
-        mask = batch.get("attention_mask")
-        tokens += batch["input_ids"].numel() if mask is None else int((mask > 0).sum())
+        tokens += num_tokens
     return 1 - tokens / slots
 
 
