@@ -26,7 +26,8 @@ def main(library: Path, tokens: int) -> None:
 
     from benchmarks.gpu.operators import dispatched
 
-    # Rows without padding need no mask. Tensors without values cannot show that there is none.
+    # Rows are full, so no mask is needed. transformers finds that out from the values of the mask,
+    # but tensors have no values here.
     modeling_gpt2.create_causal_mask = lambda *_, **__: None
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = GPT2Config(**dropouts, attn_implementation="sdpa", use_cache=False)

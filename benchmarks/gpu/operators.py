@@ -1,6 +1,6 @@
 """Count the kernels of training steps, with their bytes and operations, on a machine without a GPU.
 
-Three ways, by what runs:
+How kernels are counted depends on what runs:
 
 - A compiled function: Inductor compiles it for the CPU, for two numbers of tokens. Each node of its
   schedule after fusion counts as a kernel; bytes and operations are linear in the tokens.
@@ -82,7 +82,7 @@ class Line:
             part: Name of the part of the step.
             tokens: Number of tokens.
             times: How often it runs.
-            width: Factor by which the model is wider than the one that was compiled.
+            width: Width of the model, divided by the width of the compiled model.
         """
         moved = self.fixed_bytes * width**2 + self.token_bytes * width * tokens
         flops = self.token_flops * width**2 * tokens

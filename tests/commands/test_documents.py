@@ -39,7 +39,7 @@ SMALL = """
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 SIZES["tiny"] = ModelSize(layers=1, width=32, heads=2)
 """
-"""Makes the model small that `train` has unless it is told another: most of the time of a page."""
+"""Makes the default model of `train` smaller: training it takes most of a page's time."""
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?"
     r"(?P<indent>^ *)```(?P<language>\w*)(?: title=\"(?P<title>[\w.]+)\")?\n"

@@ -53,7 +53,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 PROBES = ".probe-*"
-"""Number of files by which workers of a cluster recognise the output folder."""
+"""Names of files in the output folder. A worker on another machine looks for them, to prove that it
+sees the same folder."""
 _WAITING = 2
 """Units in the queue of each worker, so that no worker is idle while a result is checked."""
 _REPORT_SECONDS = 0.1

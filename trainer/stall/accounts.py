@@ -3,7 +3,7 @@
 Each segment starts where the previous segment ends. A segment is work, a calibration spin, or a
 gap: a cause during which no work of the training was queued. All of a gap is idle time. Segments of
 work are joined into spans, up to the next gap or mark. The idle time inside spans cannot be
-measured directly. It is the total time by which spans exceed their references (see `reading`).
+measured directly. It is the time of all spans minus the time of their references (see `reading`).
 
 The cause of idle time is not always the cause that is active while the device idles. A host that is
 ahead of the device hides the time of its loader. A host that waits for a value, or stops to log,

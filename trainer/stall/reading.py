@@ -1,9 +1,9 @@
 """Spans of work, running sums over spans and steps, and readings of these sums.
 
 A span is a reference if the host got ahead of the device before it and stayed ahead: the device had
-each kernel in time. The idle time inside the other spans is the total time by which these spans
-exceed their references. Only the total is clipped at 0: clipping each span would count noise as
-stall. The difference of two readings is a reading.
+each kernel in time. The idle time inside the other spans is their total time minus the time of
+their references. Only the total is clipped at 0: clipping each span would count noise as stall. The
+difference of two readings is a reading.
 
 Example: references of a kind take 10 ms for 1,000 slots. Three others of 1,000 slots take 9, 11
     and 13 ms, which is 33 ms, or 3 ms longer than 3 references. So 3 ms were idle. Clipping each

@@ -12,17 +12,16 @@ import contextlib
 import functools
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, BinaryIO
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.tools.corpus.blocks import BlockFile, LongLine, whole_lines
+from tokenfeed.tools.corpus.blocks import BlockFile
 from tokenfeed.tools.corpus.formats.base import Format
-from tokenfeed.tools.corpus.formats.json_lines import JsonLines
+from tokenfeed.tools.corpus.formats.json_lines import JsonLines, decoded
 from tokenfeed.tools.corpus.input_files import FilePart
-from tokenfeed.tools.corpus.records import Fields, Records, rejected, too_long
+from tokenfeed.tools.corpus.records import Fields, Records
 from tokenfeed.tools.corpus.spool import json_lines
 
 __all__ = ["GROUP", "installed_format"]
@@ -68,9 +67,7 @@ def _points() -> tuple[EntryPoint, ...]:
 
 
 def _read(read: Read, part: FilePart, fields: Fields) -> Iterator[Records]:
-    blocks, decoder = part.blocks(), JsonLines(fields)
-    most_bytes = part.source.max_record_bytes
-    number, consumed = 0, 0
+    blocks = part.blocks()
     errors: list[Exception] = []
     """Raised at the end, after the records before them."""
 
@@ -93,14 +90,7 @@ def _read(read: Read, part: FilePart, fields: Fields) -> Iterator[Records]:
                 for _ in source:  # the checksum is at the end
                     pass
 
-    for lines in whole_lines(json_lines(part.source.name, records, fields), most_bytes):
-        if isinstance(lines, LongLine):
-            reason = f"the record {too_long(lines.num_bytes, most_bytes)}"
-            found, num_records = rejected(number, fields, reason), 1
-        else:
-            found, num_records = decoder.decode(lines, number)
-        yield replace(found, weight_bytes=part.weight_of(blocks.consumed_bytes - consumed))
-        number += num_records
-        consumed = blocks.consumed_bytes
+    lines = json_lines(part.source.name, records, fields)
+    yield from decoded(part, blocks, lines, JsonLines(fields), "record")
     if errors:
         raise errors[0]

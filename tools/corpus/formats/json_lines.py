@@ -18,7 +18,7 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -50,7 +50,7 @@ from tokenfeed.tools.corpus.records import (
     too_long,
 )
 
-__all__ = ["JSON_LINES", "JsonLines", "cut_lines", "is_json_lines", "json_object"]
+__all__ = ["JSON_LINES", "JsonLines", "cut_lines", "decoded", "is_json_lines", "json_object"]
 
 _MOST_AT_ONCE = 8
 """Number of ranges of an object that are counted at the same time. A file has one per core. A range
@@ -126,7 +126,7 @@ class JsonLines:
     """A decoder of blocks of whole lines into the wanted fields."""
 
     def __init__(self, fields: Fields) -> None:
-        self._fields = fields
+        self.fields = fields
         names: list[Any] = [
             (f"field{index}", json_type(kind), *_default(kind))
             for index, kind in enumerate(fields.values())
@@ -160,7 +160,7 @@ class JsonLines:
         try:
             values = {
                 name: _column([getattr(line, f"field{index}") for line in lines], kind)
-                for index, (name, kind) in enumerate(self._fields.items())
+                for index, (name, kind) in enumerate(self.fields.items())
             }
         except Unusable:
             return None
@@ -179,11 +179,11 @@ class JsonLines:
                 with contextlib.suppress(*_UNDECODABLE):
                     row = self._row(decoder.decode(line))
             rows.append((number, _parsed(line) if row is None else row))
-        return records_of(rows, self._fields)
+        return records_of(rows, self.fields)
 
     def _row(self, line: Any) -> dict[str, Any]:
-        values = (getattr(line, f"field{index}") for index in range(len(self._fields)))
-        return dict(zip(self._fields, values, strict=True))
+        values = (getattr(line, f"field{index}") for index in range(len(self.fields)))
+        return dict(zip(self.fields, values, strict=True))
 
 
 def is_json_lines(start: bytes, field: str) -> bool:
@@ -256,16 +256,30 @@ def _has_one_object_a_line(block: bytes, num_objects: int) -> bool:
 
 
 def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
-    decoder = _json_lines(tuple(fields.items()))
     blocks = part.blocks()
+    return decoded(part, blocks, blocks, _json_lines(tuple(fields.items())))
+
+
+def decoded(
+    part: FilePart, blocks: Blocks, lines: Iterable[bytes], decoder: JsonLines, unit: str = "line"
+) -> Iterator[Records]:
+    """Yield the records of JSON Lines.
+
+    Args:
+        part: The part that is read.
+        blocks: Its content, which counts the bytes that were consumed.
+        lines: The JSON Lines in blocks of any size: `blocks`, or lines made from it.
+        decoder: Decodes whole lines.
+        unit: What the reason of a reject calls a line that is too long.
+    """
     record, consumed = part.first_record, 0
     most_bytes = part.source.max_record_bytes
-    for lines in whole_lines(blocks, most_bytes):
-        if isinstance(lines, LongLine):
-            reason = f"the line {too_long(lines.num_bytes, most_bytes)}"
-            records, num_lines = rejected(record, fields, reason), 1
+    for block in whole_lines(lines, most_bytes):
+        if isinstance(block, LongLine):
+            reason = f"the {unit} {too_long(block.num_bytes, most_bytes)}"
+            records, num_lines = rejected(record, decoder.fields, reason), 1
         else:
-            records, num_lines = decoder.decode(lines, record)
+            records, num_lines = decoder.decode(block, record)
         yield replace(records, weight_bytes=part.weight_of(blocks.consumed_bytes - consumed))
         record += num_lines
         consumed = blocks.consumed_bytes
