@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import cached_property, partial
@@ -349,15 +349,15 @@ class _Proxy(Handler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
 
     def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        upstream = http.client.HTTPConnection("127.0.0.1", self.state.upstream)
-        upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-        for name, value in self.headers.items():
-            upstream.putheader(name, value)
-        upstream.endheaders(body or None)
-        reply = upstream.getresponse()
-        content = reply.read()
+        connection = http.client.HTTPConnection("127.0.0.1", self.state.upstream)
+        with closing(connection) as upstream:
+            upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                upstream.putheader(name, value)
+            upstream.endheaders(body or None)
+            reply = upstream.getresponse()
+            content = reply.read()
         headers = {k: v for k, v in reply.getheaders() if k.lower() != "transfer-encoding"}
-        upstream.close()
         if "Content-Length" not in reply.headers:
             headers["Content-Length"] = str(len(content))
         return reply.status, headers, content
