@@ -7,13 +7,13 @@ them. No shard is opened here. Torch-free.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.store import LocalStore, Store, StorePath, open_store
 
-__all__ = ["OpenedSplit", "open_splits"]
+__all__ = ["OpenedSplit", "open_splits", "refuse_difference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def open_splits(paths: Iterable[StorePath], split: str) -> tuple[OpenedSplit, ..
     """
     opened = tuple(_open(path, split) for path in paths)
     for other in opened[1:]:
-        _refuse_difference(opened[0], other)
+        refuse_difference((opened[0].name, opened[0].manifest), (other.name, other.manifest))
     _refuse_repetition(opened)
     return opened
 
@@ -72,27 +72,61 @@ def _open(path: StorePath, split: str) -> OpenedSplit:
     return OpenedSplit.from_manifest(store, manifest, info)
 
 
-def _refuse_difference(first: OpenedSplit, other: OpenedSplit) -> None:
-    """Check that ids and labels have the same meaning in both sources."""
-    ours, theirs = first.manifest, other.manifest
-    for name, left, right in (
-        ("tokenizer", ours.tokenizer.xxh3, theirs.tokenizer.xxh3),
-        ("vocabulary size", ours.tokenizer.vocabulary_size, theirs.tokenizer.vocabulary_size),
-        ("task", ours.task, theirs.task),
-        ("columns", [c.name for c in ours.columns], [c.name for c in theirs.columns]),
-        ("label names", ours.label_names, theirs.label_names),
-    ):
+def refuse_difference(
+    first: tuple[str, Manifest], other: tuple[str, Manifest], *, purpose: str = "a mixture"
+) -> None:
+    """Check that ids and labels have the same meaning in two data sets.
+
+    Args:
+        first: Name and manifest of a data set.
+        other: Name and manifest of another data set.
+        purpose: What the data sets become parts of. For everything but a mixture, the manifest of
+            both must also agree on what it has once: the chat template and the special tokens.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    (our_name, ours), (their_name, theirs) = first, other
+    facts = [_facts_of(ours), _facts_of(theirs)]
+    if purpose != "a mixture":
+        facts = [
+            {**known, **_facts_of_rows(manifest)}
+            for known, manifest in zip(facts, (ours, theirs), strict=True)
+        ]
+    for (name, left), right in zip(facts[0].items(), facts[1].values(), strict=True):
         if left != right:
             remedy = "Run `pretokenize` with the same settings."
             if name == "tokenizer":
-                known = f"{first.name}/{ours.tokenizer.file}"
+                known = f"{our_name}/{ours.tokenizer.file}"
                 remedy = f"Run `pretokenize --tokenizer {known}` on the texts of the other."
-            if name == "task":
+            if name == "task" and purpose == "a mixture":
                 remedy = "Train on one of them, or write both as prompts and completions."
             raise ConfigError(
-                f"a mixture needs one {name}: {first.name} has {left}, {other.name} has "
+                f"{purpose} needs one {name}: {our_name} has {left}, {their_name} has "
                 f"{right}. {remedy}"
             )
+
+
+def _facts_of(manifest: Manifest) -> dict[str, Any]:
+    """What ids and labels mean."""
+    return {
+        "tokenizer": manifest.tokenizer.xxh3,
+        "vocabulary size": manifest.tokenizer.vocabulary_size,
+        "task": manifest.task,
+        "columns": [column.name for column in manifest.columns],
+        "label names": manifest.label_names,
+    }
+
+
+def _facts_of_rows(manifest: Manifest) -> dict[str, Any]:
+    """How rows were made of records, as the manifest says for all rows at once."""
+    return {
+        "types of columns": manifest.columns,
+        "end id": manifest.tokenizer.end_id,
+        "way to encode special tokens in text": manifest.tokenizer.special_tokens_in_text,
+        "template around texts": manifest.tokenizer.special_tokens_added,
+        "chat template": manifest.chat_template and manifest.chat_template.xxh3,
+    }
 
 
 def _refuse_repetition(opened: tuple[OpenedSplit, ...]) -> None:

@@ -123,7 +123,10 @@ JOB_FILE = f"{PARTS_FOLDER}/job.json"
 """Describes the unfinished run."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
-_ADDED = ("seal", "routed", "verified", "chat_template", "counts")
+_ADDED = (
+    *("seal", "routed", "verified", "chat_template", "counts"),
+    *("named", "first_source", "removed"),
+)
 """Keys that the first manifests lack. They are omitted if unknown, so that old fingerprints
 stay."""
 _HISTOGRAM_BINS = 32
@@ -154,6 +157,16 @@ class ShardInfo(FileInfo):
     seal: str | None = None
     """xxh3-64 over the checksums of all record batches. It differs for other rows. None in the
     first data sets."""
+    named: str | None = None
+    """The name in the schema and the checksums, if the file has another name since a merge."""
+    first_source: Annotated[int, msgspec.Meta(gt=0, lt=1 << 32)] | None = None
+    """Number that readers add to `origin_file` since a merge. `named` differs from `file` then, so
+    a reader that does not know this key rejects the shard."""
+
+    @property
+    def stored_name(self) -> str:
+        """The name in the schema and in the checksums."""
+        return self.named or self.file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +241,7 @@ class TokenizerInfo(FileInfo):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordCounts:
-    """Counts of input records. read = written + empty + rejected, always."""
+    """Counts of input records. read = written + empty + rejected + removed, always."""
 
     files: Count
     bytes: Count
@@ -237,6 +250,8 @@ class RecordCounts:
     written: Count
     empty: Count
     rejected: Count
+    removed: Count | None = None
+    """Records that `shards select` removed; None if it removed none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,22 +346,29 @@ class Manifest:
         written = sum(split.rows for split in self.splits.values())
         ledger = self.ledger
         if written != ledger.written or ledger.read != (
-            ledger.written + ledger.empty + ledger.rejected
+            ledger.written + ledger.empty + ledger.rejected + (ledger.removed or 0)
         ):
             raise ManifestError(
                 f"{path}: the counts of records do not match: read {ledger.read:,}, written "
-                f"{ledger.written:,}, empty {ledger.empty:,}, rejected {ledger.rejected:,}, rows "
-                f"in shards {written:,}. Run `pretokenize` again."
+                f"{ledger.written:,}, empty {ledger.empty:,}, rejected {ledger.rejected:,}, "
+                f"removed {ledger.removed or 0:,}, rows in shards {written:,}. Run `pretokenize` "
+                "again."
             )
 
     def _check_files(self, path: str) -> None:
         shards = [shard for split in self.splits.values() for shard in split.shards]
-        for info in (*self.side_files, *shards):
-            if not _FILE_NAME.fullmatch(info.file):
+        names = [info.file for info in (*self.side_files, *shards)]
+        for name in (*names, *(shard.named for shard in shards if shard.named is not None)):
+            if not _FILE_NAME.fullmatch(name):
                 raise ManifestError(
-                    f"{path}: {info.file!r} is not a file below the folder of the data set. Run "
+                    f"{path}: {name!r} is not a file below the folder of the data set. Run "
                     "`pretokenize` again."
                 )
+        if unnamed := [s for s in shards if s.first_source and s.named in (None, s.file)]:
+            raise ManifestError(
+                f"{path}: {unnamed[0].file} has `first_source` {unnamed[0].first_source} without "
+                "another name in `named`. Run `shards merge` again."
+            )
 
 
 def length_histogram(lengths: np.ndarray) -> np.ndarray:

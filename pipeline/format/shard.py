@@ -34,7 +34,7 @@ from tokenfeed.pipeline.format.rows import (
     record_batch,
     rows_of_buffers,
 )
-from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column, shard_schema
+from tokenfeed.pipeline.format.schema import FORMAT_VERSION, ORIGIN_FILE, Column, shard_schema
 from tokenfeed.pipeline.format.storage import atomic_file, file_xxh3
 from tokenfeed.pipeline.format.store import StorePath, open_store
 
@@ -147,7 +147,7 @@ class ExpectedShard:
         """
         metadata = stored.metadata or {}
         seal = metadata.pop(SEAL_KEY, None)
-        implied = shard_metadata(self.info.file, self.vocabulary_size)
+        implied = shard_metadata(self.info.stored_name, self.vocabulary_size)
         if metadata != implied or not stored.equals(self.schema):
             raise damaged(self.path, "its schema is not the one the manifest implies")
         if seal != (self.info.seal and self.info.seal.encode()):
@@ -172,9 +172,11 @@ class ExpectedShard:
             first_row, stored = int(metadata[FIRST_ROW_KEY]), dict(metadata.items())
         except UNDECODABLE as error:
             raise self.undecodable(batch_index, error) from error
-        actual = batch_checksums(self.info.file, batch_index, first_row, buffers)
+        actual = batch_checksums(self.info.stored_name, batch_index, first_row, buffers)
         if not actual.items() <= stored.items():
             raise damaged(self.path, f"record batch {batch_index} fails its checksum")
+        if self.info.first_source and ORIGIN_FILE in buffers:
+            buffers[ORIGIN_FILE] = buffers[ORIGIN_FILE] + np.uint32(self.info.first_source)
         return rows_of_buffers(buffers, self.kinds), first_row
 
     def undecodable(self, batch_index: int, cause: Exception) -> ShardFormatError:

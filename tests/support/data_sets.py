@@ -1,6 +1,7 @@
 """What many tests share: small data sets made by the real writer, and plans without a disk."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import Column, Task, task_columns, token_dtype
-from tokenfeed.pipeline.format.shard import ShardWriter
+from tokenfeed.pipeline.format.shard import ShardReader, ShardWriter
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.batching import WindowPlan
@@ -38,6 +39,7 @@ __all__ = [
     "MemoryReader",
     "Span",
     "WriteDataset",
+    "corpus_rows",
     "files_of",
     "make_documents",
     "plan_in_memory",
@@ -248,6 +250,23 @@ def files_of(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def corpus_rows(folder: Path) -> Counter[tuple[str, int, tuple[int, ...]]]:
+    """Input file, record and ids of every row of a data set."""
+    manifest = Manifest.read(folder)
+    lines = (folder / manifest.sources.file).read_text().splitlines()
+    names = [json.loads(line)["path"] for line in lines]
+    found: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
+    for shard in (shard for split in manifest.splits.values() for shard in split.shards):
+        reader = ShardReader.open(folder, manifest, shard)
+        for rows in (reader.read(batch)[0] for batch in range(shard.batches)):
+            ends = np.cumsum(rows.lengths).tolist()
+            origins = zip(rows.per_row["origin_file"], rows.per_row["origin_record"], strict=True)
+            for (start, stop), (file, record) in zip(pairwise([0, *ends]), origins, strict=True):
+                ids = tuple(rows.ids[start:stop].tolist())
+                found[names[int(file)], int(record), ids] += 1
+    return found
 
 
 DOCUMENTS = [f"document {index}: déjà vu 漢字 🎉\n" * (index + 1) for index in range(120)]

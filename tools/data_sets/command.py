@@ -1,5 +1,5 @@
-"""`shards inspect|verify|cat|copy|export|explain`: show a data set, check it, print its text, copy
-it elsewhere, write it in another format, and list the records of a training step."""
+"""`shards inspect|verify|cat|copy|merge|export|explain`: show a data set, check it, print its text,
+copy or merge data sets, write one in another format, and list the records of a training step."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,12 @@ from tokenfeed.tools.data_sets.copy import Copy
 from tokenfeed.tools.data_sets.explain import Explain
 from tokenfeed.tools.data_sets.export import Export
 from tokenfeed.tools.data_sets.inspection import Inspect
+from tokenfeed.tools.data_sets.merge import Merge
 from tokenfeed.tools.data_sets.verify import find_problems
 from tokenfeed.tools.shell.command_line import run_subcommand
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Adopt", "Cat", "Copy", "Explain", "Export", "Inspect", "Verify", "run_shards"]
+__all__ = ["Adopt", "Cat", "Copy", "Explain", "Export", "Inspect", "Merge", "Verify", "run_shards"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +57,13 @@ def run_shards() -> int:
     """Run the subcommand of the command line, and return its exit code."""
     return run_subcommand(
         "shards",
-        "Show, check, print, copy or export a data set of `pretokenize`, or explain a step.",
+        "Show, check, print, copy, merge or export data sets, or explain a training step.",
         {
             "inspect": Inspect,
             "verify": Verify,
             "cat": Cat,
             "copy": Copy,
+            "merge": Merge,
             "export": Export,
             "adopt": Adopt,
             "explain": Explain,
