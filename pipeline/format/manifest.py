@@ -8,7 +8,7 @@ edit raises an error instead of changing the plan. Torch-free; used by the loade
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,6 +31,8 @@ __all__ = [
     "MADE_BY_FILE",
     "MANIFEST_FILE",
     "PARTS_FOLDER",
+    "REJECTS_FILE",
+    "SOURCES_FILE",
     "TOKENIZER_FILE",
     "FileInfo",
     "Manifest",
@@ -116,6 +118,7 @@ def _no_json(path: str, error: Exception) -> ManifestError:
 
 MANIFEST_FILE, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+SOURCES_FILE, REJECTS_FILE = "sources.jsonl", "rejects.jsonl"
 MADE_BY_FILE = ".made_by.json"
 PARTS_FOLDER = ".parts"
 """Holds the records of an unfinished run."""
@@ -252,6 +255,14 @@ class RecordCounts:
     rejected: Count
     removed: Count | None = None
     """Records that `shards select` removed; None if it removed none."""
+
+    @classmethod
+    def of(cls, sources: Sequence[dict[str, Any]]) -> "RecordCounts":
+        """Return the sums of the lines of sources.jsonl."""
+        names = ("bytes", "read", "written", "empty", "rejected")
+        totals = {name: sum(source[name] for source in sources) for name in names}
+        removed = sum(source.get("removed", 0) for source in sources)
+        return cls(files=len(sources), **totals, removed=removed or None)
 
 
 @dataclass(frozen=True, kw_only=True)

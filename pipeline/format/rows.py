@@ -54,6 +54,15 @@ class Rows:
             {name: values[start:stop] for name, values in self.per_row.items()},
         )
 
+    def where(self, mask: np.ndarray) -> "Rows":
+        """Return a copy of the rows that a mask selects, shape (R,), bool."""
+        tokens = np.repeat(mask, self.lengths)
+        return Rows(
+            self.lengths[mask],
+            {name: values[tokens] for name, values in self.per_token.items()},
+            {name: values[mask] for name, values in self.per_row.items()},
+        )
+
     @staticmethod
     def concatenate(parts: "list[Rows]") -> "Rows":
         """Concatenate parts. A single part is returned without a copy."""

@@ -24,6 +24,8 @@ from pyarrow import ipc
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.manifest import (
     MANIFEST_FILE,
+    REJECTS_FILE,
+    SOURCES_FILE,
     TOKENIZER_FILE,
     FileInfo,
     Manifest,
@@ -198,7 +200,7 @@ def _manifest(
         for file, count in zip(files, counts, strict=True)
     ]
     sources = "".join(json.dumps(ledger) + "\n" for ledger in ledgers).encode()
-    for name, content in (("sources.jsonl", sources), ("rejects.jsonl", b"")):
+    for name, content in ((SOURCES_FILE, sources), (REJECTS_FILE, b"")):
         output.write(name, content)
     written, empty = np.sum(counts, axis=0).tolist()
     manifest = Manifest(
@@ -229,8 +231,8 @@ def _manifest(
             empty=empty,
             rejected=0,
         ),
-        sources=_info("sources.jsonl", sources),
-        rejects=_info("rejects.jsonl", b""),
+        sources=_info(SOURCES_FILE, sources),
+        rejects=_info(REJECTS_FILE, b""),
     )
     output.write(MANIFEST_FILE, manifest.encoded())
     return manifest

@@ -1,5 +1,5 @@
-"""`shards inspect|verify|cat|copy|merge|export|explain`: show a data set, check it, print its text,
-copy or merge data sets, write one in another format, and list the records of a training step."""
+"""The subcommands of `shards`: show, check, print, copy, merge, reduce and export data sets, adopt
+token files, and list the records of a training step."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,23 @@ from tokenfeed.tools.data_sets.explain import Explain
 from tokenfeed.tools.data_sets.export import Export
 from tokenfeed.tools.data_sets.inspection import Inspect
 from tokenfeed.tools.data_sets.merge import Merge
+from tokenfeed.tools.data_sets.select import Select
 from tokenfeed.tools.data_sets.verify import find_problems
 from tokenfeed.tools.shell.command_line import run_subcommand
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Adopt", "Cat", "Copy", "Explain", "Export", "Inspect", "Merge", "Verify", "run_shards"]
+__all__ = [
+    "Adopt",
+    "Cat",
+    "Copy",
+    "Explain",
+    "Export",
+    "Inspect",
+    "Merge",
+    "Select",
+    "Verify",
+    "run_shards",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +69,14 @@ def run_shards() -> int:
     """Run the subcommand of the command line, and return its exit code."""
     return run_subcommand(
         "shards",
-        "Show, check, print, copy, merge or export data sets, or explain a training step.",
+        "Show, check, print, copy, merge, reduce or export data sets, or explain a training step.",
         {
             "inspect": Inspect,
             "verify": Verify,
             "cat": Cat,
             "copy": Copy,
             "merge": Merge,
+            "select": Select,
             "export": Export,
             "adopt": Adopt,
             "explain": Explain,

@@ -84,8 +84,12 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         "documents": f"{ledger.read:,} read = {ledger.written:,} written + {ledger.empty:,} empty "
         f"+ {ledger.rejected:,} rejected"
         + (f" + {ledger.removed:,} removed" if ledger.removed else ""),
-        "input": f"{count_of(ledger.files, 'file')}, {ledger.bytes / 1e6:,.1f} MB of text, "
-        f"{ledger.bytes / tokens:.2f} bytes of text per token",
+        "input": f"{count_of(ledger.files, 'file')}, {ledger.bytes / 1e6:,.1f} MB of text"
+        + (
+            ", removed records included"
+            if ledger.removed
+            else f", {ledger.bytes / tokens:.2f} bytes of text per token"
+        ),
         "shards": f"{num_bytes / 1e6:,.1f} MB, compressed to {num_bytes / tokens:.2f} bytes per "
         "token on disk",
         "fingerprint": f"{manifest.fingerprint}, the same for equal data sets",

@@ -6,12 +6,14 @@ in the shard include (`named`), and the number of the shard's first input file (
 The manifest is written last, so the same command continues a merge that was killed.
 """
 
+import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import xxhash
 
@@ -41,7 +43,19 @@ from tokenfeed.tools.jobs.run_records import claimed
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Derived", "Merge", "Opened", "merge", "merged", "new_folder", "place", "side_file"]
+__all__ = [
+    "Derived",
+    "Merge",
+    "Move",
+    "Opened",
+    "check_folder",
+    "derived_figures",
+    "merge",
+    "merged",
+    "new_data_set",
+    "place",
+    "side_file",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,19 +97,21 @@ class Derived:
             f"{count_of(self.shards, 'shard')}, {self.linked:,} of them hard links"
         )
 
-    @classmethod
-    def of(cls, folder: LocalStore, manifest: Manifest, linked: int, started: float) -> "Derived":
-        """Return the figures of a data set that is finished."""
-        splits = manifest.splits.values()
-        return cls(
-            to=folder.name,
-            fingerprint=manifest.fingerprint,
-            rows=sum(split.rows for split in splits),
-            tokens=sum(split.tokens for split in splits),
-            shards=sum(len(split.shards) for split in splits),
-            linked=linked,
-            seconds=round(time.perf_counter() - started, 3),
-        )
+
+def derived_figures(
+    folder: LocalStore, manifest: Manifest, linked: int, started: float
+) -> dict[str, Any]:
+    """Return the fields of `Derived` for a finished data set."""
+    splits = manifest.splits.values()
+    return {
+        "to": folder.name,
+        "fingerprint": manifest.fingerprint,
+        "rows": sum(split.rows for split in splits),
+        "tokens": sum(split.tokens for split in splits),
+        "shards": sum(len(split.shards) for split in splits),
+        "linked": linked,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
 
 
 class Opened(NamedTuple):
@@ -146,9 +162,9 @@ def merge(paths: Sequence[str], to: str) -> Derived:
             )
         seen[manifest.fingerprint] = store.name
     manifest, files, moves = merged(parts)
-    recipe = {"shards merge": [manifest.fingerprint]}
-    linked = new_folder(to, manifest, files, recipe, lambda folder: place(moves, folder))
-    return Derived.of(LocalStore.from_path(to), manifest, linked, started)
+    with new_data_set(to, manifest, files, "shards merge") as folder:
+        linked = place(moves, folder)
+    return Derived(**derived_figures(folder, manifest, linked, started))
 
 
 def merged(
@@ -208,7 +224,7 @@ def merged(
             )
             for name in names
         },
-        ledger=_ledger([each.ledger for each in all_of]),
+        ledger=RecordCounts.of([json.loads(line) for line in sources.splitlines()]),
         sources=side_file(files, f"sources{mark}.jsonl", sources),
         rejects=side_file(files, f"rejects{mark}.jsonl", rejects),
         chat_template=template,
@@ -246,20 +262,6 @@ def _sums(columns: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*columns, strict=True)))
 
 
-def _ledger(ledgers: Sequence[RecordCounts]) -> RecordCounts:
-    totals = _sums(
-        (each.files, each.bytes, each.read, each.written, each.empty, each.rejected)
-        for each in ledgers
-    )
-    removed = sum(each.removed or 0 for each in ledgers)
-    return RecordCounts(
-        **dict(
-            zip(("files", "bytes", "read", "written", "empty", "rejected"), totals, strict=True)
-        ),
-        removed=removed or None,
-    )
-
-
 def _counts(manifests: Sequence[Manifest]) -> dict[str, int] | None:
     counts = [manifest.counts or {} for manifest in manifests]
     names = dict.fromkeys(name for each in counts for name in each)
@@ -281,24 +283,8 @@ def _tokenizer(manifests: Sequence[Manifest]) -> TokenizerInfo:
     )
 
 
-def new_folder(
-    to: str,
-    manifest: Manifest,
-    files: dict[str, bytes],
-    recipe: dict[str, list[str]],
-    write_shards: Callable[[LocalStore], int],
-) -> int:
-    """Write a data set into a new folder, the manifest last.
-
-    Args:
-        to: The folder.
-        manifest: Describes the data set.
-        files: The files beside the shards.
-        recipe: The command, so that no other command continues it after a kill.
-        write_shards: Writes the shards.
-
-    Returns:
-        What `write_shards` returned.
+def check_folder(to: str, names: Iterable[str]) -> LocalStore:
+    """Return a folder that may be new, empty, or hold files of a data set with these names.
 
     Raises:
         ConfigError: The folder holds something else, or is in a store.
@@ -308,21 +294,40 @@ def new_folder(
         raise ConfigError(
             f"{to}: is not a folder of this machine. Give a folder, then run `shards copy`."
         )
-    shards = [shard for split in manifest.splits.values() for shard in split.shards]
-    expected = {MANIFEST_FILE, PARTS_FOLDER, *files, *(s.file.partition("/")[0] for s in shards)}
-    is_same = MANIFEST_FILE not in folder.names() or (
-        Manifest.read(folder).fingerprint == manifest.fingerprint
-    )
-    if (others := sorted(folder.names() - expected)) or not is_same:
-        what = f"other data ({others[0]})" if is_same else "another data set"
+    expected = {MANIFEST_FILE, PARTS_FOLDER, *(name.partition("/")[0] for name in names)}
+    found = folder.names()
+    if others := sorted(found - expected):
+        what = "another data set" if MANIFEST_FILE in found else f"other data ({others[0]})"
         raise ConfigError(f"{to}: already holds {what}. Give a new or empty folder.")
-    with claimed(folder, recipe):
+    return folder
+
+
+@contextmanager
+def new_data_set(
+    to: str, manifest: Manifest, files: dict[str, bytes], command: str
+) -> Iterator[LocalStore]:
+    """Yield the folder of a new data set, locked, to put its shards there. The other files are
+    written when the block ends, the manifest last.
+
+    Args:
+        to: A new or empty folder, or what a killed command left there.
+        manifest: Describes the data set.
+        files: The files beside the shards.
+        command: The name of the command.
+
+    Raises:
+        ConfigError: The folder holds something else, or is in a store.
+    """
+    shards = [shard.file for split in manifest.splits.values() for shard in split.shards]
+    folder = check_folder(to, (*files, *shards))
+    if folder.exists(MANIFEST_FILE) and Manifest.read(folder).fingerprint != manifest.fingerprint:
+        raise ConfigError(f"{to}: already holds another data set. Give a new or empty folder.")
+    with claimed(folder, {command: [manifest.fingerprint]}):
         remove_leftovers(folder.folder)
-        result = write_shards(folder)
+        yield folder
         for name, content in files.items():
             folder.write(name, content)
         folder.write(MANIFEST_FILE, manifest.encoded())
-    return result
 
 
 def place(moves: Sequence[Move], folder: LocalStore) -> int:

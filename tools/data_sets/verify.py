@@ -82,13 +82,7 @@ def _check_tokenizer(manifest: Manifest, path: str, content: bytes) -> list[str]
 
 def _check_sources(manifest: Manifest, path: str, content: bytes) -> list[str]:
     rows = [json.loads(line) for line in content.splitlines()]
-    names = ("bytes", "read", "written", "empty", "rejected")
-    removed = sum(row.get("removed", 0) for row in rows)
-    actual = RecordCounts(
-        files=len(rows),
-        **{name: sum(row[name] for row in rows) for name in names},
-        removed=removed or None,
-    )
+    actual = RecordCounts.of(rows)
     if actual != manifest.ledger:
         return [f"{path}: its lines sum up to {actual}, the manifest says {manifest.ledger}."]
     return []

@@ -16,6 +16,8 @@ from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.manifest import (
     CHAT_TEMPLATE_FILE,
     MANIFEST_FILE,
+    REJECTS_FILE,
+    SOURCES_FILE,
     TOKENIZER_FILE,
     FileInfo,
     Manifest,
@@ -37,9 +39,8 @@ from tokenfeed.tools.encoding.unit import TRAIN, EncodeSettings
 from tokenfeed.tools.jobs.claim import changed_file
 from tokenfeed.tools.jobs.crew import PROBES
 
-__all__ = ["REJECTS_FILE", "SOURCES_FILE", "commit"]
+__all__ = ["commit"]
 
-SOURCES_FILE, REJECTS_FILE = "sources.jsonl", "rejects.jsonl"
 _COUNTS = ("bytes", "written", "empty", "rejected")
 
 
@@ -68,7 +69,7 @@ def commit(
         label_names=settings.task.label_names,
         tokenizer=_tokenizer_info(settings, tokenizer, audit, results),
         splits=_splits(results),
-        ledger=_ledger(ledgers),
+        ledger=RecordCounts.of(ledgers),
         sources=_write_lines(output, SOURCES_FILE, ledgers),
         rejects=_join_rejects(output, results),
         chat_template=_chat_template(settings),
@@ -130,12 +131,6 @@ def _source_ledgers(
             sources, counts.tolist(), strict=True
         )
     ]
-
-
-def _ledger(ledgers: list[dict[str, Any]]) -> RecordCounts:
-    names = ("bytes", "read", "written", "empty", "rejected")
-    totals = {name: sum(ledger[name] for ledger in ledgers) for name in names}
-    return RecordCounts(files=len(ledgers), **totals)
 
 
 def _splits(results: list[UnitResult]) -> dict[str, SplitInfo]:

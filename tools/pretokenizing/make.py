@@ -15,13 +15,13 @@ from typing import Any
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.facts import count_of
-from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
+from tokenfeed.pipeline.format.manifest import REJECTS_FILE, TOKENIZER_FILE, Manifest
 from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
 from tokenfeed.tools.jobs.run_records import JobPart, RunRecords, planning_alone, remove_records
-from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE, commit
+from tokenfeed.tools.pretokenizing.commit import commit
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.prepare import Listed, Prepared
 from tokenfeed.tools.pretokenizing.runner import EngineRefused, run_units

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenfeed.pipeline.facts import count_of
-from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.manifest import REJECTS_FILE, Manifest
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE
 
 __all__ = ["Summary"]
 

@@ -1,0 +1,223 @@
+"""`shards select`: the selected rows, counts that stay true, and nothing of the rows removed."""
+
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyarrow import ipc
+from support.commands import call, run
+from support.data_sets import corpus_rows, files_of, random_rows, write_rows
+
+from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
+from tokenfeed.pipeline.format.kinds import Kind, kinds_of
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import KINDS
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.tools import shards
+from tokenfeed.tools.data_sets.merge import merge
+from tokenfeed.tools.data_sets.select import Selection, select
+
+FILES = {
+    "a.jsonl": [f"text {number} of the first file" for number in range(40)],
+    "private.jsonl": ["a secret", "", "another secret", "{"],
+    "z.jsonl": [f"line {number} of the last file" for number in range(40)],
+}
+
+
+@pytest.fixture
+def out(tmp_path: Path, tokenizer: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    for name, texts in FILES.items():
+        lines = [text if text == "{" else json.dumps({"text": text}) for text in texts]
+        (tmp_path / "in" / name).write_text("\n".join(lines))
+    given = ("--tokenizer", tokenizer, "--validation", "0.3", "--shard-size", "1KB")
+    run(tmp_path / "in", tmp_path / "out", *given)
+    return tmp_path / "out"
+
+
+def selected(out: Path, new: Path, *options: object) -> dict[str, Any]:
+    said = call(shards.main, "select", out, new, *options, "--json").stdout
+    call(shards.main, "verify", new)
+    result: dict[str, Any] = json.loads(said)
+    return result
+
+
+def listed(path: Path, *records: dict[str, object]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def only(rows: Counter[Any], keep: Any) -> Counter[Any]:
+    return Counter({key: count for key, count in rows.items() if keep(Path(key[0]).name, key[1])})
+
+
+def test_select_where_keeps_files_by_their_path(out: Path, tmp_path: Path) -> None:
+    said = selected(out, tmp_path / "new", "--where", "origin *z.jsonl")
+    rows = corpus_rows(tmp_path / "new")
+    assert rows == only(corpus_rows(out), lambda name, _: name == "z.jsonl")
+    ledger = Manifest.read(tmp_path / "new").ledger
+    assert (ledger.read, ledger.written, ledger.empty, ledger.rejected) == (84, 40, 1, 0)
+    assert ledger.removed == said["removed"] == 43
+    assert said["linked"] >= 1
+
+
+def test_select_drop_leaves_nothing_of_a_file(out: Path, tmp_path: Path) -> None:
+    """Neither its tokens nor its name, not in the file of rejects either."""
+    name = str(tmp_path / "in/private.jsonl")
+    said = selected(
+        out, tmp_path / "new", "--rows", listed(tmp_path / "l", {"file": name}), "--drop"
+    )
+    assert corpus_rows(tmp_path / "new") == only(
+        corpus_rows(out), lambda file, _: file != "private.jsonl"
+    )
+    assert said["removed"] == 3
+    contents = files_of(tmp_path / "new")
+    assert not [file for file, content in contents.items() if b"private" in content]
+    assert all(b"private" in files_of(out)[file] for file in ("sources.jsonl", "rejects.jsonl"))
+    printed = [
+        json.loads(line)["text"]
+        for split in ("train", "validation")
+        for line in call(
+            shards.main, "cat", tmp_path / "new", "--rows", 999, "--split", split, "--json"
+        ).stdout.splitlines()
+    ]
+    assert len(printed) == 80
+    assert not [text for text in printed if "secret" in text]
+
+
+def test_select_drop_of_all_rows_removes_the_name(out: Path, tmp_path: Path) -> None:
+    """Also where each row is listed by itself, and a reject of the file is not."""
+    name = str(tmp_path / "in/private.jsonl")
+    rows = listed(tmp_path / "l", *({"file": name, "record": record} for record in (0, 2)))
+    assert selected(out, tmp_path / "new", "--rows", rows, "--drop")["removed"] == 3
+    assert not [file for file, data in files_of(tmp_path / "new").items() if b"private" in data]
+
+
+def test_select_rows_keeps_or_drops_each_record(out: Path, tmp_path: Path) -> None:
+    name = str(tmp_path / "in/a.jsonl")
+    chosen = {3, 5, 39}
+    rows = listed(tmp_path / "l", *({"file": name, "record": record} for record in chosen))
+    kept = selected(out, tmp_path / "kept", "--rows", rows)
+    left = selected(out, tmp_path / "left", "--rows", rows, "--drop")
+    is_chosen = lambda file, record: file == "a.jsonl" and record in chosen  # noqa: E731
+    assert corpus_rows(tmp_path / "kept") == only(corpus_rows(out), is_chosen)
+    assert corpus_rows(tmp_path / "kept") + corpus_rows(tmp_path / "left") == corpus_rows(out)
+    assert (kept["rows"], left["rows"], left["removed"]) == (3, 79, 3)
+    sources = (tmp_path / "left/sources.jsonl").read_text().splitlines()
+    assert [json.loads(line)["path"] for line in sources] == [
+        str(tmp_path / "in" / file) for file in FILES
+    ]
+
+
+def test_select_links_shards_that_lose_no_row(out: Path, tmp_path: Path) -> None:
+    rows = listed(tmp_path / "l", {"file": str(tmp_path / "in/a.jsonl"), "record": 0})
+    said = selected(out, tmp_path / "new", "--rows", rows, "--drop")
+    same = [
+        os.path.samefile(out / path.relative_to(tmp_path / "new"), path)
+        for path in (tmp_path / "new").rglob("*.arrow")
+    ]
+    assert (len(same), sum(same)) == (said["shards"], said["linked"])
+    assert said["linked"] == said["shards"] - 1
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_select_counts_listed_records_that_are_missing(out: Path, tmp_path: Path) -> None:
+    """An empty record has no row. A rejected record is found."""
+    name = str(tmp_path / "in/private.jsonl")
+    records = [{"file": name, "record": record} for record in (0, 1, 3, 77)]
+    rows = listed(tmp_path / "l", *records, {"file": "elsewhere", "record": 0})
+    said = selected(out, tmp_path / "new", "--rows", rows, "--drop")
+    assert (said["removed"], said["not_found"]) == (2, 3)
+    assert (tmp_path / "new/rejects.jsonl").read_bytes() == b""
+    told = call(shards.main, "select", out, tmp_path / "again", "--rows", rows, "--drop").stdout
+    assert "2 records removed, 3 listed records not found" in told
+
+
+def test_select_of_a_selection_adds_up(out: Path, tmp_path: Path) -> None:
+    selected(out, tmp_path / "one", "--where", "origin *private*", "--drop")
+    selected(tmp_path / "one", tmp_path / "two", "--where", "origin *a.jsonl")
+    assert corpus_rows(tmp_path / "two") == only(
+        corpus_rows(out), lambda file, _: file == "a.jsonl"
+    )
+    assert Manifest.read(tmp_path / "two").ledger.removed == 43
+
+
+def test_select_of_merged_rows_keeps_origins(out: Path, tmp_path: Path) -> None:
+    selected(out, tmp_path / "z", "--where", "origin *z.jsonl")
+    selected(out, tmp_path / "a", "--where", "origin *a.jsonl")
+    merge([str(tmp_path / "z"), str(tmp_path / "a")], str(tmp_path / "both"))
+    rows = listed(
+        tmp_path / "l",
+        {"file": str(tmp_path / "in/a.jsonl"), "record": 7},
+        {"file": str(tmp_path / "in/z.jsonl"), "record": 9},
+    )
+    selected(tmp_path / "both", tmp_path / "new", "--rows", rows, "--drop")
+    removed = {("a.jsonl", 7), ("z.jsonl", 9), ("private.jsonl", 0), ("private.jsonl", 2)}
+    expected = only(corpus_rows(out), lambda *origin: origin not in removed)
+    assert corpus_rows(tmp_path / "new") == expected
+
+
+def test_select_counts_kinds_of_the_tokens_that_stay(tmp_path: Path) -> None:
+    rows = random_rows(np.arange(1, 60), "chat")
+    out = write_rows(tmp_path / "out", {"train": rows}, 1000, 3, task="chat")
+    manifest = Manifest.read(out)
+    by_kind = np.bincount(kinds_of(rows.per_token[KINDS]), minlength=8).tolist()
+    counts = {f"{kind.label}_tokens": by_kind[kind] for kind in Kind} | {"no_stop": 4}
+    vars(manifest)["counts"] = counts
+    del vars(manifest)["fingerprint"]
+    manifest.write(out)
+    listed(
+        tmp_path / "l", *({"file": "corpus.txt", "record": record} for record in range(0, 59, 2))
+    )
+    select(str(out), str(tmp_path / "new"), Selection.read(tmp_path / "l", drop=True))
+    made, left = Manifest.read(tmp_path / "new"), np.zeros(8, int)
+    for shard in made.split("train").shards:
+        reader = ShardReader.open(tmp_path / "new", made, shard)
+        for batch in range(shard.batches):
+            left += np.bincount(kinds_of(reader.read(batch)[0].per_token[KINDS]), minlength=8)
+    assert made.counts == {f"{kind.label}_tokens": left[kind] for kind in Kind}
+    assert ipc.open_file(tmp_path / "new/train/00000.arrow").num_record_batches == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ((), "expected `--where 'origin GLOB'` or `--rows FILE`"),
+        (("--where", "origin *", "--rows", "l"), "one of both"),
+        (("--where", "*.txt"), r"expected 'origin GLOB'"),
+        (("--where", "origin nothing*"), "no input file is selected"),
+        (("--where", "origin *", "--drop"), "no row would be left"),
+        (("--rows", "missing"), "No such file"),
+        (("--rows", "bad"), 'line 1: .* Expected an object like {"file"'),
+    ],
+)
+def test_select_rejects_wrong_options(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad").write_text('{"file": 3}\n')
+    said = call(shards.main, "select", out, "new", *options, expect=2).stderr
+    assert said.count("\n") == 1
+    assert re.search(error, said), said
+    assert not Path("new").exists()
+
+
+def test_select_rejects_places_and_damage(out: Path, tmp_path: Path) -> None:
+    everything = Selection("*", {}, drop=False)
+    with pytest.raises(ConfigError, match=r"already holds other data \(a\.jsonl\)"):
+        select(str(out), str(tmp_path / "in"), everything)
+    with pytest.raises(ConfigError, match="already holds another data set"):
+        select(str(out), str(out), everything)
+    assert call(shards.main, "verify", out).returncode == 0
+    shard = out / "train/00000.arrow"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ShardFormatError, match=r"train/00000\.arrow"):
+        select(str(out), str(tmp_path / "new"), everything)
+    assert not (tmp_path / "new").exists()
