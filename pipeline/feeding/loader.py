@@ -32,7 +32,7 @@ from tokenfeed.pipeline.feeding.feed import Feed, Tuner
 from tokenfeed.pipeline.feeding.placement import resolve_ranks, resolve_workers
 from tokenfeed.pipeline.feeding.stats import Stats
 from tokenfeed.pipeline.feeding.window_source import make_in_worker
-from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.format.kinds import TargetRule, Targets
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import StorePath
@@ -40,7 +40,13 @@ from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, un
 from tokenfeed.pipeline.planning.mixture import Mixture, paths_of
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.state import Delivered, compare, own_stream, saved_step_size
+from tokenfeed.pipeline.planning.state import (
+    Delivered,
+    compare,
+    own_stream,
+    saved_data,
+    saved_step_size,
+)
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
@@ -148,12 +154,12 @@ class ShardLoader:
             )
         self.epochs = checks.epochs(epochs)
         self.device = resolve_device(device)
-        self._sources = open_splits(paths_of(path), checks.text("split", split))
+        self._open = partial(open_splits, paths_of(path), checks.text("split", split))
+        sources = self._open()
         self._make_plan = partial(
             Plan.from_splits,
-            self._sources,
-            path if isinstance(path, Mixture) else None,
-            batching,
+            mixture=path if isinstance(path, Mixture) else None,
+            batching=batching,
             split=split,
             window_tokens=window_tokens,
             seed=seed,
@@ -163,11 +169,13 @@ class ShardLoader:
         )
         self._step_size = micro_batches_per_step
         step_size = self._ranks.group_size if self._step_size is None else self._step_size
-        plan = self._make_plan(micro_batches_per_step=step_size)
-        self._targets_by = TargetRule.from_setting(targets, self.manifest.columns)
-        self._cache = cache_for(self._sources, plan, cache_dir, cache_bytes)
+        plan = self._make_plan(sources, micro_batches_per_step=step_size)
+        self._opened = {plan.data: sources}
+        """The data sets of each plan: a state may be of an earlier version of them."""
+        self._targets_by = TargetRule.from_setting(targets, sources[0].manifest.columns)
+        self._cache = cache_for(sources, plan, cache_dir, cache_bytes)
         self._timeout = checks.number("timeout", timeout, unit="seconds")
-        self._least_workers = int(has_remote(self._sources))
+        self._least_workers = int(has_remote(sources))
         self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
         first = 1 if num_workers == "auto" else num_workers
         self._num_workers = resolve_workers(first, least=self._least_workers)
@@ -175,7 +183,7 @@ class ShardLoader:
         self._begins_anew = plan.split != _TRAIN
         self._is_resumed = False
         self._length: int | None = None
-        if warning := unmixed(plan, self._sources):
+        if warning := unmixed(plan, sources):
             warnings.warn(warning, stacklevel=2)
 
     @property
@@ -296,6 +304,9 @@ class ShardLoader:
         The next iteration delivers the rest of the pass, in any split. If the state was saved after
         the last batch of a pass, it delivers the next pass.
 
+        If a data set has grown since (`pretokenize --append`), the loader goes back to the version
+        of the state, and delivers only the rows of this version from then on.
+
         Args:
             state: What `state_dict` or `merge_states` returned.
 
@@ -355,6 +366,10 @@ class ShardLoader:
     def _plan(self) -> Plan:
         return self._delivery.delivered.plan
 
+    @property
+    def _sources(self) -> tuple[OpenedSplit, ...]:
+        return self._opened[self._plan.data]
+
     def _deliver(self) -> tuple[Batch, bool]:
         return self._delivery.next(self._start_feed, self.epochs)
 
@@ -375,13 +390,21 @@ class ShardLoader:
         """Return the plan for a state: its steps are as large as those of the run that saved it,
         unless the caller of this loader set a size."""
         step_size = saved_step_size(state) if self._step_size is None else None
+        data = saved_data(state)
+        if data not in self._opened:
+            sources = self._open(data)
+            data = tuple(source.manifest.fingerprint for source in sources)
+            self._opened.setdefault(data, sources)
         if step_size is None:
-            return self._plan
-        return self._make_plan(micro_batches_per_step=step_size)
+            if data == self._plan.data:
+                return self._plan
+            step_size = self._plan.micro_batches_per_step
+        return self._make_plan(self._opened[data], micro_batches_per_step=step_size)
 
     def _window_maker(self, plan: Plan) -> WindowMaker:
         ranks, rule = self._ranks, self._targets_by
-        reader = WindowReader(self._sources, with_kinds=rule is not None, cache=self._cache)
+        sources = self._opened[plan.data]
+        reader = WindowReader(sources, with_kinds=rule is not None, cache=self._cache)
         return WindowMaker(plan, reader, ranks.rank_in_group, ranks.group_size, rule)
 
     def _single_windows(self, plan: Plan) -> Callable[[Position], RankSlice]:

@@ -4,8 +4,9 @@ The data sets of a mixture are opened together; ids and labels must have the sam
 them. No shard is opened here. Torch-free.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,27 +41,34 @@ class OpenedSplit:
         return self.store.name
 
 
-def open_splits(paths: Iterable[StorePath], split: str) -> tuple[OpenedSplit, ...]:
+def open_splits(
+    paths: Collection[StorePath], split: str, versions: Sequence[str] = ()
+) -> tuple[OpenedSplit, ...]:
     """Read the manifest of each data set.
 
     Args:
         paths: Paths of the data sets; several are the sources of a mixture.
         split: Name of the split in each of them.
+        versions: Fingerprint of the wanted version of each data set. A data set without such a
+            version is opened as it is.
 
     Raises:
         ManifestError: A data set or its split is missing.
         ConfigError: A split has no rows, or the data sets do not match.
     """
-    opened = tuple(_open(path, split) for path in paths)
+    opened = tuple(
+        _open(path, split, version)
+        for path, version in zip_longest(paths, versions[: len(paths)], fillvalue="")
+    )
     for other in opened[1:]:
         refuse_difference((opened[0].name, opened[0].manifest), (other.name, other.manifest))
     _refuse_repetition(opened)
     return opened
 
 
-def _open(path: StorePath, split: str) -> OpenedSplit:
+def _open(path: StorePath, split: str, version: str) -> OpenedSplit:
     store = open_store(path)
-    manifest = Manifest.read(store)
+    manifest = Manifest.read(store).at(store, version)
     try:
         info = manifest.split(split)
     except ManifestError as error:

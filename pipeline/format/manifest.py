@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.read_errors import error_line
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.pipeline.format.store import Store, StorePath, once, open_store
+from tokenfeed.pipeline.format.store import Store, StorePath, keep, once, open_store
 
 __all__ = [
     "CHAT_TEMPLATE_FILE",
@@ -40,6 +41,7 @@ __all__ = [
     "ShardInfo",
     "SplitInfo",
     "TokenizerInfo",
+    "VersionInfo",
     "canonical",
     "length_histogram",
     "proved",
@@ -128,7 +130,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _ADDED = (
     *("seal", "routed", "verified", "chat_template", "counts"),
-    *("named", "first_source", "removed"),
+    *("named", "first_source", "removed", "versions"),
 )
 """Keys that the first manifests lack. They are omitted if unknown, so that old fingerprints
 stay."""
@@ -265,6 +267,16 @@ class RecordCounts:
         return cls(files=len(sources), **totals, removed=removed or None)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionInfo(FileInfo):
+    """An earlier version of the data set: its manifest under another name, and the files that only
+    this version names."""
+
+    fingerprint: str
+    sources: FileInfo
+    rejects: FileInfo
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A finished data set: its content, its origin, and the checksum of every file."""
@@ -286,6 +298,9 @@ class Manifest:
     """chat_template.jinja: the template that wrote the conversations; None for other tasks."""
     counts: dict[str, Count] | None = None
     """What users should know of the conversations, by name; None for other tasks."""
+    versions: tuple[VersionInfo, ...] | None = None
+    """Earlier versions, the oldest first; None if the data set has not grown. Each has the first
+    shards of every split."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -296,7 +311,8 @@ class Manifest:
     def side_files(self) -> tuple[FileInfo, ...]:
         """All files but the shards and the manifest."""
         template = (self.chat_template,) if self.chat_template else ()
-        return (self.tokenizer, self.sources, self.rejects, *template)
+        earlier = [(info, info.sources, info.rejects) for info in self.versions or ()]
+        return (self.tokenizer, self.sources, self.rejects, *template, *chain(*earlier))
 
     def content(self) -> dict[str, Any]:
         """Return the content of the file without its checksum."""
@@ -332,6 +348,24 @@ class Manifest:
         """
         store = open_store(path)
         return once((store, cls), partial(cls._stored, store))
+
+    @classmethod
+    def keep_version(cls, path: StorePath, fingerprint: str) -> None:
+        """Read an earlier version of a data set, if it has such a version, until the end of the
+        outermost `reading_once`."""
+        store = open_store(path)
+        keep((store, cls), cls.read(store).at(store, fingerprint))
+
+    def at(self, store: Store, fingerprint: str) -> "Manifest":
+        """Return an earlier version of this data set, or this one if there is no such version.
+
+        Raises:
+            ManifestError: The manifest of the version is missing or damaged.
+        """
+        for info in self.versions or ():
+            if info.fingerprint == fingerprint:
+                return Manifest.decoded(read_checked(store, info), store.path(info.file))
+        return self
 
     @classmethod
     def _stored(cls, store: Store) -> "Manifest":

@@ -46,6 +46,7 @@ __all__ = [
     "RangedStore",
     "Store",
     "StorePath",
+    "keep",
     "once",
     "open_place",
     "open_store",
@@ -445,6 +446,13 @@ def once(what: Hashable, read: Callable[[], T]) -> T:
         kept[what] = read()
     found: T = kept[what]
     return found
+
+
+def keep(what: Hashable, value: object) -> None:
+    """Return `value` from `once` for this key until the end of the outermost `reading_once`."""
+    kept = _kept.get()
+    if kept is not None and _has_hash(what):
+        kept[what] = value
 
 
 def read_once(store: Store, name: str) -> bytes:

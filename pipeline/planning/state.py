@@ -30,6 +30,7 @@ __all__ = [
     "merge_states",
     "own_stream",
     "plan_settings_of",
+    "saved_data",
     "saved_step_size",
 ]
 
@@ -189,6 +190,15 @@ def saved_step_size(state: dict[str, Any]) -> int | None:
     except (KeyError, TypeError, AttributeError):
         return None
     return step_size if step_size and 0 < step_size <= checks.MOST else None
+
+
+def saved_data(state: dict[str, Any]) -> tuple[str, ...]:
+    """Return the fingerprints of the data sets of a saved state; empty if the state is not
+    valid."""
+    try:
+        return tuple(map(str, state["plan"]["data"]))
+    except (KeyError, TypeError, AttributeError):
+        return ()
 
 
 def plan_settings_of(state: dict[str, Any]) -> dict[str, Any]:

@@ -25,12 +25,14 @@ from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import Column, Task, task_columns, token_dtype
 from tokenfeed.pipeline.format.shard import ShardReader, ShardWriter
 from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.batching import WindowPlan
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
+from tokenfeed.tools.data_sets.merge import Opened, grow
 
 __all__ = [
     "DOCUMENTS",
@@ -41,6 +43,7 @@ __all__ = [
     "WriteDataset",
     "corpus_rows",
     "files_of",
+    "grown_by",
     "make_documents",
     "plan_in_memory",
     "random_rows",
@@ -267,6 +270,11 @@ def corpus_rows(folder: Path) -> Counter[tuple[str, int, tuple[int, ...]]]:
                 ids = tuple(rows.ids[start:stop].tolist())
                 found[names[int(file)], int(record), ids] += 1
     return found
+
+
+def grown_by(folder: Path, part: Path) -> Manifest:
+    """Add the rows of a data set to another, as `pretokenize --append` does in the end."""
+    return grow(LocalStore.from_path(folder), Opened.read(str(part)))
 
 
 DOCUMENTS = [f"document {index}: déjà vu 漢字 🎉\n" * (index + 1) for index in range(120)]

@@ -227,7 +227,7 @@ class _Settings(msgspec.Struct, frozen=True):
 
 def _sources(paths: tuple[str, ...], settings: _Settings) -> tuple[OpenedSplit, ...]:
     """Open the data sets, and check that they are the ones of the state."""
-    sources = open_splits(paths, settings.split)
+    sources = open_splits(paths, settings.split, settings.data)
     ours = tuple(source.manifest.fingerprint for source in sources)
     if ours != settings.data:
         raise ResumeError(

@@ -92,6 +92,7 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         ),
         "shards": f"{num_bytes / 1e6:,.1f} MB, compressed to {num_bytes / tokens:.2f} bytes per "
         "token on disk",
+        "versions": ", ".join(version.fingerprint for version in manifest.versions or ()),
         "fingerprint": f"{manifest.fingerprint}, the same for equal data sets",
     }
 

@@ -21,19 +21,18 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.data_set import refuse_difference
 from tokenfeed.pipeline.format.manifest import (
-    CHAT_TEMPLATE_FILE,
     MANIFEST_FILE,
     PARTS_FOLDER,
-    TOKENIZER_FILE,
     FileInfo,
     Manifest,
     RecordCounts,
     ShardInfo,
     SplitInfo,
     TokenizerInfo,
+    VersionInfo,
     read_checked,
+    stored,
 )
-from tokenfeed.pipeline.format.schema import FORMAT_VERSION
 from tokenfeed.pipeline.format.storage import sync_folder
 from tokenfeed.pipeline.format.store import LocalStore, Store, open_place, open_store
 from tokenfeed.pipeline.remote.retrying import results_of
@@ -50,12 +49,16 @@ __all__ = [
     "Opened",
     "check_folder",
     "derived_figures",
+    "grow",
     "merge",
     "merged",
     "new_data_set",
     "place",
     "side_file",
 ]
+
+_VERSIONS = "versions"
+"""The folder of earlier manifests, each named by its fingerprint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,16 +208,12 @@ def merged(
         num_sources += part.manifest.ledger.files
     sources = _lines(parts, lambda manifest: manifest.sources)
     rejects = _lines(parts, lambda manifest: manifest.rejects)
-    tokenizer = read_checked(store, first.tokenizer)
-    files = {TOKENIZER_FILE: tokenizer}
-    template = None
+    files = {first.tokenizer.file: read_checked(store, first.tokenizer)}
     if first.chat_template:
-        files[CHAT_TEMPLATE_FILE] = read_checked(store, first.chat_template)
-        template = replace(first.chat_template, file=CHAT_TEMPLATE_FILE)
+        files[first.chat_template.file] = read_checked(store, first.chat_template)
     manifest = replace(
         first,
-        format_version=FORMAT_VERSION,
-        tokenizer=replace(_tokenizer(all_of), file=TOKENIZER_FILE),
+        tokenizer=_tokenizer(all_of),
         splits={
             name: SplitInfo(
                 shards=tuple(move.after for move in moves[name]),
@@ -227,8 +226,8 @@ def merged(
         ledger=RecordCounts.of([json.loads(line) for line in sources.splitlines()]),
         sources=side_file(files, f"sources{mark}.jsonl", sources),
         rejects=side_file(files, f"rejects{mark}.jsonl", rejects),
-        chat_template=template,
         counts=_counts(all_of),
+        versions=None,
     )
     return manifest, files, [move for name in names for move in moves[name]]
 
@@ -237,6 +236,42 @@ def side_file(files: dict[str, bytes], name: str, content: bytes) -> FileInfo:
     """Add a file to those that are written beside the shards, and return its entry."""
     files[name] = content
     return FileInfo(file=name, bytes=len(content), xxh3=xxhash.xxh3_64_hexdigest(content))
+
+
+def grow(folder: LocalStore, part: Opened) -> Manifest:
+    """Add the rows of a data set behind those of another, in its folder.
+
+    No file that the present manifest names is changed. New files come first, and then one write
+    replaces the manifest. So a kill leaves the earlier or the new version, and a second call
+    finishes. The present manifest is kept, and named by the new one.
+
+    Args:
+        folder: The data set that grows.
+        part: The data set with the new rows.
+
+    Returns:
+        The new manifest.
+
+    Raises:
+        ConfigError: The data sets do not match.
+    """
+    raw = stored(folder, MANIFEST_FILE)
+    before = Manifest.decoded(raw, folder.path(MANIFEST_FILE))
+    earlier = before.versions or ()
+    manifest, files, moves = merged([Opened(folder, before), part], mark=f"-{len(earlier) + 2}")
+    kept = side_file(files, f"{_VERSIONS}/{before.fingerprint}.json", raw)
+    version = VersionInfo(
+        **asdict(kept),
+        fingerprint=before.fingerprint,
+        sources=before.sources,
+        rejects=before.rejects,
+    )
+    manifest = replace(manifest, versions=(*earlier, version))
+    place([move for move in moves if move.store is part.store], folder)
+    for name in files.keys() - {info.file for info in before.side_files}:
+        folder.write(name, files[name])
+    folder.write(MANIFEST_FILE, manifest.encoded())
+    return manifest
 
 
 def _renamed(

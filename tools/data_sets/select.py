@@ -24,10 +24,8 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import (
-    CHAT_TEMPLATE_FILE,
     REJECTS_FILE,
     SOURCES_FILE,
-    TOKENIZER_FILE,
     Manifest,
     RecordCounts,
     ShardInfo,
@@ -236,7 +234,9 @@ def select(path: str, to: str, selection: Selection) -> Selected:
 
 def _names(manifest: Manifest) -> Iterator[str]:
     """Yield the names that files of a selection can have."""
-    yield from (TOKENIZER_FILE, CHAT_TEMPLATE_FILE)
+    yield manifest.tokenizer.file
+    if manifest.chat_template:
+        yield manifest.chat_template.file
     for split in manifest.splits.values():
         yield from (shard.file for shard in split.shards)
 
@@ -291,20 +291,18 @@ class _Work:
         gone = self._gone(kept)
         rejects, lost = self._rejects(gone, found)
         lines = self._sources(kept, gone, lost)
-        files = {TOKENIZER_FILE: read_checked(self._store, manifest.tokenizer)}
-        if template := manifest.chat_template:
-            files[CHAT_TEMPLATE_FILE] = read_checked(self._store, template)
-            template = replace(template, file=CHAT_TEMPLATE_FILE)
+        files = {manifest.tokenizer.file: read_checked(self._store, manifest.tokenizer)}
+        if manifest.chat_template:
+            files[manifest.chat_template.file] = read_checked(self._store, manifest.chat_template)
         encoded = "".join(json.dumps(line) + "\n" for line in lines).encode()
         made = replace(
             manifest,
-            tokenizer=replace(manifest.tokenizer, file=TOKENIZER_FILE),
             splits=self._splits(shards),
             ledger=RecordCounts.of(lines),
             sources=side_file(files, SOURCES_FILE, encoded),
             rejects=side_file(files, REJECTS_FILE, rejects),
-            chat_template=template,
             counts=self._counts([shard for each in shards.values() for shard in each]),
+            versions=None,
         )
         moves = [shard.move for each in shards.values() for shard in each if shard.move]
         return made, files, moves, self._selection.count - len(found)

@@ -12,13 +12,14 @@ from typing import get_args
 import numpy as np
 import xxhash
 
-from tokenfeed.pipeline.errors import ShardFormatError, TokenizerError
+from tokenfeed.pipeline.errors import ManifestError, ShardFormatError, TokenizerError
 from tokenfeed.pipeline.format.manifest import (
     MANIFEST_FILE,
     FileInfo,
     Manifest,
     RecordCounts,
     ShardInfo,
+    VersionInfo,
     length_histogram,
 )
 from tokenfeed.pipeline.format.read_errors import error_line, gave_up
@@ -46,6 +47,10 @@ def find_problems(path: StorePath, manifest: Manifest) -> Iterator[str]:
         yield from _check_file(store, info, partial(check, manifest))
     if manifest.chat_template:
         yield from _check_file(store, manifest.chat_template, lambda path, content: [])
+    for version in manifest.versions or ():
+        yield from _check_file(store, version, partial(_check_version, manifest, version))
+        for info in {version.sources, version.rejects} - {manifest.sources, manifest.rejects}:
+            yield from _check_file(store, info, lambda path, content: [])
     for split in manifest.splits:
         yield from _SplitCheck(store, manifest, split).problems()
 
@@ -92,6 +97,23 @@ def _check_rejects(manifest: Manifest, path: str, content: bytes) -> list[str]:
     actual, expected = len(content.splitlines()), manifest.ledger.rejected
     if actual != expected:
         return [f"{path}: has {actual:,} lines, the ledger counts {expected:,} rejects."]
+    return []
+
+
+def _check_version(
+    manifest: Manifest, version: VersionInfo, path: str, content: bytes
+) -> list[str]:
+    """Check that a version has the first shards of every split."""
+    try:
+        earlier = Manifest.decoded(content, path)
+    except ManifestError as error:
+        return [str(error)]
+    if earlier.fingerprint != version.fingerprint:
+        return [f"{path}: is version {earlier.fingerprint}, expected {version.fingerprint}."]
+    for name, split in earlier.splits.items():
+        now = manifest.splits[name].shards if name in manifest.splits else ()
+        if now[: len(split.shards)] != split.shards:
+            return [f"{path}: the split `{name}` has other shards in this version than now."]
     return []
 
 

@@ -122,12 +122,21 @@ class Checkpoints:
         Raises:
             ResumeError: The latest checkpoint is damaged.
         """
+        meta = self.latest_meta()
+        best = meta and meta.best
+        return best if best and self.path(best.step).is_dir() else None
+
+    def latest_meta(self) -> CheckpointMeta | None:
+        """Return the progress of the latest checkpoint; None if there is no checkpoint.
+
+        Raises:
+            ResumeError: The checkpoint is damaged.
+        """
         latest = self.latest()
         if latest is None:
             return None
         with _reading(latest):
-            best = Checkpoint.meta_in(latest).best
-        return best if best and self.path(best.step).is_dir() else None
+            return Checkpoint.meta_in(latest)
 
     def best_of(self, meta: CheckpointMeta) -> Best | None:
         """Return the best step according to a checkpoint; None if nothing was evaluated yet.

@@ -5,13 +5,15 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
-from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError, TokenfeedError
+from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, Manifest
 from tokenfeed.pipeline.format.store import reading_once
+from tokenfeed.pipeline.planning.state import saved_data
 from tokenfeed.trainer.checkpoints.resume import download_newest
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads, check_upload
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, PAGE_FILE, TrainConfig
+from tokenfeed.trainer.data.datasets import weights_of
 from tokenfeed.trainer.distributed.launcher import Launch
 from tokenfeed.trainer.distributed.process_group import RankError, join_world
 from tokenfeed.trainer.distributed.world import World
@@ -68,6 +70,8 @@ def _train_unless_finished(
     """Train with rank 0's settings, unless its folder holds the finished run."""
     try:
         config, report = world.from_rank_0(lambda: _begin(config))
+        if config.resume or config.export:
+            _keep_versions(config)
         if report is None:
             with contextlib.closing(Trainer(config, world)) as trainer:
                 report = _train(trainer, should_stop, should_save)
@@ -84,6 +88,17 @@ def _train_unless_finished(
         if message is None:
             raise
         raise ConfigError(message) from error
+
+
+def _keep_versions(config: TrainConfig) -> None:
+    """Read the versions of the data sets that the latest checkpoint was trained on, if they have
+    grown since."""
+    phases = [config.shards, *(phase.shards for phase in config.phases if phase.shards)]
+    with contextlib.suppress(ResumeError, ManifestError):  # raised again where they are read
+        meta = Checkpoints.of_run(config.run_dir).latest_meta()
+        for address in {address for shards in phases for address in weights_of(shards)}:
+            for fingerprint in saved_data(meta.loader) if meta else ():
+                Manifest.keep_version(address, fingerprint)
 
 
 def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:

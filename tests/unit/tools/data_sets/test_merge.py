@@ -5,13 +5,14 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
 from support.commands import call, run
-from support.data_sets import corpus_rows, files_of
+from support.data_sets import corpus_rows, files_of, grown_by
 from support.delivery import POLICIES, open_loader
 from support.object_server import Remote, as_own_process, remote_store
 
@@ -259,3 +260,57 @@ def test_merge_rejects_a_damaged_shard_that_it_copies(
     with pytest.raises(ShardFormatError, match=r"other/train/00000\.arrow"):
         merge([*map(str, two)], str(tmp_path / "out"))
     assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_grow_adds_rows_and_keeps_each_version(
+    two: tuple[Path, Path], make: Make, tmp_path: Path, remote: Remote
+) -> None:
+    one, other = two
+    third = make("third", {"d.jsonl": ["more text"] * 5}, "--validation", 0)
+    earlier, rows, files = [Manifest.read(one)], [corpus_rows(one)], [files_of(one)]
+    for part in (other, third):
+        rows.append(rows[-1] + corpus_rows(part))
+        earlier.append(grown_by(one, part))
+        files.append(files_of(one))
+        assert corpus_rows(one) == rows[-1]
+        verify(one)
+    for before, after in pairwise(files):
+        assert {
+            n: data for n, data in before.items() if n != "manifest.json"
+        }.items() <= after.items()
+    copy_data_set(str(one), remote.store.name)
+    copy_data_set(remote.store.name, str(tmp_path / "back"))
+    verify(tmp_path / "back")
+    manifest = Manifest.read(tmp_path / "back")
+    assert [info.fingerprint for info in manifest.versions or ()] == [
+        version.fingerprint for version in earlier[:-1]
+    ]
+    for version, expected in zip(earlier, rows, strict=True):
+        past = manifest.at(LocalStore(tmp_path / "back"), version.fingerprint)
+        assert past == version
+        (tmp_path / "back/manifest.json").write_bytes(past.encoded())
+        assert corpus_rows(tmp_path / "back") == expected
+        verify(tmp_path / "back")
+    said = call(shards.main, "inspect", one).stdout
+    assert f"{earlier[0].fingerprint}, {earlier[1].fingerprint}" in said
+
+
+def test_grow_again_after_a_kill_writes_the_same_bytes(two: tuple[Path, Path]) -> None:
+    """A second call writes the same shards under the same names while the manifest is the old."""
+    before = (two[0] / "manifest.json").read_bytes()
+    grown_by(*two)
+    after = files_of(two[0])
+    (two[0] / "manifest.json").write_bytes(before)
+    grown_by(*two)
+    assert files_of(two[0]) == after
+
+
+def test_verify_names_a_damaged_version(two: tuple[Path, Path]) -> None:
+    before = Manifest.read(two[0])
+    grown_by(*two)
+    kept = two[0] / f"versions/{before.fingerprint}.json"
+    kept.write_bytes(kept.read_bytes()[:-2])
+    said = call(shards.main, "verify", two[0], expect=1).stdout
+    assert f"{before.fingerprint}.json: expected" in said
+    with pytest.raises(ManifestError, match="is not the file that the manifest names"):
+        Manifest.read(two[0]).at(LocalStore(two[0]), before.fingerprint)

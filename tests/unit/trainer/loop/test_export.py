@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from support.data_sets import grown_by
 from support.hub_models import LABELS, VOCABULARY, write_shards
 from support.training import load_weights, make_config, run
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.data.micro_batch import MicroBatch
@@ -133,6 +135,17 @@ def test_export_rejects_data_replaced_since_training(documents: Path, tmp_path: 
         run(later)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "exported").exists()
+
+
+def test_export_of_a_finished_run_survives_later_rows(documents: Path, tmp_path: Path) -> None:
+    """The export names the version of the data set that the run was trained on."""
+    shards = tmp_path / "shards"
+    shutil.copytree(documents, shards)
+    run(make_config(shards, tmp_path / "run"))
+    before = Manifest.read(shards).fingerprint
+    grown_by(shards, documents)
+    run(make_config(shards, tmp_path / "run", export=tmp_path / "exported"))
+    assert Exported.read(tmp_path / "exported").shards == before
 
 
 def test_exported_weights_with_a_flipped_bit_are_rejected(documents: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support.data_sets import random_rows, write_rows
+from support.data_sets import grown_by, random_rows, write_rows
 from support.training import (
     VOCABULARY,
     assert_same_run,
@@ -279,6 +279,20 @@ def test_a_run_with_muon_and_wsd_resumes_bit_for_bit(counting: Path, tmp_path: P
     run(make_config(counting, tmp_path / "halved", **settings), stop_after=4)
     run(make_config(counting, tmp_path / "halved", **settings, resume=True))
     assert_same_run(tmp_path / "halved", tmp_path / "whole", 8)
+
+
+def test_run_resumes_on_the_rows_it_began_with(
+    tmp_path: Path, make_shards: MakeShards, finished: Path, counting: Path
+) -> None:
+    """Evaluations also read the version of the data set that the run began with."""
+    shards = tmp_path / "shards"
+    shutil.copytree(counting, shards)
+    run(make_config(shards, tmp_path / "run"), stop_after=4)
+    grown_by(shards, make_shards(tmp_path / "more", rows=300))
+    run(make_config(shards, tmp_path / "run", resume=True))
+    assert_same_run(tmp_path / "run", finished, 8)
+    later = run(make_config(shards, tmp_path / "new"))
+    assert later.validation_loss_last != read_metrics(finished, "validation_loss")[8]
 
 
 BAD_SETTINGS = [
