@@ -42,6 +42,7 @@ def _make() -> None:
     with signals_held():  # extension modules turn an interruption into an ImportError
         from tokenfeed.pipeline.format.manifest import Manifest
         from tokenfeed.pipeline.format.store import open_store
+        from tokenfeed.tools.data_sets.append import append_rows
         from tokenfeed.tools.data_sets.inspection import describe
         from tokenfeed.tools.pretokenizing.make import make_dataset, make_part
         from tokenfeed.tools.pretokenizing.options import parse_options
@@ -51,7 +52,7 @@ def _make() -> None:
         part = make_part(options)
         print_json(part.as_json()) if options.json else print(part)
         return
-    summary = make_dataset(options)
+    summary = append_rows(options) if options.append else make_dataset(options)
     if options.json:
         print_json(summary.as_json())
     else:

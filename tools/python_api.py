@@ -17,6 +17,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import open_place, open_store
 from tokenfeed.tools.corpus.spool import Spooled, json_lines, spool
+from tokenfeed.tools.data_sets.append import append_rows
 from tokenfeed.tools.data_sets.inspection import describe
 from tokenfeed.tools.encoding.tasks import TaskName
 from tokenfeed.tools.jobs.executors import SMALL_BYTES, Runner, end_early, start_early
@@ -71,6 +72,7 @@ def pretokenize(
     max_rejects: int | None = None,
     workers: int | Literal["auto"] = "auto",
     engine: Literal["auto", "tokenizers", "gigatoken"] = "auto",
+    append: bool = False,
     runner: Runner = "local",
     special_tokens_in_text: Literal["plain", "split"] = "plain",
     shard_size: str = "auto",
@@ -130,7 +132,8 @@ def pretokenize(
             _spooled(name, records, of_split, options, stack)
             for name, (of_split, records) in (by_split or {}).items()
         ]
-        summary = make_dataset(options, spooled)
+        make = append_rows if options.append else make_dataset
+        summary = make(options, spooled)
     return Pretokenized(out=summary.out, manifest=Manifest.read(summary.out), summary=summary)
 
 

@@ -40,6 +40,8 @@ class InputFile:
     """The split of all records. None: a hash chooses the split of each record."""
     is_spooled: bool = False
     """Whether the file is a temporary copy of standard input or of Python objects."""
+    xxh3: str | None = None
+    """xxh3-64 of the stored bytes; only `--append` makes it."""
 
     def check_unchanged(self) -> None:
         """Check that the file has not changed since the start of the run.

@@ -271,6 +271,10 @@ def grow(folder: LocalStore, part: Opened) -> Manifest:
     for name in files.keys() - {info.file for info in before.side_files}:
         folder.write(name, files[name])
     folder.write(MANIFEST_FILE, manifest.encoded())
+    for split, info in manifest.splits.items():
+        named = {shard.file for shard in info.shards}
+        found = {f"{split}/{name}" for name in folder.names(split) if name.endswith(".arrow")}
+        folder.delete(*found - named)  # of a command that was killed
     return manifest
 
 

@@ -6,12 +6,15 @@ command and the input of a data set. The manifest does not, because both contain
 this machine.
 """
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import (
@@ -29,6 +32,7 @@ from tokenfeed.tools.jobs.run_records import RunRecords, differences, is_begun, 
 __all__ = [
     "State",
     "changed_file",
+    "files_made_of",
     "recognise",
     "remember",
     "state_of",
@@ -38,7 +42,8 @@ __all__ = [
 _AT_ONCE = 16
 """Number of files whose sizes are read at the same time."""
 _UNITS = "the number of units"
-"""The entry of .made_by.json that does not belong to the recipe."""
+_FILES = "the input files"
+"""The entries of .made_by.json that do not belong to the recipe."""
 
 State = Literal["new", "unfinished", "finished"]
 
@@ -95,9 +100,21 @@ def _check_can_be_made(folder: Path) -> None:
         raise ConfigError(f"{folder}: cannot be made, for {nearest} is no folder to write into.")
 
 
-def remember(output: Place, recipe: dict[str, Any], num_units: int) -> None:
-    """Store the recipe of the data set for `recognise`."""
-    content = recipe | {_UNITS: num_units}
+def remember(
+    output: Place,
+    recipe: dict[str, Any],
+    num_units: int,
+    files: Iterable[tuple[str, int, int | str]],
+) -> None:
+    """Store the recipe of the data set for `recognise`, and its input files for `files_made_of`.
+
+    Args:
+        output: Folder or store of the data set.
+        recipe: Everything that the output depends on.
+        num_units: Number of units of the run.
+        files: Name, size and state of each input file.
+    """
+    content = recipe | {_UNITS: num_units, _FILES: [*files]}
     output.write(MADE_BY_FILE, json.dumps(content, indent=1).encode() + b"\n")
 
 
@@ -119,6 +136,15 @@ def _made_by(output: Place) -> dict[str, Any]:
     return recipe
 
 
+def files_made_of(output: Place) -> dict[str, tuple[int, int | str]]:
+    """Return size and state of the input files of a finished data set, by name, as far as they
+    are known."""
+    with contextlib.suppress(OSError, ConfigError, ValueError):
+        files = msgspec.convert(_made_by(output).get(_FILES, []), list[tuple[str, int, int | str]])
+        return {name: (size, state) for name, size, state in files}
+    return {}
+
+
 def recognise(output: Place, recipe: dict[str, Any]) -> tuple[Manifest, int]:
     """Return the manifest and the number of units of a data set, if `recipe` made it.
 
@@ -128,6 +154,7 @@ def recognise(output: Place, recipe: dict[str, Any]) -> tuple[Manifest, int]:
     """
     was = _made_by(output)
     num_units = was.pop(_UNITS, 0)
+    was.pop(_FILES, None)
     if difference := differences(was, recipe):
         raise ConfigError(
             f"{output}: already holds a finished data set, of another command or input: "

@@ -40,6 +40,7 @@ __all__ = [
     "Result",
     "ResultT",
     "RunRecords",
+    "alone_in_folder",
     "check_recipe",
     "claimed",
     "differences",
@@ -327,6 +328,21 @@ def claimed(output: LocalStore, recipe: dict[str, Any]) -> Iterator[None]:
             yield
         finally:
             remove_records(output)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+@contextlib.contextmanager
+def alone_in_folder(output: LocalStore) -> Iterator[None]:
+    """Lock a finished data set until the block ends.
+
+    Raises:
+        ConfigError: Another command is writing to the folder.
+    """
+    lock = _held(output)
+    try:
+        yield
     finally:
         if lock is not None:
             os.close(lock)

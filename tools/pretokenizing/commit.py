@@ -39,7 +39,7 @@ from tokenfeed.tools.encoding.unit import TRAIN, EncodeSettings
 from tokenfeed.tools.jobs.claim import changed_file
 from tokenfeed.tools.jobs.crew import PROBES
 
-__all__ = ["commit"]
+__all__ = ["commit", "described"]
 
 _COUNTS = ("bytes", "written", "empty", "rejected")
 
@@ -62,6 +62,8 @@ def commit(
     """
     ledgers = _source_ledgers(sources, results)
     output = settings.output
+    if template := _chat_template_bytes(settings):
+        output.write(CHAT_TEMPLATE_FILE, template)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         task=settings.task.name,
@@ -85,14 +87,36 @@ def commit(
     return manifest
 
 
+def described(settings: EncodeSettings, tokenizer: TextTokenizer) -> Manifest:
+    """Return the manifest of a run without rows, to compare it with the manifest of other rows."""
+    empty = FileInfo(file=SOURCES_FILE, bytes=0, xxh3="")
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        task=settings.task.name,
+        columns=settings.task.columns,
+        label_names=settings.task.label_names,
+        tokenizer=_tokenizer_info(settings, tokenizer, None, []),
+        splits={},
+        ledger=RecordCounts.of([]),
+        sources=empty,
+        rejects=empty,
+        chat_template=_chat_template(settings),
+    )
+
+
 def _chat_template(settings: EncodeSettings) -> FileInfo | None:
-    """Write the template of conversations, if there are any."""
-    if not isinstance(settings.task, ChatEncoder) or not settings.task.chat_template:
+    """Return the entry of the template of conversations, if there are any."""
+    content = _chat_template_bytes(settings)
+    if not content:
         return None
-    content = settings.task.chat_template.with_variables.encode()
-    settings.output.write(CHAT_TEMPLATE_FILE, content)
     xxh3 = xxhash.xxh3_64_hexdigest(content)
     return FileInfo(file=CHAT_TEMPLATE_FILE, bytes=len(content), xxh3=xxh3)
+
+
+def _chat_template_bytes(settings: EncodeSettings) -> bytes:
+    if not isinstance(settings.task, ChatEncoder) or not settings.task.chat_template:
+        return b""
+    return settings.task.chat_template.with_variables.encode()
 
 
 def _counts(results: list[UnitResult]) -> dict[str, int] | None:
@@ -127,6 +151,7 @@ def _source_ledgers(
             "empty": empty,
             "rejected": rejected,
         }
+        | ({"xxh3": source.xxh3} if source.xxh3 else {})
         for source, (num_bytes, written, empty, rejected) in zip(
             sources, counts.tolist(), strict=True
         )
@@ -151,7 +176,10 @@ def _split(name: str, results: list[UnitResult]) -> SplitInfo:
 
 
 def _tokenizer_info(
-    settings: EncodeSettings, tokenizer: TextTokenizer, audit: Audit, results: list[UnitResult]
+    settings: EncodeSettings,
+    tokenizer: TextTokenizer,
+    audit: Audit | None,
+    results: list[UnitResult],
 ) -> TokenizerInfo:
     is_fast, task = settings.engine != ReferenceEngine.name, settings.task
     splits_special = settings.splits_special  # for a chat template, whatever the user asked for
@@ -166,8 +194,9 @@ def _tokenizer_info(
         pad_id=tokenizer.pad_id,
         engine=settings.engine,
         engine_version=engine_version(settings.engine),
-        audited=audit.audited + sum(result.audited for result in results),
-        differences=len(audit.differing) + sum(len(result.differing) for result in results),
+        audited=(audit.audited if audit else 0) + sum(result.audited for result in results),
+        differences=(len(audit.differing) if audit else 0)
+        + sum(len(result.differing) for result in results),
         special_tokens_in_text="split" if splits_special else "plain",
         special_tokens_added=settings.task.add_special_tokens,
         routed=sum(result.routed for result in results) if is_fast else None,

@@ -26,6 +26,7 @@ from tokenfeed.tools.encoding.tasks import Labelled, TaskEncoder
 from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
 from tokenfeed.tools.jobs.crew import local_crew
 from tokenfeed.tools.jobs.progress_bar import Bar
+from tokenfeed.tools.pretokenizing.append import Onto
 from tokenfeed.tools.pretokenizing.options import Options
 
 __all__ = ["Inputs"]
@@ -57,6 +58,7 @@ class Inputs:
         options: Options,
         plan: dict[str, Any] | None = None,
         spooled: Sequence[Spooled] = (),
+        onto: Onto | None = None,
     ) -> Self:
         """List the input files. Reads none of their records.
 
@@ -64,10 +66,12 @@ class Inputs:
             options: The options of the command.
             plan: A plan of the same run. Its files are not opened if they are unchanged.
             spooled: Records of this process, instead of the files of the options.
+            onto: The data set that the rows are for. Files that it has are left out.
 
         Raises:
             CorpusError: There are no files.
             ConfigError: The input is in the output folder.
+            NothingNew: The data set has all files.
         """
         task, output = options.make_task(), options.output
         corpus = find_corpus(
@@ -80,6 +84,8 @@ class Inputs:
             known=[Known(*file) for file in plan["files"]] if plan else (),
             spooled=spooled,
         )
+        if onto:
+            corpus = onto.without_known(corpus)
         validation = options.validation
         if validation is None:
             splits = {source.split for source in corpus.sources} - {None}
@@ -94,7 +100,7 @@ class Inputs:
         shard_bytes = options.shard_bytes or auto_shard_bytes(corpus.sources)
         return cls(corpus=corpus, shard_bytes=shard_bytes, validation=validation, task=task)
 
-    def planned(self, options: Options) -> Self:
+    def planned(self, options: Options, onto: Onto | None = None) -> Self:
         """Cut the files into units and number the labels. Read only the records that this needs.
 
         Raises:
@@ -112,7 +118,7 @@ class Inputs:
                 own=task.own_label_field,
                 counted_by=lambda work, units: _counted(work, units, options.num_workers),
             )
-            task = dataclasses.replace(task, labels=labels)
+            task = dataclasses.replace(task, labels=onto.labels(labels) if onto else labels)
         return dataclasses.replace(self, units=units, task=task)
 
     @property

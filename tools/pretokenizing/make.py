@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.facts import count_of
@@ -21,13 +21,14 @@ from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
 from tokenfeed.tools.jobs.run_records import JobPart, RunRecords, planning_alone, remove_records
+from tokenfeed.tools.pretokenizing.append import Onto
 from tokenfeed.tools.pretokenizing.commit import commit
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.prepare import Listed, Prepared
 from tokenfeed.tools.pretokenizing.runner import EngineRefused, run_units
 from tokenfeed.tools.pretokenizing.summary import Summary
 
-__all__ = ["PartSummary", "begin_writing", "make_dataset", "make_part"]
+__all__ = ["Made", "PartSummary", "begin_writing", "make_dataset", "make_part", "make_rows"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,13 +122,47 @@ def make_dataset(options: Options, spooled: Sequence[Spooled] = ()) -> Summary:
     """
     started = time.perf_counter()
     options.check()
+    made = make_rows(options, spooled)
+    wanted = None if options.tokenizer else options.vocab_size
+    return made.summary(str(options.output), started, vocabulary_wanted=wanted)
+
+
+class Made(NamedTuple):
+    """A finished data set, and the figures of the run."""
+
+    manifest: Manifest
+    figures: dict[str, Any]
+    """Arguments of `Summary.from_manifest`."""
+
+    def summary(self, out: str, started: float, *, vocabulary_wanted: int | None = None) -> Summary:
+        """Return the figures at the end of a run that was started at `time.perf_counter()`."""
+        return Summary.from_manifest(
+            self.manifest,
+            out=out,
+            vocabulary_wanted=vocabulary_wanted,
+            seconds=time.perf_counter() - started,
+            **self.figures,
+        )
+
+
+def make_rows(options: Options, spooled: Sequence[Spooled] = (), onto: Onto | None = None) -> Made:
+    """Make or finish a data set; see `make_dataset`.
+
+    Args:
+        options: The options of the command, checked.
+        spooled: Records of this process, instead of the files of the options.
+        onto: The data set that the rows are for. Input files that it has are left out.
+
+    Raises:
+        NothingNew: `onto` has all input files.
+    """
     output = options.output
     state = state_of(output)
     if options.finish and state == "new":
         raise ConfigError(
             f"`--finish`: {output} holds nothing to finish. Run `--part I/N` for every I first."
         )
-    listed = Listed.from_options(options, output, state, spooled)
+    listed = Listed.from_options(options, output, state, spooled, onto)
     if state == "finished":
         manifest, num_units = recognise(output, listed.recipe)
         _check_rejects(options, manifest)
@@ -142,19 +177,17 @@ def make_dataset(options: Options, spooled: Sequence[Spooled] = ()) -> Summary:
             manifest = _encode(prepared, records, listed.recipe)
         num_units = len(prepared.run.inputs.units)
         new_bytes = manifest.ledger.bytes - resumed_bytes
-    return Summary.from_manifest(
-        manifest,
-        out=str(output),
-        skipped_binary=len(listed.inputs.corpus.binary),
-        tokenizer=tokenizer,
-        vocabulary_wanted=None if options.tokenizer else options.vocab_size,
-        units=num_units,
-        resumed_units=resumed_units,
-        new_bytes=new_bytes,
-        already_finished=state == "finished",
-        seconds=time.perf_counter() - started,
-        tokenizer_seconds=tokenizer_seconds,
-    )
+    figures = {
+        "skipped_binary": len(listed.inputs.corpus.binary),
+        "skipped_known": onto.skipped if onto else 0,
+        "tokenizer": tokenizer,
+        "units": num_units,
+        "resumed_units": resumed_units,
+        "new_bytes": new_bytes,
+        "already_finished": state == "finished",
+        "tokenizer_seconds": tokenizer_seconds,
+    }
+    return Made(manifest, figures)
 
 
 def _check_rejects(options: Options, manifest: Manifest) -> None:
@@ -192,7 +225,8 @@ def _encode(
     if not any(result.shards for result in results):
         withdraw(output, records, inputs.splits)
         raise _no_document(inputs.corpus, results)
-    remember(output, recipe, len(inputs.units))
+    files = ((source.name, source.bytes, source.state) for source in inputs.corpus.sources)
+    remember(output, recipe, len(inputs.units), files)
     manifest = commit(settings, inputs.corpus.sources, run.tokenizer, run.audit, results)
     remove_records(output, job_first=True)
     return manifest

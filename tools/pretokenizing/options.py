@@ -34,7 +34,7 @@ _GROUPS = {
         *("chat_template", "template_argument"),
     ),
     "input": ("split", "validation", "exclude", "strict", "max_rejects"),
-    "speed and output": ("workers", "engine", "json"),
+    "speed and output": ("workers", "engine", "append", "json"),
     "cluster and job array": ("runner", "part", "finish"),
     "rarely needed": (
         *("special_tokens_in_text", "shard_size", "max_record", "verify_ids", "seed"),
@@ -105,9 +105,11 @@ class Options:
     max_rejects: NotNegative | None = None
     """Stop after more than N rejected records. Default: no limit."""
     workers: Positive | Literal["auto"] = "auto"
-    """Number of processes. auto: one for each usable core. The output does not depend on it."""
+    """Number of processes. auto: one per usable core. The output does not depend on it."""
     engine: Literal["auto", "tokenizers", "gigatoken"] = "auto"
     """auto: the fast gigatoken if it returns the same ids as tokenizers, which is checked."""
+    append: bool = False
+    """Add the rows of CORPUS to the finished data set OUT, with its tokenizer."""
     json: bool = False
     """Print the summary as JSON."""
     runner: Runner = "local"
@@ -121,7 +123,7 @@ class Options:
     special_tokens_in_text: Literal["plain", "split"] = "plain"
     """How to encode the text of a special token inside a document: as plain text, or as its id."""
     shard_size: Annotated[str, text("SIZE|auto")] = "auto"
-    """Bytes of text per shard, like 256MB. auto: a 64th of the input, from 8MB to 256MB."""
+    """Bytes of text per shard, like 256MB. auto: a 64th of the input, 8MB to 256MB."""
     max_record: Annotated[str, text("SIZE")] = f"{MAX_RECORD_BYTES // 10**6}MB"
     """Largest record in bytes, without compression. Larger records are rejected while they are
     read."""
@@ -286,6 +288,8 @@ class Options:
         check_installed(self.runner)
         if self.part is not None:
             JobPart.from_text(self.part)
+        if self.append and self.runner == "local":
+            used.append("--append")
         if used[1:]:
             raise ConfigError(f"`{used[0]}` and `{used[1]}`: leave one of them out.")
         if STANDARD_INPUT in self.corpus:
@@ -307,6 +311,8 @@ class Options:
             raise ConfigError(
                 f"`{flag_of(name)}` has no effect with `--task {self.task}`. Leave it out."
             )
+        if self.append:
+            return
         if self.task == "chat" and not self.tokenizer:
             raise ConfigError(
                 "`--task chat` needs `--tokenizer`: the tokenizer of the model that you train, "

@@ -32,6 +32,8 @@ from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs.claim import State
 from tokenfeed.tools.jobs.executors import prepare_early
 from tokenfeed.tools.jobs.run_records import JobPart, check_recipe, is_begun, kept_plan
+from tokenfeed.tools.pretokenizing.append import Onto
+from tokenfeed.tools.pretokenizing.commit import described
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.runner import Run, is_small
@@ -56,10 +58,17 @@ class Listed:
 
     plan: dict[str, Any] | None
     """The plan of the unfinished run in the output, by this or another command."""
+    onto: Onto | None
+    """The data set that the rows are for; None for a new data set."""
 
     @classmethod
     def from_options(
-        cls, options: Options, output: Place, state: State, spooled: Sequence[Spooled] = ()
+        cls,
+        options: Options,
+        output: Place,
+        state: State,
+        spooled: Sequence[Spooled] = (),
+        onto: Onto | None = None,
     ) -> Self:
         """List the input files and load the tokenizer that is given.
 
@@ -68,6 +77,7 @@ class Listed:
             output: Folder or store of the data set.
             state: The state of the output.
             spooled: Records of this process, instead of the files of the options.
+            onto: The data set that the rows are for.
         """
         tokenizer = None
         if options.tokenizer:
@@ -75,7 +85,7 @@ class Listed:
             tokenizer = _load(options, json_bytes, public(options.tokenizer))
             prepare_early(_preloading(options.tokenizer, tokenizer))
         plan = kept_plan(output) if state == "unfinished" else None
-        inputs = Inputs.listed(options, plan, spooled)
+        inputs = Inputs.listed(options, plan, spooled, onto)
         if isinstance(inputs.task, ChatEncoder):
             assert tokenizer, "`Options.check` asks for one"
             task = replace(inputs.task, chat_template=_chat_template(options, tokenizer))
@@ -87,6 +97,7 @@ class Listed:
             tokenizer=tokenizer,
             recipe=_recipe(options, inputs, tokenizer),
             plan=plan,
+            onto=onto,
         )
 
     def finished_tokenizer(self) -> TextTokenizer:
@@ -120,14 +131,17 @@ class Prepared:
         if is_begun(output):
             kept = listed.plan or kept_plan(output)
             check_recipe(output, listed.recipe, inputs.changed_file(kept) if kept else "")
-        inputs = inputs.as_planned(kept) if kept else inputs.planned(options)
+        inputs = inputs.as_planned(kept) if kept else inputs.planned(options, listed.onto)
         started = time.perf_counter()
         tokenizer = listed.tokenizer
         tokenizer = tokenizer or _trained_tokenizer(options, inputs, output, kept)
         tokenizer_seconds = time.perf_counter() - started
         _advise(options, tokenizer)
+        run = _plan_run(options, inputs, tokenizer, output)
+        if listed.onto:
+            listed.onto.check(described(run.settings, tokenizer))
         return cls(
-            run=_plan_run(options, inputs, tokenizer, output),
+            run=run,
             plan=kept or inputs.plan | {"tokenizer": tokenizer.xxh3},
             is_kept=kept is not None,
             tokenizer_seconds=tokenizer_seconds,

@@ -20,6 +20,8 @@ class Summary:
     files: int
     skipped_binary: int
     """Binary files found in folders and left out."""
+    skipped_known: int
+    """Input files of `--append` that the data set has already."""
     documents: int
     """Rows written, to all splits."""
     splits: dict[str, int]
@@ -70,6 +72,7 @@ class Summary:
         *,
         out: str,
         skipped_binary: int,
+        skipped_known: int,
         tokenizer: TextTokenizer,
         vocabulary_wanted: int | None,
         units: int,
@@ -87,6 +90,7 @@ class Summary:
             out=out,
             files=ledger.files,
             skipped_binary=skipped_binary,
+            skipped_known=skipped_known,
             documents=ledger.written,
             splits={name: split.rows for name, split in splits.items()},
             empty=ledger.empty,
@@ -127,8 +131,10 @@ class Summary:
         end = self.end_token or "none: the tokenizer has no such token (see --end-token)"
         resumed = f", {self.resumed_units:,} of them by earlier runs" if self.resumed_units else ""
         skipped, rejects = self.skipped_binary, f"{self.out}/{REJECTS_FILE}"
+        known = self.skipped_known
         return {
             "left out": count_of(skipped, "binary file") if skipped else "",
+            "already in": count_of(known, "input file") if known else "",
             "rejects": f"{rejects} lists each with its reason" if self.rejected else "",
             "training": self._training(),
             "end token": end if self.task in ENDED_TASKS else "",

@@ -20,7 +20,6 @@ from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.jobs import run_records as records
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.inputs import Inputs
-from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.prepare import Listed
 
 opened: list[str] = []
@@ -267,8 +266,8 @@ def test_parts_begun_at_once_make_one_plan(
         both_listed.wait(60)  # neither has found a plan
         return listed
 
-    def planning(inputs: Inputs, options: Options) -> Inputs:
-        plans.append(planned(inputs, options))
+    def planning(inputs: Inputs, *arguments: Any) -> Inputs:
+        plans.append(planned(inputs, *arguments))
         return plans[-1]
 
     with monkeypatch.context() as patched, ThreadPoolExecutor(2) as threads:
