@@ -33,7 +33,7 @@ from tokenfeed.pipeline.format.manifest import (
     read_checked,
     stored,
 )
-from tokenfeed.pipeline.format.storage import sync_folder
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
 from tokenfeed.pipeline.format.store import LocalStore, Store, open_place, open_store
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.data_sets.copy import AT_ONCE, DataFile, fetch, remove_leftovers
@@ -255,6 +255,7 @@ def grow(folder: LocalStore, part: Opened) -> Manifest:
     Raises:
         ConfigError: The data sets do not match.
     """
+    remove_leftovers(folder.folder)
     raw = stored(folder, MANIFEST_FILE)
     before = Manifest.decoded(raw, folder.path(MANIFEST_FILE))
     earlier = before.versions or ()
@@ -334,7 +335,7 @@ def check_folder(to: str, names: Iterable[str]) -> LocalStore:
             f"{to}: is not a folder of this machine. Give a folder, then run `shards copy`."
         )
     expected = {MANIFEST_FILE, PARTS_FOLDER, *(name.partition("/")[0] for name in names)}
-    found = folder.names()
+    found = {name for name in folder.names() if not name.endswith(TEMPORARY_SUFFIX)}
     if others := sorted(found - expected):
         what = "another data set" if MANIFEST_FILE in found else f"other data ({others[0]})"
         raise ConfigError(f"{to}: already holds {what}. Give a new or empty folder.")
