@@ -267,6 +267,35 @@ class _Shard(NamedTuple):
     """Listed records that the shard has."""
 
 
+class _Listing(NamedTuple):
+    """Listed records of input files, for a search without a loop over files: a file may be one
+    row."""
+
+    records: np.ndarray
+    """Every listed record number, sorted, uint64, shape (R,)."""
+    keys: np.ndarray
+    """File number times R, plus the place of the record in `records`, sorted, int64."""
+
+    @classmethod
+    def of(cls, lists: list[np.ndarray | None]) -> "_Listing":
+        """Make the listing of the records of each file; None lists all records, and none here."""
+        parts = [np.empty(0, np.uint64) if each is None else each for each in lists]
+        each_file = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        flat = np.concatenate([np.empty(0, np.uint64), *parts])
+        records, places = np.unique(flat, return_inverse=True)
+        return cls(records, np.sort(each_file * len(records) + places))
+
+    def has(self, files: np.ndarray, records: np.ndarray) -> np.ndarray:
+        """Return which rows are listed, bool."""
+        if not len(self.records):
+            return np.zeros(len(files), bool)
+        places = np.minimum(np.searchsorted(self.records, records), len(self.records) - 1)
+        keys = files.astype(np.int64) * len(self.records) + places
+        nearest = self.keys[np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)]
+        listed: np.ndarray = (self.records[places] == records) & (nearest == keys)
+        return listed
+
+
 class _Work:
     """Reads the shards of a data set, and writes those that lose rows into a temporary folder."""
 
@@ -279,6 +308,8 @@ class _Work:
         self._names: list[str] = [line["path"] for line in self._lines]
         self._of = {name: selection.of(name) for name in self._names}
         self._selection = selection
+        self._is_whole = np.array([self._of[name].records is None for name in self._names], bool)
+        self._listed = _Listing.of([self._of[name].records for name in self._names])
 
     def done(self) -> tuple[Manifest, dict[str, bytes], list[Move], int]:
         """Return the manifest, the files beside the shards, the shards, and the number of listed
@@ -379,15 +410,11 @@ class _Work:
     def _kept(self, rows: Rows, found: set[tuple[str, int]]) -> np.ndarray:
         """Return which rows are kept, and add the listed records among all rows to `found`."""
         files, records = rows.per_row[ORIGIN_FILE], rows.per_row[ORIGIN_RECORD]
-        mask = np.ones(len(rows), bool)
-        for number in np.unique(files).tolist():
-            here = np.flatnonzero(files == number)
-            chosen = self._of[self._names[number]]
-            mask[here] = chosen.kept(records[here])
-            if chosen.records is not None:
-                listed = np.intersect1d(chosen.records, records[here]).tolist()
-                found.update((self._names[number], record) for record in listed)
-        return mask
+        is_listed = self._listed.has(files, records)
+        for row in np.flatnonzero(is_listed).tolist():
+            found.add((self._names[files[row]], int(records[row])))
+        kept: np.ndarray = (self._is_whole[files] | is_listed) != self._selection.drop
+        return kept
 
     def _splits(self, shards: dict[str, list[_Shard]]) -> dict[str, SplitInfo]:
         """Return the splits that have rows, and `train`.

@@ -56,9 +56,15 @@ class Onto:
     """Number of input files that were left out, because the data set has them."""
     hidden: LocalStore = field(init=False)
     """The folder of the new rows, until they are part of the data set."""
+    _of_size: dict[int, list[str]] = field(init=False)
+    """Names of the files in `unproved` whose state is known, by size."""
 
     def __post_init__(self) -> None:
         self.hidden = LocalStore(self.store.folder / _HIDDEN)
+        self._of_size = {}
+        for name, recorded in self.unproved.items():
+            if recorded is not None:
+                self._of_size.setdefault(recorded[0], []).append(name)
 
     @classmethod
     @contextmanager
@@ -198,10 +204,9 @@ class Onto:
 
     def _prove(self, size: int) -> None:
         """Add the checksums of the data set's files of a size, if they are as they were read."""
-        for name, recorded in self.unproved.items():
-            if recorded is not None and recorded[0] == size and _state(name) == recorded:
+        for name in self._of_size.pop(size, ()):
+            if _state(name) == self.unproved[name]:
                 self.checksums.add(_checksum(name))
-                self.unproved[name] = (size, "")
 
 
 def _shards(manifest: Manifest) -> set[str]:
