@@ -15,6 +15,8 @@ A message is one line: what is wrong, where, the expected and the actual value, 
 other exception is a bug in tokenfeed and keeps its traceback.
 """
 
+from tokenfeed.pipeline.redaction import without_secrets
+
 __all__ = [
     "ConfigError",
     "CorpusError",
@@ -30,7 +32,10 @@ __all__ = [
 
 
 class TokenfeedError(Exception):
-    """Base class of all errors that tokenfeed raises on purpose."""
+    """Base class of all errors that tokenfeed raises on purpose. No message has a secret."""
+
+    def __str__(self) -> str:
+        return without_secrets(super().__str__())
 
 
 class ConfigError(TokenfeedError, ValueError):
@@ -57,7 +62,7 @@ class RemoteError(TokenfeedError, OSError):
     """A store that cannot be reached or refuses a request. Arguments: errno, message, URL."""
 
     def __str__(self) -> str:
-        return f"{self.filename}: {self.strerror}."
+        return without_secrets(f"{self.filename}: {self.strerror}.")
 
 
 class RemoteMissingError(RemoteError, FileNotFoundError):

@@ -25,6 +25,7 @@ import psutil
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.facts import facts
 from tokenfeed.pipeline.feeding.cores import num_cores, usable_cores
+from tokenfeed.pipeline.redaction import public, without_secrets
 from tokenfeed.tools.shell.command_line import parse_command, text
 from tokenfeed.tools.shell.console import print_json, run_command
 
@@ -57,7 +58,7 @@ class Doctor:
             "devices": _tried(_devices),
         }
         with _quiet():
-            found["loader"] = {self.data_set or "a small data set": _tried(self._read)}
+            found["loader"] = {public(self.data_set or "a small data set"): _tried(self._read)}
         if self.json:
             print_json(found)
         else:
@@ -89,7 +90,7 @@ def _tried(fact: Callable[[], Any]) -> Any:
     except TokenfeedError as error:
         return {"error": str(error)}
     except Exception as error:  # a driver or a file of /proc may fail in any way
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": without_secrets(f"{type(error).__name__}: {error}")}
 
 
 def _versions() -> dict[str, Any]:

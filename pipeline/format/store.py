@@ -14,7 +14,6 @@ always read the current file. Torch-free.
 import contextlib
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -35,7 +34,8 @@ from tokenfeed.pipeline.format.stitched import (
     stitched_size,
 )
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file, atomic_write, file_xxh3
-from tokenfeed.pipeline.remote.address import SCHEMES, public
+from tokenfeed.pipeline.redaction import is_address, public
+from tokenfeed.pipeline.remote.address import SCHEMES
 from tokenfeed.pipeline.remote.object_file import FileFacts, Ranges, VersionedBytes
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "Store",
     "StorePath",
     "keep",
+    "local_path",
     "once",
     "open_place",
     "open_store",
@@ -385,7 +386,23 @@ def open_store(path: StorePath) -> Store:
                 "these, or a folder of this machine."
             )
         return STORES[scheme](path)
-    return path if isinstance(path, Store) else LocalStore.from_path(path)
+    if isinstance(path, Store):
+        return path
+    return LocalStore.from_path(local_path(os.fspath(path)))
+
+
+def local_path(path: str) -> Path:
+    """Return the path on this machine that a text names.
+
+    Raises:
+        ConfigError: The text is an address. With one slash, it would name a local folder.
+    """
+    if is_address(path):
+        raise ConfigError(
+            f"{public(path)}: is not a path on this machine. Write an address as a text with "
+            "`://`, and a folder of this name with `./` in front."
+        )
+    return Path(path)
 
 
 def open_place(path: str) -> Place:
@@ -394,25 +411,14 @@ def open_place(path: str) -> Place:
     Raises:
         ConfigError: The scheme is unknown, the store is read-only, or the path looks like a typo.
     """
-    if "://" not in path:
-        _check_meant(path)
+    if not path:
+        raise ConfigError("the output has no name. Give a folder, or the address of a bucket.")
     store = open_store(path)
     if isinstance(store, Place) and store.is_writable:
         return store
     raise ConfigError(
         f"{public(path)}: nothing can be written there. Give a folder, or the address of a bucket."
     )
-
-
-def _check_meant(folder: str) -> None:
-    """Reject an empty path and an address with one slash; both would name a local folder."""
-    if not folder:
-        raise ConfigError("the output has no name. Give a folder, or the address of a bucket.")
-    if scheme := re.match("([a-z][a-z0-9+.-]*):/", folder):
-        raise ConfigError(
-            f"{folder}: looks like an address, which begins with `{scheme[1]}://`. Write it so, or "
-            f"`./{folder}` for a folder."
-        )
 
 
 T = TypeVar("T")

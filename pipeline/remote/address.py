@@ -1,22 +1,20 @@
-"""Addresses in stores, `s3://bucket/prefix`: the known schemes, and the form without secrets."""
+"""Addresses in stores, `s3://bucket/prefix`: the known schemes, and parsing."""
 
-import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.redaction import USER, WEB_SCHEMES, public
 
 __all__ = [
     "SCHEMES",
     "Address",
     "Traits",
     "object_address",
-    "public",
     "require",
     "traits_of",
-    "without_secrets",
 ]
 
 
@@ -30,18 +28,14 @@ class Traits:
     """Whether one request reads the last bytes of an object. If not, its size is read first."""
     counts_versions: bool = False
     """Whether conditions use a version number instead of an ETag."""
-    names_container: bool = False
-    """Whether the part of an address before `@` is a container, not a user."""
 
 
-_WEB = Traits(is_web=True)
 SCHEMES = {
     "s3": Traits(),
     "gs": Traits(counts_versions=True),
     "az": Traits(reads_ends=False),
-    "abfss": Traits(reads_ends=False, names_container=True),
-    "http": _WEB,
-    "https": _WEB,
+    "abfss": Traits(reads_ends=False),
+    **dict.fromkeys(sorted(WEB_SCHEMES), Traits(is_web=True)),
 }
 
 
@@ -51,12 +45,6 @@ def traits_of(scheme: str) -> Traits:
 
 
 _ANONYMOUS = "?anonymous"
-_USER = re.compile(r"[^/?#]*@|(?!\[)[^/?#@]*:(?!\d+(?:[/?#]|$)).*@", re.DOTALL)
-"""User and password in front of a host. An unquoted password may hold `/`, `?`, `#` and `@`."""
-_WEB_QUERY = re.compile(r"[?#].*", re.DOTALL)
-_QUERY = re.compile(r"\?[^/?#]*=.*", re.DOTALL)
-"""In the address of a bucket `?` and `#` are parts of a key, but `?name=value` is a query."""
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>]+")
 _BY_ENVIRONMENT = "Set keys in the environment: docs/how/remote.md."
 
 
@@ -103,7 +91,7 @@ class Address:
             anonymous = False
             before, _, fragment = rest.partition("#")
             base, _, query = before.partition("?")
-            if _USER.match(rest):
+            if USER.match(rest):
                 raise ConfigError(
                     f"{shown}: contains a user or a password, which are not sent. Remove them. A "
                     "signed address (`?...`) works."
@@ -132,29 +120,6 @@ def object_address(url: str) -> tuple[str, str]:
     folder, _, name = base.rstrip("/").rpartition("/")
     name = unquote(name) if is_web else name
     return ("" if folder.endswith("/") else f"{folder}{mark}{query}", name)
-
-
-def public(url: str) -> str:
-    """Return a URL without its secrets: user, password, query and fragment.
-
-    Other text, such as a path, is returned unchanged. So are `?` and `#` in the key of a bucket.
-    """
-    scheme, mark, rest = url.partition("://")
-    if not mark:
-        return url
-    rest = (_WEB_QUERY if traits_of(scheme).is_web else _QUERY).sub("", _hide_user(scheme, rest))
-    return f"{scheme}://{rest}"
-
-
-def without_secrets(text: str) -> str:
-    """Apply `public` to every URL in a text."""
-    return _URL.sub(lambda found: public(found[0]), text) if "://" in text else text
-
-
-def _hide_user(scheme: str, rest: str) -> str:
-    found = _USER.match(rest)
-    is_container = found and traits_of(scheme).names_container and ":" not in found[0]
-    return f"***@{rest[found.end() :]}" if found and not is_container else rest
 
 
 def require(module: str, url: str) -> None:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError, TokenfeedError
-from tokenfeed.pipeline.remote.address import Address, without_secrets
+from tokenfeed.pipeline.redaction import without_secrets
+from tokenfeed.pipeline.remote.address import Address
 from tokenfeed.pipeline.remote.own_process import check_process
 from tokenfeed.pipeline.remote.retrying import Meter, Timing
 
@@ -31,6 +32,8 @@ _STATUS = re.compile(r"status code: ((\d{3})[\w ]*)")
 _SAID_BY_SERVER = re.compile(r"<(?:Code|Message)>([^<]+)<")
 _PASSING = re.compile(r"RequestTimeout|IncompleteBody|BadDigest|ContentSHA256Mismatch")
 """S3 reports these as errors of the client too, but the data arrived late, truncated or damaged."""
+_IN_QUERY = re.compile(r"(?<=[?&])[\w.%-]+=[^\s,]+")
+"""Parameters of an address that a server quotes without its host."""
 _SAID_BY_SYSTEM = re.compile(r'(?:message|error): "([^"]+)"')
 _BAD_NAME = "Could not parse path"
 """The client's error for an invalid name, raised before any request."""
@@ -101,7 +104,7 @@ def cause_of_failure(error: Exception, place: str, *, has_talked: bool) -> str:
         raise error
     if type(error).__name__ == "InvalidPathError":
         raise RemoteError(errno.EINVAL, _LISTED.format(cause=first_line(error)), place) from None
-    cause = without_secrets(_cause(str(error)))
+    cause = _IN_QUERY.sub("", without_secrets(_cause(str(error))))
     if (final := _final(error)) and not (has_talked and _METADATA_SERVICE in str(error)):
         raise RemoteError(final[0], final[1].format(cause=cause), place) from None
     return cause
@@ -237,7 +240,7 @@ def _check_endpoint() -> None:
     for name in _ENDPOINTS:
         said = os.environ.get(name)
         if said and not re.match("https?://[^/]", said):
-            raise ConfigError(f"{name}={said}: expected a URL, like http://127.0.0.1:9000.")
+            raise ConfigError(f"{name}: is not a URL, like http://127.0.0.1:9000.")
 
 
 def _hub_token(address: Address) -> "ClientConfig":

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
-from tokenfeed.pipeline.remote.address import public, require, without_secrets
+from tokenfeed.pipeline.redaction import public, without_secrets
+from tokenfeed.pipeline.remote.address import require
 from tokenfeed.pipeline.remote.object_file import VersionedBytes, cut_short
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.pipeline.remote.own_process import check_process, read_in_child, talks_here

@@ -23,7 +23,8 @@ from tokenfeed.pipeline.format.manifest import (
     TOKENIZER_FILE,
 )
 from tokenfeed.pipeline.format.store import open_store
-from tokenfeed.pipeline.remote.address import object_address, public
+from tokenfeed.pipeline.redaction import is_address, public
+from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.pipeline.remote.hub import HubStore
 from tokenfeed.pipeline.remote.object_file import ObjectInfo
 from tokenfeed.pipeline.remote.object_store import ObjectStore
@@ -207,6 +208,8 @@ def hub_files(name: str) -> Iterator[tuple[str, str, str | None]]:
     Raises:
         CorpusError: The data set cannot be loaded.
     """
+    if is_address(name.removeprefix(HUB_PREFIX)):
+        raise CorpusError(f"{public(name)}: expected hub:OWNER/NAME[@REVISION][:CONFIG].")
     import datasets  # seconds that only its users should pay
 
     identity, _, configuration = name.removeprefix(HUB_PREFIX).partition(":")

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, TOKENIZER_FILE
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
-from tokenfeed.pipeline.remote.address import public
+from tokenfeed.pipeline.redaction import public
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.corpus.detect import (
     compression_of,
@@ -420,17 +420,16 @@ class _InputSearch:
         """Reject a split that matches no file; log an excluded path that matches nothing."""
         for pattern in sorted(self._unused):
             if "/" in pattern.strip("/"):
-                logger.warning("`--exclude %s`: matches nothing. %s", pattern, _PATTERNS_MATCH)
+                logger.warning(
+                    "`--exclude %s`: matches nothing. %s", public(pattern), _PATTERNS_MATCH
+                )
         found = {source.split for source in self.sources}
         for (split, glob), is_used in zip(self._splits, self._used, strict=True):
+            given = f"`--split {split}={public(glob)}`"
             if not is_used:
-                raise ConfigError(
-                    f"`--split {split}={glob}`: no input file matches it. {_PATTERNS_MATCH}"
-                )
+                raise ConfigError(f"{given}: no input file matches it. {_PATTERNS_MATCH}")
             if split not in found:
-                raise ConfigError(
-                    f"`--split {split}={glob}`: patterns before it take all that it matches."
-                )
+                raise ConfigError(f"{given}: patterns before it take all that it matches.")
 
     def _add_stdin(self) -> None:
         """Add standard input, as records if it begins with records, or else as one text."""

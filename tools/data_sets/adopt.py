@@ -55,7 +55,7 @@ from tokenfeed.pipeline.format.shard import (
 )
 from tokenfeed.pipeline.format.stitched import STITCHED_SUFFIX, OtherFile, write_stitched
 from tokenfeed.pipeline.format.storage import atomic_file
-from tokenfeed.pipeline.format.store import LocalStore, open_store
+from tokenfeed.pipeline.format.store import LocalStore, local_path, open_store
 from tokenfeed.tools.data_sets.inspection import describe
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.jobs.crew import Progress
@@ -103,7 +103,7 @@ class Adopt:
         )
         parted = (given.partition("=") for given in self.split)
         splits = tuple((name, glob) for name, _, glob in parted)
-        manifest = adopt(self.paths[:-1], Path(self.paths[-1]), tokenizer, splits)
+        manifest = adopt(self.paths[:-1], local_path(self.paths[-1]), tokenizer, splits)
         if self.json:
             print_json(manifest.content() | {"fingerprint": manifest.fingerprint})
         else:

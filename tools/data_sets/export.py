@@ -27,7 +27,7 @@ from tokenfeed.pipeline.format.rows import Rows, record_batch
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD, shard_schema, token_dtype
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
-from tokenfeed.pipeline.format.store import Store, open_store
+from tokenfeed.pipeline.format.store import Store, local_path, open_store
 from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.jobs.crew import Progress
 from tokenfeed.tools.jobs.progress_bar import Bar
@@ -78,7 +78,7 @@ class Export:
 
     def run(self) -> int:
         """Export the data set."""
-        exported = export_data_set(self.out, Path(self.folder), self.to, self.split)
+        exported = export_data_set(self.out, local_path(self.folder), self.to, self.split)
         print_json(asdict(exported)) if self.json else print(exported)
         return 0
 

@@ -21,7 +21,7 @@ from tokenizers import Encoding, Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
-from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.pipeline.format.store import local_path, open_store
 from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.tools.encoding.engine_support import ID_LIMIT
 
@@ -175,7 +175,7 @@ def fetch_tokenizer_json(name: str) -> bytes:
     """
     if "://" in name:
         return _read_from_store(name)
-    path = Path(name)
+    path = local_path(name)
     if path.is_dir():
         path /= TOKENIZER_FILE
     if not path.exists() and not Path(name).is_dir():
@@ -285,4 +285,4 @@ def _fetch_from_hub(name: str, file: str = TOKENIZER_FILE) -> Path:
         reason = str(error).strip().split("\n")[0]
         raise TokenizerError(
             f"{name}: is neither a file or folder here, nor could it be had from the hub: {reason}"
-        ) from error
+        ) from None  # the cause may show the address of the endpoint

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import xxhash
@@ -14,8 +13,8 @@ import xxhash
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
-from tokenfeed.pipeline.format.store import Place
-from tokenfeed.pipeline.remote.address import public
+from tokenfeed.pipeline.format.store import Place, local_path
+from tokenfeed.pipeline.redaction import public
 from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.encoding.audit import Audit
@@ -243,8 +242,9 @@ def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
             f"tokenizer is not JSON ({error}). Restore it."
         ) from None
     if options.chat_template:
+        path = local_path(options.chat_template)
         try:
-            source: Any = Path(options.chat_template).read_text(encoding="utf-8")
+            source: Any = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"`--chat-template` {options.chat_template}: cannot be read ({error})."
@@ -319,8 +319,8 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -
     training = None if options.tokenizer else [options.vocab_size, options.seed]
     return {
         "CORPUS": list(map(public, options.corpus)),
-        "--exclude": list(options.exclude),
-        "--split": list(options.split),
+        "--exclude": list(map(public, options.exclude)),
+        "--split": list(map(public, options.split)),
         "--task": options.task,
         "the fields": list(inputs.task.fields),
         "--validation": inputs.validation,

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.pipeline.remote.address import without_secrets
+from tokenfeed.pipeline.redaction import without_secrets
 
 __all__ = ["log_to_stderr", "print_json", "run_command"]
 

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.pipeline.remote.address import public
+from tokenfeed.pipeline.redaction import is_address, public
 from tokenfeed.trainer.config.values import (
     AboveZero,
     Bytes,
@@ -275,6 +275,8 @@ class TrainConfig:
                 f"--learning-rate={self.learning_rate}."
             )
         check_pattern(self.trainable)
+        self._check_local("model", self.model)
+        self._check_local("init_from", self.init_from or "")
         self._check_numbers()
         if self.step_rows is None and self.micro_batch_tokens != "auto":
             check_multiple(self, "step_tokens", "micro_batch_tokens")
@@ -288,6 +290,14 @@ class TrainConfig:
                 )
             for stage in self.stages:
                 stage.check()
+
+    def _check_local(self, name: str, value: str) -> None:
+        """Reject an address. config.yaml would keep its secrets."""
+        if "://" in value or is_address(value.removeprefix("hf:")):
+            raise ConfigError(
+                f"`{flag_of(name)}`={public(value)}: is an address. Download it, and give the "
+                "folder, or hf:ID for a model of the Hub."
+            )
 
     def _check_numbers(self) -> None:
         """Reject numbers of a model that contradict each other."""

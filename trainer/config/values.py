@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from tokenfeed.pipeline.checks import bytes_meant
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.redaction import is_address, public
 
 __all__ = [
     "AboveZero",
@@ -110,7 +111,7 @@ def setting_of(kind: Any, value: Any, where: str) -> Any:
         value = _weights(list(map(str, value)), where)
     if Shards in kinds and isinstance(value, dict):
         value = {
-            folder: setting_of(AboveZero, weight, f"{where}: the weight of {folder}")
+            folder: setting_of(AboveZero, weight, f"{where}: the weight of {public(folder)}")
             for folder, weight in value.items()
         }
     if value in ("", {}) and expected(kind) != "text":  # the path "" is the working directory
@@ -119,15 +120,16 @@ def setting_of(kind: Any, value: Any, where: str) -> Any:
         value = size
     if isinstance(value, str) and Tokens in kinds:
         value = _tokens_meant(value)
+    shown = public(value) if isinstance(value, str) else value
     try:
         found = _converted(kind, value)
     except (msgspec.ValidationError, TypeError):
         hint = " Put it in quotes." if expected(kind) == "text" else ""  # like 20:23 and 1e3
-        raise ConfigError(f"{where}: expected {expected(kind)}, got {value}.{hint}") from None
-    if isinstance(found, Path) and "://" in str(value):  # `Path` would remove a slash
-        raise ConfigError(f"{where}: expected a path on this machine, got {value}.")
+        raise ConfigError(f"{where}: expected {expected(kind)}, got {shown}.{hint}") from None
+    if isinstance(found, Path) and is_address(str(value)):  # `Path` would remove a slash
+        raise ConfigError(f"{where}: expected a path on this machine, got {shown}.")
     if isinstance(found, int) and found >= _LARGEST:
-        raise ConfigError(f"{where}: expected below 2**63, got {value}.")
+        raise ConfigError(f"{where}: expected below 2**63, got {shown}.")
     return found
 
 

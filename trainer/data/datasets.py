@@ -17,7 +17,7 @@ from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.store import StorePath, open_store, read_once
 from tokenfeed.pipeline.planning.mixture import Mixture
-from tokenfeed.pipeline.remote.address import public
+from tokenfeed.pipeline.redaction import public
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import Shards
 

@@ -191,7 +191,7 @@ def test_an_endpoint_that_is_no_url_is_refused(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     store = ObjectStore.from_url("s3://bucket-of-no-service/x")
-    with pytest.raises(ConfigError, match=f"^AWS_ENDPOINT_URL={endpoint}: expected a URL, like"):
+    with pytest.raises(ConfigError, match=r"^AWS_ENDPOINT_URL: is not a URL, like"):
         store.size("x")
 
 
@@ -235,4 +235,6 @@ def test_no_other_file_names_a_scheme(layer: str) -> None:
         nodes = ast.walk(ast.parse(path.read_text()))
         constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
         said = {str(value).removesuffix("://") for value in constants} & SCHEMES.keys()
-        assert path.name == "address.py" or said <= OF_AWS_ALONE.get(path.name, set()), path
+        assert path.name in ("address.py", "redaction.py") or said <= OF_AWS_ALONE.get(
+            path.name, set()
+        ), path

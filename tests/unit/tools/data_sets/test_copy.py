@@ -270,9 +270,7 @@ def test_a_slip_is_no_place_to_copy_to(
     documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"has no name|begins with `s3://`|nothing can be written"
-    ):
+    with pytest.raises(ConfigError, match=r"has no name|with `://`|nothing can be written"):
         copy_data_set(str(documents), to)
     assert not list(tmp_path.iterdir())
 

@@ -1,0 +1,54 @@
+"""Addresses without their secrets, for everything that is shown or stored.
+
+An address can hold a user, a password, or a query with a token or a signature. No file and no
+message of tokenfeed contains these parts: errors remove them from their text, and code that stores
+or prints an address calls `public` first. A run that needs a secret again gets
+it from the command line or the environment again.
+"""
+
+import re
+
+__all__ = ["USER", "WEB_SCHEMES", "is_address", "public", "without_secrets"]
+
+WEB_SCHEMES = frozenset({"http", "https"})
+_CONTAINER_SCHEMES = frozenset({"abfss"})
+"""Schemes with `container@account`: the part before `@` is not a user."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
+"""The scheme of an address. `Path` leaves one of the slashes. One letter is a drive of Windows."""
+USER = re.compile(r"[^/?#]*@|(?!\[)[^/?#@]*:(?!\d+(?:[/?#]|$)).*@", re.DOTALL)
+"""User and password in front of a host. An unquoted password may hold `/`, `?`, `#` and `@`."""
+_WEB_QUERY = re.compile(r"[?#].*", re.DOTALL)
+_QUERY = re.compile(r"\?[^/?#]*=.*", re.DOTALL)
+"""In the address of a bucket `?` and `#` are parts of a key, but `?name=value` is a query."""
+_IN_TEXT = re.compile(
+    _SCHEME.pattern + r"(?:[^\s/?#@]*:(?!\s|\d+(?:[/?#\s]|$))[^\n@]*@)?[^\s\"'<>]+"
+)
+"""An address in a text. A password may hold blanks and quotes."""
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is an address, also with only one slash, as `Path` writes addresses."""
+    return "://" in text or bool(_SCHEME.match(text))
+
+
+def public(address: str) -> str:
+    """Return an address without its secrets: user, password, query and fragment.
+
+    Other text, such as a path, is returned unchanged. So are `?` and `#` in the key of a bucket.
+    Text before the address, as in `train=https://...`, stays.
+    """
+    found = _SCHEME.search(address)
+    if not found:
+        return address
+    scheme, rest = found[1].lower(), address[found.end() :]
+    user = USER.match(rest)
+    if user and (scheme not in _CONTAINER_SCHEMES or ":" in user[0]):
+        rest = f"***@{rest[user.end() :]}"
+    query = _WEB_QUERY if scheme in WEB_SCHEMES else _QUERY
+    return address[: found.end()] + query.sub("", rest)
+
+
+def without_secrets(text: str) -> str:
+    """Apply `public` to every address in a text."""
+    return _IN_TEXT.sub(lambda found: public(found[0]), text) if ":/" in text else text
