@@ -1,22 +1,25 @@
 """A micro-batch, and how the host builds it with numpy. `on_device` builds the same with torch.
 
 Both use ragged tokens in storage dtype. Masks, positions and labels (except tags) are built on
-first use.
+first use. Torch is imported only for batches of tensors, not for batches of numpy arrays.
 
 Shapes: B sequences, T padded length, P pieces, S segments.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
-import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, no_target
 from tokenfeed.pipeline.windows.rank_slice import TARGETS, RaggedBatch
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "ATTENTION_MASK",
@@ -24,10 +27,10 @@ __all__ = [
     "SEGMENTS",
     "SEQ_IDX",
     "Batch",
-    "Recipe",
+    "BatchForm",
+    "Build",
     "Tensors",
     "build_on_host",
-    "no_targets_like",
     "paddings",
 ]
 
@@ -39,18 +42,34 @@ _OF_PACKED = (POSITION_IDS, *_ENDS, *_LONGEST, SEQ_IDX, _USE_CACHE)
 _TABLE_LENGTH = 256  # longer masks are as quick to compare as to look up
 _FEW_ROWS = 16  # copied one by one: quicker than to build a mask and to fill through it
 
-Tensors = dict[str, torch.Tensor]
-Recipe = Callable[[RaggedBatch, Tensors], torch.Tensor]
-"""Builds a missing tensor of a batch from its other tensors."""
+Tensors = dict[str, Any]
+"""Tensors or numpy arrays by name."""
+Build = Callable[[str, RaggedBatch, Tensors], Any]
+"""Builds the missing tensor of a name from the other tensors of a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchForm:
+    """How the values of a batch are represented."""
+
+    pad_id: int
+    """Id that fills the padding of `input_ids`."""
+    id_dtype: Literal["int64", "int32"] = "int64"
+    """Dtype of `input_ids`."""
+    ignore_index: int = IGNORED
+    """Value of `Batch.targets` where no loss counts."""
+    is_numpy: bool = False
+    """Whether batches have numpy arrays instead of tensors."""
 
 
 class Batch(Mapping[str, Any]):
     """One micro-batch. It is a Mapping, so a transformers model takes it as `model(**batch)`.
 
     Each key is also an attribute: `batch.input_ids`. Shapes are of B sequences, T padded length,
-    P pieces, S segments. Tensors are on the loader's device. Every batch has:
+    P pieces, S segments. Tensors are on the loader's device; with `device="numpy"`, they are numpy
+    arrays. Every batch has:
 
-    - `input_ids`: [B, T] int64.
+    - `input_ids`: [B, T] int64, or the loader's `id_dtype`.
     - `labels`: [B, T] int64, -100 where no loss counts. Language modelling: the ids, unshifted (the
       model compares position t + 1 with t), without the first token of every piece, which has no
       context, and without prompts. Tagging: the tags. Classification: [B] int64, a class.
@@ -75,11 +94,13 @@ class Batch(Mapping[str, Any]):
     """
 
     def __init__(
-        self, ragged: RaggedBatch, tensors: Tensors, built_when_asked: Mapping[str, Recipe]
+        self, ragged: RaggedBatch, tensors: Tensors, build: Build, ignore_index: int = IGNORED
     ) -> None:
         self._ragged = ragged
         self._tensors = tensors
-        self._built_when_asked = built_when_asked
+        self._build = build
+        self._ignore_index = ignore_index
+        self._targets: Any = None
         self._keys = _keys(ragged)
         self.lengths = ragged.sequence_lengths
         """Tokens of each sequence, numpy, [B]."""
@@ -98,7 +119,7 @@ class Batch(Mapping[str, Any]):
         self, key: Literal["max_length_q", "max_length_k", "use_cache"]
     ) -> int: ...
     @overload
-    def __getitem__(self, key: str) -> torch.Tensor: ...
+    def __getitem__(self, key: str) -> "torch.Tensor": ...
     def __getitem__(self, key: str) -> Any:
         if key not in self._tensors:
             if key not in self._keys:
@@ -109,10 +130,7 @@ class Batch(Mapping[str, Any]):
                 return self._ragged.padded_length
             if key == _USE_CACHE:
                 return False
-            with torch.inference_mode(
-                False
-            ):  # the tensor is kept and may be used in training later
-                self._tensors[key] = self._built_when_asked[key](self._ragged, self._tensors)
+            self._tensors[key] = self._build(key, self._ragged, self._tensors)
         return self._tensors[key]
 
     def __getattr__(self, name: str) -> Any:
@@ -136,31 +154,62 @@ class Batch(Mapping[str, Any]):
         rows, length = self._ragged.shape
         return f"Batch([{rows}, {length}], {self.num_tokens:,} tokens, {self.device})"
 
-    def tensors(self) -> Iterable[torch.Tensor]:
+    def tensors(self) -> Iterable[Any]:
         """Return all tensors built so far."""
         return self._tensors.values()
 
     @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return self._tensors[INPUT_IDS].device
+    def device(self) -> "torch.device":
+        """Device of the tensors; "numpy" for numpy arrays."""
+        ids = self._tensors[INPUT_IDS]
+        device: Any = "numpy" if isinstance(ids, np.ndarray) else ids.device
+        return device  # type: ignore[no-any-return]
 
-    def to(self, device: str | torch.device, *, non_blocking: bool = False) -> "Batch":
-        """Return the batch on another device, or itself if it is there already."""
-        if self.device == torch.device(device):
+    def to(self, device: "str | torch.device", *, non_blocking: bool = False) -> "Batch":
+        """Return the batch on another device, or itself if it is there already.
+
+        Raises:
+            ConfigError: The batch has numpy arrays.
+        """
+        if str(self.device) == str(device):
             return self
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in page-locked memory, for asynchronous copies to a GPU."""
-        return self._mapped(torch.Tensor.pin_memory)
+        """Return the batch in page-locked memory, for asynchronous copies to a GPU.
 
-    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        Raises:
+            ConfigError: The batch has numpy arrays.
+        """
+        return self._mapped(lambda tensor: tensor.pin_memory())
+
+    def _mapped(self, change: Callable[[Any], Any]) -> "Batch":
+        if str(self.device) == "numpy":
+            raise ConfigError(
+                "a batch of numpy arrays cannot be moved or pinned. Make the loader with "
+                "`device='cpu'`, or convert the arrays by `torch.from_numpy`."
+            )
         for key in self:
             self[key]  # build everything now: it could not be built there later
         changed = copy(self)
         changed._tensors = {key: change(tensor) for key, tensor in self._tensors.items()}
+        changed._targets = None  # built again there
         return changed
+
+    @property
+    def targets(self) -> "torch.Tensor":
+        """What the model should predict at each slot: [B, T] int64, contiguous, `ignore_index` of
+        the loader where no loss counts. For losses outside of `transformers`.
+
+        Language modelling: the next token, which is the label of the next slot. Tagging,
+        classification and regression: the labels.
+        """
+        if self._targets is None:
+            ragged = self._ragged
+            is_next = TARGETS not in ragged.token_columns and ragged.row_targets is None
+            self._targets = _targets(self[TARGETS], self._ignore_index, is_next=is_next)
+        targets: torch.Tensor = self._targets
+        return targets
 
     @property
     def ends_step(self) -> bool:
@@ -197,7 +246,7 @@ class Batch(Mapping[str, Any]):
         return self._ragged.sequence_offsets
 
     @property
-    def cu_seqlens(self) -> torch.Tensor:
+    def cu_seqlens(self) -> "torch.Tensor":
         """Packed batches: where documents and paddings begin in the flattened batch, and its end,
         [S + 1] int32 on the device, for variable-length attention.
 
@@ -206,8 +255,9 @@ class Batch(Mapping[str, Any]):
         """
         self._check_packed("cu_seqlens")
         if SEGMENTS not in self._tensors:
-            self._tensors[SEGMENTS] = torch.from_numpy(self._ragged.segments.copy())
-        return self._tensors[SEGMENTS]
+            self._tensors[SEGMENTS] = self._build(SEGMENTS, self._ragged, self._tensors)
+        segments: torch.Tensor = self._tensors[SEGMENTS]
+        return segments
 
     @property
     def max_seqlen(self) -> int:
@@ -216,7 +266,7 @@ class Batch(Mapping[str, Any]):
         return int(np.diff(self._ragged.segments).max())
 
     @property
-    def document_ids(self) -> torch.Tensor:
+    def document_ids(self) -> "torch.Tensor":
         """Packed batches: the segment of each slot, [B, T] int32; the same as `seq_idx`."""
         self._check_packed("document_ids")
         document_ids: torch.Tensor = self[SEQ_IDX]
@@ -230,18 +280,23 @@ class Batch(Mapping[str, Any]):
             )
 
 
-def build_on_host(ragged: RaggedBatch, pad_id: int) -> Batch:
-    """Build a batch of CPU tensors. Masks, labels and positions are built on first use."""
+def build_on_host(ragged: RaggedBatch, form: BatchForm) -> Batch:
+    """Build a batch of CPU tensors or numpy arrays. Masks, labels and positions are built on first
+    use."""
     few = len(ragged.sequence_lengths) <= _FEW_ROWS
     mask = None if ragged.is_full or few else _mask(ragged)
-    tensors = {
-        name: _padded(ragged, name, fill, mask) for name, fill in paddings(ragged, pad_id).items()
+    arrays = {
+        name: _padded(ragged, name, fill, mask, form.id_dtype)
+        for name, fill in paddings(ragged, form.pad_id).items()
     }
-    if ragged.is_filler and TARGETS in tensors:
-        tensors[TARGETS] = no_targets_like(tensors[TARGETS])
+    if ragged.is_filler and TARGETS in arrays:
+        arrays[TARGETS] = _no_targets_like(arrays[TARGETS])
     if mask is not None and not ragged.is_packed:
-        tensors[ATTENTION_MASK] = torch.from_numpy(mask)
-    batch = Batch(ragged, tensors, _BUILT_WHEN_ASKED)
+        arrays[ATTENTION_MASK] = mask
+    build: Build = _array
+    if not form.is_numpy:
+        arrays, build = {name: _as_tensor(array) for name, array in arrays.items()}, _tensor
+    batch = Batch(ragged, arrays, build, form.ignore_index)
     ragged.drop_tokens()
     return batch
 
@@ -255,9 +310,41 @@ def paddings(ragged: RaggedBatch, pad_id: int) -> dict[str, float]:
     return {name: special.get(name, 0) for name in ragged.token_columns}
 
 
-def no_targets_like(labels: torch.Tensor) -> torch.Tensor:
+def _no_targets_like(labels: np.ndarray) -> np.ndarray:
     """Return the labels of a filler: the same shape, and no loss counts them."""
-    return torch.full_like(labels, no_target(is_float=labels.is_floating_point()))
+    return np.full_like(labels, no_target(is_float=labels.dtype.kind == "f"))
+
+
+def _targets(labels: Any, ignore_index: int, *, is_next: bool) -> Any:
+    """Return the targets of labels. With `is_next`, a slot gets the label of the next slot, and the
+    last slot of a row gets the first label, which is never a target. Scores keep their values."""
+    if isinstance(labels, np.ndarray):
+        targets = np.roll(labels, -1, 1) if is_next else labels.copy()
+        if targets.dtype.kind == "i":
+            targets[targets == IGNORED] = ignore_index
+        return targets
+    import torch
+
+    with torch.inference_mode(False):
+        moved = labels.roll(-1, 1) if is_next else labels.clone()
+        if moved.is_floating_point():
+            return moved
+        return moved.masked_fill_(moved == IGNORED, ignore_index)
+
+
+def _array(name: str, ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
+    return _ARRAYS[name](ragged, arrays)
+
+
+def _tensor(name: str, ragged: RaggedBatch, tensors: Tensors) -> Any:
+    return _as_tensor(_array(name, ragged, tensors))
+
+
+def _as_tensor(array: np.ndarray) -> Any:
+    import torch
+
+    with torch.inference_mode(False):  # the tensor is kept and may be used in training later
+        return torch.from_numpy(array)
 
 
 def _keys(ragged: RaggedBatch) -> tuple[str, ...]:
@@ -267,17 +354,18 @@ def _keys(ragged: RaggedBatch) -> tuple[str, ...]:
 
 
 def _padded(
-    ragged: RaggedBatch, name: str, fill: float, mask_BT: np.ndarray | None
-) -> torch.Tensor:
+    ragged: RaggedBatch, name: str, fill: float, mask_BT: np.ndarray | None, id_dtype: str
+) -> np.ndarray:
     """Return a column with one value per token, widened and padded: [B, T]."""
     values = ragged.of_tokens(name)
+    dtype = np.dtype(id_dtype) if name == INPUT_IDS else _wide(values)
     if ragged.is_full:
-        return torch.from_numpy(values.astype(_wide(values)).reshape(ragged.shape))
+        return values.astype(dtype).reshape(ragged.shape)
     if mask_BT is None:
-        return torch.from_numpy(_copied_rows(ragged, values, fill))
-    padded = np.full(ragged.shape, fill, _wide(values))
+        return _copied_rows(ragged, values, fill, dtype)
+    padded = np.full(ragged.shape, fill, dtype)
     padded[mask_BT] = values
-    return torch.from_numpy(padded)
+    return padded
 
 
 def _wide(values: np.ndarray) -> np.dtype[Any]:
@@ -285,9 +373,11 @@ def _wide(values: np.ndarray) -> np.dtype[Any]:
     return np.dtype(np.int64) if values.dtype.kind in "iu" else values.dtype
 
 
-def _copied_rows(ragged: RaggedBatch, values: np.ndarray, fill: float) -> np.ndarray:
+def _copied_rows(
+    ragged: RaggedBatch, values: np.ndarray, fill: float, dtype: np.dtype[Any]
+) -> np.ndarray:
     """Pad a few long rows with one copy each."""
-    padded = np.empty(ragged.shape, _wide(values))
+    padded = np.empty(ragged.shape, dtype)
     start = 0
     for row, length in zip(padded, ragged.sequence_lengths.tolist(), strict=True):
         row[:length] = values[start : start + length]
@@ -310,33 +400,33 @@ def _prefixes(length: int) -> np.ndarray:
     return np.tri(length + 1, length, -1, dtype=np.bool_)
 
 
-def _attention_mask(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
+def _attention_mask(ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
     if ragged.is_full:
-        return torch.ones(ragged.shape, dtype=torch.bool, device="cpu")
-    return torch.from_numpy(_mask(ragged))
+        return np.ones(ragged.shape, np.bool_)
+    return _mask(ragged)
 
 
-def _position_ids(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
+def _position_ids(ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
     segments = ragged.segments
     steps = np.ones(segments[-1], np.int64)  # from one slot's position to the next one's
     steps[0] = 0
     steps[segments[1:-1]] -= np.diff(segments)[:-1]
-    return torch.from_numpy(np.cumsum(steps, out=steps).reshape(ragged.shape))
+    return np.cumsum(steps, out=steps).reshape(ragged.shape)
 
 
-def _seq_idx(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
+def _seq_idx(ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
     lengths = np.diff(ragged.segments)
     documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    return torch.from_numpy(documents.reshape(ragged.shape))
+    return documents.reshape(ragged.shape)
 
 
-def _labels(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
+def _labels(ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
     if (targets := ragged.row_targets) is not None:
-        labels = torch.from_numpy(targets.astype(_wide(targets)))
-        return no_targets_like(labels) if ragged.is_filler else labels
+        labels = targets.astype(_wide(targets))
+        return _no_targets_like(labels) if ragged.is_filler else labels
+    labels_BT = np.asarray(arrays[INPUT_IDS]).astype(np.int64)
     if ragged.is_filler:
-        return no_targets_like(tensors[INPUT_IDS])
-    labels_BT = tensors[INPUT_IDS].numpy().copy()
+        return _no_targets_like(labels_BT)
     if not ragged.is_full:
         np.copyto(labels_BT, IGNORED, where=~_mask(ragged))
     if (ignored := ragged.ignored) is not None:
@@ -345,13 +435,18 @@ def _labels(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
         labels_BT.reshape(-1)[ragged.segments[:-1]] = IGNORED
     else:
         labels_BT[:, 0] = IGNORED
-    return torch.from_numpy(labels_BT)
+    return labels_BT
 
 
-_BUILT_WHEN_ASKED: dict[str, Recipe] = {
+def _segments(ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
+    return ragged.segments.copy()
+
+
+_ARRAYS: dict[str, Callable[[RaggedBatch, Tensors], np.ndarray]] = {
     ATTENTION_MASK: _attention_mask,
     POSITION_IDS: _position_ids,
+    SEGMENTS: _segments,
     SEQ_IDX: _seq_idx,
     TARGETS: _labels,
 }
-"""Builders of tensors on first use. Columns with one value per token are built at once."""
+"""Builders of arrays on first use. Columns with one value per token are built at once."""

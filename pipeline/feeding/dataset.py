@@ -15,7 +15,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.caching.settings import cache_for
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
+from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, build_on_host
 from tokenfeed.pipeline.feeding.placement import resolve_ranks
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.kinds import TargetRule, Targets
@@ -35,15 +35,15 @@ class WindowSlice:
     batches."""
 
     def __init__(
-        self, header: Header, data: torch.Tensor, pad_id: int, *, is_pinned: bool = False
+        self, header: Header, data: torch.Tensor, form: BatchForm, *, is_pinned: bool = False
     ) -> None:
         self._header = header
         self._data = data
-        self._pad_id = pad_id
+        self._form = form
         self._is_pinned = is_pinned
 
     @classmethod
-    def from_rank_slice(cls, rank_slice: RankSlice, pad_id: int) -> "WindowSlice":
+    def from_rank_slice(cls, rank_slice: RankSlice, form: BatchForm) -> "WindowSlice":
         """Copy a slice into a tensor; in a worker, directly into shared memory."""
         size = rank_slice.num_bytes
         if get_worker_info() is None:
@@ -51,17 +51,17 @@ class WindowSlice:
         else:  # an ordinary tensor would be copied into shared memory once more
             storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
             data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-        return cls(rank_slice.write(data.numpy().data), data, pad_id)
+        return cls(rank_slice.write(data.numpy().data), data, form)
 
     def __iter__(self) -> Iterator[Batch]:
         rank_slice = RankSlice.read(self._header, self._data.numpy().data)
-        batches = (build_on_host(ragged, self._pad_id) for ragged in rank_slice.batches())
+        batches = (build_on_host(ragged, self._form) for ragged in rank_slice.batches())
         return (batch.pin_memory() for batch in batches) if self._is_pinned else batches
 
     def pin_memory(self) -> "WindowSlice":
         """Return the slice with batches in page-locked memory. `DataLoader(pin_memory=True)` calls
         it."""
-        return WindowSlice(self._header, self._data, self._pad_id, is_pinned=True)
+        return WindowSlice(self._header, self._data, self._form, is_pinned=True)
 
 
 def _refuse_to_collate(slices: list[WindowSlice], **_: object) -> NoReturn:
@@ -140,7 +140,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
         cache = cache_for(sources, plan, None, None)
         reader = WindowReader(sources, with_kinds=rule is not None, cache=cache)
         self._maker = WindowMaker(plan, reader, ranks.rank, ranks.world_size, rule)
-        self._pad_id = sources[0].manifest.tokenizer.pad_id
+        self._form = BatchForm(sources[0].manifest.tokenizer.pad_id)
         self.epochs = checks.epochs(epochs)
         self._epoch = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._share_epoch()
@@ -175,4 +175,4 @@ class ShardDataset(IterableDataset[WindowSlice]):
             if self.epochs is not None and number >= first + self.epochs * windows:
                 return
             rank_slice = self._maker.make(Position(*divmod(number, windows), 0))
-            yield WindowSlice.from_rank_slice(rank_slice, self._pad_id)
+            yield WindowSlice.from_rank_slice(rank_slice, self._form)

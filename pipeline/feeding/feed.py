@@ -14,16 +14,19 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from math import ceil
+from typing import TYPE_CHECKING
 
-import torch
-
-from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
+from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, build_on_host
 from tokenfeed.pipeline.feeding.stats import Counters
-from tokenfeed.pipeline.feeding.transfer import Batches, PageLock, copy_ahead, copy_stream
 from tokenfeed.pipeline.feeding.window_source import InlineSource, Lease, WindowSource, WorkerPool
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenfeed.pipeline.feeding.transfer import Batches
 
 __all__ = ["Feed", "Tuner"]
 
@@ -71,17 +74,20 @@ class Feed:
         self,
         maker: WindowMaker,
         start: Position,
-        device: torch.device,
-        pad_id: int,
+        device: "torch.device | None",
+        form: BatchForm,
         *,
         num_workers: int,
         timeout: float,
         tuner: Tuner | None,
         counters: Counters,
     ) -> None:
-        """Start nothing yet. The first `next` starts the workers."""
+        """Start nothing yet. The first `next` starts the workers. With a `device`, batches are
+        copied to it."""
         copies = page_lock = None
-        if device.type != "cpu":
+        if device is not None:
+            from tokenfeed.pipeline.feeding.transfer import PageLock, copy_ahead, copy_stream
+
             copies, page_lock = copy_stream(device), PageLock(device, counters)
         self._pool: WorkerPool | None = None
         self._source: WindowSource
@@ -98,9 +104,7 @@ class Feed:
         tune = partial(_tune, self._pool, tuner) if self._pool and tuner else None
         self._measured = _Measured(self._source, counters, tune)
         self._batches = (
-            copy_ahead(self._measured, copies, pad_id)
-            if copies
-            else _on_host(self._measured, pad_id)
+            copy_ahead(self._measured, copies, form) if copies else _on_host(self._measured, form)
         )
         self._finalizer = weakref.finalize(self, _end, self._batches, self._source)
         self.in_step = True
@@ -145,7 +149,7 @@ class Feed:
         self._finalizer.detach()
 
 
-def _end(batches: Batches, source: WindowSource) -> None:
+def _end(batches: "Batches", source: WindowSource) -> None:
     """Close `batches`, which waits for copies from the memory of the source; then close the source.
 
     It runs when a feed is closed or garbage-collected and when the interpreter ends; a second call
@@ -159,11 +163,11 @@ def _end(batches: Batches, source: WindowSource) -> None:
         source.close()
 
 
-def _on_host(source: WindowSource, pad_id: int) -> Batches:
+def _on_host(source: WindowSource, form: BatchForm) -> "Batches":
     while True:
         lease = source.take()
         for ragged in lease.rank_slice.batches():
-            batch = build_on_host(ragged, pad_id)
+            batch = build_on_host(ragged, form)
             if ragged.is_last:
                 lease.release()  # before the training step: a worker can use the time
             yield batch, ragged

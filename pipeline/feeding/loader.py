@@ -17,17 +17,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from os import PathLike
-from typing import Any, Literal, NoReturn, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.caching.settings import cache_for, has_remote
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.feeding.batch import Batch, BatchForm
 from tokenfeed.pipeline.feeding.cores import cores_per_rank
 from tokenfeed.pipeline.feeding.delivery import Delivery, Pass
-from tokenfeed.pipeline.feeding.devices import resolve_device
 from tokenfeed.pipeline.feeding.feed import Feed, Tuner
 from tokenfeed.pipeline.feeding.placement import resolve_ranks, resolve_workers
 from tokenfeed.pipeline.feeding.stats import Stats
@@ -35,6 +32,7 @@ from tokenfeed.pipeline.feeding.window_source import make_in_worker
 from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.format.kinds import TargetRule, Targets
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, unmixed
 from tokenfeed.pipeline.planning.mixture import Mixture, paths_of
@@ -52,9 +50,13 @@ from tokenfeed.pipeline.windows.origins import Origin, origins_of
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 from tokenfeed.pipeline.windows.reader import WindowReader
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["ShardLoader"]
 
 _TRAIN, _START = "train", Position(0, 0, 0)
+_NUMPY = "numpy"
 
 
 class ShardLoader:
@@ -89,7 +91,7 @@ class ShardLoader:
         *,
         batching: Batching,
         split: str = "train",
-        device: str | torch.device = "cpu",
+        device: "str | torch.device" = "cpu",
         num_workers: int | Literal["auto"] = "auto",
         seed: int = 0,
         shuffle: bool = True,
@@ -103,6 +105,8 @@ class ShardLoader:
         cache_dir: str | PathLike[str] | None = None,
         cache_bytes: int | None = None,
         targets: Targets | None = None,
+        ignore_index: int = IGNORED,
+        id_dtype: Literal["int64", "int32"] = "int64",
     ) -> None:
         """Read the manifest and make the plan. Workers start with the first iteration.
 
@@ -110,7 +114,8 @@ class ShardLoader:
             path: Output folder of `pretokenize`, its URL in a store, or a Mixture of several.
             batching: `Padded`, `Packed` or `Fixed`.
             split: Name of the split, such as "train".
-            device: Device of the batches, such as "cuda" or "cuda:1".
+            device: Device of the batches, such as "cuda" or "cuda:1". "numpy" makes batches of
+                numpy arrays, and does not import torch.
             num_workers: Number of worker processes. 0 reads in this process; data in a store needs
                 at least 1. "auto" starts one worker and measures how many keep up with the loop,
                 at most this rank's share of the cores. The order of rows does not depend on it.
@@ -142,6 +147,8 @@ class ShardLoader:
                 of kinds such as {"text", "call"}, or a function of the kinds (uint8) that returns
                 a bool per token; see `Targets`. Default: "assistant". The order of rows does not
                 depend on it, so a state can be loaded with other targets.
+            ignore_index: Value of `Batch.targets` where no loss counts.
+            id_dtype: Dtype of `input_ids`: "int64" or "int32".
 
         Raises:
             ManifestError: The folder has no such data set or split.
@@ -153,7 +160,8 @@ class ShardLoader:
                 f"`num_streams`={num_streams} needs `epochs`=None: streams end at different steps."
             )
         self.epochs = checks.epochs(epochs)
-        self.device = resolve_device(device)
+        self.device: Any = _device(device)
+        """The torch device of the batches, or "numpy"."""
         self._open = partial(open_splits, paths_of(path), checks.text("split", split))
         sources = self._open()
         self._make_plan = partial(
@@ -172,6 +180,12 @@ class ShardLoader:
         plan = self._make_plan(sources, micro_batches_per_step=step_size)
         self._opened = {plan.data: sources}
         """The data sets of each plan: a state may be of an earlier version of them."""
+        self._form = BatchForm(
+            sources[0].manifest.tokenizer.pad_id,
+            checks.choice("id_dtype", id_dtype, ("int64", "int32")),
+            checks.whole("ignore_index", ignore_index, least=-(2**31), most=2**31 - 1),
+            is_numpy=self.device == _NUMPY,
+        )
         self._targets_by = TargetRule.from_setting(targets, sources[0].manifest.columns)
         self._cache = cache_for(sources, plan, cache_dir, cache_bytes)
         self._timeout = checks.number("timeout", timeout, unit="seconds")
@@ -378,8 +392,8 @@ class ShardLoader:
         return Feed(
             self._window_maker(self._plan),
             self.position,
-            self.device,
-            self.manifest.tokenizer.pad_id,
+            None if str(self.device) in ("cpu", _NUMPY) else self.device,
+            self._form,
             num_workers=self._num_workers,
             timeout=self._timeout,
             tuner=self._tuner,
@@ -413,3 +427,12 @@ class ShardLoader:
         if self._least_workers:  # this process must not start a client of a store
             return partial(make_in_worker, maker, timeout=self._timeout)
         return maker.make
+
+
+def _device(device: "str | torch.device") -> "torch.device | str":
+    """Return the torch device, or "numpy", which needs no torch."""
+    if device == _NUMPY:
+        return _NUMPY
+    from tokenfeed.pipeline.feeding.devices import resolve_device
+
+    return resolve_device(device)

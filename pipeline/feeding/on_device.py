@@ -6,6 +6,7 @@ positions and `seq_idx` are built on first use, on the current stream, from tens
 Shapes: B sequences, T padded length, N tokens, S segments.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +17,11 @@ from tokenfeed.pipeline.feeding.batch import (
     SEGMENTS,
     SEQ_IDX,
     Batch,
-    Recipe,
+    BatchForm,
     Tensors,
-    no_targets_like,
     paddings,
 )
-from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS
+from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, no_target
 from tokenfeed.pipeline.windows.rank_slice import TARGETS, RaggedBatch
 
 __all__ = ["build_on_device", "device_inputs"]
@@ -44,13 +44,13 @@ def device_inputs(ragged: RaggedBatch) -> Tensors:
     return inputs
 
 
-def build_on_device(inputs: Tensors, ragged: RaggedBatch, pad_id: int) -> Batch:
+def build_on_device(inputs: Tensors, ragged: RaggedBatch, form: BatchForm) -> Batch:
     """Widen, pad and label on the device of `inputs`. Queues a few kernels and never synchronises.
 
     Args:
         inputs: The result of `device_inputs` for this micro-batch, copied to the device.
         ragged: The micro-batch on the host, for shapes and row numbers.
-        pad_id: Id that fills the padding of `input_ids`.
+        form: How the values are represented.
 
     Returns:
         The batch, with tensors on the device of `inputs`.
@@ -62,7 +62,7 @@ def build_on_device(inputs: Tensors, ragged: RaggedBatch, pad_id: int) -> Batch:
         name: grid.lay(
             ids_N.long() & unsigned if name == INPUT_IDS else _widened(inputs[name]), fill
         )
-        for name, fill in paddings(ragged, pad_id).items()
+        for name, fill in paddings(ragged, form.pad_id).items()
     }
     if "row_targets" in inputs:
         tensors[TARGETS] = _widened(inputs["row_targets"])
@@ -70,12 +70,16 @@ def build_on_device(inputs: Tensors, ragged: RaggedBatch, pad_id: int) -> Batch:
         tensors[TARGETS] = grid.copy(tensors[INPUT_IDS], IGNORED)
         _ignore_without_context(tensors[TARGETS], inputs)
     if ragged.is_filler:
-        tensors[TARGETS] = no_targets_like(tensors[TARGETS])
+        labels = tensors[TARGETS]
+        none = no_target(is_float=labels.is_floating_point())
+        tensors[TARGETS] = torch.full_like(labels, none)
+    if form.id_dtype == "int32":
+        tensors[INPUT_IDS] = tensors[INPUT_IDS].int()
     if SEGMENTS in inputs:
         tensors[SEGMENTS] = inputs[SEGMENTS]
     elif grid.mask_BT is not None:
         tensors[ATTENTION_MASK] = grid.mask_BT
-    return Batch(ragged, tensors, _BUILT_WHEN_ASKED)
+    return Batch(ragged, tensors, _build, form.ignore_index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +152,16 @@ def _position_ids(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
         tensors[SEQ_IDX] = _seq_idx(ragged, tensors)
     rows, length = ragged.shape
     slots = torch.arange(rows * length, device=tensors[SEGMENTS].device)
-    return slots.view(ragged.shape) - tensors[SEGMENTS][tensors[SEQ_IDX]]
+    begins: torch.Tensor = tensors[SEGMENTS][tensors[SEQ_IDX]]
+    return slots.view(ragged.shape) - begins
 
 
-_BUILT_WHEN_ASKED: dict[str, Recipe] = {
+def _build(name: str, ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
+    with torch.inference_mode(False):  # the tensor is kept and may be used in training later
+        return _BUILT_WHEN_ASKED[name](ragged, tensors)
+
+
+_BUILT_WHEN_ASKED: dict[str, Callable[[RaggedBatch, Tensors], torch.Tensor]] = {
     ATTENTION_MASK: _attention_mask,
     POSITION_IDS: _position_ids,
     SEQ_IDX: _seq_idx,

@@ -1,9 +1,8 @@
 """Resolve the rank of a loader, the world size and the number of workers."""
 
+import sys
 from dataclasses import dataclass
-from typing import Literal
-
-import torch.distributed
+from typing import Any, Literal
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
@@ -51,7 +50,8 @@ def resolve_ranks(
         ConfigError: The rank is out of range, only one of the two was passed, or torch.distributed
             is not initialized yet.
     """
-    running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    distributed: Any = sys.modules.get("torch.distributed")  # not imported: not initialized
+    running = distributed and distributed.is_available() and distributed.is_initialized()
     name, launched = first_number(*_PROCESSES)
     if None in (rank, world_size) and not running and (launched or 1) > 1:
         raise ConfigError(
@@ -63,9 +63,9 @@ def resolve_ranks(
         given = f"`rank`={rank}" if world_size is None else f"`world_size`={world_size}"
         raise ConfigError(f"{given}: pass both `rank` and `world_size`, or neither.")
     if rank is None:
-        rank = torch.distributed.get_rank() if running else 0
+        rank = distributed.get_rank() if running else 0
     if world_size is None:
-        world_size = torch.distributed.get_world_size() if running else 1
+        world_size = distributed.get_world_size() if running else 1
     world_size = checks.whole("world_size", world_size, least=1, most=checks.MOST)
     if num_streams == "nodes":
         num_streams = _nodes_of(world_size)

@@ -27,7 +27,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.feeding.batch import Batch, BatchForm
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
 from tokenfeed.pipeline.feeding.stats import Counters
@@ -133,7 +133,7 @@ class _Copy:
     ready: torch.Event
 
 
-def copy_ahead(source: WindowSource, copies: CopyStream, pad_id: int) -> Batches:
+def copy_ahead(source: WindowSource, copies: CopyStream, form: BatchForm) -> Batches:
     """Yield batches whose copies and padding were queued on the copy stream in advance.
 
     The compute stream waits for the event of a batch; the host does not. An error of the source is
@@ -154,7 +154,7 @@ def copy_ahead(source: WindowSource, copies: CopyStream, pad_id: int) -> Batches
                     yield _hand_over(ahead.popleft(), copies)
                 raise
             for ragged in lease.rank_slice.batches():
-                ahead.append(_queue_copy(ragged, lease, copies, pad_id))
+                ahead.append(_queue_copy(ragged, lease, copies, form))
                 if ragged.is_last:
                     used.append(ahead[-1])
                 if len(ahead) > COPIES_AHEAD:
@@ -164,14 +164,14 @@ def copy_ahead(source: WindowSource, copies: CopyStream, pad_id: int) -> Batches
         copies.wait()  # before the leases and their memory are freed
 
 
-def _queue_copy(ragged: RaggedBatch, lease: Lease, copies: CopyStream, pad_id: int) -> _Copy:
+def _queue_copy(ragged: RaggedBatch, lease: Lease, copies: CopyStream, form: BatchForm) -> _Copy:
     # Copied ahead: a batch queued while the caller evaluates may be trained on.
     with torch.inference_mode(False), copies.accelerator.on(copies.stream):
         inputs = {
             name: tensor.to(copies.accelerator.device, non_blocking=True)
             for name, tensor in device_inputs(ragged).items()
         }
-        batch = build_on_device(inputs, ragged, pad_id)
+        batch = build_on_device(inputs, ragged, form)
         return _Copy(batch, ragged, lease, copies.stream.record_event())
 
 

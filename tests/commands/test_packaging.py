@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
+from support.hub_models import write_shards
 
 from tokenfeed.pipeline.format.manifest import FileInfo
 from tokenfeed.pipeline.planning.policies import Padded
@@ -63,6 +64,23 @@ def test_the_loader_needs_neither_tokenizers_nor_datasets(tmp_path: Path) -> Non
 def test_the_front_door_is_free_of_torch(tmp_path: Path) -> None:
     code = "import sys, tokenfeed; tokenfeed.Padded; print('torch' in sys.modules)"
     assert run_python(code, tmp_path).strip() == "False"
+
+
+def test_numpy_loader_imports_no_torch(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", "lm")
+    code = """if True:
+        import sys
+        from tokenfeed import Packed, ShardLoader
+        for workers in (0, 1):
+            with ShardLoader("shards", batching=Packed(32, 2), device="numpy",
+                             num_workers=workers) as loader:
+                batch = next(iter(loader))
+                values = [*batch.values(), batch.targets, batch.cu_seqlens]
+                state = loader.state_dict()
+                loader.load_state_dict(state)
+                print(type(values[0]).__name__, loader.device, 'torch' in sys.modules)
+    """
+    assert run_python(code, tmp_path).split() == ["ndarray", "numpy", "False"] * 2
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.data_sets import Span, plan_in_memory, random_rows, spans_of
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
+from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, build_on_host
 from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import IGNORED, Task
@@ -26,6 +26,7 @@ from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RaggedBatch, RankSlice
 
 PAD = 9
+FORM = BatchForm(PAD)
 NOTHING = -7.5
 """Stands for NaN, which equals nothing."""
 
@@ -162,9 +163,9 @@ def listed(batch: Batch) -> dict[str, Any]:
 
 def build(ragged: RaggedBatch, device: str) -> Batch:
     if device == "host":
-        return build_on_host(ragged, PAD)
+        return build_on_host(ragged, FORM)
     inputs = {name: tensor.to(device) for name, tensor in device_inputs(ragged).items()}
-    return build_on_device(inputs, ragged, PAD)
+    return build_on_device(inputs, ragged, FORM)
 
 
 @pytest.mark.slow
@@ -199,6 +200,79 @@ def test_device_batches_equal_host_batches_in_every_dtype_and_order_of_keys(case
             assert host.cu_seqlens is host["cu_seq_lens_q"] is host["cu_seq_lens_k"]
 
 
+FORMS = [
+    BatchForm(PAD, "int32", -1),
+    BatchForm(PAD, "int64", -7, is_numpy=True),
+    BatchForm(PAD, "int32", is_numpy=True),
+]
+
+
+def build_as(ragged: RaggedBatch, form: BatchForm, device: str) -> Batch:
+    if device == "host":
+        return build_on_host(ragged, form)
+    return build_on_device(device_inputs(ragged), ragged, form)
+
+
+@pytest.mark.parametrize("device", ["host", "cpu"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@given(case=cases())
+def test_batches_of_every_form_have_the_same_values(
+    device: str, form: BatchForm, case: Case
+) -> None:
+    assume(case.rows.ids.max() < 2**31)
+    kind = np.ndarray if form.is_numpy and device == "host" else torch.Tensor
+    for ragged, again in zip(case.ragged(), case.ragged(), strict=True):
+        made, expected = build_as(ragged, form, device), build(again, "host")
+        assert list(made) == list(expected)
+        for name, value in expected.items():
+            if isinstance(value, torch.Tensor):
+                assert isinstance(made[name], kind)
+                dtype = form.id_dtype if name == "input_ids" else value.numpy().dtype
+                assert np.asarray(made[name]).dtype == dtype
+                expected_values = value.numpy().astype(dtype)
+                assert np.array_equal(made[name], expected_values, equal_nan=name == "labels")
+            else:
+                assert made[name] == value
+
+
+@pytest.mark.parametrize("device", ["host", "cpu"])
+@pytest.mark.parametrize("form", [FORM, *FORMS], ids=str)
+@given(case=cases())
+def test_targets_are_the_labels_of_what_a_slot_predicts(
+    device: str, form: BatchForm, case: Case
+) -> None:
+    own = {"labels", "label", "score"} & {*case.rows.per_token, *case.rows.per_row}
+    for ragged in case.ragged():
+        batch = build_as(ragged, form, device)
+        labels, targets = batch["labels"].tolist(), batch.targets.tolist()
+        expected = labels if own else [[*row[1:], IGNORED] for row in labels]
+        if "score" not in own:
+            flat = np.array(expected)
+            expected = np.where(flat == IGNORED, form.ignore_index, flat).tolist()
+        assert np.array_equal(targets, expected, equal_nan=True)
+        assert batch.targets is batch.targets
+        assert batch["labels"].tolist() == labels or "score" in own
+        if isinstance(batch.targets, torch.Tensor):
+            assert batch.targets.is_contiguous()
+        else:
+            assert batch.targets.flags.c_contiguous
+
+
+def test_numpy_batch_refuses_to_move() -> None:
+    case = Case(random_rows(np.array([5, 3])), Padded(100))
+    batch = build_on_host(case.ragged()[0], BatchForm(PAD, is_numpy=True))
+    assert batch.to("numpy") is batch
+    for move in (batch.pin_memory, lambda: batch.to("cpu")):
+        with pytest.raises(ConfigError, match="a batch of numpy arrays cannot be moved"):
+            move()
+
+
+def test_targets_follow_a_batch_to_its_device() -> None:
+    batch = build(Case(random_rows(np.array([5, 3])), Packed(8, 2)).ragged()[0], "host")
+    assert batch.targets.device == batch.device
+    assert batch.to("meta").targets.device.type == "meta"
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("task", ["lm", "tag", "complete"])
@@ -213,7 +287,7 @@ def test_batches_on_a_gpu_equal_host_batches(task: Task) -> None:
 @given(cases())
 def test_counts_on_the_host_equal_counts_of_the_tensors(case: Case) -> None:
     for ragged, (sequences, filler) in zip(case.ragged(), case.slow(), strict=True):
-        batch = build_on_host(ragged, PAD)
+        batch = build_on_host(ragged, FORM)
         pieces = [span for sequence in sequences for span in sequence]
         sizes = [stop - start for _, start, stop in pieces]
         labels = batch["labels"]
@@ -231,7 +305,7 @@ def test_counts_on_the_host_equal_counts_of_the_tensors(case: Case) -> None:
 @given(cases())
 def test_segments_are_the_runs_of_one_document(case: Case) -> None:
     for ragged, (sequences, filler) in zip(case.ragged(), case.slow(), strict=True):
-        batch = build_on_host(ragged, PAD)
+        batch = build_on_host(ragged, FORM)
         if not isinstance(case.batching, Packed):
             assert "position_ids" not in batch
             continue
@@ -246,10 +320,10 @@ def test_a_batch_outlives_the_buffer_it_was_built_from(case: Case) -> None:
     kept = case.ragged()
     share, buffer = case.buffered()
     ragged = list(share.batches())
-    batches = [build_on_host(one, PAD) for one in ragged]
+    batches = [build_on_host(one, FORM) for one in ragged]
     buffer[:] = b"\xff" * len(buffer)
     for batch, one in zip(batches, kept, strict=True):
-        expected = build_on_host(one, PAD)
+        expected = build_on_host(one, FORM)
         assert listed(batch) == listed(expected)
         assert batch.lengths.tolist() == expected.lengths.tolist()
         assert batch.rows.tolist() == expected.rows.tolist()
@@ -280,7 +354,7 @@ OF_PACKED = [
 )
 def test_a_batch_unpacks_like_a_dict(batching: Batching, pairs: bool, keys: list[str]) -> None:
     case = Case(random_rows(np.array([5, 3, 2]), pairs=pairs), batching)
-    batch = build_on_host(case.ragged()[0], PAD)
+    batch = build_on_host(case.ragged()[0], FORM)
     assert list(dict(**batch)) == keys
     assert len(batch) == len(keys)
     assert "token_type_ids" in batch or not pairs
@@ -296,7 +370,7 @@ def test_a_batch_unpacks_like_a_dict(batching: Batching, pairs: bool, keys: list
 
 @pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
 def test_who_asks_what_a_batch_has_does_not_have_it_built(batching: Batching) -> None:
-    batch = build_on_host(Case(random_rows(np.array([5, 3, 2])), batching).ragged()[0], PAD)
+    batch = build_on_host(Case(random_rows(np.array([5, 3, 2])), batching).ragged()[0], FORM)
     before = len(list(batch.tensors()))
     assert all(key in batch for key in batch)
     assert len(list(batch.tensors())) == before < len(batch)
@@ -304,14 +378,14 @@ def test_who_asks_what_a_batch_has_does_not_have_it_built(batching: Batching) ->
 
 def test_a_batch_says_its_shape_tokens_and_device() -> None:
     case = Case(random_rows(np.array([1000, 200])), Fixed(2))
-    assert repr(build_on_host(case.ragged()[0], PAD)) == "Batch([2, 1000], 1,200 tokens, cpu)"
+    assert repr(build_on_host(case.ragged()[0], FORM)) == "Batch([2, 1000], 1,200 tokens, cpu)"
 
 
 @pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
 def test_a_batch_goes_to_another_device_with_all_it_has(batching: Batching) -> None:
     """`meta` stands in for a GPU: it has devices and shapes, and no values."""
     case = Case(random_rows(np.array([5, 3, 2, 7]), pairs=True), batching)
-    batch = build_on_host(case.ragged()[0], PAD)
+    batch = build_on_host(case.ragged()[0], FORM)
     assert batch.to("cpu") is batch
     moved = batch.to("meta")
     tensors = [value for value in moved.values() if isinstance(value, torch.Tensor)]
@@ -321,20 +395,20 @@ def test_a_batch_goes_to_another_device_with_all_it_has(batching: Batching) -> N
 
 
 def test_segments_are_where_the_batch_is() -> None:
-    batch = build_on_host(Case(random_rows(np.array([5, 3, 2])), Packed(8, 2)).ragged()[0], PAD)
+    batch = build_on_host(Case(random_rows(np.array([5, 3, 2])), Packed(8, 2)).ragged()[0], FORM)
     moved = batch.to("meta")
     assert moved.cu_seqlens.device == moved.document_ids.device == moved.device
 
 
 @pytest.mark.parametrize("name", ["cu_seqlens", "max_seqlen", "document_ids"])
 def test_padded_batch_asked_for_documents_raises(name: str) -> None:
-    batch = build_on_host(Case(random_rows(np.array([5, 3])), Padded(100)).ragged()[0], PAD)
+    batch = build_on_host(Case(random_rows(np.array([5, 3])), Padded(100)).ragged()[0], FORM)
     with pytest.raises(ConfigError, match=f"`{name}`: only packed batches have this attribute"):
         getattr(batch, name)
 
 
 def test_batch_built_in_inference_mode_trains_later() -> None:
-    batch = build_on_host(Case(random_rows(np.array([5, 3])), Padded(100)).ragged()[0], PAD)
+    batch = build_on_host(Case(random_rows(np.array([5, 3])), Padded(100)).ragged()[0], FORM)
     with torch.inference_mode():
         assert not batch["labels"].is_inference()
 
@@ -349,7 +423,7 @@ def test_pin_memory_pins_every_tensor(batching: Batching, monkeypatch: pytest.Mo
         return pinned[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    batch = build_on_host(Case(random_rows(np.array([5, 3, 2, 7])), batching).ragged()[0], PAD)
+    batch = build_on_host(Case(random_rows(np.array([5, 3, 2, 7])), batching).ragged()[0], FORM)
     copy = batch.pin_memory()
     assert listed(copy) == listed(batch)
     tensors = [value for value in copy.values() if isinstance(value, torch.Tensor)]
@@ -373,7 +447,7 @@ def test_pickled_batch_is_the_same_batch(case: Case) -> None:
 @pytest.mark.parametrize("batching", [Padded(64), Packed(32, 2), Fixed(4)])
 def test_pickled_batch_does_not_grow_with_its_window(batching: Batching) -> None:
     few, many = (
-        len(pickle.dumps(build_on_host(Case(random_rows(rows), batching).ragged()[0], PAD)))
+        len(pickle.dumps(build_on_host(Case(random_rows(rows), batching).ragged()[0], FORM)))
         for rows in (np.full(100, 10), np.full(5000, 10))
     )
     assert many < 1.1 * few

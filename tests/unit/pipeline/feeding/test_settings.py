@@ -77,6 +77,8 @@ FOR_LOADERS: dict[str, list[Any]] = {
     "num_workers": [1.0, "1", True, -1, None],
     "timeout": ["5", True, 0, -1, math.nan, None],
     "num_streams": [1.0, "1", True, 0, -1],
+    "ignore_index": [1.0, "0", True, None, 10**30],
+    "id_dtype": ["int16", "float32", None, np.int32],
     "device": [None, 1.5, "gpu"],
 }
 

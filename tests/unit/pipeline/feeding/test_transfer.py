@@ -14,6 +14,7 @@ from support.simulated_cuda import CUDA_1, FakeSource, SimulatedCuda, started
 from tokenfeed import Batch
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.feeding import transfer
+from tokenfeed.pipeline.feeding.batch import BatchForm
 from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.feeding.transfer import PageLock
 from tokenfeed.pipeline.feeding.window_source import InlineSource
@@ -29,7 +30,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA dev
 
 
 def feed_of(source: FakeSource) -> transfer.Batches:
-    return transfer.copy_ahead(source, transfer.copy_stream(DEVICE), 0)
+    return transfer.copy_ahead(source, transfer.copy_stream(DEVICE), BatchForm(0))
 
 
 def number_of(delivered: tuple[Batch, RaggedBatch]) -> int:
@@ -236,7 +237,7 @@ def test_the_current_device_is_resolved_once(folder: Path, cuda: SimulatedCuda) 
 
 
 def test_the_error_of_a_window_comes_after_the_batches_that_are_ready(cuda: SimulatedCuda) -> None:
-    feed = transfer.copy_ahead(FakeSource(cuda, [3, 4]), transfer.copy_stream(CUDA_1), 0)
+    feed = transfer.copy_ahead(FakeSource(cuda, [3, 4]), transfer.copy_stream(CUDA_1), BatchForm(0))
     delivered: list[int] = []
     with pytest.raises(ShardFormatError):
         delivered.extend(int(batch["input_ids"].item()) for batch, _ in feed)
@@ -245,7 +246,7 @@ def test_the_error_of_a_window_comes_after_the_batches_that_are_ready(cuda: Simu
 
 def test_an_interrupt_is_not_kept_waiting_by_batches_that_are_ready(cuda: SimulatedCuda) -> None:
     source = FakeSource(cuda, [3])
-    feed = transfer.copy_ahead(source, transfer.copy_stream(CUDA_1), 0)
+    feed = transfer.copy_ahead(source, transfer.copy_stream(CUDA_1), BatchForm(0))
     next(feed)
 
     def interrupt() -> None:
