@@ -2,8 +2,8 @@
 
 An address can hold a user, a password, or a query with a token or a signature. No file and no
 message of tokenfeed contains these parts: errors remove them from their text, and code that stores
-or prints an address calls `public` first. A run that needs a secret again gets
-it from the command line or the environment again.
+or prints an address calls `public` first. A run that needs a
+secret again gets it from the command line or the environment again.
 """
 
 import re

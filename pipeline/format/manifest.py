@@ -23,7 +23,7 @@ from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.read_errors import error_line
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.pipeline.format.store import Store, StorePath, keep, once, open_store
+from tokenfeed.pipeline.format.store import Store, StorePath, keep, once, open_store, read_once
 
 __all__ = [
     "CHAT_TEMPLATE_FILE",
@@ -66,11 +66,11 @@ def stored(store: Store, name: str) -> bytes:
     path = store.path(name)
     try:
         return store.read(name)
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError):
         raise ManifestError(
             f"{path}: not found, so this folder holds no finished data set. "
             "Point at the output folder of `pretokenize`, or run it to the end."
-        ) from error
+        ) from None
     except ConfigError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
@@ -441,9 +441,12 @@ def read_checked(store: Store, info: FileInfo) -> bytes:
     """
     path = store.path(info.file)
     try:
-        content = store.read(info.file)
+        content = read_once(store, info.file)
     except OSError as error:
         raise ManifestError(f"{path}: cannot be read: {error_line(error)}. Restore it.") from error
-    if xxhash.xxh3_64_hexdigest(content) != info.xxh3:
-        raise ManifestError(f"{path}: is not the file that the manifest names. Restore it.")
+    if (actual := xxhash.xxh3_64_hexdigest(content)) != info.xxh3:
+        raise ManifestError(
+            f"{path}: has checksum {actual}, but is {info.xxh3} in the manifest. Restore the file "
+            "from another copy of the data set, or run `pretokenize` again."
+        )
     return content

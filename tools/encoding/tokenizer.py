@@ -20,8 +20,14 @@ import xxhash
 from tokenizers import Encoding, Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
-from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
-from tokenfeed.pipeline.format.store import local_path, open_store
+from tokenfeed.pipeline.format.manifest import (
+    CHECKSUM_KEY,
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    Manifest,
+    read_checked,
+)
+from tokenfeed.pipeline.format.store import Store, local_path, open_store
 from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.tools.encoding.engine_support import ID_LIMIT
 
@@ -172,6 +178,7 @@ def fetch_tokenizer_json(name: str) -> bytes:
 
     Raises:
         TokenizerError: The tokenizer is missing, or the hub or store cannot be reached.
+        ManifestError: A data set has the tokenizer, but not the one that its manifest names.
     """
     if "://" in name:
         return _read_from_store(name)
@@ -181,12 +188,28 @@ def fetch_tokenizer_json(name: str) -> bytes:
     if not path.exists() and not Path(name).is_dir():
         path = _fetch_from_hub(name)
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise TokenizerError(
             f"{path}: cannot be read: {error.strerror}. Give a tokenizer.json, a folder that holds "
             "one, or a hub id."
         ) from error
+    _check_in_data_set(open_store(path.parent), path.name)
+    return content
+
+
+def _check_in_data_set(store: Store, name: str) -> None:
+    """Check a tokenizer.json in a finished data set against the manifest there.
+
+    Raises:
+        ManifestError: The manifest is damaged, or the tokenizer is not the one it names.
+    """
+    try:
+        content = json.loads(store.read(MANIFEST_FILE)) if name == TOKENIZER_FILE else None
+    except (OSError, ValueError, RecursionError):
+        return
+    if isinstance(content, dict) and CHECKSUM_KEY in content:  # else of another program
+        read_checked(store, Manifest.read(store).tokenizer)
 
 
 def _words(tokenizer: Tokenizer) -> Iterator[str]:
@@ -262,7 +285,9 @@ def _read_from_store(url: str) -> bytes:
         folder, name = url, TOKENIZER_FILE
     store = open_store(folder)
     try:
-        return store.read(name)
+        content = store.read(name)
+        _check_in_data_set(store, name)
+        return content
     except FileNotFoundError:
         raise TokenizerError(
             f"{store.path(name)}: not found. Give the address of a tokenizer.json, or of a folder "

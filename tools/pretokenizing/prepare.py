@@ -11,7 +11,12 @@ from typing import Any, Self
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
-from tokenfeed.pipeline.format.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
+from tokenfeed.pipeline.format.manifest import (
+    CHAT_TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    Manifest,
+    read_checked,
+)
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.pipeline.format.store import Place, local_path
 from tokenfeed.pipeline.redaction import public
@@ -103,8 +108,8 @@ class Listed:
         """Return the tokenizer of the finished data set in the output."""
         if self.tokenizer:
             return self.tokenizer
-        name = TOKENIZER_FILE
-        return _load(self.options, self.output.read(name), self.output.path(name))
+        info = Manifest.read(self.output).tokenizer
+        return _load(self.options, read_checked(self.output, info), self.output.path(info.file))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

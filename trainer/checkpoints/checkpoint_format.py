@@ -10,6 +10,7 @@ whatever number of ranks has written them.
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ _TENSOR = "$tensor"
 _VERSION = 2
 CONTENT_FILE = "checkpoint.json"
 _READERS = 4
+_FILE_NAME = re.compile(r"state-\d+\.safetensors")
 
 
 def split(state: State) -> tuple[State, dict[str, Tensor]]:
@@ -167,6 +169,8 @@ class Checkpoint:
             OSError, ValueError, KeyError, TypeError, AttributeError: The checkpoint is damaged.
         """
         content = _content((folder / CONTENT_FILE).read_bytes())
+        if wrong := [name for name in content.files if not _FILE_NAME.fullmatch(name)]:
+            raise ValueError(f"{CONTENT_FILE} lists {wrong[0]!r}, expected state-0.safetensors")
         others = {path.name for path in folder.glob("*.safetensors")} - content.files.keys()
         if others:  # the reader would take tensors from these files too
             raise ValueError(f"{min(others)} is not listed in {CONTENT_FILE}")
@@ -174,7 +178,7 @@ class Checkpoint:
             found = pool.map(file_xxh3, [folder / name for name in content.files])
         for (name, checksum), actual in zip(content.files.items(), found, strict=True):
             if actual != checksum:
-                raise ValueError(f"{name} fails its checksum")
+                raise ValueError(f"{name} fails its checksum: {actual}, expected {checksum}")
         return cls(folder, content)
 
     @staticmethod
@@ -306,8 +310,8 @@ def _sealed(content: dict[str, Any]) -> bytes:
 def _unsealed(data: bytes) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(data)
     checksum = content.pop("xxh3")
-    if xxhash.xxh3_64_hexdigest(_as_json(content)) != checksum:
-        raise ValueError(f"{CONTENT_FILE} fails its checksum")
+    if (actual := xxhash.xxh3_64_hexdigest(_as_json(content))) != checksum:
+        raise ValueError(f"{CONTENT_FILE} fails its checksum: {actual}, expected {checksum}")
     return content
 
 

@@ -170,7 +170,7 @@ class Checkpoints:
         """
         path = self.to_resume() if step is None else self.path(step)
         with _reading(path):
-            return Checkpoint.open(path)
+            return _verified(path)
 
     def write(self, snapshot: Snapshot, keep: int) -> None:
         """Write a checkpoint. Then delete all but the latest `keep` checkpoints and the best one.
@@ -206,7 +206,7 @@ class Checkpoints:
     def damage(self, step: int) -> str | None:
         """Read all bytes of a checkpoint; return what is wrong with them, or None."""
         try:
-            Checkpoint.open(self.path(step))
+            _verified(self.path(step))
         except DAMAGE as error:
             return str(error)
         return None
@@ -276,6 +276,13 @@ class Checkpoints:
         """Delete what a killed process left of checkpoints that it wrote or deleted."""
         for path in self._folder.glob(f"step-*{TEMPORARY_SUFFIX}"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _verified(path: Path) -> Checkpoint:
+    checkpoint = Checkpoint.open(path)
+    if name_of(checkpoint.meta.step) != path.name:
+        raise ValueError(f"its checkpoint.json is of step {checkpoint.meta.step}")
+    return checkpoint
 
 
 def _unfinished(path: Path) -> Path:

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Self
 
-import xxhash
-
-from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.data_set import open_splits
-from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
-from tokenfeed.pipeline.format.store import StorePath, open_store, read_once
+from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo, read_checked
+from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.redaction import public
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -75,36 +72,19 @@ def read_tokenizer(shards: StorePath) -> bytes:
     """Return the tokenizer.json that made the shards of a data set.
 
     Raises:
-        ConfigError: The file cannot be read, or its checksum differs from that in the manifest.
+        ManifestError: The file cannot be read, or its checksum differs from that in the manifest.
     """
-    info = Manifest.read(shards).tokenizer
-    return _read_file(shards, info.file, info.xxh3)
+    return read_checked(open_store(shards), Manifest.read(shards).tokenizer)
 
 
 def read_chat_template(shards: StorePath) -> bytes | None:
     """Return the chat template of a data set of conversations; None for other data sets.
 
     Raises:
-        ConfigError: The file cannot be read, or its checksum differs from that in the manifest.
+        ManifestError: The file cannot be read, or its checksum differs from that in the manifest.
     """
     info = Manifest.read(shards).chat_template
-    return _read_file(shards, info.file, info.xxh3) if info else None
-
-
-def _read_file(shards: StorePath, file: str, xxh3: str) -> bytes:
-    store = open_store(shards)
-    try:
-        content = read_once(store, file)
-    except OSError as error:
-        reason = f"cannot be read ({error})"
-    else:
-        if xxhash.xxh3_64_hexdigest(content) == xxh3:
-            return content
-        reason = "is not the file that made these shards, by its checksum"
-    raise ConfigError(
-        f"{store.path(file)}: {reason}. Take it from another copy of the data set, or run "
-        "`pretokenize` again."
-    )
+    return read_checked(open_store(shards), info) if info else None
 
 
 def run_manifest(config: TrainConfig) -> Manifest:

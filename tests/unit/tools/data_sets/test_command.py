@@ -192,7 +192,7 @@ def test_cat_refuses_what_is_not_there(documents: Path, out: Path) -> None:
     assert "--start` 100000" in shards("cat", documents, "--start", 100_000, expect=2)
     assert "no split `test`" in shards("cat", documents, "--split", "test", expect=1)
     (out / "tokenizer.json").write_bytes((out / "tokenizer.json").read_bytes() + b" ")
-    assert "tokenizer.json: is not the file that the manifest names" in shards("cat", out, expect=1)
+    assert "tokenizer.json: has checksum " in shards("cat", out, expect=1)
 
 
 def test_inspect_shows_splits_lengths_and_ledger(documents: Path) -> None:
@@ -266,7 +266,7 @@ def test_cat_says_that_a_split_has_no_rows(out: Path) -> None:
 @pytest.mark.parametrize("damage", [b"", b"{"])
 def test_cat_names_a_damaged_source_list(out: Path, damage: bytes) -> None:
     (out / "sources.jsonl").write_bytes(damage)
-    assert "sources.jsonl: is not the file that the manifest names" in shards("cat", out, expect=1)
+    assert "sources.jsonl: has checksum " in shards("cat", out, expect=1)
 
 
 @pytest.mark.parametrize(

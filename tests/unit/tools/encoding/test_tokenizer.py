@@ -1,15 +1,18 @@
 """What a tokenizer.json can do to the library that loads it ends in one line that names it."""
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.tokenizer_shapes import json_of
 
-from tokenfeed.pipeline.errors import TokenizerError
+from tokenfeed.pipeline.errors import ManifestError, TokenizerError
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.encoding.engines import ReferenceEngine
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 
 
 def changed(**model: Any) -> bytes:
@@ -62,3 +65,18 @@ def test_bpe_dropout_is_switched_off() -> None:
     made = TextTokenizer.load(changed(dropout=0.5), origin="test")
     assert made.dropout == 0.5
     assert np.array_equal(ReferenceEngine(made).encode([b"the lazy dog"] * 50).values, ids.values)
+
+
+def test_fetch_checks_tokenizer_of_a_data_set(documents: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    shutil.copytree(documents, folder)
+    info = Manifest.read(folder).tokenizer
+    file = folder / info.file
+    assert fetch_tokenizer_json(str(folder)) == fetch_tokenizer_json(str(file)) == file.read_bytes()
+    file.write_bytes(file.read_bytes() + b" ")
+    for name in (folder, file):
+        with pytest.raises(ManifestError, match=rf"^{file}: has checksum \w+, but is {info.xxh3}"):
+            fetch_tokenizer_json(str(name))
+    for other in (b"", b"[1]", b"{}", b"[" * 100_000):  # a manifest.json of another program
+        (folder / "manifest.json").write_bytes(other)
+        assert fetch_tokenizer_json(str(folder)) == file.read_bytes()

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import (
@@ -251,6 +253,24 @@ def test_a_damaged_checkpoint_is_one_line_with_its_folder_and_the_remedy(
     with pytest.raises(ResumeError, match=r"step-00000001.* damaged .*Delete this folder") as error:
         load(folder)
     assert "\n" not in str(error.value)
+
+
+def test_checkpoint_of_another_step_is_refused(folder: Path) -> None:
+    save(folder, 1).rename(folder / "step-00000007")
+    with pytest.raises(ResumeError, match=r"step-00000007.* \(its checkpoint\.json is of step 1\)"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../state-0.safetensors", "state-0.bin"])
+def test_checkpoint_that_lists_foreign_files_is_refused(folder: Path, name: str) -> None:
+    path = save(folder, 1) / "checkpoint.json"
+    content = json.loads(path.read_bytes())
+    del content["xxh3"]
+    content["files"] = {name: "0" * 16}
+    whole = json.dumps(content).encode() + b"\n"
+    path.write_text(json.dumps({"xxh3": xxhash.xxh3_64_hexdigest(whole)} | content))
+    with pytest.raises(ResumeError, match=rf"damaged \(checkpoint\.json lists '{re.escape(name)}'"):
+        load(folder)
 
 
 def test_nothing_to_resume_from_says_so(folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from support.data_sets import random_rows, write_rows
 from support.training import VOCABULARY, make_config, run, word_tokenizer
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import TrainConfig
 
@@ -121,7 +121,7 @@ def test_train_refuses_a_tokenizer_that_did_not_make_the_shards(
     file.write_bytes(swapped(word_tokenizer()))
     if "init_from" in settings:
         settings = {"init_from": str(begun.run_dir)}
-    with pytest.raises(ConfigError, match="is not the file that made these shards") as caught:
+    with pytest.raises(ManifestError, match=r"has checksum \w{16}, but is \w{16} in") as caught:
         run(make_config(shards, tmp_path / "run", steps=1, **settings))
     assert str(caught.value).startswith(f"{file}: ")
     assert "\n" not in str(caught.value)
