@@ -59,6 +59,7 @@ def pretokenize(
     *,
     task: TaskName = "lm",
     field: Mapping[str, str] | None = None,
+    keep: Mapping[str, str] | Sequence[str] = (),
     tokenizer: str | os.PathLike[str] | None = None,
     vocab_size: int = 32_768,
     end_token: str | None = None,
@@ -98,6 +99,8 @@ def pretokenize(
         task: The content of a record. `pretokenize --help` describes this option and all options
             below. They have the same names and defaults.
         field: Names of fields by the names that the task uses: `{"text": "content"}`.
+        keep: Names of columns with a number per id, or their types by name:
+            `{"advantage": "float32"}`.
         tokenizer: A tokenizer.json, a folder with one, or a Hub id. Default: train one.
         template_argument: Variables of the chat template: `{"enable_thinking": False}`.
         split: Patterns of file names by split: `{"test": "*.test.jsonl"}`.
@@ -110,8 +113,10 @@ def pretokenize(
     given = dict(locals())
     words = {name: value for name, value in given.items() if name not in ("source", "out")}
     words["field"] = tuple((f"{own}={name}",) for own, name in (field or {}).items())
+    kept = keep.items() if isinstance(keep, Mapping) else ((name, "") for name in _texts(keep))
+    words["keep"] = tuple(f"{name}={dtype}".rstrip("=") for name, dtype in kept)
     words["split"] = tuple(f"{name}={pattern}" for name, pattern in (split or {}).items())
-    words["exclude"] = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    words["exclude"] = _texts(exclude)
     words["tokenizer"] = None if tokenizer is None else os.fspath(tokenizer)
     words["chat_template"] = None if chat_template is None else os.fspath(chat_template)
     words["template_argument"] = tuple(
@@ -135,6 +140,10 @@ def pretokenize(
         make = append_rows if options.append else make_dataset
         summary = make(options, spooled)
     return Pretokenized(out=summary.out, manifest=Manifest.read(summary.out), summary=summary)
+
+
+def _texts(given: Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _paths(source: object) -> tuple[str, ...] | None:

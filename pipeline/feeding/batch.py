@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, no_target
+from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, is_kept, no_target, role_of
 from tokenfeed.pipeline.windows.rank_slice import TARGETS, RaggedBatch
 
 if TYPE_CHECKING:
@@ -91,6 +91,9 @@ class Batch(Mapping[str, Any]):
       it if their kernels are installed, else transformers refuses them. Some ignore it: see
       `check_documents_apart`.
     - `use_cache`: False, because with a cache transformers does not look at `position_ids`.
+
+    `batch[NAME]` and `batch.NAME` return a column of `pretokenize --keep NAME`: [B, T] int64 or
+    float32, 0 on padding. `**batch` does not pass these columns, because models do not take them.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Batch(Mapping[str, Any]):
         self._ignore_index = ignore_index
         self._targets: Any = None
         self._keys = _keys(ragged)
+        self._kept = tuple(filter(is_kept, ragged.token_columns))
         self.lengths = ragged.sequence_lengths
         """Tokens of each sequence, numpy, [B]."""
         self.is_filler = ragged.is_filler
@@ -134,7 +138,8 @@ class Batch(Mapping[str, Any]):
         return self._tensors[key]
 
     def __getattr__(self, name: str) -> Any:
-        keys = self.__dict__.get("_keys", ())  # missing while a copy is being made
+        made = self.__dict__  # empty while a copy is being made
+        keys = (*made.get("_keys", ()), *made.get("_kept", ()))
         if name in keys:
             return self[name]
         raise AttributeError(
@@ -142,7 +147,9 @@ class Batch(Mapping[str, Any]):
         )
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys  # the default of Mapping would build the tensor
+        return (
+            key in self._keys or key in self._kept
+        )  # the default of Mapping would build the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
@@ -348,7 +355,7 @@ def _as_tensor(array: np.ndarray) -> Any:
 
 
 def _keys(ragged: RaggedBatch) -> tuple[str, ...]:
-    inputs = (name for name in ragged.token_columns if name not in (INPUT_IDS, TARGETS))
+    inputs = (name for name in ragged.token_columns if role_of(name) == "input")
     where = _OF_PACKED if ragged.is_packed else (ATTENTION_MASK,)
     return (INPUT_IDS, *where, *inputs, TARGETS)
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.format.schema import is_kept
 from tokenfeed.pipeline.format.store import LocalStore, Store, StorePath, open_store
 
 __all__ = ["OpenedSplit", "open_splits", "refuse_difference"]
@@ -121,7 +122,10 @@ def _facts_of(manifest: Manifest) -> dict[str, Any]:
         "tokenizer": manifest.tokenizer.xxh3,
         "vocabulary size": manifest.tokenizer.vocabulary_size,
         "task": manifest.task,
-        "columns": [column.name for column in manifest.columns],
+        "columns": [
+            f"{column.name} ({column.dtype})" if is_kept(column.name) else column.name
+            for column in manifest.columns
+        ],
         "label names": manifest.label_names,
     }
 

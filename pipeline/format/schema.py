@@ -25,12 +25,14 @@ __all__ = [
     "ORIGIN_FILE",
     "ORIGIN_RECORD",
     "PROMPT_LENGTH",
+    "RESERVED_NAMES",
     "SCORE",
     "TOKEN_TYPE_IDS",
     "Column",
     "Role",
     "Task",
     "column_of",
+    "is_kept",
     "is_target",
     "no_target",
     "role_of",
@@ -49,7 +51,7 @@ Role = Literal["input", "target", "context"]
     target   the labels of a loss: one per token, or one per row
     context  which tokens are targets: the length of the prompt, or a kind per token
 """
-Dtype = Literal["uint8", "int16", "uint16", "int32", "uint32", "uint64", "float32"]
+Dtype = Literal["uint8", "int8", "int16", "uint16", "int32", "uint32", "uint64", "float32"]
 """dtypes on disk. A batch has integers as int64, and floats unchanged."""
 ENDED_TASKS: tuple[Task, ...] = ("lm", "complete")
 """Tasks whose rows end with the tokenizer's end token, if it has one."""
@@ -80,7 +82,7 @@ IGNORED = -100
 class Column:
     """A column besides the ids, with one value per token or one per row."""
 
-    name: Annotated[str, msgspec.Meta(pattern="^[a-z_]+$")]
+    name: Annotated[str, msgspec.Meta(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
     dtype: Dtype
     """numpy's name of the type."""
     per: Literal["token", "row"]
@@ -108,6 +110,19 @@ ROLES: dict[str, Role] = {
     KINDS: "context",
 }
 """Role of each column that a task adds."""
+RESERVED_NAMES = frozenset(
+    {
+        *(INPUT_IDS, *ROLES, ORIGIN_FILE, ORIGIN_RECORD),
+        *("attention_mask", "position_ids", "seq_idx", "document_ids", "use_cache"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"),
+        *("max_length_q", "max_length_k", "max_seqlen"),
+        *("segments", "sequence_lengths", "sequence_offsets", "piece_lengths", "row_targets"),
+        *("rows", "starts", "lengths", "ignored", "is_filler", "ends_step", "device"),
+        *("num_tokens", "num_targets", "num_slots", "num_cut_pieces"),
+        *("get", "items", "keys", "values", "to", "tensors", "pin_memory"),
+    }
+)
+"""Names that a kept column cannot have, because shards or batches use them."""
 
 
 def task_columns(task: Task, *, pairs: bool = False) -> tuple[Column, ...]:
@@ -119,6 +134,11 @@ def task_columns(task: Task, *, pairs: bool = False) -> tuple[Column, ...]:
 def role_of(column: str) -> Role | None:
     """Return the role of a column; None for the ids and for the origin."""
     return ROLES.get(column)
+
+
+def is_kept(column: str) -> bool:
+    """Return whether a column of tokens is one that `pretokenize --keep` copied."""
+    return column != INPUT_IDS and column not in ROLES
 
 
 def column_of(columns: Iterable[Column], role: Role) -> Column | None:

@@ -53,6 +53,8 @@ class FieldKind(Enum):
     """Like `JSON`, or None. In JSON Lines, the field may be absent."""
     IDS = "a list of token ids from 0"
     """A list of whole numbers, as int64 of shape (N,)."""
+    NUMBERS = "a list of finite numbers"
+    """A list of numbers or booleans, as float64 of shape (N,)."""
     NUMBER = "a finite number"
     """A number in the range of float32, as float. It may be a text with digits."""
 
@@ -162,6 +164,22 @@ def _ids(value: Any) -> np.ndarray:
     return np.array(value, np.int64)
 
 
+def _numbers(value: Any) -> np.ndarray:
+    if not isinstance(value, list):
+        raise _not(FieldKind.NUMBERS, value)
+    if {*map(type, value)} - {int, float, bool}:
+        raise _not(
+            FieldKind.NUMBERS, next(one for one in value if not isinstance(one, int | float))
+        )
+    try:
+        numbers = np.array(value, np.float64)
+    except OverflowError:
+        raise _not(FieldKind.NUMBERS, next(one for one in value if abs(one) > _MOST)) from None
+    if not np.isfinite(numbers).all():
+        raise _not(FieldKind.NUMBERS, value[int(np.argmin(np.isfinite(numbers)))])
+    return numbers
+
+
 def _number(value: Any) -> float:
     if isinstance(value, str | bytes | Real) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):
@@ -193,14 +211,24 @@ def _holds_json(column: pa.DataType) -> bool:
 
 
 def _holds_ids(column: pa.DataType) -> bool:
+    return _is_list(column) and bool(pa.types.is_integer(column.value_type))
+
+
+def _holds_numbers(column: pa.DataType) -> bool:
+    types = pa.types
+    allowed = (types.is_integer, types.is_floating, types.is_boolean)
+    return _is_list(column) and any(is_type(column.value_type) for is_type in allowed)
+
+
+def _is_list(column: pa.DataType) -> bool:
     types = pa.types
     is_list = types.is_list(column) or types.is_large_list(column)
-    is_list = is_list or types.is_fixed_size_list(column)
-    return bool(is_list and types.is_integer(column.value_type))
+    return bool(is_list or types.is_fixed_size_list(column))
 
 
 _SCALARS: dict[FieldKind, _Scalar] = {
     FieldKind.IDS: _Scalar(list[int], (_holds_ids,), _ids),
+    FieldKind.NUMBERS: _Scalar(list[float | bool], (_holds_numbers,), _numbers),
     FieldKind.JSON: _Scalar(Any, (_holds_json,), _json),
     FieldKind.OPTIONAL_JSON: _Scalar(Any, (_holds_json,), _optional_json),
     FieldKind.TEXT: _Scalar(str, (), _text),

@@ -109,7 +109,11 @@ class TaskEncoder(ABC):
     """What a record is, as the help of `--task` has it."""
     kinds: ClassVar[Fields]
     """What its own fields must hold."""
+    keeps: ClassVar[bool] = False
+    """Whether records have values for single tokens, so that `keep` may name some."""
     add_special_tokens: bool = False
+    keep: tuple[Column, ...] = ()
+    """Columns of the user with a value per token, which are stored beside the ids."""
 
     @property
     def fields(self) -> Fields:
@@ -125,7 +129,7 @@ class TaskEncoder(ABC):
     @property
     def columns(self) -> tuple[Column, ...]:
         """The columns it adds to the ids."""
-        return task_columns(self.name)
+        return (*task_columns(self.name), *self.keep)
 
     def with_tokenizer(self, json_bytes: bytes) -> Self:
         """The task with what it needs of the tokenizer.json; each worker asks once."""
@@ -235,9 +239,15 @@ class IdsEncoder(TaskEncoder):
     option: ClassVar[str] = "ids"
     record: ClassVar[str] = "token ids of a document, copied"
     kinds: ClassVar[Fields] = {"input_ids": FieldKind.IDS}
+    keeps: ClassVar[bool] = True
     input_ids: str = "input_ids"
     vocabulary_size: int = 0
     """The largest id of the tokenizer + 1."""
+
+    @property
+    def fields(self) -> Fields:
+        """The fields it reads of each record, by the names that records have for them."""
+        return super().fields | {column.name: FieldKind.NUMBERS for column in self.keep}
 
     def with_tokenizer(self, json_bytes: bytes) -> Self:
         """Return the task with the size of the vocabulary."""
@@ -251,6 +261,19 @@ class IdsEncoder(TaskEncoder):
     def texts(self, values: FieldValues) -> list[bytes]:
         """Return the bytes of the ids, for hashes."""
         return [ids.astype("<u4").tobytes() for ids in values[self.input_ids]]
+
+    def unusable(self, values: FieldValues) -> dict[int, str]:
+        """Return records whose kept columns do not fit to the ids or to the type."""
+        reasons: dict[int, str] = {}
+        for column in self.keep:
+            of_records = zip(values[self.input_ids], values[column.name], strict=True)
+            for row, (ids, numbers) in enumerate(of_records):
+                if len(numbers) != len(ids):
+                    reason = f"has {len(numbers):,} number(s) for {len(ids):,} id(s)"
+                elif not (reason := _not_of_type(numbers, column)):
+                    continue
+                reasons.setdefault(row, f"field `{column.name}` {reason}")
+        return reasons
 
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
         """Turn R records into R rows."""
@@ -267,8 +290,24 @@ class IdsEncoder(TaskEncoder):
         ids[wrong] = 0
         has_text = lengths > 0
         has_text[[*unusable]] = False
-        copied = Ragged(ids.astype(token_dtype(self.vocabulary_size)), lengths)
-        return Samples({INPUT_IDS: copied}, {}, has_text, unusable)
+        per_token = {INPUT_IDS: Ragged(ids.astype(token_dtype(self.vocabulary_size)), lengths)}
+        for column in self.keep:
+            numbers = np.concatenate([np.empty(0), *values[column.name]])
+            per_token[column.name] = Ragged(numbers.astype(column.dtype), lengths)
+        return Samples(per_token, {}, has_text, unusable)
+
+
+def _not_of_type(numbers: np.ndarray, column: Column) -> str:
+    """Return why a column cannot store numbers of float64; empty if it can."""
+    if column.dtype == "float32":
+        most, expected = float(np.finfo(np.float32).max), "a number in the range of float32"
+        wrong = numbers[np.abs(numbers) > most]
+    else:
+        info = np.iinfo(column.dtype)
+        expected = f"{column.dtype}, a whole number from {info.min:,} to {info.max:,}"
+        is_whole = numbers == np.floor(numbers)
+        wrong = numbers[~is_whole | (numbers < info.min) | (numbers > info.max)]
+    return f"has {wrong[0]:g}, expected {expected}" if len(wrong) else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ import xxhash
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.data_set import refuse_difference
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, Manifest, read_checked
+from tokenfeed.pipeline.format.schema import is_kept
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
 from tokenfeed.pipeline.format.store import LocalStore, Place
 from tokenfeed.tools.corpus.blocks import Blocks
@@ -28,6 +29,7 @@ from tokenfeed.tools.corpus.input_files import InputFile
 from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.encoding.labels import Labels
+from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.jobs.claim import files_made_of
 from tokenfeed.tools.jobs.run_records import alone_in_folder
@@ -115,6 +117,10 @@ class Onto:
                 token = loaded.tokenizer.id_to_token(tokenizer.end_id)
             chosen["end_token"] = options.end_token or token
             chosen["add_special_tokens"] = tokenizer.special_tokens_added
+        kept = [column for column in self.manifest.columns if is_kept(column.name)]
+        if TASK_CLASSES[task].keeps:
+            given = tuple(f"{column.name}={column.dtype}" for column in kept)
+            chosen["keep"] = options.keep or given
         if options.task != "ids":
             chosen["special_tokens_in_text"] = tokenizer.special_tokens_in_text
         return replace(options, **chosen)

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, ValidationError, convert
 
 from tokenfeed.pipeline.checks import bytes_of
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.cores import usable_cores
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
+from tokenfeed.pipeline.format.schema import RESERVED_NAMES, Column
 from tokenfeed.pipeline.format.store import Place, open_place
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, STANDARD_INPUT
@@ -30,7 +31,7 @@ __all__ = ["Options", "fields_of_tasks", "input_formats", "parse_options", "reco
 
 _GROUPS = {
     "task and tokenizer": (
-        *("task", "field", "tokenizer", "vocab_size", "end_token", "add_special_tokens"),
+        *("task", "field", "keep", "tokenizer", "vocab_size", "end_token", "add_special_tokens"),
         *("chat_template", "template_argument"),
     ),
     "input": ("split", "validation", "exclude", "strict", "max_rejects"),
@@ -44,6 +45,8 @@ _GROUPS = {
 _LARGEST_VOCABULARY = 10_000_000
 _LONGEST_SPLIT = 255
 """Bytes in the name of a folder."""
+_KEPT_TYPES = ("float32", "int8", "int16", "int32")
+"""Types of kept columns, the default first."""
 _TRAINING = ("vocab_size", "seed")
 """Options of the trained tokenizer."""
 
@@ -75,6 +78,8 @@ class Options:
     field: tuple[tuple[Annotated[str, text("NAME=FIELD ...")], ...], ...] = ()
     """Your names for the fields or columns of the task: text=review. Fields in brackets are
     optional. Labels and tags are names or whole numbers."""
+    keep: tuple[Annotated[str, text("NAME[=TYPE]")], ...] = ()
+    """Store a column with a number per id. TYPE: float32 (the default), int8, int16 or int32."""
     tokenizer: Annotated[str, text("FILE|FOLDER|HUB-ID")] | None = None
     """A tokenizer.json, or the folder, address or Hub repository (ID[@REVISION]) that contains one.
     Default: train a tokenizer on a sample of the corpus."""
@@ -105,7 +110,7 @@ class Options:
     max_rejects: NotNegative | None = None
     """Stop after more than N rejected records. Default: no limit."""
     workers: Positive | Literal["auto"] = "auto"
-    """Number of processes. auto: one per usable core. The output does not depend on it."""
+    """Number of processes. auto: one per usable core. The output is the same."""
     engine: Literal["auto", "tokenizers", "gigatoken"] = "auto"
     """auto: the fast gigatoken if it returns the same ids as tokenizers, which is checked."""
     append: bool = False
@@ -187,6 +192,7 @@ class Options:
         given: dict[str, Any] = {**self.fields}
         if self.task == "chat":
             given["splits_special"] = self.special_tokens_in_text == "split"
+        given["keep"] = tuple(map(_kept_column, self.keep))
         return TASK_CLASSES[self.task](add_special_tokens=self.add_special_tokens, **given)
 
     @property
@@ -248,7 +254,14 @@ class Options:
             if own in seen:
                 raise ConfigError(f"`--field` {given!r}: {own} is named twice. Name one field.")
             seen.add(own)
-        names = [*self.make_task().named.values()]
+        task = self.make_task()
+        if self.keep and not task.keeps:
+            able = [f"`--task {name}`" for name, task in TASK_CLASSES.items() if task.keeps]
+            raise ConfigError(
+                f"`--keep` {self.keep[0]}: `--task {self.task}` reads no number for each token. "
+                f"Use {' or '.join(able)}, or leave it out."
+            )
+        names = [*task.named.values(), *(column.name for column in task.keep)]
         if len(set(names)) < len(names):
             raise ConfigError(
                 f"`--task {self.task}` needs fields of different names, got {', '.join(names)}."
@@ -345,6 +358,32 @@ def parse_options() -> Options:
         more_help={"task": f" {records_of_tasks()}", "field": f" {fields_of_tasks()}"},
     )
     return Options(**given)
+
+
+def _kept_column(given: str) -> Column:
+    """Return the column that `--keep` names.
+
+    Raises:
+        ConfigError: The name or the type cannot be used.
+    """
+    name, _, dtype = given.partition("=")
+    try:
+        column = convert(
+            {"name": name, "dtype": dtype or _KEPT_TYPES[0], "per": "token"}, type=Column
+        )
+    except ValidationError:
+        column = None
+    if column is None or column.dtype not in _KEPT_TYPES:
+        raise ConfigError(
+            f"`--keep` {given!r}: expected NAME or NAME=TYPE, where NAME has letters, digits and _ "
+            f"only, and TYPE is {', '.join(_KEPT_TYPES)}."
+        )
+    if name in RESERVED_NAMES:
+        raise ConfigError(
+            f"`--keep` {given!r}: shards or batches use the name {name} themselves. Rename the "
+            "column."
+        )
+    return column
 
 
 def input_formats() -> str:

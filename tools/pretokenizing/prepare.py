@@ -328,6 +328,7 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -
         "--split": list(map(public, options.split)),
         "--task": options.task,
         "the fields": list(inputs.task.fields),
+        "--keep": list(options.keep) or None,
         "--validation": inputs.validation,
         "--shard-size": inputs.shard_bytes,
         "--max-record": options.max_record_bytes,

@@ -42,6 +42,11 @@ __all__ = [
     "table_schema",
 ]
 
+_ARRAYS: dict[FieldKind, type[np.generic]] = {
+    FieldKind.IDS: np.int64,
+    FieldKind.NUMBERS: np.float64,
+}
+"""Kinds whose values are arrays, and their dtype."""
 BATCH_ROWS = 1 << 12
 """Rows that are read at once."""
 
@@ -209,14 +214,16 @@ def _check_dictionary(column: pa.DictionaryArray) -> None:
 
 def _is_sound(column: pa.Array, kind: FieldKind) -> bool:
     """Whether all values are of a simple kind, none is null, and all text is valid UTF-8."""
-    if kind is FieldKind.IDS and pa.types.is_nested(column.type):
+    if kind in _ARRAYS and pa.types.is_nested(column.type):
         column.validate(full=True)  # damaged offsets would be followed anywhere
         values = column.flatten()
+        if column.null_count or values.null_count:
+            return False
+        if kind is FieldKind.NUMBERS:
+            return bool(np.isfinite(_numpy(values, kind)).all())
         least = pc.min(values).as_py()  # pyright: ignore[reportAttributeAccessIssue]
         most = pc.max(values).as_py()  # pyright: ignore[reportAttributeAccessIssue]
-        return not (column.null_count or values.null_count) and (
-            least is None or (least >= 0 and most < 1 << 63)
-        )
+        return least is None or (least >= 0 and most < 1 << 63)
     if column.null_count or kind is not FieldKind.TEXT:
         return False
     try:
@@ -230,11 +237,17 @@ def _is_sound(column: pa.Array, kind: FieldKind) -> bool:
 
 def _values(column: pa.Array, kind: FieldKind) -> list[Any]:
     """Return the values of a sound column."""
-    if kind is not FieldKind.IDS:
+    if kind not in _ARRAYS:
         return list(column.to_pylist())
-    ids = column.flatten().to_numpy().astype(np.int64)
+    values = _numpy(column.flatten(), kind)
     sizes = pc.list_value_length(column).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
-    return np.split(ids, np.cumsum(sizes)[:-1]) if len(sizes) else []
+    return np.split(values, np.cumsum(sizes)[:-1]) if len(sizes) else []
+
+
+def _numpy(values: pa.Array, kind: FieldKind) -> np.ndarray:
+    """Return numbers without nulls as an array."""
+    array: np.ndarray = values.to_numpy(zero_copy_only=False).astype(_ARRAYS[kind])
+    return array
 
 
 def _listed(column: pa.Array, kind: FieldKind) -> list[Any]:

@@ -17,7 +17,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, build_on_host
 from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
 from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import IGNORED, Task
+from tokenfeed.pipeline.format.schema import IGNORED, RESERVED_NAMES, Task
 from tokenfeed.pipeline.planning.batching import deal_rounds, plan_window
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
@@ -176,6 +176,47 @@ def test_batches_are_those_of_the_slow_definition(device: str, case: Case) -> No
     for batch, (sequences, filler) in zip(batches, case.slow(), strict=True):
         assert listed(batch) == slow_batch(case, sequences, filler)
         assert batch.is_filler == filler
+
+
+@pytest.mark.parametrize("device", ["host", "cpu"])
+@given(case=cases(), seed=st.integers(0, 1 << 32))
+def test_kept_columns_follow_their_tokens(device: str, case: Case, seed: int) -> None:
+    rng, size = np.random.default_rng(seed), len(case.rows.ids)
+    kept = {
+        "advantage": rng.normal(size=size).astype(np.float32),
+        "step": rng.integers(-128, 128, size).astype(np.int8),
+    }
+    case.rows.per_token.update(kept)
+    begins = np.cumsum(case.rows.lengths) - case.rows.lengths
+    batches = [build(ragged, device) for ragged in case.ragged()]
+    for batch, (sequences, _) in zip(batches, case.slow(), strict=True):
+        for name, values in kept.items():
+            expected = torch.zeros(batch["input_ids"].shape).to(batch[name])
+            for line, sequence in zip(expected, sequences, strict=True):
+                parts = [values[begins[row] + a : begins[row] + b] for row, a, b in sequence]
+                found = torch.from_numpy(np.concatenate(parts))
+                line[: len(found)] = found
+            assert torch.equal(batch[name], expected)
+            assert batch[name].dtype == (torch.float32 if name == "advantage" else torch.int64)
+            assert name in batch
+            assert name not in dict(**batch)
+
+
+@pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
+def test_batch_with_kept_columns_moves_with_them(batching: Batching) -> None:
+    rows = random_rows(np.array([5, 3, 2, 7]))
+    rows.per_token["advantage"] = np.arange(17, dtype=np.float32)
+    batch = build_on_host(Case(rows, batching).ragged()[0], PAD)
+    assert batch.to("meta").advantage.device.type == "meta"
+
+
+@pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
+def test_names_of_a_batch_are_reserved(batching: Batching) -> None:
+    ragged = Case(random_rows(np.array([5, 3, 2]), pairs=True), batching).ragged()[0]
+    names = {*device_inputs(ragged), *ragged.staged()}
+    batch = build_on_host(ragged, PAD)
+    names |= {*batch, *(name for name in dir(batch) if not name.startswith("_"))}
+    assert names <= RESERVED_NAMES
 
 
 @given(cases())

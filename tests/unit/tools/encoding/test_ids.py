@@ -1,7 +1,9 @@
 """`--task ids`: rows of token ids are copied exactly, and wrong ids are rejected by record."""
 
 import json
+import math
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,12 @@ import numpy as np
 import polars
 import pyarrow as pa
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import feather, parquet
 from tokenizers import Tokenizer, models
 
-from tokenfeed import Packed, ShardLoader, pretokenize
+from tokenfeed import Batch, Fixed, Mixture, Packed, Padded, ShardLoader, pretokenize
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import open_store
@@ -105,6 +107,125 @@ def test_wrong_ids_of_a_table_are_rejected_with_their_record(
 def test_ids_need_the_tokenizer_that_made_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`--task ids` needs `--tokenizer`"):
         pretokenize([{"input_ids": [1]}], tmp_path / "out", task="ids")
+
+
+POLICIES = [
+    Padded(64),
+    Padded(16),
+    Padded(64, long_rows="truncate"),
+    Fixed(3),
+    Packed(32, 2),
+    Packed(32, 2, split=True),
+    Packed(8, 2, long_rows="truncate"),
+]
+TYPES = {
+    "advantage": st.floats(width=32, allow_nan=False, allow_infinity=False),
+    "reward": st.integers(-(2**31), 2**31 - 1),
+    "_Step2": st.integers(-(2**15), 2**15 - 1),
+    "done": st.booleans(),
+}
+KEEP = {"advantage": "float32", "reward": "int32", "_Step2": "int16", "done": "int8"}
+
+
+@st.composite
+def records(draw: st.DrawFn) -> list[dict[str, list[Any]]]:
+    """Records with a column of each type."""
+    lengths = draw(st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any))
+    return [
+        {
+            "input_ids": draw(st.lists(st.integers(0, SIZE - 1), min_size=n, max_size=n)),
+            **{name: draw(st.lists(kind, min_size=n, max_size=n)) for name, kind in TYPES.items()},
+        }
+        for n in lengths
+    ]
+
+
+@pytest.mark.slow
+@settings(max_examples=10)
+@given(rows=records(), as_table=st.booleans())
+def test_batches_have_the_kept_numbers_of_each_token(
+    tokenizer: Path, tmp_path_factory: pytest.TempPathFactory, rows: Any, as_table: bool
+) -> None:
+    out = tmp_path_factory.mktemp("kept") / "out"
+    source = pa.Table.from_pylist(rows) if as_table else rows
+    pretokenize(source, out, task="ids", tokenizer=tokenizer, keep=KEEP, validation=0)
+    stored = [row for row in rows if row["input_ids"]]
+    for batching in POLICIES:
+        with ShardLoader(out, batching=batching, num_workers=0) as loader:
+            for batch in loader:
+                check_kept(batch, stored, is_packed=isinstance(batching, Packed))
+
+
+def check_kept(batch: Batch, stored: list[dict[str, list[Any]]], *, is_packed: bool) -> None:
+    """Compare every token and every padding of a batch with the records."""
+    pieces = [*zip(batch.rows, batch.starts, batch.piece_lengths, strict=True)]
+    offsets = batch.sequence_offsets if is_packed else range(len(pieces) + 1)
+    for name in ("input_ids", *TYPES):
+        for line, (begin, end) in zip(batch[name].tolist(), pairwise(offsets), strict=True):
+            own = [stored[row][name][a : a + n] for row, a, n in pieces[begin:end]]
+            expected = [value for piece in own for value in piece]
+            assert line[: len(expected)] == expected
+            assert name == "input_ids" or not any(line[len(expected) :])
+
+
+def test_kept_numbers_that_do_not_fit_reject_their_record(tmp_path: Path, tokenizer: Path) -> None:
+    values: list[Any] = [[1], [1, 2, 3], [1, 300], [1, 0.5], [1, math.nan], [1, "2"], 7, None]
+    rows = [{"input_ids": [5, 6], "step": value} for value in values]
+    rows += [{"input_ids": [5, 6]}, {"input_ids": [5, 6], "step": [True, -128]}]
+    made = pretokenize(
+        rows, tmp_path / "out", task="ids", tokenizer=tokenizer, keep={"step": "int8"}
+    )
+    assert [reject["record"] for reject in made.rejects] == [*range(9)]
+    reasons = [reject["reason"] for reject in made.rejects]
+    assert all("`step`" in reason for reason in reasons)
+    assert reasons[0] == "field `step` has 1 number(s) for 2 id(s)"
+    assert reasons[2] == "field `step` has 300, expected int8, a whole number from -128 to 127"
+    assert rows_of(tmp_path / "out") == {9: [5, 6]}
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (["rows"], "shards or batches use the name rows themselves"),
+        (["reward-1"], "NAME has letters, digits and _ only"),
+        ({"reward": "int64"}, "TYPE is float32, int8, int16, int32"),
+        (["reward", "reward"], "needs fields of different names"),
+    ],
+)
+def test_names_that_cannot_be_kept_are_refused(tmp_path: Path, keep: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pretokenize([], tmp_path / "out", task="ids", tokenizer=tmp_path, keep=keep)
+
+
+def test_tasks_without_values_per_token_keep_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`--task lm` reads no number for each token\."):
+        pretokenize([{"text": "a"}], tmp_path / "out", keep="reward")
+
+
+def test_appended_rows_have_the_kept_columns_of_the_data_set(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    out, keep = tmp_path / "out", {"reward": "int16"}
+    for number in range(3):
+        line = {"input_ids": [number, 1], "reward": [3, number]}
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(line))
+    first, second, third = (str(tmp_path / f"{number}.jsonl") for number in range(3))
+    pretokenize(first, out, task="ids", tokenizer=tokenizer, keep=keep, validation=0)
+    pretokenize(second, out, task="ids", append=True, validation=0)
+    batch = next(iter(ShardLoader(out, batching=Fixed(2), num_workers=0, shuffle=False)))
+    assert batch["reward"].tolist() == [[3, 0], [3, 1]]
+    with pytest.raises(ConfigError, match="needs one columns"):
+        pretokenize(third, out, task="ids", append=True, keep={"other": "int16"})
+
+
+def test_mixture_needs_one_type_of_kept_columns(tmp_path: Path, tokenizer: Path) -> None:
+    rows = [{"input_ids": [1, 2], "reward": [3, 4]}]
+    for dtype in ("int8", "float32"):
+        out, keep = tmp_path / dtype, {"reward": dtype}
+        pretokenize(rows, out, task="ids", tokenizer=tokenizer, keep=keep, validation=0)
+    mixture = Mixture({tmp_path / "int8": 1.0, tmp_path / "float32": 1.0})
+    with pytest.raises(ConfigError, match=r"reward \(int8\)"):
+        ShardLoader(mixture, batching=Fixed(1))
 
 
 @example([True, 1])
