@@ -429,7 +429,9 @@ def _seq_idx(ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
 
 def _labels(ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
     if (targets := ragged.row_targets) is not None:
-        labels = targets.astype(_wide(targets))
+        none = no_target(is_float=targets.dtype.kind == "f")
+        labels = np.full(len(ragged.sequence_lengths), none, _wide(targets))
+        labels[: len(targets)] = targets  # the rest is rows of padding
         return _no_targets_like(labels) if ragged.is_filler else labels
     labels_BT = np.asarray(arrays[INPUT_IDS]).astype(np.int64)
     if ragged.is_filler:

@@ -20,6 +20,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from tokenfeed.pipeline import checks
+from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.caching.settings import cache_for, has_remote
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, BatchForm
@@ -293,6 +294,24 @@ class ShardLoader:
                 "`epochs`=None: a pass has no end, so it has no number of batches. Set `epochs`."
             )
         return estimate_rounds(self._plan, self._sources, self.world_size) * self.epochs
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Rows and padded length of every batch that a policy with `fill=True` can deliver, in
+        ascending length: to compile a model or to record CUDA graphs before training.
+
+        Raises:
+            ConfigError: The policy does not fill batches, so they have any number of rows.
+        """
+        policy, longest = self._plan.batching, max(each.split.longest_row for each in self._sources)
+        last = round_up(min(longest, policy.longest_piece), policy.multiple_of)
+        lengths = range(policy.multiple_of, last + 1, policy.multiple_of)
+        shapes = [(policy.rows_to_fill(length), length) for length in lengths]
+        if not all(rows for rows, _ in shapes):
+            raise ConfigError(
+                f"`batching`={policy}: its batches have any number of rows. Set `fill`=True."
+            )
+        return shapes
 
     def stats(self) -> Stats:
         """Return counts of the delivered batches and the time spent waiting, for this rank."""

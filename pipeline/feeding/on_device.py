@@ -65,7 +65,10 @@ def build_on_device(inputs: Tensors, ragged: RaggedBatch, form: BatchForm) -> Ba
         for name, fill in paddings(ragged, form.pad_id).items()
     }
     if "row_targets" in inputs:
-        tensors[TARGETS] = _widened(inputs["row_targets"])
+        labels = _widened(inputs["row_targets"])
+        none = no_target(is_float=labels.is_floating_point())
+        added = len(ragged.sequence_lengths) - len(labels)  # rows of padding
+        tensors[TARGETS] = torch.nn.functional.pad(labels, (0, added), value=none)
     elif TARGETS not in tensors:
         tensors[TARGETS] = grid.copy(tensors[INPUT_IDS], IGNORED)
         _ignore_without_context(tensors[TARGETS], inputs)

@@ -7,7 +7,7 @@ Policies are frozen, hashable, and part of a saved state. Torch-free.
 import ast
 import contextlib
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -58,6 +58,10 @@ class Padded(ByLength):
     0.033."""
     sequence_length: int | None = None
     """Tokens above which a row is too long. Default: `max_tokens`."""
+    fill: bool = field(default=False, repr=False, compare=False)
+    """True: rows of padding fill a micro-batch up to `max_tokens`, so it has one shape for each
+    multiple of `multiple_of`; see `ShardLoader.shapes`. Default: False. Neither the order of rows
+    nor a saved state depends on it."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "max_tokens", "multiple_of")
@@ -70,6 +74,7 @@ class Padded(ByLength):
             _check_sizes(self, "sequence_length")
         _check_long_rows(self)
         _check_spread(self)
+        _check_flag(self, "fill")
 
     @property
     def longest_piece(self) -> int:
@@ -105,10 +110,13 @@ class Fixed(ByLength):
     """Padded lengths are rounded up to a multiple of this. Default: 1."""
     spread: float = SPREAD
     """See `Padded.spread`."""
+    fill: bool = field(default=False, repr=False, compare=False)
+    """True: rows of padding fill the last micro-batches of a window up to `batch_size`."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "batch_size", "multiple_of")
         _check_spread(self)
+        _check_flag(self, "fill")
 
     @property
     def long_rows(self) -> LongRows:
@@ -145,17 +153,22 @@ class Packed(Batching):
     sequence_length: int
     """Tokens of a sequence."""
     batch_size: int
-    """Number of sequences of a micro-batch; the last ones of a window may have fewer."""
+    """Number of sequences of a micro-batch; without `fill`, the last ones of a window may have
+    fewer."""
     split: bool = False
     """False (default): best fit; only documents longer than a sequence are cut. True: concatenate
     the documents and cut wherever a sequence is full, as most pre-training does."""
     long_rows: LongRows = "cut"
     """What happens to a document longer than a sequence. "cut" (default): it is cut into pieces.
     "truncate": only its first piece is used. "refuse": the loader raises a ConfigError."""
+    fill: bool = field(default=False, repr=False, compare=False)
+    """True: sequences of padding fill a micro-batch up to `batch_size`, so all have one shape.
+    Default: False. Neither the order of rows nor a saved state depends on it."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "sequence_length", "batch_size")
-        object.__setattr__(self, "split", checks.flag("split", self.split))
+        _check_flag(self, "split")
+        _check_flag(self, "fill")
         _check_long_rows(self)
         if self.split and self.long_rows != "cut":
             raise ConfigError(
@@ -172,6 +185,10 @@ class Packed(Batching):
     def multiple_of(self) -> int:
         """Every sequence is padded to `sequence_length`."""
         return self.sequence_length
+
+    def rows_to_fill(self, padded_length: int) -> int:
+        """Return `batch_size` if `fill` is set, else 0."""
+        return self.batch_size if self.fill else 0
 
     def tokens_per_batch(self, mean_tokens: float) -> int:
         """Return the tokens of a full micro-batch."""
@@ -271,6 +288,10 @@ def _check_sizes(policy: Padded | Packed | Fixed, *names: str) -> None:
     for name in names:
         size = checks.whole(name, getattr(policy, name), least=1, most=checks.MOST)
         object.__setattr__(policy, name, size)  # a plain int, also for numpy integers
+
+
+def _check_flag(policy: Padded | Packed | Fixed, name: str) -> None:
+    object.__setattr__(policy, name, checks.flag(name, getattr(policy, name)))
 
 
 def _check_spread(policy: Padded | Fixed) -> None:

@@ -153,6 +153,11 @@ class Batching(ABC):
     def longest_piece(self) -> int:
         """Largest number of tokens of a piece."""
 
+    def rows_to_fill(self, padded_length: int) -> int:
+        """Return the number of rows that micro-batches of this padded length are filled up to, with
+        rows of padding only. 0: do not fill."""
+        return 0
+
     @abstractmethod
     def tokens_per_batch(self, mean_tokens: float) -> int:
         """Return the approximate tokens of a micro-batch, if rows have `mean_tokens` on average.
@@ -191,6 +196,15 @@ class ByLength(Batching):
     @abstractmethod
     def rows_of(self, longest: int) -> int:
         """Return the number of rows of a micro-batch whose longest row has `longest` tokens."""
+
+    @property
+    @abstractmethod
+    def fill(self) -> bool:
+        """Whether micro-batches are filled up to `rows_of` their padded length."""
+
+    def rows_to_fill(self, padded_length: int) -> int:
+        """Return `rows_of` if `fill` is set, else 0."""
+        return self.rows_of(padded_length) if self.fill else 0
 
     @abstractmethod
     def batches_of(self, lengths: np.ndarray) -> float:

@@ -22,6 +22,7 @@ import numpy as np
 
 from tokenfeed.pipeline.arithmetic import offsets_of, ranges, round_up
 from tokenfeed.pipeline.format.schema import is_target
+from tokenfeed.pipeline.planning.policy import Batching
 
 __all__ = ["Layout", "Sequences", "lay_out"]
 
@@ -52,7 +53,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Which pieces form a sequence, and which sequences a micro-batch."""
+    """Which pieces form a sequence, and which sequences a micro-batch. A sequence without pieces is
+    padding."""
 
     lengths: np.ndarray
     """Tokens of each piece, shape (P,), int32."""
@@ -66,7 +68,27 @@ class Sequences:
         """Return the tokens of each sequence, shape (S,)."""
         if self.offsets is None:
             return self.lengths
-        return np.asarray(np.add.reduceat(self.lengths, self.offsets[:-1]))
+        ends = offsets_of(self.lengths)[self.offsets]
+        return np.asarray(np.diff(ends), np.int32)
+
+    def padded(self, multiple_of: int) -> np.ndarray:
+        """Return the padded length of each micro-batch, shape (M,)."""
+        longest = np.maximum.reduceat(self.sizes(), self.batches[:-1])
+        return np.asarray(round_up(longest, multiple_of))
+
+    def filled(self, batching: Batching) -> "Sequences":
+        """Return the sequences with `batching.rows_to_fill` in each micro-batch: empty ones follow
+        those with tokens."""
+        lengths, of_batch = np.unique(self.padded(batching.multiple_of), return_inverse=True)
+        rows = np.array([batching.rows_to_fill(length) for length in lengths.tolist()])[of_batch]
+        counts = np.diff(self.batches)
+        missing = np.maximum(rows - counts, 0)
+        if not missing.any():
+            return self
+        offsets = np.arange(len(self.lengths) + 1) if self.offsets is None else self.offsets
+        ends = np.repeat(self.batches[1:], missing)
+        filled = np.insert(offsets, ends, offsets[ends])
+        return Sequences(self.lengths, offsets_of(counts + missing), filled)
 
 
 def lay_out(
@@ -93,8 +115,7 @@ def lay_out(
         learned: Which tokens are targets, shape (N,), bool. The first token of a piece is not.
     """
     sizes, batches = sequences.sizes(), sequences.batches
-    longest = np.maximum.reduceat(sizes, batches[:-1])
-    padded = round_up(longest, multiple_of)
+    padded = sequences.padded(multiple_of)
     pieces = batches if sequences.offsets is None else sequences.offsets[batches]
     tokens = offsets_of(np.add.reduceat(sequences.lengths, pieces[:-1], dtype=np.int64))
     segments = ignored = segment_offsets = ignored_offsets = None

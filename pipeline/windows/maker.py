@@ -5,7 +5,7 @@ deal them to the ranks, copy those of this rank. Worker processes get a `WindowM
 and make the same slices as the parent would. Torch-free.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -153,13 +153,17 @@ class WindowMaker:
         spans = Spans.from_plan(planned, window.numbers, window.rows.lengths)
         gathered = gather(window, planned, rounds, spans, self.targets_by)
         added = self._added(spans, planned, rounds, digests(spans, planned, rounds, epoch, number))
-        index = Index(gathered.pieces, self._layout(gathered), added)
+        index = Index(*self._laid_out(gathered), added)
         return RankSlice(epoch, nth, gathered.per_token, index, index)
 
-    def _layout(self, gathered: Gathered) -> Layout:
+    def _laid_out(self, gathered: Gathered) -> tuple[PieceIndex, Layout]:
+        """Return the pieces, with the rows of padding that fill micro-batches, and their layout."""
         pieces = gathered.pieces
-        return lay_out(
-            Sequences(pieces.lengths, pieces.batches, pieces.sequences),
+        sequences = Sequences(pieces.lengths, pieces.batches, pieces.sequences)
+        sequences = sequences.filled(self.plan.batching)
+        pieces = replace(pieces, batches=sequences.batches, sequences=sequences.offsets)
+        return pieces, lay_out(
+            sequences,
             self.plan.batching.multiple_of,
             packs=self.plan.batching.packs,
             row_targets=pieces.targets is not None,

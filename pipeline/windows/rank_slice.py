@@ -34,8 +34,8 @@ class PieceIndex:
     starts: np.ndarray | None = None
     """First token of the piece in its row, shape (P,), int64; None: no row was cut."""
     sequences: np.ndarray | None = None
-    """Where each sequence begins among the pieces, shape (S + 1,), int64; None: every piece is a
-    sequence."""
+    """Where each sequence begins among the pieces, shape (S + 1,), int64; a sequence without pieces
+    is padding. None: every piece is a sequence."""
     targets: np.ndarray | None = None
     """Target of the row, shape (P,), in storage dtype; None: rows have no target."""
 

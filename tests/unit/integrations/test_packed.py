@@ -1,5 +1,6 @@
 """Packed batches in models of transformers: which keep documents apart, and which are refused."""
 
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,27 @@ def test_packed_batch_in_decoder_keeps_documents_apart(
     assert model.config.use_cache
     assert largest_difference(model, packed(shards)) < 1e-5
     check_documents_apart(model, packed(shards))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_filled_batches_in_decoder_have_the_same_loss(
+    shards: Path, name: str, attention: str
+) -> None:
+    model = model_of(name, attention=attention)
+    for plain in (Packed(32, batch_size=11), Padded(256, 16)):
+        filled = replace(plain, fill=True)
+        both = [ShardLoader(shards, batching=each, num_workers=0) for each in (plain, filled)]
+        pairs = [
+            pair for pair in zip(*both, strict=True) if len(pair[0].lengths) < len(pair[1].lengths)
+        ]
+        assert pairs
+        for pair in pairs[:2]:
+            with torch.no_grad():
+                first, second = (
+                    model(**batch, num_items_in_batch=batch.num_targets).loss for batch in pair
+                )
+            torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
 
 
 def test_flash_attention_without_bounds_mixes_documents(

@@ -74,21 +74,25 @@ class Case:
             world_size=self.world_size,
         )
         for mine, filler in zip(rounds.mine.tolist(), rounds.filler.tolist(), strict=True):
-            yield batches[mine][:1] if filler else batches[mine], filler
+            sequences = batches[mine][:1] if filler else batches[mine]
+            longest = max(sum(stop - start for _, start, stop in each) for each in sequences)
+            rows = self.batching.rows_to_fill(round_up(longest, self.batching.multiple_of))
+            yield sequences + [[]] * (rows - len(sequences)), filler
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     task: Task = draw(st.sampled_from(["lm", "classify", "score", "tag", "complete"]))
     lengths = np.array(draw(st.lists(st.integers(1, 25), min_size=1, max_size=25)))
+    fill = st.booleans()
     policies = [
-        st.builds(Fixed, st.integers(1, 5), st.sampled_from([1, 8])),
-        st.builds(Padded, st.integers(32, 90), st.sampled_from([1, 8])),
+        st.builds(Fixed, st.integers(1, 5), st.sampled_from([1, 8]), fill=fill),
+        st.builds(Padded, st.integers(32, 90), st.sampled_from([1, 8]), fill=fill),
     ]
     if task not in ("classify", "score"):
         policies += [
-            st.builds(Padded, st.integers(8, 30), st.sampled_from([1, 8])),
-            st.builds(Packed, st.integers(2, 40), st.integers(1, 4), st.booleans()),
+            st.builds(Padded, st.integers(8, 30), st.sampled_from([1, 8]), fill=fill),
+            st.builds(Packed, st.integers(2, 40), st.integers(1, 4), st.booleans(), fill=fill),
         ]
     rows = random_rows(
         lengths,
@@ -141,7 +145,9 @@ def slow_batch(case: Case, sequences: list[list[Span]], filler: bool) -> dict[st
     for name, none in ("label", IGNORED), ("score", NOTHING):
         if name in rows.per_row:
             values = rows.per_row[name].tolist()
-            made["labels"] = [none if filler else values[row] for [(row, _, _)] in sequences]
+            made["labels"] = [
+                none if filler or not spans else values[spans[0][0]] for spans in sequences
+            ]
     if "token_type_ids" not in rows.per_token:
         del made["token_type_ids"]
     if not isinstance(case.batching, Packed):

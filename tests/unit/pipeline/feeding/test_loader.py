@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -61,6 +62,42 @@ def test_loader_truncating_rows_ends_its_epochs(folder: Path, batching: Batching
     pieces = [span for batch in loader for span in spans(batch)]
     assert {start for _, start, _ in pieces} == {0}
     assert len(pieces) == 2 * len({row for row, _, _ in pieces}) == 2 * 900
+
+
+@pytest.mark.parametrize(
+    "batching",
+    [
+        Packed(64, 12, fill=True),
+        Packed(64, 12, split=True, fill=True),
+        Padded(4096, 512, fill=True),
+        Padded(256, 64, fill=True),
+    ],
+    ids=lambda policy: f"{policy} fill",
+)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_filled_batches_have_the_promised_shapes_and_rows(
+    folder: Path, batching: Batching, world_size: int
+) -> None:
+    ranks = {"rank": world_size - 1, "world_size": world_size, "micro_batches_per_step": 2}
+    plain = replace(batching, fill=False)  # type: ignore[type-var]
+    loader, unfilled = (open_loader(folder, each, **ranks) for each in (batching, plain))
+    found, before = set(), set()
+    for batch, expected in zip(loader, unfilled, strict=True):
+        found.add(tuple(batch["input_ids"].shape))
+        before.add(tuple(expected["input_ids"].shape))
+        assert spans(batch) == spans(expected)
+        assert batch.num_targets == int((batch.targets != -100).sum()) == expected.num_targets
+        assert tuple(batch["labels"].shape) == (len(batch.lengths), batch["input_ids"].shape[1])
+    assert found <= {*loader.shapes}
+    assert before > found or not before <= {*loader.shapes}, "nothing was filled"
+    state = unfilled.state_dict()
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
+
+
+def test_shapes_of_batches_that_are_not_filled_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="have any number of rows"):
+        open_loader(folder).shapes  # noqa: B018
 
 
 def test_the_length_of_a_mixture_is_exact_or_refused(make_dataset: MakeDataset) -> None:

@@ -27,10 +27,11 @@ def slice_of(
     return WindowMaker(plan, reader, rank, world_size).make(Position(0, 0, 0))
 
 
+FILLED = Packed(20, 4, fill=True)
 SLICES = st.builds(
     slice_of,
     st.lists(st.integers(1, 25), min_size=1, max_size=30),
-    st.sampled_from([Padded(30, 8), Fixed(3), Packed(20, 2), Packed(20, 2, split=True)]),
+    st.sampled_from([Padded(30, 8), Fixed(3), Packed(20, 2), Packed(20, 2, split=True), FILLED]),
     st.sampled_from(["lm", "tag", "complete"]),
     st.integers(0, 1),
     st.just(2),
