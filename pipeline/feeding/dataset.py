@@ -26,6 +26,7 @@ from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import Header, RankSlice
 from tokenfeed.pipeline.windows.reader import WindowReader
+from tokenfeed.pipeline.windows.row_map import MapRow, RowMap
 
 __all__ = ["ShardDataset", "WindowSlice"]
 
@@ -99,6 +100,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
         rank: int | None = None,
         world_size: int | None = None,
         targets: Targets | None = None,
+        map: MapRow | None = None,
     ) -> None:
         """Read the manifest and make the plan. No shard is opened yet.
 
@@ -117,6 +119,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
             world_size: Number of ranks that share each step. Default: the world size of
                 torch.distributed, or 1.
             targets: Which tokens of conversations are targets, as for `ShardLoader`.
+            map: A function on rows, as for `ShardLoader`.
 
         Raises:
             ManifestError: The folder has no such data set or split.
@@ -139,7 +142,9 @@ class ShardDataset(IterableDataset[WindowSlice]):
         rule = TargetRule.from_setting(targets, sources[0].manifest.columns)
         cache = cache_for(sources, plan, None, None)
         reader = WindowReader(sources, with_kinds=rule is not None, cache=cache)
-        self._maker = WindowMaker(plan, reader, ranks.rank, ranks.world_size, rule)
+        vocabulary_size = sources[0].manifest.tokenizer.vocabulary_size
+        row_map = RowMap.from_setting(map, vocabulary_size, plan.order.seed)
+        self._maker = WindowMaker(plan, reader, ranks.rank, ranks.world_size, rule, row_map)
         self._form = BatchForm(sources[0].manifest.tokenizer.pad_id)
         self.epochs = checks.epochs(epochs)
         self._epoch = torch.zeros(1, dtype=torch.int64, device="cpu")

@@ -50,6 +50,7 @@ from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 from tokenfeed.pipeline.windows.reader import WindowReader
+from tokenfeed.pipeline.windows.row_map import MapRow, RowMap
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +109,7 @@ class ShardLoader:
         targets: Targets | None = None,
         ignore_index: int = IGNORED,
         id_dtype: Literal["int64", "int32"] = "int64",
+        map: MapRow | None = None,
     ) -> None:
         """Read the manifest and make the plan. Workers start with the first iteration.
 
@@ -150,6 +152,9 @@ class ShardLoader:
                 depend on it, so a state can be loaded with other targets.
             ignore_index: Value of `Batch.targets` where no loss counts.
             id_dtype: Dtype of `input_ids`: "int64" or "int32".
+            map: A function on the columns of a row and a `numpy.random.Generator`, for augmentation
+                or masking; see `MapRow`. It runs in the workers, which must be able to import it,
+                and keeps the number of tokens. The order of rows does not depend on it.
 
         Raises:
             ManifestError: The folder has no such data set or split.
@@ -186,6 +191,9 @@ class ShardLoader:
             checks.choice("id_dtype", id_dtype, ("int64", "int32")),
             checks.whole("ignore_index", ignore_index, least=-(2**31), most=2**31 - 1),
             is_numpy=self.device == _NUMPY,
+        )
+        self._row_map = RowMap.from_setting(
+            map, sources[0].manifest.tokenizer.vocabulary_size, plan.order.seed
         )
         self._targets_by = TargetRule.from_setting(targets, sources[0].manifest.columns)
         self._cache = cache_for(sources, plan, cache_dir, cache_bytes)
@@ -438,7 +446,7 @@ class ShardLoader:
         ranks, rule = self._ranks, self._targets_by
         sources = self._opened[plan.data]
         reader = WindowReader(sources, with_kinds=rule is not None, cache=self._cache)
-        return WindowMaker(plan, reader, ranks.rank_in_group, ranks.group_size, rule)
+        return WindowMaker(plan, reader, ranks.rank_in_group, ranks.group_size, rule, self._row_map)
 
     def _single_windows(self, plan: Plan) -> Callable[[Position], RankSlice]:
         """Return a function that makes one window, for methods that are called rarely."""

@@ -5,7 +5,9 @@ deal them to the ranks, copy those of this rank. Worker processes get a `WindowM
 and make the same slices as the parent would. Torch-free.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +31,7 @@ from tokenfeed.pipeline.planning.policy import regroup
 from tokenfeed.pipeline.windows.layout import Layout, Sequences, lay_out
 from tokenfeed.pipeline.windows.rank_slice import TARGETS, Index, PieceIndex, RankSlice, RoundIndex
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
+from tokenfeed.pipeline.windows.row_map import RowMap
 
 __all__ = ["Gathered", "WindowMaker", "column_of", "gather"]
 
@@ -52,10 +55,15 @@ def gather(
     rounds: Rounds,
     spans: Spans,
     targets_by: TargetRule | None = None,
+    change: Callable[[Window, np.ndarray], Window] | None = None,
 ) -> Gathered:
-    """Copy one rank's micro-batches out of a decoded window."""
+    """Copy one rank's micro-batches out of a decoded window. `change` changes some of its rows
+    before."""
     batches, sequences, chosen = _pick(plan, rounds)
     pieces = plan.pieces[chosen]
+    rows = pieces if plan.cut.cut_from is None else plan.cut.cut_from[pieces]
+    if change is not None:
+        window = change(window, np.unique(rows))
     per_token = {
         TARGETS if role_of(name) == "target" else name: take(values, plan.cut.offsets, pieces)
         for name, values in window.rows.per_token.items()
@@ -65,7 +73,6 @@ def gather(
     if targets_by is not None:
         mask = targets_by.mask(window.rows.per_token[KINDS], window.rows.lengths)
         learned = take(mask, plan.cut.offsets, pieces)
-    rows = pieces if plan.cut.cut_from is None else plan.cut.cut_from[pieces]
     starts = None if spans.starts is None else spans.starts[chosen]
     targets, context = column_of(window, "target"), column_of(window, "context")
     index = PieceIndex(
@@ -122,6 +129,8 @@ class WindowMaker:
     """Number of ranks that share the plan."""
     targets_by: TargetRule | None = None
     """Which tokens of conversations are targets; None: all. The reader must read their kinds."""
+    row_map: RowMap | None = None
+    """Changes the tokens of each row; None: rows stay as they are."""
 
     def make(self, position: Position) -> RankSlice:
         """Decode a window and copy this rank's micro-batches, from a position on.
@@ -151,7 +160,8 @@ class WindowMaker:
         if not len(rounds.starts):
             raise ResumeError(f"cannot resume: window {nth} has no micro-batch {first}.")
         spans = Spans.from_plan(planned, window.numbers, window.rows.lengths)
-        gathered = gather(window, planned, rounds, spans, self.targets_by)
+        change = partial(self.row_map.apply, epoch=epoch, number=nth) if self.row_map else None
+        gathered = gather(window, planned, rounds, spans, self.targets_by, change)
         added = self._added(spans, planned, rounds, digests(spans, planned, rounds, epoch, number))
         index = Index(*self._laid_out(gathered), added)
         return RankSlice(epoch, nth, gathered.per_token, index, index)

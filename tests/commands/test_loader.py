@@ -320,7 +320,9 @@ def test_a_policy_that_workers_cannot_import_ends_in_one_line_with_a_remedy(
     alone, by_worker, local_alone, local_by_worker = json.loads(ended.stdout)
     assert alone == local_alone == 19
     for line in (by_worker, local_by_worker):
-        assert line.startswith("loader workers cannot import the policy or store of the loader")
+        assert line.startswith(
+            "loader workers cannot import the policy, store or function of the loader"
+        )
         assert "Mine" in line
         assert "\n" not in line
         assert line.endswith("in a separate module, or read in this process (`num_workers`=0).")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ from support.processes import (
 )
 
 from tokenfeed import Manifest, Padded, ShardLoader
-from tokenfeed.pipeline.errors import LoaderError
+from tokenfeed.pipeline.errors import ConfigError, LoaderError
 from tokenfeed.pipeline.feeding import window_source, worker
 from tokenfeed.pipeline.feeding import worker_process as process
 
@@ -390,3 +391,29 @@ def test_waiting_for_a_core_is_no_work_of_a_worker(monkeypatch: pytest.MonkeyPat
     assert isinstance(made, worker.Reply)
     assert maker.wall_s > 1.3 * maker.cpu_s, "the other process took no time of this core"
     assert made.seconds < 1.2 * maker.cpu_s
+
+
+def test_workers_map_rows_as_the_training_process_does(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "changing.py").write_text(
+        "def change(columns, rng):\n"
+        "    return {'input_ids': rng.permutation(columns['input_ids'])}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    change = import_module("changing").change
+    found = []
+    for number in (0, 2):
+        with open_loader(folder, num_workers=number, map=change) as loader:
+            found.append([(spans(batch), batch["input_ids"].tolist()) for batch in loader])
+    assert found[0] == found[1]
+    refusal = r"row \d+ has \d+ tokens, but the function returned"
+    with (
+        open_loader(folder, num_workers=1, map=_longer) as loader,
+        pytest.raises(ConfigError, match=refusal),
+    ):
+        next(iter(loader))
+
+
+def _longer(columns: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return {"input_ids": np.append(columns["input_ids"], 1)}
