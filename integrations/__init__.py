@@ -7,6 +7,10 @@
     accelerate    Accelerate
     stall         measures the stall of other loops; used by the callbacks for both
     dataloader    code that requires a torch DataLoader or a StatefulDataLoader
+    trl           TRL's `SFTTrainer`
+    litgpt        a `DataModule` for `litgpt pretrain`
+    nanochat      (inputs, targets, state) as nanochat's `base_train` takes them
+    torchtitan    a dataloader for torchtitan's configs
 
 Each module imports its framework, so import only the module that you need. No other part of
 tokenfeed imports them.

@@ -5,7 +5,7 @@ For code that requires a `torch.utils.data.DataLoader`, or that saves and loads 
 Do not let a framework split it over ranks: every rank already gets its own batches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,26 +16,34 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 __all__ = ["StatefulShardLoader"]
 
 
-class _Batches(IterableDataset[Batch]):
-    """The batches of a loader."""
+class _Batches(IterableDataset[Any]):
+    """The batches of a loader, or what `transform` makes of them."""
 
-    def __init__(self, loader: ShardLoader) -> None:
-        self._loader = loader
+    def __init__(self, loader: ShardLoader, transform: Callable[[Batch], Any] | None) -> None:
+        self._loader, self._transform = loader, transform
 
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._loader)
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._transform, self._loader) if self._transform else iter(self._loader)
 
 
-class StatefulShardLoader(DataLoader[Batch]):
+class StatefulShardLoader(DataLoader[Any]):
     """A DataLoader whose batches, position and state are those of a ShardLoader.
 
     With the split `train`, an iteration delivers the rest of a pass. With other splits, every
     iteration starts from the beginning.
     """
 
-    def __init__(self, loader: ShardLoader) -> None:
-        """Args: `loader` is used, not copied. The caller closes it."""
-        super().__init__(_Batches(loader), batch_size=None, collate_fn=_as_it_is)
+    def __init__(
+        self, loader: ShardLoader, transform: Callable[[Batch], Any] | None = None
+    ) -> None:
+        """Wrap a loader.
+
+        Args:
+            loader: Is used, not copied. The caller closes it.
+            transform: Makes an item of each batch, in this process, such as a tuple
+                `(batch["input_ids"], batch.targets)`. Default: the batch.
+        """
+        super().__init__(_Batches(loader, transform), batch_size=None, collate_fn=_as_it_is)
         self._loader = loader
 
     def __len__(self) -> int:

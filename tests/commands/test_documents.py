@@ -75,6 +75,7 @@ LONG = {"docs/how/gpus.md", "docs/how/ranks.md"}
 DESCRIBED = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 OF_OTHERS = {
+    "--data",
     *("--check", "--peer-python"),  # benchmarks
     *("--help", "--stat", "--strict"),
     "--index-url",  # pip

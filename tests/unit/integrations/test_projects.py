@@ -1,0 +1,82 @@
+"""Batches as other projects take them: what they receive, and where they resume."""
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.hub_models import write_shards
+
+from tokenfeed import Packed, ShardLoader
+from tokenfeed.integrations.dataloader import StatefulShardLoader
+from tokenfeed.integrations.nanochat import shard_loader, shard_loader_with_state
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("lm") / "shards", "lm")
+
+
+def next_tokens(ids: torch.Tensor, documents: torch.Tensor, ignored: int) -> torch.Tensor:
+    """Slot by slot: the next token of the same document."""
+    rows, length = ids.shape
+    targets = torch.full_like(ids, ignored)
+    for row in range(rows):
+        for at in range(length - 1):
+            if documents[row, at] == documents[row, at + 1]:
+                targets[row, at] = ids[row, at + 1]
+    return targets
+
+
+def nanochat_batches(shards: Path, split: str = "train", **settings: Any) -> Iterator[Any]:
+    return shard_loader_with_state(shards, 4, 16, split, "cpu", num_workers=0, **settings)
+
+
+def test_nanochat_gets_targets_of_the_same_document(shards: Path) -> None:
+    with ShardLoader(shards, batching=Packed(16, 4, fill=True), num_workers=0) as loader:
+        expected = list(loader)
+    made = list(islice(nanochat_batches(shards), len(expected)))
+    for (inputs, targets, _), batch in zip(made, expected, strict=True):
+        assert inputs.shape == targets.shape == (4, 16)
+        assert inputs.equal(batch.input_ids)
+        wanted = next_tokens(batch.input_ids, batch.document_ids, -1)
+        is_padding = torch.arange(16) >= torch.from_numpy(batch.lengths)[:, None]
+        assert targets.equal(wanted.masked_fill_(is_padding, -1))
+
+
+def test_nanochat_resumes_with_the_batch_it_had_fetched(shards: Path) -> None:
+    made = list(islice(nanochat_batches(shards), 12))
+    for number in (0, 5, 11):  # several epochs
+        state = json.loads(json.dumps(made[number][2]))
+        again = list(islice(nanochat_batches(shards, resume_state_dict=state), 12 - number))
+        for (inputs, targets, place), expected in zip(again, made[number:], strict=True):
+            assert inputs.equal(expected[0])
+            assert targets.equal(expected[1])
+            assert place == expected[2]
+    assert {"epoch", "pq_idx", "rg_idx"} <= made[0][2].keys()
+
+
+def test_nanochat_validates_on_the_same_rows_each_time(shards: Path) -> None:
+    first, second = (
+        [x.tolist() for x, _ in islice(shard_loader(shards, 2, 16, "val", "cpu", num_workers=0), 3)]
+        for _ in range(2)
+    )
+    assert first == second
+
+
+def test_dataloader_transforms_batches_and_keeps_the_position(shards: Path) -> None:
+    def opened() -> ShardLoader:
+        return ShardLoader(shards, batching=Packed(16, 4), num_workers=0)
+
+    plain = opened()
+    made = StatefulShardLoader(opened(), lambda batch: (batch["input_ids"], batch.targets))
+    for (ids, targets), batch in zip(islice(made, 3), plain, strict=False):
+        assert ids.equal(batch["input_ids"])
+        assert targets.equal(batch.targets)
+    state = made.state_dict()
+    rest = [ids.tolist() for ids, _ in made]
+    made.load_state_dict(state)
+    assert [ids.tolist() for ids, _ in made] == rest
