@@ -6,14 +6,15 @@
     tag       words and their tags         -> ids, a label a token
     complete  a prompt and a completion    -> ids, prompt_length
     chat      the messages of a conversation -> ids, a kind a token
-    ids       token ids                      -> ids: a data set of the task lm
+    ids       token ids                      -> ids: a data set of the task lm; with a mask of
+                                                chat, with a label of classify
 
 A record whose texts have no tokens becomes an empty row, which is counted and not written.
 """
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -56,6 +57,7 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 __all__ = [
     "TASK_CLASSES",
     "ChatEncoder",
+    "ClassifiedIdsEncoder",
     "ClassifyEncoder",
     "CompleteEncoder",
     "Encode",
@@ -63,6 +65,7 @@ __all__ = [
     "IdsEncoder",
     "Labelled",
     "LmEncoder",
+    "MaskedIdsEncoder",
     "Samples",
     "ScoreEncoder",
     "TagEncoder",
@@ -115,6 +118,11 @@ class TaskEncoder(ABC):
     keep: tuple[Column, ...] = ()
     """Columns of the user with a value per token, which are stored beside the ids."""
 
+    @classmethod
+    def variant(cls, fields: Collection[str]) -> type["TaskEncoder"]:
+        """Return the class that reads the given fields, by their own names."""
+        return cls
+
     @property
     def fields(self) -> Fields:
         """The fields it reads of each record, by the names that records have for them."""
@@ -123,7 +131,7 @@ class TaskEncoder(ABC):
     @property
     def named(self) -> dict[str, str]:
         """The name that records have for each of its own fields; those not read are left out."""
-        names: dict[str, str | None] = {own: getattr(self, own) for own in self.kinds}
+        names: dict[str, str | None] = {own: getattr(self, own, None) for own in self.kinds}
         return {own: name for own, name in names.items() if name is not None}
 
     @property
@@ -238,11 +246,30 @@ class IdsEncoder(TaskEncoder):
     name: ClassVar[Task] = "lm"
     option: ClassVar[str] = "ids"
     record: ClassVar[str] = "token ids of a document, copied"
-    kinds: ClassVar[Fields] = {"input_ids": FieldKind.IDS}
+    kinds: ClassVar[Fields] = {
+        "input_ids": FieldKind.IDS,
+        "loss_mask": FieldKind.NUMBERS,
+        "labels": FieldKind.NUMBERS,
+        "label": FieldKind.LABEL,
+    }
+    """Also the fields of the subclasses."""
     keeps: ClassVar[bool] = True
     input_ids: str = "input_ids"
     vocabulary_size: int = 0
     """The largest id of the tokenizer + 1."""
+
+    @classmethod
+    def variant(cls, fields: Collection[str]) -> type[TaskEncoder]:
+        """Return the class for ids alone, with a mask, or with a label."""
+        given = [name for name in ("loss_mask", "labels", "label") if name in fields]
+        if len(given) > 1:
+            raise ConfigError(
+                f"`--field` {given[0]} and {given[1]}: `--task ids` reads one of loss_mask, labels "
+                "and label. Leave the others out."
+            )
+        if not given:
+            return cls
+        return ClassifiedIdsEncoder if given == ["label"] else MaskedIdsEncoder
 
     @property
     def fields(self) -> Fields:
@@ -264,15 +291,12 @@ class IdsEncoder(TaskEncoder):
 
     def unusable(self, values: FieldValues) -> dict[int, str]:
         """Return records whose kept columns do not fit to the ids or to the type."""
-        reasons: dict[int, str] = {}
+        reasons = super().unusable(values)
         for column in self.keep:
             of_records = zip(values[self.input_ids], values[column.name], strict=True)
             for row, (ids, numbers) in enumerate(of_records):
-                if len(numbers) != len(ids):
-                    reason = f"has {len(numbers):,} number(s) for {len(ids):,} id(s)"
-                elif not (reason := _not_of_type(numbers, column)):
-                    continue
-                reasons.setdefault(row, f"field `{column.name}` {reason}")
+                if reason := _not_as_many(numbers, ids) or _not_of_type(numbers, column):
+                    reasons.setdefault(row, f"field `{column.name}` {reason}")
         return reasons
 
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
@@ -295,6 +319,82 @@ class IdsEncoder(TaskEncoder):
             numbers = np.concatenate([np.empty(0), *values[column.name]])
             per_token[column.name] = Ragged(numbers.astype(column.dtype), lengths)
         return Samples(per_token, {}, has_text, unusable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedIdsEncoder(IdsEncoder):
+    """Token ids of which a loss counts some. The kind of these tokens is that of an answer."""
+
+    name: ClassVar[Task] = "chat"
+    loss_mask: str | None = None
+    """0 or 1 for each id."""
+    labels: str | None = None
+    """The id itself, or -100, for each id."""
+
+    def unusable(self, values: FieldValues) -> dict[int, str]:
+        """Return records whose mask does not fit to the ids."""
+        reasons = super().unusable(values)
+        name = self.loss_mask or self.labels
+        assert name
+        for row, (ids, given) in enumerate(zip(values[self.input_ids], values[name], strict=True)):
+            if not (reason := _not_as_many(given, ids)):
+                reason = _not_a_mask(given, None if self.loss_mask else ids)
+            if reason:
+                reasons.setdefault(row, f"field `{name}` {reason}")
+        return reasons
+
+    def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
+        """Turn R records into R rows. Each run of targets begins a message."""
+        samples = super().encode(values, encode, template)
+        ids = samples.per_token[INPUT_IDS]
+        if self.loss_mask:
+            mask = np.concatenate([np.empty(0), *values[self.loss_mask]]) == 1
+        else:
+            mask = np.concatenate([np.empty(0), *values[str(self.labels)]]) != IGNORED
+        kinds = np.where(mask, np.uint8(Kind.TEXT), np.uint8(Kind.TEMPLATE))
+        begins = mask.copy()
+        begins[1:] &= ~mask[:-1]
+        firsts = ids.offsets[:-1][ids.lengths > 0]
+        begins[firsts] = mask[firsts]
+        kinds[begins] |= BEGINS
+        return replace(samples, per_token={**samples.per_token, KINDS: Ragged(kinds, ids.lengths)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifiedIdsEncoder(IdsEncoder, Labelled):
+    """Token ids of a text, and the class of the text."""
+
+    name: ClassVar[Task] = "classify"
+    kinds: ClassVar[Fields] = {"input_ids": FieldKind.IDS, "label": FieldKind.LABEL}
+    label: str = "label"
+
+    def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
+        """Turn R records into R rows."""
+        samples = super().encode(values, encode, template)
+        numbers = map(self.labels.numbers.__getitem__, values[self.label])
+        return replace(
+            samples, per_row={LABEL: np.fromiter(numbers, np.int32, len(values[self.label]))}
+        )
+
+
+def _not_as_many(numbers: np.ndarray, ids: np.ndarray) -> str:
+    """Return why numbers do not belong to ids; empty if there are as many."""
+    if len(numbers) == len(ids):
+        return ""
+    return f"has {len(numbers):,} number(s) for {len(ids):,} id(s)"
+
+
+def _not_a_mask(numbers: np.ndarray, ids: np.ndarray | None) -> str:
+    """Return why numbers are no mask of 0 and 1, or, with ids, no labels; empty if they are."""
+    if ids is None:
+        is_target, is_right, expected = numbers == 1, np.isin(numbers, (0, 1)), "0 or 1"
+    else:
+        is_target = numbers != IGNORED
+        is_right, expected = ~is_target | (numbers == ids), "the id itself or -100"
+    if not is_right.all():
+        place = int(np.argmin(is_right))
+        return f"has {numbers[place]:g} for token {place:,}, expected {expected}"
+    return "" if is_target.any() or not len(numbers) else "has no target: nothing to learn"
 
 
 def _not_of_type(numbers: np.ndarray, column: Column) -> str:

@@ -193,7 +193,8 @@ class Options:
         if self.task == "chat":
             given["splits_special"] = self.special_tokens_in_text == "split"
         given["keep"] = tuple(map(_kept_column, self.keep))
-        return TASK_CLASSES[self.task](add_special_tokens=self.add_special_tokens, **given)
+        task = TASK_CLASSES[self.task].variant(self.fields)
+        return task(add_special_tokens=self.add_special_tokens, **given)
 
     @property
     def template_arguments(self) -> dict[str, Any]:

@@ -14,11 +14,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import feather, parquet
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tokenfeed import Batch, Fixed, Mixture, Packed, Padded, ShardLoader, pretokenize
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.corpus.records import FieldKind, Unusable, checker
 from tokenfeed.tools.data_sets.verify import find_problems
@@ -31,7 +32,9 @@ ROWS = [[random.Random(row).randrange(SIZE) for _ in range(row % 40)] for row in
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     vocabulary = {f"w{number}": number for number in range(SIZE)}
-    Tokenizer(models.WordLevel(vocabulary, unk_token="w0")).save(str(file))
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.save(str(file))
     return file
 
 
@@ -226,6 +229,138 @@ def test_mixture_needs_one_type_of_kept_columns(tmp_path: Path, tokenizer: Path)
     mixture = Mixture({tmp_path / "int8": 1.0, tmp_path / "float32": 1.0})
     with pytest.raises(ConfigError, match=r"reward \(int8\)"):
         ShardLoader(mixture, batching=Fixed(1))
+
+
+masks = st.lists(st.lists(st.booleans(), max_size=30), min_size=1, max_size=12).filter(
+    lambda rows: any(map(any, rows))
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", ["loss_mask", "labels"])
+@settings(max_examples=8)
+@given(rows=masks)
+def test_masked_ids_are_learnt_where_the_mask_says(
+    tokenizer: Path, tmp_path_factory: pytest.TempPathFactory, field: str, rows: list[list[bool]]
+) -> None:
+    out = tmp_path_factory.mktemp("masked") / "out"
+    ids = [[(7 * row + place) % SIZE for place in range(len(m))] for row, m in enumerate(rows)]
+    given_fields = [
+        [i if m else IGNORED for i, m in zip(*row, strict=True)] if field == "labels" else row[1]
+        for row in zip(ids, rows, strict=True)
+    ]
+    records = [
+        {"input_ids": row, "mine": value} for row, value in zip(ids, given_fields, strict=True)
+    ]
+    pretokenize(records, out, task="ids", field={field: "mine"}, tokenizer=tokenizer, validation=0)
+    stored = [
+        {"input_ids": row, "all": mask, "last": last_run(mask)}
+        for row, mask in zip(ids, rows, strict=True)
+        if any(mask)
+    ]
+    for batching in POLICIES:
+        for targets, column in {"assistant": "all", "last": "last"}.items():
+            loader = ShardLoader(out, batching=batching, num_workers=0, targets=targets)
+            for batch in loader:
+                assert batch["labels"].tolist() == expected_labels(batch, stored, column)
+
+
+def last_run(mask: list[bool]) -> list[bool]:
+    """Return the mask without all targets before its last run of targets."""
+    end = max((place for place, is_target in enumerate(mask) if is_target), default=-1)
+    begin = max((place for place in range(end) if not mask[place]), default=-1)
+    return [begin < place <= end for place in range(len(mask))]
+
+
+def expected_labels(
+    batch: Batch, stored: list[dict[str, list[Any]]], column: str
+) -> list[list[int]]:
+    """Return the labels of a batch, token by token. The first token of a piece has none."""
+    pieces = [*zip(batch.rows, batch.starts, batch.piece_lengths, strict=True)]
+    lines = []
+    for begin, end in pairwise(batch.sequence_offsets):
+        line: list[int] = []
+        for row, start, length in pieces[begin:end]:
+            ids, mask = stored[row]["input_ids"], stored[row][column]
+            line += [
+                ids[at] if mask[at] and at > start else IGNORED
+                for at in range(start, start + length)
+            ]
+        lines.append(line + [IGNORED] * (batch["labels"].shape[1] - len(line)))
+    return lines
+
+
+def test_masks_that_do_not_fit_reject_their_record(tmp_path: Path, tokenizer: Path) -> None:
+    options: dict[str, Any] = {"task": "ids", "tokenizer": tokenizer, "validation": 0}
+    values: list[Any] = [[1], [0, 2], [0, 0], None, [True, 0]]
+    rows = [{"input_ids": [5, 6], "loss_mask": value} for value in values]
+    made = pretokenize(rows, tmp_path / "a", field={"loss_mask": "loss_mask"}, **options)
+    assert [reject["record"] for reject in made.rejects] == [0, 1, 2, 3]
+    assert [reject["reason"] for reject in made.rejects[:3]] == [
+        "field `loss_mask` has 1 number(s) for 2 id(s)",
+        "field `loss_mask` has 2 for token 1, expected 0 or 1",
+        "field `loss_mask` has no target: nothing to learn",
+    ]
+    rows = [{"input_ids": [5, 6], "labels": value} for value in ([5, 7], [-100, 6])]
+    made = pretokenize(rows, tmp_path / "b", field={"labels": "labels"}, **options)
+    (reject,) = made.rejects
+    assert reject["reason"] == ("field `labels` has 7 for token 1, expected the id itself or -100")
+    field = {"labels": "labels", "label": "label"}
+    with pytest.raises(ConfigError, match="reads one of loss_mask, labels and label"):
+        pretokenize(rows, tmp_path / "c", field=field, **options)
+
+
+def test_ids_with_labels_give_the_shards_of_the_texts(tmp_path: Path, tokenizer: Path) -> None:
+    options: dict[str, Any] = {"tokenizer": tokenizer, "validation": 0}
+    texts = [{"text": f"w{row}", "label": f"c{row % 3}"} for row in range(60)]
+    ids = [{"input_ids": [row], "label": f"c{row % 3}"} for row in range(60)]
+    text_out, ids_out = tmp_path / "texts", tmp_path / "ids"
+    pretokenize(texts, text_out, task="classify", **options)
+    made = pretokenize(ids, ids_out, task="ids", field={"label": "label"}, **options)
+    assert made.manifest.label_names == ("c0", "c1", "c2")
+    for shard in made.manifest.split("train").shards:
+        assert (ids_out / shard.file).read_bytes() == (text_out / shard.file).read_bytes()
+
+
+def test_masked_ids_of_a_chat_give_its_labels(tmp_path: Path, tokenizer: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    source = "{% for m in messages %}w9 {% if m.role == 'assistant' %}"
+    source += "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
+    template.write_text(source + "{% endif %} {% endfor %}")
+    turns = [[f"w{n}", f"w{n + 1} w{n + 2}", "w3", "w4"] for n in range(10, 50)]
+    chats = [
+        [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turn)]
+        for turn in turns
+    ]
+    chat = tmp_path / "chat"
+    pretokenize(
+        [{"messages": messages} for messages in chats],
+        chat,
+        task="chat",
+        tokenizer=tokenizer,
+        chat_template=template,
+        validation=0,
+    )
+    table = feather.read_table(chat / "train/00000.arrow", memory_map=False)
+    records = [
+        {"input_ids": ids, "loss_mask": [(kind & 7) >= 4 for kind in kinds]}
+        for ids, kinds in zip(
+            table["input_ids"].to_pylist(), table["kinds"].to_pylist(), strict=True
+        )
+    ]
+    assert any(any(record["loss_mask"]) for record in records)
+    masked, field = tmp_path / "masked", {"loss_mask": "loss_mask"}
+    pretokenize(records, masked, task="ids", field=field, tokenizer=tokenizer, validation=0)
+    for batching in POLICIES:
+        for targets in ("assistant", "last", "all"):
+            first, second = (
+                [
+                    batch["labels"].tolist()
+                    for batch in ShardLoader(out, batching=batching, num_workers=0, targets=targets)
+                ]
+                for out in (chat, masked)
+            )
+            assert first == second
 
 
 @example([True, 1])
