@@ -192,11 +192,11 @@ def _epoch_tokens(
     """Return the tokens of each source in an epoch; None if the plan does not know them.
 
     The plan knows them if the source is read a whole number of times, in one stream, and no row is
-    truncated.
+    truncated or cropped.
     """
     longest = max(source.split.longest_row for source in sources)
     truncates = batching.long_rows == "truncate" and longest > batching.longest_piece
-    if num_streams > 1 or truncates:
+    if num_streams > 1 or truncates or batching.long_rows == "crop":
         return (None,) * len(sources)
     times = [divmod(read, size) for read, size in zip(order.batches_read, order.sizes, strict=True)]
     return tuple(

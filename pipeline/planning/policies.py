@@ -13,11 +13,11 @@ from typing import Any, get_args
 import numpy as np
 
 from tokenfeed.pipeline import checks
-from tokenfeed.pipeline.arithmetic import round_up
+from tokenfeed.pipeline.arithmetic import offsets_of, round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.length_bands import sort_by_length
 from tokenfeed.pipeline.planning.order import Draw
-from tokenfeed.pipeline.planning.packing import concatenate, pack
+from tokenfeed.pipeline.planning.packing import concatenate, crop, pack
 from tokenfeed.pipeline.planning.policy import (
     Arranged,
     Batching,
@@ -160,7 +160,10 @@ class Packed(Batching):
     the documents and cut wherever a sequence is full, as most pre-training does."""
     long_rows: LongRows = "cut"
     """What happens to a document longer than a sequence. "cut" (default): it is cut into pieces.
-    "truncate": only its first piece is used. "refuse": the loader raises a ConfigError."""
+    "truncate": only its first piece is used. "refuse": the loader raises a ConfigError. "crop":
+    only beginnings of documents are used, and there is no padding except in the last sequence of a
+    window. Where no document fits into the rest of a sequence, the shortest one is cropped to fill
+    it. The remaining tokens of cropped documents are not delivered."""
     fill: bool = field(default=False, repr=False, compare=False)
     """True: sequences of padding fill a micro-batch up to `batch_size`, so all have one shape.
     Default: False. Neither the order of rows nor a saved state depends on it."""
@@ -198,7 +201,10 @@ class Packed(Batching):
         self, lengths: np.ndarray, step_size: int, draw: Draw | None, labels: np.ndarray | None
     ) -> Arranged:
         """Pack by best fit or concatenation, and put the sequences in random order."""
-        cut, packed = self._split(lengths, draw) if self.split else self._fit(lengths, draw)
+        if self.long_rows == "crop":
+            cut, packed = self._crop(lengths, draw)
+        else:
+            cut, packed = self._split(lengths, draw) if self.split else self._fit(lengths, draw)
         count = len(packed[1]) - 1
         order = random_order(count, draw.key ^ 1) if draw else np.arange(count)
         step_offsets = np.append(np.arange(0, count, self.batch_size * step_size), count)
@@ -215,6 +221,24 @@ class Packed(Batching):
             longest_first = longest_first[begins[longest_first]]
         packed, sequence_offsets = pack(cut.lengths[longest_first], self.sequence_length)
         return cut, (longest_first[packed], sequence_offsets)
+
+    def _crop(
+        self, lengths: np.ndarray, draw: Draw | None
+    ) -> tuple[Pieces, tuple[np.ndarray, np.ndarray]]:
+        ascending = sort_by_length(lengths, draw.key if draw else None)
+        cropped, order, sequence_offsets = crop(lengths[ascending], self.sequence_length)
+        kept = np.empty_like(lengths)
+        kept[ascending] = cropped
+        has_rest = kept < lengths
+        cut_from = np.repeat(np.arange(len(lengths)), 1 + has_rest)
+        begins = offsets_of(1 + has_rest)[:-1]
+        piece_lengths = np.empty(len(cut_from), lengths.dtype)
+        piece_lengths[begins] = kept
+        piece_lengths[begins[has_rest] + 1] = (lengths - kept)[has_rest]
+        pieces = Pieces(
+            offsets_of(piece_lengths), piece_lengths, cut_from if has_rest.any() else None
+        )
+        return pieces, (begins[ascending[order]], sequence_offsets)
 
     def _split(
         self, lengths: np.ndarray, draw: Draw | None
@@ -299,5 +323,6 @@ def _check_spread(policy: Padded | Fixed) -> None:
 
 
 def _check_long_rows(policy: Padded | Packed) -> None:
-    word = checks.choice("long_rows", policy.long_rows, get_args(LongRows))
+    words = get_args(LongRows)
+    word = checks.choice("long_rows", policy.long_rows, words if policy.packs else words[:-1])
     object.__setattr__(policy, "long_rows", word)

@@ -16,6 +16,7 @@ from tokenfeed.pipeline.planning.length_bands import steps_by_length
 from tokenfeed.pipeline.planning.order import Draw, mix64
 
 __all__ = [
+    "DROPPING",
     "Arranged",
     "Batching",
     "ByLength",
@@ -86,9 +87,12 @@ def random_order(count: int, key: int) -> np.ndarray:
     return np.argsort(keys)  # all keys differ, so every sort gives the same order
 
 
-LongRows = Literal["cut", "truncate", "refuse"]
+LongRows = Literal["cut", "truncate", "refuse", "crop"]
 """What happens to a row that is too long for a micro-batch. "cut": it becomes several pieces.
-"truncate": only the first piece is used. "refuse": the loader raises a ConfigError."""
+"truncate": only the first piece is used. "refuse": the loader raises a ConfigError. "crop": see
+`Packed`."""
+DROPPING: tuple[LongRows, ...] = ("truncate", "crop")
+"""Choices that use only the first piece of each row."""
 
 
 class Arranged(NamedTuple):
@@ -112,7 +116,7 @@ class Arranged(NamedTuple):
             ConfigError: A part of a row is missing or repeated. The message names the policy.
         """
         count, sequences = len(self.cut.lengths), len(self.order)
-        kept = self.cut.beginnings if batching.long_rows == "truncate" else np.arange(count)
+        kept = self.cut.beginnings if batching.long_rows in DROPPING else np.arange(count)
         checks = {
             "`cut` does not have every token once": self.cut.offsets[-1] == lengths.sum(),
             "`step_offsets` do not cut `order` into steps": _cuts(self.step_offsets, sequences),

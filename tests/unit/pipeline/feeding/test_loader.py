@@ -55,7 +55,13 @@ def test_the_length_is_exact_where_one_window_is_an_epoch(folder: Path, batching
 
 
 @pytest.mark.parametrize(
-    "batching", [Packed(64, 4, long_rows="truncate"), Padded(256, long_rows="truncate")], ids=str
+    "batching",
+    [
+        Packed(64, 4, long_rows="truncate"),
+        Padded(256, long_rows="truncate"),
+        Packed(64, 4, long_rows="crop"),
+    ],
+    ids=str,
 )
 def test_loader_truncating_rows_ends_its_epochs(folder: Path, batching: Batching) -> None:
     loader = open_loader(folder, batching, epochs=2)
@@ -98,6 +104,28 @@ def test_filled_batches_have_the_promised_shapes_and_rows(
 def test_shapes_of_batches_that_are_not_filled_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="have any number of rows"):
         open_loader(folder).shapes  # noqa: B018
+
+
+def test_cropped_sequences_are_full_and_begin_documents(folder: Path) -> None:
+    batching = Packed(64, 4, long_rows="crop")
+    loader = open_loader(folder, batching, epochs=2)
+    begun = [spans(batch) for batch in islice(loader, 9)]
+    state = loader.state_dict()
+    again = open_loader(folder, batching, epochs=2)
+    again.load_state_dict(state)
+    rest = list(loader)
+    assert [spans(batch) for batch in again] == [spans(batch) for batch in rest]
+    padded = sum(int((batch.lengths < 64).sum()) for batch in rest)
+    windows = loader.stats().windows
+    assert padded <= windows
+    rows = [row for spans_ in [*begun, *map(spans, rest)] for row, start, _ in spans_]
+    assert sorted(rows) == sorted([*range(900)] * 2)
+    assert all(start == 0 for batch in rest for start in batch.starts)
+
+
+def test_padded_rows_cannot_be_cropped() -> None:
+    with pytest.raises(ConfigError, match="`long_rows`='crop'"):
+        Padded(64, long_rows="crop")
 
 
 def test_the_length_of_a_mixture_is_exact_or_refused(make_dataset: MakeDataset) -> None:

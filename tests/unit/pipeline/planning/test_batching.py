@@ -220,8 +220,11 @@ def test_a_plan_depends_on_its_arguments_alone(
     assert arrays(first) == arrays(again)
 
 
+CROPPED = Packed(70, 2, long_rows="crop")
+
+
 @pytest.mark.parametrize(
-    "batching", [Padded(70), Fixed(10), Packed(70, 2), Packed(70, 2, split=True)]
+    "batching", [Padded(70), Fixed(10), Packed(70, 2), Packed(70, 2, split=True), CROPPED]
 )
 def test_another_key_gives_another_order_and_no_shuffle_ignores_it(batching: Batching) -> None:
     lengths = np.full(100, 7)

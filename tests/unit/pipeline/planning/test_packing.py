@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.planning.packing import concatenate, pack
+from tokenfeed.pipeline.planning.packing import concatenate, crop, pack
 
 CAPACITY = 64
 LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=200)
@@ -56,6 +56,32 @@ def test_python_steps_follow_distinct_lengths_not_rows() -> None:
     order, offsets = bins.deal()
     assert len(order) == 1_000_000
     assert np.diff(offsets).sum() == 1_000_000
+
+
+def cropped(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Tokens of each piece of each bin, piece by piece: the definition."""
+    left, bins, room = sorted(lengths), list[list[int]](), 0
+    while left:
+        if not room:
+            bins.append([])
+            room = capacity
+        fitting = [length for length in left if length <= room]
+        taken = max(fitting) if fitting else left[0]
+        left.remove(taken)
+        bins[-1].append(min(taken, room))
+        room -= bins[-1][-1]
+    return bins
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=200))
+def test_cropped_bins_are_those_of_the_slow_definition(lengths: list[int]) -> None:
+    ascending = np.array(sorted(lengths))
+    used, order, offsets = crop(ascending, CAPACITY)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    assert (used <= ascending).all()
+    bins = [used[order[start:stop]].tolist() for start, stop in pairwise(offsets.tolist())]
+    assert bins == cropped(lengths, CAPACITY)
+    assert all(sum(each) == CAPACITY for each in bins[:-1])
 
 
 @st.composite
