@@ -419,7 +419,7 @@ class ShardLoader:
         return Feed(
             self._window_maker(self._plan),
             self.position,
-            None if str(self.device) in ("cpu", _NUMPY) else self.device,
+            None if self._form.is_numpy or self.device.type == "cpu" else self.device,
             self._form,
             num_workers=self._num_workers,
             timeout=self._timeout,

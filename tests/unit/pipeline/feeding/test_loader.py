@@ -123,6 +123,15 @@ def test_cropped_sequences_are_full_and_begin_documents(folder: Path) -> None:
     assert all(start == 0 for batch in rest for start in batch.starts)
 
 
+def test_cpu_with_an_index_is_the_cpu(folder: Path) -> None:
+    """Accelerate calls the CPU so if there are several ranks."""
+    ids = [
+        next(iter(open_loader(folder, device=device)))["input_ids"].tolist()
+        for device in ("cpu", "cpu:0")
+    ]
+    assert ids[0] == ids[1]
+
+
 def test_padded_rows_cannot_be_cropped() -> None:
     with pytest.raises(ConfigError, match="`long_rows`='crop'"):
         Padded(64, long_rows="crop")
