@@ -17,11 +17,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
+from tokenfeed.integrations.packed import check_documents_apart
 from tokenfeed.integrations.stall import MeterOfEvents
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.stall import StallReport
 
@@ -34,12 +37,15 @@ class ShardTrainerMixin:
     """A mixin for any `transformers.Trainer` that trains and evaluates on ShardLoaders.
 
     Each checkpoint includes the state of the training loader, which is equal on all ranks. Every
-    evaluation starts from the beginning.
+    evaluation starts from the beginning. Before the first step on packed rows, the model is
+    checked with `check_documents_apart`, unless FSDP or DeepSpeed has wrapped it.
     """
 
     args: Any
     train_dataset: Any
     eval_dataset: Any
+    packing_tolerance: float | None = 2e-2
+    """Tolerance of the check, large enough for TF32 and bf16. None: do not check."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         """See `transformers.Trainer`."""
@@ -100,7 +106,19 @@ class ShardTrainerMixin:
             return super()._get_num_items_in_batch(*args)  # type: ignore[misc]
 
     def _prepare_inputs(self, inputs: Any) -> Any:
+        if self.packing_tolerance is not None and "cu_seq_lens_q" in inputs:
+            self._check_apart(inputs)
         return dict(inputs)  # they are on the device
+
+    def _check_apart(self, batch: Batch) -> None:
+        """Check the model on the first batch with several documents in a row."""
+        ours: Any = self
+        if ours.is_fsdp_enabled or ours.is_deepspeed_enabled:
+            self.packing_tolerance = None
+        elif np.diff(batch.sequence_offsets).max() > 1:
+            with ours.compute_loss_context_manager():
+                check_documents_apart(ours.model, batch, tolerance=self.packing_tolerance)
+            self.packing_tolerance = None
 
 
 class ShardTrainer(ShardTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # untyped

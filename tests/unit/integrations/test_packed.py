@@ -143,6 +143,39 @@ def test_packed_batch_in_decoder_keeps_documents_apart(
     check_documents_apart(model, packed(shards))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_packed_loss_in_decoder_is_that_of_each_document_alone(
+    shards: Path, name: str, attention: str, rows: int
+) -> None:
+    model, batch = model_of(name, attention=attention), packed(shards, rows)
+    loss = model(**batch, num_items_in_batch=1).loss
+    ids, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
+    alone = sum(
+        model(
+            input_ids=ids[begin:end][None],
+            labels=labels[begin:end][None],
+            num_items_in_batch=1,
+            use_cache=False,
+        ).loss
+        for begin, end in pairwise(batch.cu_seqlens.tolist())
+        if end - begin > 1
+    )
+    torch.testing.assert_close(loss, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_check_of_modernbert_without_flash_attention_raises(
+    shards: Path, attention: str, rows: int
+) -> None:
+    model = model_of("ModernBert", "MaskedLM", attention)
+    with pytest.raises(ConfigError, match="ModernBertForMaskedLM mixes the documents"):
+        check_documents_apart(model, packed(shards, rows))
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_filled_batches_in_decoder_have_the_same_loss(

@@ -55,6 +55,27 @@ def test_trainer_takes_packed_batches(shards: Path, tmp_path: Path) -> None:
     assert ours.train().global_step == 12
 
 
+@pytest.mark.parametrize(
+    ("name", "auto", "sizes"),
+    [
+        ("Mamba", "CausalLM", {"state_size": 4}),
+        ("Bloom", "CausalLM", {}),
+        ("ModernBert", "MaskedLM", {}),
+    ],
+)
+def test_trainer_refuses_models_that_mix_packed_documents(
+    shards: Path, tmp_path: Path, name: str, auto: str, sizes: dict[str, Any]
+) -> None:
+    ours = trainer(tmp_path, open_split(shards, batching=Packed(32, 2)))
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"AutoModelFor{auto}")
+    ours.model = kind.from_config(config_of(name, **sizes), attn_implementation="eager")
+    ours.model_wrapped = ours.model
+    with pytest.raises(ConfigError, match=rf"`model`: {name}For\w+ mixes the documents") as caught:
+        ours.train()
+    assert "\n" not in str(caught.value)
+
+
 def test_resume_without_a_checkpoint_raises(shards: Path, tmp_path: Path) -> None:
     ours = trainer(tmp_path / "wrong", open_split(shards))
     with pytest.raises(ResumeError, match=r"`resume_from_checkpoint`=True: .*wrong has no"):

@@ -258,12 +258,18 @@ def test_plans_never_change_between_releases() -> None:
             for step in planned(lengths, batching, 2, key=123456789)
             for batch in step
         ]
-        for batching in (Padded(10), Packed(10, 2), Packed(10, 2, split=True))
+        for batching in (
+            Padded(10),
+            Packed(10, 2),
+            Packed(10, 2, split=True),
+            Packed(10, 2, long_rows="crop"),
+        )
     }
     assert list(rows.values()) == [
         [[4], [2], [3], [2, 1], [6, 5], [0], [7]],
         [[6, 2, 0, 5], [2, 7, 1], [4, 3]],
         [[0, 4, 3], [7, 5, 2], [5, 1, 6, 2]],
+        [[4, 3, 5, 0], [1, 2, 7, 6]],
     ]
 
 
