@@ -64,6 +64,8 @@ def pretokenize(
     vocab_size: int = 32_768,
     end_token: str | None = None,
     add_special_tokens: bool = False,
+    fim_rate: float = 0.0,
+    fim_spm_rate: float = 0.5,
     chat_template: str | os.PathLike[str] | None = None,
     template_argument: Mapping[str, object] | None = None,
     split: Mapping[str, str] | None = None,

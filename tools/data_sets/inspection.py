@@ -98,6 +98,7 @@ def _facts(manifest: Manifest) -> dict[str, str]:
 
 
 _NOTES = {
+    "fim_rows": "{:,} documents to fill in the middle",
     "removed_thinking": "{:,} messages whose thinking the template removed",
     "removed_text": "{:,} contents or calls that the template removed",
     "no_stop": "{:,} messages of the assistant without a stop token: never learnt",

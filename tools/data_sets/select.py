@@ -50,6 +50,7 @@ from tokenfeed.tools.data_sets.merge import (
     place,
     side_file,
 )
+from tokenfeed.tools.encoding.fim import FIM_ROWS
 from tokenfeed.tools.jobs.crew import Progress
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.shell.command_line import text
@@ -478,7 +479,9 @@ class _Work:
         not what else `pretokenize` counted."""
         counts = self._manifest.counts
         removed = sum((shard.removed_kinds for shard in shards), np.zeros(len(Kind), np.int64))
-        if counts is None or not removed.any():
-            return counts
+        if counts is None:
+            return None
+        if not removed.any():
+            return {name: count for name, count in counts.items() if name != FIM_ROWS} or None
         less = {f"{kind.label}_tokens": int(removed[kind]) for kind in Kind}
         return {name: count - less[name] for name, count in counts.items() if name in less}

@@ -49,6 +49,7 @@ from tokenfeed.tools.encoding.chat import (
     Rendered,
     read_messages,
 )
+from tokenfeed.tools.encoding.fim import FIM_ROWS, FillInMiddle
 from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.token_places import TokenPlaces, byte_places
@@ -228,6 +229,17 @@ class LmEncoder(TaskEncoder):
     record: ClassVar[str] = "a document"
     kinds: ClassVar[Fields] = {"text": FieldKind.TEXT}
     text: str = "text"
+    fim: FillInMiddle | None = None
+    """Cuts some documents in three; None: none."""
+
+    def with_tokenizer(self, json_bytes: bytes) -> Self:
+        """Return the task with the ids of the tokens to fill in the middle."""
+        return replace(self, fim=self.fim.with_tokenizer(json_bytes)) if self.fim else self
+
+    def template(self, tokenizer: TextTokenizer) -> Template:
+        """Return what stands around the texts of a row. Check the tokens to fill in the middle."""
+        self.with_tokenizer(tokenizer.json_bytes)
+        return super().template(tokenizer)
 
     def texts(self, values: FieldValues) -> list[bytes]:
         """The documents."""
@@ -235,8 +247,13 @@ class LmEncoder(TaskEncoder):
 
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
         """Turn R records into R rows."""
-        ids = encode(values[self.text])
-        return Samples({INPUT_IDS: template.around(ids)}, {}, ids.lengths > 0)
+        if self.fim is None:
+            ids = encode(values[self.text])
+            return Samples({INPUT_IDS: template.around(ids)}, {}, ids.lengths > 0)
+        arranged = self.fim.arranged(values[self.text])
+        ids, own = self.fim.joined(arranged, encode(arranged.texts))
+        counts = {FIM_ROWS: np.array(arranged.is_cut, np.int64)}
+        return Samples({INPUT_IDS: template.around(ids)}, {}, own > 0, counts=counts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from tokenfeed.pipeline.format.store import Place, open_place
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, STANDARD_INPUT
 from tokenfeed.tools.corpus.sources import is_reserved, is_split_name
+from tokenfeed.tools.encoding.fim import FillInMiddle
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES, TaskEncoder, TaskName
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 from tokenfeed.tools.jobs.executors import Runner, check_installed
@@ -32,6 +33,7 @@ __all__ = ["Options", "fields_of_tasks", "input_formats", "parse_options", "reco
 _GROUPS = {
     "task and tokenizer": (
         *("task", "field", "keep", "tokenizer", "vocab_size", "end_token", "add_special_tokens"),
+        *("fim_rate", "fim_spm_rate"),
         *("chat_template", "template_argument"),
     ),
     "input": ("split", "validation", "exclude", "strict", "max_rejects"),
@@ -60,6 +62,7 @@ _VocabSize = Annotated[
         f"{_LARGEST_VOCABULARY:,}",
     ),
 ]
+_Rate = Annotated[float, Meta(ge=0, le=1, title="X", description="a share from 0 to 1")]
 _Share = Annotated[float, Meta(ge=0, lt=1, title="SHARE", description="a share from 0 up to 1")]
 
 
@@ -90,9 +93,13 @@ class Options:
     </s>."""
     add_special_tokens: bool = False
     """Put the tokenizer's template, like [CLS] ... [SEP], around each row."""
+    fim_rate: _Rate = 0.0
+    """Share of the documents that are cut to fill in the middle: prefix, suffix, middle."""
+    fim_spm_rate: _Rate = 0.5
+    """Share of these that begin with the suffix (SPM)."""
     chat_template: Annotated[str, text("FILE")] | None = None
-    """Template of --task chat. Default: chat_template.jinja beside the tokenizer.json, or the
-    template in its tokenizer_config.json."""
+    """Template of --task chat. Default: chat_template.jinja or tokenizer_config.json of the
+    tokenizer."""
     template_argument: tuple[Annotated[str, text("NAME=VALUE")], ...] = ()
     """Variable of the chat template; VALUE is JSON, else a text. Can be given several times."""
     split: tuple[Annotated[str, text("NAME=GLOB")], ...] = ()
@@ -112,7 +119,7 @@ class Options:
     workers: Positive | Literal["auto"] = "auto"
     """Number of processes. auto: one per usable core. The output is the same."""
     engine: Literal["auto", "tokenizers", "gigatoken"] = "auto"
-    """auto: the fast gigatoken if it returns the same ids as tokenizers, which is checked."""
+    """auto: gigatoken if it returns the same ids as tokenizers, which is checked."""
     append: bool = False
     """Add the rows of CORPUS to the finished data set OUT, with its tokenizer."""
     json: bool = False
@@ -130,13 +137,12 @@ class Options:
     shard_size: Annotated[str, text("SIZE|auto")] = "auto"
     """Bytes of text per shard, like 256MB. auto: a 64th of the input, 8MB to 256MB."""
     max_record: Annotated[str, text("SIZE")] = f"{MAX_RECORD_BYTES // 10**6}MB"
-    """Largest record in bytes, without compression. Larger records are rejected while they are
-    read."""
+    """Largest record in bytes, unpacked. Larger ones are rejected while they are read."""
     verify_ids: bool = False
     """Encode everything with tokenizers too and compare the ids. Takes as long as without
     gigatoken."""
     seed: NotNegative = 0
-    """Seed of the sample that trains a tokenizer."""
+    """Seed of the sample that trains a tokenizer, and of --fim-rate."""
 
     @property
     def corpus(self) -> tuple[str, ...]:
@@ -192,6 +198,10 @@ class Options:
         given: dict[str, Any] = {**self.fields}
         if self.task == "chat":
             given["splits_special"] = self.special_tokens_in_text == "split"
+        if self.fim_rate and self.task == "lm":
+            given["fim"] = FillInMiddle(
+                rate=self.fim_rate, spm_rate=self.fim_spm_rate, seed=self.seed
+            )
         given["keep"] = tuple(map(_kept_column, self.keep))
         task = TASK_CLASSES[self.task].variant(self.fields)
         return task(add_special_tokens=self.add_special_tokens, **given)
@@ -276,7 +286,7 @@ class Options:
         """Reject options that contradict each other, or have no effect on this command."""
         given = {field.name for field in dataclasses.fields(self) if self._is_given(field)}
         for name in _TRAINING:
-            if name in given and self.tokenizer:
+            if name in given and self.tokenizer and not (name == "seed" and self.fim_rate):
                 raise ConfigError(
                     f"`{flag_of(name)}` {getattr(self, name)}: is for a tokenizer that is trained, "
                     "and `--tokenizer` names one. Leave one of them out."
@@ -317,6 +327,8 @@ class Options:
     def _check_chat(self, given: set[str]) -> None:
         """Reject options that do not fit to conversations, token ids, or other tasks."""
         useless = {"chat_template", "template_argument"} if self.task != "chat" else set()
+        if self.task != "lm":
+            useless |= {"fim_rate", "fim_spm_rate"}
         if self.task in ("chat", "ids"):
             useless |= {"end_token", "add_special_tokens"}
         if self.task == "ids":

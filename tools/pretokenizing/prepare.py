@@ -329,6 +329,9 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -
         "--task": options.task,
         "the fields": list(inputs.task.fields),
         "--keep": list(options.keep) or None,
+        "--fim-rate, --fim-spm-rate and --seed": (
+            [options.fim_rate, options.fim_spm_rate, options.seed] if options.fim_rate else None
+        ),
         "--validation": inputs.validation,
         "--shard-size": inputs.shard_bytes,
         "--max-record": options.max_record_bytes,

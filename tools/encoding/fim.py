@@ -1,0 +1,126 @@
+"""Fill in the middle: documents cut in three, so that a model learns to write what is between.
+
+    PSM    <prefix> PREFIX <suffix> SUFFIX <middle> MIDDLE
+    SPM    <prefix> <suffix> SUFFIX <middle> PREFIX MIDDLE
+
+A document is cut between characters, so a model also learns to continue a part of a word. Each part
+is encoded on its own. In SPM, prefix and middle are one text, as in Code Llama. The cuts are a
+function of the text and a seed, so neither the workers nor a resumed run change them.
+"""
+
+import random
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import xxhash
+from tokenizers import Tokenizer
+
+from tokenfeed.pipeline.arithmetic import Ragged, offsets_of
+from tokenfeed.pipeline.errors import TokenizerError
+
+__all__ = ["FIM_ROWS", "Arranged", "FillInMiddle"]
+
+FIM_ROWS = "fim_rows"
+"""The number of cut documents, among the counts of the manifest."""
+
+_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, SmolLM
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),  # Codestral
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+)
+"""Usual names of the tokens before prefix, suffix and middle. The last ones are DeepSeek's."""
+_ADDED_SPACES = ("\u2581", "\u0120")
+"""The space that some tokenizers put before every text, as tokens show it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """The texts of some documents, and how their ids are put together again."""
+
+    texts: list[bytes]
+    """The parts of all documents."""
+    order: list[int]
+    """For all rows, one after the other: the number of a text, or -1, -2 or -3 for the token before
+    the prefix, the suffix or the middle."""
+    sizes: list[int]
+    """Entries of each row in `order`."""
+    is_cut: list[bool]
+    """Whether a row was cut in three."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FillInMiddle:
+    """Which documents are cut in three, and in which order their parts are."""
+
+    rate: float
+    """Share of the documents that are cut."""
+    spm_rate: float
+    """Share of the cut documents that are SPM."""
+    seed: int
+    tokens: tuple[int, int, int] = (0, 0, 0)
+    """Ids before prefix, suffix and middle; see `with_tokenizer`."""
+
+    def with_tokenizer(self, json_bytes: bytes) -> Self:
+        """Return the settings with the ids of the tokenizer.
+
+        Raises:
+            TokenizerError: The tokenizer lacks the tokens, or puts a space before every text.
+        """
+        tokenizer = Tokenizer.from_buffer(json_bytes)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        names = next((names for names in _TOKENS if vocabulary.keys() >= {*names}), None)
+        if names is None:
+            raise TokenizerError(
+                "`--fim-rate`: the tokenizer has no tokens to fill in the middle, such as "
+                f"{', '.join(_TOKENS[0])}. Use one that has, or leave `--fim-rate` out."
+            )
+        if "".join(tokenizer.encode("\n", add_special_tokens=False).tokens).startswith(
+            _ADDED_SPACES
+        ):
+            raise TokenizerError(
+                "`--fim-rate`: the tokenizer puts a space before every text, also before the parts "
+                "of a document. Use another tokenizer, or leave `--fim-rate` out."
+            )
+        prefix, suffix, middle = (vocabulary[name] for name in names)
+        return replace(self, tokens=(prefix, suffix, middle))
+
+    def arranged(self, documents: list[bytes]) -> Arranged:
+        """Cut some of the documents."""
+        made = Arranged([], [], [], [])
+        for document in documents:
+            chance = random.Random(xxhash.xxh3_64_intdigest(document, self.seed))
+            is_cut = chance.random() < self.rate and bool(document)
+            first = len(made.texts)
+            if is_cut:
+                is_spm, text = chance.random() < self.spm_rate, document.decode()
+                start, stop = sorted(int(chance.random() * (len(text) + 1)) for _ in range(2))
+                prefix, middle, suffix = text[:start], text[start:stop], text[stop:]
+                parts = [suffix, prefix + middle] if is_spm else [prefix, suffix, middle]
+                made.texts.extend(map(str.encode, parts))
+                order = [-1, -2, first, -3, first + 1]
+                order = order if is_spm else [-1, first, -2, first + 1, -3, first + 2]
+            else:
+                made.texts.append(document)
+                order = [first]
+            made.order.extend(order)
+            made.sizes.append(len(order))
+            made.is_cut.append(is_cut)
+        return made
+
+    def joined(self, arranged: Arranged, parts: Ragged) -> tuple[Ragged, np.ndarray]:
+        """Return the ids of the rows, and how many of them are of the text, shape (R,)."""
+        tokens = np.array(self.tokens, parts.values.dtype)
+        pool = Ragged(
+            np.concatenate([parts.values, tokens]), np.append(parts.lengths, np.ones(3, np.int64))
+        )
+        numbers = np.array(arranged.order, np.int64)
+        numbers = np.where(numbers < 0, len(parts) - 1 - numbers, numbers)
+        taken, firsts = pool.take(numbers), offsets_of(np.array(arranged.sizes))[:-1]
+        if not len(firsts):
+            return taken, taken.lengths
+        lengths = np.add.reduceat(taken.lengths, firsts)
+        added = np.where(arranged.is_cut, len(tokens), 0)
+        return Ragged(taken.values, lengths), lengths - added
