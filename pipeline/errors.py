@@ -31,11 +31,22 @@ __all__ = [
 ]
 
 
+_LONGEST = 1900
+
+
+def _shown(message: str) -> str:
+    """Return a message without secrets. A long one, with a value of a damaged file, is cut."""
+    message = without_secrets(message)
+    if len(message) <= _LONGEST:
+        return message
+    return f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 :]}"
+
+
 class TokenfeedError(Exception):
     """Base class of all errors that tokenfeed raises on purpose. No message has a secret."""
 
     def __str__(self) -> str:
-        return without_secrets(super().__str__())
+        return _shown(super().__str__())
 
 
 class ConfigError(TokenfeedError, ValueError):
@@ -62,7 +73,7 @@ class RemoteError(TokenfeedError, OSError):
     """A store that cannot be reached or refuses a request. Arguments: errno, message, URL."""
 
     def __str__(self) -> str:
-        return without_secrets(f"{self.filename}: {self.strerror}.")
+        return _shown(f"{self.filename}: {self.strerror}.")
 
 
 class RemoteMissingError(RemoteError, FileNotFoundError):

@@ -135,6 +135,8 @@ _ADDED = (
 """Keys that the first manifests lack. They are omitted if unknown, so that old fingerprints
 stay."""
 _HISTOGRAM_BINS = 32
+_LEAST_BATCH_BYTES = 24
+"""Bytes of a record batch in the footer of a shard alone."""
 _FILE_NAME = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0\ud800-\udfff]+", re.DOTALL)
 """A relative path that stays below the folder of the data set."""
 
@@ -380,7 +382,7 @@ class Manifest:
         content, checksum = proved(raw, file)
         try:
             manifest = msgspec.convert(content, cls)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise ManifestError(f"{file}: {error}. Run `pretokenize` again.") from error
         manifest._check(file)
         vars(manifest)["fingerprint"] = checksum  # computing it for 100,000 shards takes a second
@@ -408,6 +410,14 @@ class Manifest:
                 raise ManifestError(
                     f"{path}: {name!r} is not a file below the folder of the data set. Run "
                     "`pretokenize` again."
+                )
+        for shard in shards:
+            most = min(shard.rows, shard.bytes // _LEAST_BATCH_BYTES)
+            if shard.batches > most or shard.rows > shard.tokens:
+                raise ManifestError(
+                    f"{path}: {shard.file} cannot have {shard.batches:,} record batches, "
+                    f"{shard.rows:,} rows and {shard.tokens:,} tokens in {shard.bytes:,} bytes. "
+                    "Restore the file, or run `pretokenize` again."
                 )
         if unnamed := [s for s in shards if s.first_source and s.named in (None, s.file)]:
             raise ManifestError(

@@ -260,7 +260,7 @@ def _read(state: object) -> _Saved:
         )
     try:
         return msgspec.convert(dict(state), _Saved)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise ResumeError(f"cannot resume: this is not a loader state ({error}).") from error
 
 

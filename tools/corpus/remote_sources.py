@@ -78,7 +78,7 @@ def saved_entries(
             entries = [(file["filename"], split) for file in files]
         else:
             return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorpusError(
             f"{folder}: looks like a saved data set, but cannot be read as one: {error}."
         ) from error

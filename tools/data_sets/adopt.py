@@ -11,8 +11,11 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -69,6 +72,7 @@ __all__ = ["Adopt", "adopt"]
 SHARD_TOKENS = 1 << 26
 CHUNK_TOKENS = 1 << 22
 CHUNK_ROWS = 1 << 20
+_LINES, _LONGEST_LINE = 1 << 14, 1 << 12
 _SPLIT = re.compile(r"\w[\w-]*")
 
 
@@ -260,7 +264,7 @@ def _shards(file: _Flat) -> Iterator[_Part]:
     """Yield the rows of each shard."""
     token = row = num_tokens = 0
     pending: list[np.ndarray] = []
-    for lengths in file.lengths():
+    for lengths in _within(file):
         while len(lengths):
             ends = num_tokens + np.cumsum(lengths)
             stop = int(np.searchsorted(ends, SHARD_TOKENS)) + 1
@@ -273,9 +277,24 @@ def _shards(file: _Flat) -> Iterator[_Part]:
                 pending, num_tokens = [], 0
     if num_tokens:
         yield _part(token, row, pending)
-    if token + num_tokens != file.tokens:
+
+
+def _within(file: _Flat) -> Iterator[np.ndarray]:
+    """Yield the tokens of each row, some rows at a time, and check that they fill the file.
+
+    Raises:
+        CorpusError: The index is of another file.
+    """
+    total = 0
+    for lengths in file.lengths():
+        total += sum(lengths.tolist())  # a sum of int64 could overflow
+        if total > file.tokens:
+            break
+        yield lengths
+    if total != file.tokens:
+        more = " or more" if total > file.tokens else ""
         raise CorpusError(
-            f"{file.name}: the index has rows of {token + num_tokens:,} tokens, the file has "
+            f"{file.name}: the index has rows of {total:,} tokens{more}, the file has "
             f"{file.tokens:,}. Use the index that belongs to the file."
         )
 
@@ -524,13 +543,14 @@ def _datatrove(name: str, path: Path) -> _Flat:
     for file in (index, metadata):
         if not file.is_file():
             raise ConfigError(f"{file}: not found. {name} needs it.")
-    width = metadata.read_text().splitlines()[0].rpartition("|")[2]
+    with metadata.open("rb") as about:
+        width = about.readline(1 << 16).strip().rpartition(b"|")[2].decode(errors="replace")
     if width not in ("2", "4"):
         raise CorpusError(f"{metadata}: says ids of {width[:20]!r} bytes, expected 2 or 4.")
 
     def lengths(flat: _Flat) -> Iterator[np.ndarray]:
         ends = np.fromfile(index, "<u8").astype(np.int64)
-        yield from _between(ends, str(index))
+        yield _between(ends, str(index))
 
     return _flat(name, path, np.dtype(f"<u{width}"), lengths)
 
@@ -539,24 +559,30 @@ def _by_csv(path: Path) -> _Lengths:
     """Read the starts and ends of rows from dolma's table."""
 
     def lengths(flat: _Flat) -> Iterator[np.ndarray]:
-        with gzip.open(path, "rt") as lines:
-            try:
-                pairs = [line.split(",", 2)[:2] for line in lines]
-                starts, ends = np.array(pairs, np.int64).reshape(-1, 2).T
-            except (ValueError, OSError, EOFError) as error:
-                raise CorpusError(f"{path}: is damaged: {error}. Copy it again.") from None
-        if (starts[1:] != ends[:-1]).any() or starts[0] != 0:
-            raise CorpusError(f"{path}: its rows do not follow one another in {flat.name}.")
-        yield from _between(ends, str(path))
+        end = 0
+        with gzip.open(path, "rb") as file:
+            lines = iter(partial(file.readline, _LONGEST_LINE), b"")
+            while True:
+                try:
+                    pairs = [line.split(b",", 2)[:2] for line in islice(lines, _LINES)]
+                    starts, ends = np.array(pairs, np.int64).reshape(-1, 2).T
+                except (ValueError, OverflowError, OSError, EOFError, zlib.error) as error:
+                    raise CorpusError(f"{path}: is damaged: {error}. Copy it again.") from None
+                if not pairs:
+                    return
+                if starts[0] != end or (starts[1:] != ends[:-1]).any():
+                    raise CorpusError(f"{path}: its rows do not follow one another in {flat.name}.")
+                yield _between(ends, str(path), end)
+                end = int(ends[-1])
 
     return lengths
 
 
-def _between(ends: np.ndarray, index: str) -> Iterator[np.ndarray]:
-    lengths = np.diff(ends, prepend=0)
+def _between(ends: np.ndarray, index: str, begin: int = 0) -> np.ndarray:
+    lengths: np.ndarray = np.diff(ends, prepend=begin)
     if (lengths < 0).any():
         raise CorpusError(f"{index}: its rows are out of order. Copy it again.")
-    yield lengths
+    return lengths
 
 
 def _by_end(tokenizer: TextTokenizer) -> _Lengths:

@@ -221,7 +221,7 @@ class _Settings(msgspec.Struct, frozen=True):
         """
         try:
             return msgspec.convert(saved, cls)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise ResumeError(f"this is not a loader state ({error}).") from error
 
 

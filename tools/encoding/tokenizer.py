@@ -265,7 +265,7 @@ def _check_ids(json_bytes: bytes, origin: object) -> None:
     if not _LONG_NUMBER.search(json_bytes):
         return
     # The library names what is wrong with a file that is no tokenizer.json.
-    with contextlib.suppress(ValueError, AttributeError, TypeError, KeyError):
+    with contextlib.suppress(ValueError, AttributeError, TypeError, KeyError, RecursionError):
         content = json.loads(json_bytes)
         vocab, added = content["model"]["vocab"], content.get("added_tokens") or []
         ids = [

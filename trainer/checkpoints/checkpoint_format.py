@@ -9,6 +9,7 @@ whatever number of ranks has written them.
 """
 
 import json
+import math
 import os
 import re
 import warnings
@@ -179,6 +180,13 @@ class Checkpoint:
         for (name, checksum), actual in zip(content.files.items(), found, strict=True):
             if actual != checksum:
                 raise ValueError(f"{name} fails its checksum: {actual}, expected {checksum}")
+        num_bytes = sum((folder / name).stat().st_size for name in content.files)
+        for name, kind in content.tensors.items():
+            if min(kind.shape, default=0) < 0 or math.prod(kind.shape) > num_bytes:
+                raise ValueError(
+                    f"{CONTENT_FILE} has the shape {kind.shape} of {name}, but all files together "
+                    f"have {num_bytes:,} bytes"
+                )
         return cls(folder, content)
 
     @staticmethod

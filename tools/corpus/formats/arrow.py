@@ -51,11 +51,12 @@ class _ArrowTable:
             if not isinstance(reader, pa.ipc.RecordBatchFileReader):
                 return [batch.num_rows for batch in reader]
             rows = _rows_in_headers(file, reader.num_record_batches)
-            for index in range(len(rows), reader.num_record_batches):  # behind a damaged header
+            rows += [0] * (reader.num_record_batches - len(rows))  # behind a damaged header
+            for index in [index for index, number in enumerate(rows) if number < 1]:
                 try:
-                    rows.append(reader.get_batch(index).num_rows)
+                    rows[index] = reader.get_batch(index).num_rows
                 except DAMAGE:
-                    rows.append(1)
+                    rows[index] = 1  # the record of the damage
             return rows
 
     def read(self, fields: Fields, start: int, stop: int | None, first: int) -> Iterator[Records]:

@@ -1,0 +1,228 @@
+"""Run mutations against the parsers, and report every broken promise.
+
+The promises: an error of tokenfeed with one line, or a result; no other exception, no hang, no
+wrong tokens, and no allocation beyond twice the files (with some slack). A mutation depends only on
+the parser, the file and its number, so `--first N --count 1` repeats it.
+"""
+
+import argparse
+import contextlib
+import logging
+import multiprocessing
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+
+from fuzz.mutations import mutated
+from fuzz.parsers import PARSERS, Parser
+
+from tokenfeed.pipeline.errors import TokenfeedError
+
+__all__ = ["Finding", "Fuzzer", "main"]
+
+_HANG_S = 30
+_SLACK_BYTES = 48 << 20
+_TRACED = 10
+"""Every so many mutations, allocations are traced, which takes five times as long."""
+_LONGEST_LINE = 2000
+_AT_ONCE = 5000
+"""Mutations per process of a long run."""
+
+
+class _Hang(BaseException):
+    """A parser takes too long."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A broken promise."""
+
+    parser: str
+    file: str
+    number: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.parser} {self.file} --first {self.number}: {self.what}"
+
+
+class Fuzzer:
+    """The files of one parser, and the mutations of them."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self._parser: Parser = PARSERS[name]
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files = list(self._parser.make(folder))
+        self._valid = {file: (folder / file).read_bytes() for file in self.files}
+        self._bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    def mutation(self, number: int) -> tuple[str, bytes]:
+        """Return a file to mutate and its new content."""
+        draw = random.Random(f"{self.name} {number}")
+        file = draw.choice(self.files)
+        return file, mutated(draw, self._valid[file], self._parser.seals.get(file))
+
+    def try_mutation(self, number: int) -> tuple[str, Finding | None]:
+        """Read one mutation; return `same`, `accepted` or `rejected`, and a broken promise."""
+        file, data = self.mutation(number)
+        if data == self._valid[file]:
+            return "same", None
+        outcome, what = self.try_bytes(file, data, is_traced=number % _TRACED == 0)
+        return outcome, Finding(self.name, file, number, what) if what else None
+
+    def try_bytes(self, file: str, data: bytes, *, is_traced: bool = True) -> tuple[str, str]:
+        """Read the files with another content of one; return the outcome, and what is broken."""
+        path = self.folder / file
+        path.write_bytes(data)
+        outcome, what = "rejected", ""
+        try:
+            for read in self._parser.reads:
+                found, broken = self._read(read, len(data), is_traced=is_traced)
+                outcome = found if found == "accepted" else outcome
+                what = what or broken
+        finally:
+            path.write_bytes(self._valid[file])
+        return outcome, what
+
+    def _read(self, read: Callable[[Path], None], size: int, *, is_traced: bool) -> tuple[str, str]:
+        if is_traced:
+            tracemalloc.start()
+        try:
+            with _time_limit():
+                read(self.folder)
+        except TokenfeedError as error:
+            line = str(error)
+            if "\n" in line or len(line) > _LONGEST_LINE:
+                return "rejected", f"an error of {len(line):,} characters: {line[:200]!r}"
+            outcome = "rejected"
+        except (Exception, _Hang) as error:
+            return "rejected", _described(error)
+        except BaseException as error:  # a panic of a library in Rust
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            return "rejected", _described(error)
+        else:
+            outcome = "accepted"
+        finally:
+            peak = tracemalloc.get_traced_memory()[1] if is_traced else 0
+            tracemalloc.stop()
+        if peak > (limit := 2 * (self._bytes + size) + _SLACK_BYTES):
+            return outcome, f"{peak:,} bytes of memory, expected at most {limit:,}"
+        return outcome, ""
+
+
+def _described(error: BaseException) -> str:
+    own = [f for f in traceback.extract_tb(error.__traceback__) if "/fuzz/" not in f.filename]
+    where = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in own[-1:-6:-1])
+    return f"{type(error).__name__}: {str(error)[:200]!r} at {where}"
+
+
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _Hang(f"no result after {_HANG_S} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, _HANG_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _try_all(name: str, folder: Path, numbers: range, until: float, pipe: Connection) -> None:
+    logging.getLogger("tokenfeed").setLevel(logging.CRITICAL)
+    fuzzer = Fuzzer(name, folder)
+    for number in numbers:
+        if time.monotonic() > until:
+            break
+        pipe.send((number, None, ""))
+        outcome, finding = fuzzer.try_mutation(number)
+        pipe.send((number, outcome, str(finding) if finding else ""))
+
+
+def _run_apart(
+    name: str, folder: Path, numbers: range, until: float
+) -> tuple[Counter[str], list[str], int]:
+    """Try mutations in another process, which may crash. Return the counts, the findings, and the
+    number to go on with."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_try_all, args=(name, folder, numbers, until, theirs))
+    child.start()
+    theirs.close()
+    counts: Counter[str] = Counter()
+    findings, last = [], numbers.start
+    with contextlib.suppress(EOFError):
+        while True:
+            last, outcome, finding = ours.recv()
+            counts[outcome or ""] += 1
+            findings += [finding] if finding else []
+    child.join()
+    del counts[""]
+    if child.exitcode:
+        counts["crashed"] += 1
+        findings.append(f"{name} --first {last}: the process ended with {child.exitcode}")
+    return counts, findings, last + 1
+
+
+def _kind(finding: str) -> str:
+    """Return what findings with one cause have in common."""
+    what = finding.partition(": ")[2]
+    return re.sub(
+        r"\d+|'.*'|\(.*\)", "", what.rpartition(" at ")[2] if " at " in what else what[:60]
+    )
+
+
+def _fuzz(name: str, folder: Path, first: int, count: int, until: float) -> list[str]:
+    counts, findings, started = Counter[str](), [], time.monotonic()
+    number, kinds = first, set[str]()
+    while number < first + count and time.monotonic() < until:
+        some, found, number = _run_apart(
+            name, folder / str(number), range(number, min(number + _AT_ONCE, first + count)), until
+        )
+        counts += some
+        for finding in found:
+            kind = _kind(finding)
+            if kind not in kinds:
+                print(finding, flush=True)
+            kinds.add(kind)
+        findings += found
+    seconds = time.monotonic() - started
+    outcomes = ", ".join(f"{name} {number:,}" for name, number in sorted(counts.items()))
+    total = counts.total()
+    print(f"{name}: mutations {total:,} ({outcomes}), findings {len(findings):,}, {seconds:.0f} s")
+    return findings
+
+
+def main() -> None:
+    """`python -m tests.fuzz`: run mutations by hand, print counts, exit with 1 for findings."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=main.__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0, help="time for all parsers together")
+    parser.add_argument("--parser", action="append", choices=sorted(PARSERS), metavar="NAME")
+    parser.add_argument("--first", type=int, default=0, help="number of the first mutation")
+    parser.add_argument("--count", type=int, default=10**12, help="mutations of each parser")
+    options = parser.parse_args()
+    logging.getLogger("tokenfeed").setLevel(logging.CRITICAL)
+    names = options.parser or list(PARSERS)
+    each, is_broken = 60 * options.minutes / len(names), False
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            until = time.monotonic() + each
+            found = _fuzz(name, Path(folder, name), options.first, options.count, until)
+            is_broken |= bool(found)
+    sys.exit(int(is_broken))

@@ -1,0 +1,64 @@
+"""A short run of the fuzzer: `python -m tests.fuzz` runs longer."""
+
+from pathlib import Path
+
+import pytest
+from fuzz.parsers import PARSERS
+from fuzz.run import Fuzzer
+
+SLOW = {"manifest", "state", "megatron", "llm.c", "olmo", "datatrove", "shard"}
+"""Parsers that take milliseconds for each mutation."""
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_mutated_files_give_one_line_errors_or_same_tokens(name: str, tmp_path: Path) -> None:
+    fuzzer = Fuzzer(name, tmp_path)
+    results = [fuzzer.try_mutation(number) for number in range(10 if name in SLOW else 60)]
+    assert [str(finding) for _, finding in results if finding] == []
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_valid_files_are_accepted(name: str, tmp_path: Path) -> None:
+    fuzzer = Fuzzer(name, tmp_path)
+    for file in fuzzer.files:
+        assert fuzzer.try_bytes(file, (tmp_path / file).read_bytes()) == ("accepted", "")
+
+
+CASES = {
+    "datatrove": [
+        ("foreign/train.ds.metadata", b"\xff\n"),
+        ("foreign/train.ds.metadata", b""),
+        ("foreign/train.ds.index", b"\xff" * 7 + b"\x7f"),
+        ("foreign/train.ds", b"\0\0"),
+    ],
+    "olmo": [
+        ("foreign/train.csv.gz", b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 9),
+        ("foreign/train.csv.gz", b""),
+        ("foreign/train.npy", b"\0\0"),
+    ],
+    "megatron": [("foreign/train.bin", b"\0\0")],
+    "saved": [("saved/state.json", b"[" * 100_000)],
+    "tokenizer": [
+        ("tokenizer.json", b'{"id": 1234567890, "a":' + b"[" * 100_000),
+        ("tokenizer.json", b'{"version": "' + b"x" * 70_000 + b'"}'),
+    ],
+    "state": [("state.json", b'{"version": 3, "plan": {"seed": "\\ud800"}}')],
+}
+"""Files that once gave another exception or a line of 70,000 characters."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_that_were_once_read_wrongly_are_rejected(name: str, tmp_path: Path) -> None:
+    fuzzer = Fuzzer(name, tmp_path)
+    for file, data in CASES[name]:
+        assert fuzzer.try_bytes(file, data) == ("rejected", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("manifest", 8), ("checkpoint", 1229), ("state", 762)]
+)
+def test_sealed_files_with_impossible_values_are_rejected(
+    name: str, number: int, tmp_path: Path
+) -> None:
+    outcome, finding = Fuzzer(name, tmp_path).try_mutation(number)
+    assert (outcome, finding) == ("rejected", None)
