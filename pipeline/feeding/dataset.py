@@ -6,7 +6,7 @@ sequence is the same for any number of workers, also for 0.
 
 from collections.abc import Iterator
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -97,7 +97,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
         epochs: int | None = 1,
         micro_batches_per_step: int | None = None,
         window_tokens: int | None = None,
-        rank: int | None = None,
+        rank: int | Literal["launcher"] | None = None,
         world_size: int | None = None,
         targets: Targets | None = None,
         map: MapRow | None = None,
@@ -115,7 +115,9 @@ class ShardDataset(IterableDataset[WindowSlice]):
                 number of ranks.
             window_tokens: Tokens that are shuffled and sorted together. None chooses 8 to 32
                 million.
-            rank: Rank of this process. Default: the rank of torch.distributed, or 0.
+            rank: Rank of this process. Default: the rank of torch.distributed, or 0. "launcher":
+                rank and world size from the variables of torchrun, srun, Open MPI or MPICH, for
+                programs without torch.distributed.
             world_size: Number of ranks that share each step. Default: the world size of
                 torch.distributed, or 1.
             targets: Which tokens of conversations are targets, as for `ShardLoader`.

@@ -101,7 +101,7 @@ class ShardLoader:
         micro_batches_per_step: int | None = None,
         window_tokens: int | None = None,
         timeout: float = 300.0,
-        rank: int | None = None,
+        rank: int | Literal["launcher"] | None = None,
         world_size: int | None = None,
         num_streams: int | Literal["nodes"] = 1,
         cache_dir: str | PathLike[str] | None = None,
@@ -135,7 +135,9 @@ class ShardLoader:
                 corpus better; see `Stats.mixing`.
             timeout: Seconds without an answer after which a worker counts as hung; `float("inf")`
                 for no limit. Time that a worker waits for a store does not count.
-            rank: Rank of this process. Default: the rank of torch.distributed, or 0.
+            rank: Rank of this process. Default: the rank of torch.distributed, or 0. "launcher":
+                rank and world size from the variables of torchrun, srun, Open MPI or MPICH, for
+                programs without torch.distributed.
             world_size: Number of ranks that share each step. Default: the world size of
                 torch.distributed, or 1.
             num_streams: For very many ranks: divides the ranks into this many groups of

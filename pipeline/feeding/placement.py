@@ -1,5 +1,6 @@
 """Resolve the rank of a loader, the world size and the number of workers."""
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,8 +12,14 @@ from tokenfeed.pipeline.feeding.worker_process import check_workers_can_run
 
 __all__ = ["RankPlacement", "resolve_ranks", "resolve_workers"]
 
-_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Variables with the number of started processes: torchrun, srun, Open MPI, MPICH."""
+_PROCESSES = {
+    "WORLD_SIZE": "RANK",
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
+"""Variables with the number of started processes, and with the rank of a process: torchrun, srun,
+Open MPI, MPICH."""
 _WORKERS_PER_CORE = 16
 """Largest number of workers per core. More is surely a mistake."""
 
@@ -42,14 +49,19 @@ class RankPlacement:
 
 
 def resolve_ranks(
-    rank: int | None, world_size: int | None, num_streams: int | Literal["nodes"] = 1
+    rank: int | Literal["launcher"] | None,
+    world_size: int | None,
+    num_streams: int | Literal["nodes"] = 1,
 ) -> RankPlacement:
     """Return the rank and the world size. The defaults come from torch.distributed, or are 0 of 1.
+    With the rank "launcher", both come from the variables of torchrun, srun or MPI.
 
     Raises:
-        ConfigError: The rank is out of range, only one of the two was passed, or torch.distributed
-            is not initialized yet.
+        ConfigError: The rank is out of range, only one of the two was passed, torch.distributed is
+            not initialized yet, or the launcher set no variables.
     """
+    if rank == "launcher":
+        rank, world_size = _launched_ranks(world_size)
     distributed: Any = sys.modules.get("torch.distributed")  # not imported: not initialized
     running = distributed and distributed.is_available() and distributed.is_initialized()
     name, launched = first_number(*_PROCESSES)
@@ -57,7 +69,8 @@ def resolve_ranks(
         raise ConfigError(
             f"{name}={launched}: {launched} processes were started, but torch.distributed is not "
             "initialized, so every process would get all rows. Make the loader after "
-            "`init_process_group`, or pass `rank` and `world_size` (0 and 1 for separate runs)."
+            "`init_process_group`, or pass `rank` and `world_size` (0 and 1 for separate runs), or "
+            "`rank`='launcher'."
         )
     if (rank is None) != (world_size is None):
         given = f"`rank`={rank}" if world_size is None else f"`world_size`={world_size}"
@@ -74,6 +87,24 @@ def resolve_ranks(
         raise ConfigError(f"`num_streams`={num_streams} does not divide `world_size`={world_size}.")
     rank = checks.whole("rank", rank, most=world_size - 1, other=", below `world_size`")
     return RankPlacement(rank, world_size, num_streams)
+
+
+def _launched_ranks(world_size: int | None) -> tuple[int, int]:
+    """Return the rank and the number of processes from the launcher's variables."""
+    if world_size is not None:
+        raise ConfigError(
+            f"`world_size`={world_size}: with `rank`='launcher', the launcher sets the number of "
+            "processes. Leave `world_size` out."
+        )
+    name, size = first_number(*_PROCESSES)
+    rank = os.environ.get(_PROCESSES.get(name, ""), "")
+    if size is None or not rank.isdecimal():
+        known = ", ".join(f"{of_rank} and {number}" for number, of_rank in _PROCESSES.items())
+        raise ConfigError(
+            f"`rank`='launcher': the environment has no rank and world size ({known}). Start the "
+            "processes by torchrun, srun or mpirun, or pass `rank` and `world_size`."
+        )
+    return int(rank), size
 
 
 def _nodes_of(world_size: int) -> int:

@@ -217,6 +217,35 @@ def test_one_folder_under_two_spellings_is_refused(
         assert "the same folder" in message
 
 
+LAUNCHERS = {
+    "WORLD_SIZE": "RANK",
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_rank_of_any_launcher_is_read(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in (*LAUNCHERS, *LAUNCHERS.values()):
+        monkeypatch.delenv(each, raising=False)
+    message = refusal(lambda: open_loader(folder, rank="launcher"))
+    assert message.startswith("`rank`='launcher': the environment has no rank and world size (RANK")
+    monkeypatch.setenv(name, "3")
+    assert "has no rank" in refusal(lambda: open_loader(folder, rank="launcher"))
+    monkeypatch.setenv(LAUNCHERS[name], "2")
+    found = open_loader(folder, rank="launcher", device="numpy")
+    expected = open_loader(folder, rank=2, world_size=3)
+    assert (found.rank, found.world_size) == (2, 3)
+    assert spans(next(iter(found))) == spans(next(iter(expected)))
+    message = refusal(lambda: open_loader(folder, rank="launcher", world_size=3))
+    assert message.startswith("`world_size`=3: with `rank`='launcher'")
+    monkeypatch.setenv(LAUNCHERS[name], "3")
+    assert refusal(lambda: open_loader(folder, rank="launcher")).startswith("`rank`=3")
+
+
 @pytest.mark.parametrize(
     "name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"]
 )
