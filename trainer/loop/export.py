@@ -18,6 +18,7 @@ come from a checkpoint, so a finished run can be exported at any time.
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from torch import nn
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, file_xxh3, sync_folder
+from tokenfeed.pipeline.redaction import public
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -72,6 +74,9 @@ _WEIGHTS = "model.safetensors"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _HUB = "hf:"
 _CPU = torch.device("cpu")
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +135,24 @@ def check_export(config: TrainConfig) -> None:
     if folder.exists():
         raise ConfigError(f"`--export`: {folder} exists already. Give a new one, or delete it.")
     read_tokenizer(first_of(config.shards))  # fail now, not after the last step
+    _name_other_templates(config)
+
+
+def _name_other_templates(config: TrainConfig) -> None:
+    """Log the data sets whose chat template is not exported."""
+    first = first_of(config.shards)
+    exported = Manifest.read(first).chat_template
+    folders = dict.fromkeys(
+        f for phase in phases_of(config) for f in weights_of(phase.config.shards)
+    )
+    for folder in folders:
+        template = Manifest.read(folder).chat_template
+        if template and template.xxh3 != (exported and exported.xxh3):
+            _log.warning(
+                "%s was made with another chat template than %s, and `--export` writes only the "
+                "template of %s",
+                *map(public, (folder, first, first)),
+            )
 
 
 def export_run(config: TrainConfig, folder: Path) -> None:

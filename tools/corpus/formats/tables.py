@@ -96,14 +96,14 @@ def read_table(part: FilePart, fields: Fields, *, open_table: OpenTable) -> Iter
 
 
 def _without_long(records: Records, fields: Fields, most_bytes: int) -> Records:
-    """The records without those that have a text of more than `most_bytes`."""
+    """The records without those that have a field with more than `most_bytes` of text."""
     long: dict[int, Reject] = {}
     for name, kind in fields.items():
         values = records.fields[name]
-        if (kind.item or kind) is not FieldKind.TEXT:
+        if (kind.item or kind) not in (FieldKind.TEXT, FieldKind.JSON, FieldKind.OPTIONAL_JSON):
             continue
         for place, value in enumerate(values):
-            num_bytes = len(value) if kind is FieldKind.TEXT else sum(map(len, value))
+            num_bytes = _text_bytes(value)
             if num_bytes > most_bytes:
                 reason = f"field `{name}` {too_long(num_bytes, most_bytes)}"
                 long.setdefault(place, Reject(int(records.numbers[place]), reason))
@@ -116,6 +116,17 @@ def _without_long(records: Records, fields: Fields, most_bytes: int) -> Records:
         fields={name: [values[n] for n in kept] for name, values in records.fields.items()},
         rejects=[*records.rejects, *long.values()],
     )
+
+
+def _text_bytes(value: Any) -> int:
+    """Return the size of all texts in a value, as UTF-8."""
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, str):
+        return len(value.encode(errors="surrogatepass"))
+    if isinstance(value, dict):
+        return sum(map(_text_bytes, value.values()))
+    return sum(map(_text_bytes, value)) if isinstance(value, list) else 0
 
 
 def cut_table(source: InputFile, shard_bytes: int, *, open_table: OpenTable) -> Iterator[FilePart]:

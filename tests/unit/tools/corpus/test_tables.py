@@ -1,5 +1,6 @@
 """Parquet and Arrow files that are damaged, or cut short under the reader."""
 
+import json
 import os
 from itertools import product
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import feather
 from support.corpora import GROUP, ROWS, Found, random_texts, read, write_batches, write_encrypted
 
 from tokenfeed.pipeline.errors import CorpusError
@@ -156,6 +158,35 @@ def test_a_damaged_index_or_offset_of_a_dictionary_is_not_followed(tmp_path: Pat
         good, bad = read(path)
         assert good == {}
         assert "record batch 0 is damaged" in bad[0]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_messages_beyond_max_record_are_rejected(
+    tmp_path: Path, suffix: str, as_text: bool
+) -> None:
+    """The texts of all messages count together, as UTF-8."""
+    counts = (10, 98, 99, 300, 20)
+    chats = [[{"role": "user", "content": "é" * count}] * 2 for count in counts]
+    column = [json.dumps(chat, ensure_ascii=False) if as_text else chat for chat in chats]
+    path = tmp_path / f"a.{suffix}"
+    write = pq.write_table if suffix == "parquet" else feather.write_feather
+    write(pa.table({"messages": column}), path)
+    found = find_corpus((str(path),), out=tmp_path / "out", field="messages", max_record_bytes=400)
+    (unit,) = cut_units(found.sources, 10**9)
+    records = [*read_records(unit.parts[0], {"messages": FieldKind.JSON})]
+    rejects = [reject for each in records for reject in each.rejects]
+    sizes = [
+        len(str(column[number]).encode()) if as_text else 4 * count + 2 * len("user")
+        for number, count in enumerate(counts)
+    ]
+    expected = [
+        (number, f"field `messages` has {size:,} bytes, more than the 400 of `--max-record`")
+        for number, size in enumerate(sizes)
+        if size > 400
+    ]
+    assert [(reject.record, reject.reason) for reject in rejects] == expected
+    assert sum(map(len, records)) == len(counts) - len(expected)
 
 
 def test_a_length_beyond_all_memory_is_damage_and_a_full_machine_is_none() -> None:
