@@ -66,6 +66,7 @@ NOT_RUN = {
     ("docs/mixing.md", "python -m benchmarks.shuffle", "needs the peers and hours"),
     ("docs/releasing.md", "rm -rf build dist", NETWORK),
     ("docs/releasing.md", "python -m venv /tmp/try", NETWORK),
+    ("docs/security.md", "python -m tests.fuzz", "takes ten minutes"),
     ("docs/training.md", "train --shards out/ --run-dir runs/gpt2", "needs a GPU"),
 }
 SHORT = {"docs/how/own-format.md", "docs/how/resume.md"}
@@ -77,6 +78,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 OF_OTHERS = {
     "--data",
     *("--check", "--peer-python"),  # benchmarks
+    *("--minutes", "--parser"),  # the fuzzer
     *("--help", "--stat", "--strict"),
     "--index-url",  # pip
     *("--nproc-per-node", "--standalone", "--max-restarts", "--nnodes"),  # torchrun
