@@ -118,7 +118,7 @@ RESERVED_NAMES = frozenset(
         *("max_length_q", "max_length_k", "max_seqlen"),
         *("segments", "sequence_lengths", "sequence_offsets", "piece_lengths", "row_targets"),
         *("rows", "starts", "lengths", "ignored", "is_filler", "ends_step", "device"),
-        *("num_tokens", "num_targets", "num_slots", "num_cut_pieces"),
+        *("num_tokens", "num_targets", "num_slots", "num_cut_pieces", "targets"),
         *("get", "items", "keys", "values", "to", "tensors", "pin_memory"),
     }
 )

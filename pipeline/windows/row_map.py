@@ -26,11 +26,11 @@ __all__ = ["MapRow", "RowMap"]
 MapRow = Callable[[dict[str, np.ndarray], np.random.Generator], Mapping[str, np.ndarray]]
 """Takes the columns of a row and random numbers of the row; returns the columns to replace.
 
-Columns have one value per token, shape (n,), int64: `input_ids`, and `token_type_ids`, `labels` (of
-task `tag`) and `kinds` (if targets depend on them) where the data set has them. The function may
-change them in place, and return them. It may also return `labels` where rows have none, for masked
-language modelling: the target of each slot itself, -100 where no loss counts. It returns the same
-columns for every row.
+Columns have one value per token, shape (n,), int64 or float: `input_ids`, and `token_type_ids`,
+`labels` (of task `tag`), `kinds` (if targets depend on them) and kept columns where the data set
+has them. The function may change them in place, and return them. It may also return `labels` where
+rows have none, for masked language modelling: the target of each slot itself, -100 where no loss
+counts. It returns the same columns for every row.
 """
 
 _MAP = 0x6D6170  # separates the random numbers of rows from those of the shuffle
@@ -80,7 +80,7 @@ class RowMap:
             name = int(window.numbers[row])
             rng = np.random.default_rng(derive_key(self.seed, _MAP, epoch, number, name))
             try:
-                row_columns = {key: columns[key][place].astype(np.int64) for key in given}
+                row_columns = {key: _wide(columns[key][place]) for key in given}
                 changed = self.function(row_columns, rng)
             except Exception as error:
                 shown = " ".join(str(error).split())
@@ -127,14 +127,23 @@ class RowMap:
                     f"shape {values.shape}. It must keep the number of tokens, by which rows are "
                     "planned: truncate what is too long, and leave room when you pretokenize."
                 )
-            checked = np.where(values == IGNORED, 0, values) if key == TARGETS else values
-            most = np.iinfo(columns[key].dtype).max
+            if columns[key].dtype.kind == "f":
+                least, most, kinds, expected = -np.inf, np.inf, "biuf", "numbers"
+            else:
+                limits = np.iinfo(columns[key].dtype)
+                least, most, kinds, expected = limits.min, limits.max, "biu", "whole numbers"
             if key == INPUT_IDS or (key == TARGETS and has_new_labels):
-                most = self.vocabulary_size - 1
-            if values.dtype.kind not in "biu" or checked.min() < 0 or checked.max() > most:
+                least, most = 0, self.vocabulary_size - 1
+            checked = np.where(values == IGNORED, 0, values) if key == TARGETS else values
+            if values.dtype.kind not in kinds or checked.min() < least or checked.max() > most:
                 raise ConfigError(
                     f"`map`: the function returned wrong `{key}` for row {name}: {values.dtype} "
-                    f"from {values.min()} to {values.max()}. Expected whole numbers from 0 to "
+                    f"from {values.min()} to {values.max()}. Expected {expected} from {least} to "
                     f"{most}{f', or {IGNORED}' if key == TARGETS else ''}."
                 )
             columns[key][place] = values
+
+
+def _wide(values: np.ndarray) -> np.ndarray:
+    """Return a copy for the user's function: integers as int64, floats unchanged."""
+    return values.astype(np.int64 if values.dtype.kind in "iu" else values.dtype)

@@ -200,7 +200,7 @@ def test_kept_columns_follow_their_tokens(device: str, case: Case, seed: int) ->
             expected = torch.zeros(batch["input_ids"].shape).to(batch[name])
             for line, sequence in zip(expected, sequences, strict=True):
                 parts = [values[begins[row] + a : begins[row] + b] for row, a, b in sequence]
-                found = torch.from_numpy(np.concatenate(parts))
+                found = torch.from_numpy(np.concatenate([values[:0], *parts]))
                 line[: len(found)] = found
             assert torch.equal(batch[name], expected)
             assert batch[name].dtype == (torch.float32 if name == "advantage" else torch.int64)
@@ -212,7 +212,7 @@ def test_kept_columns_follow_their_tokens(device: str, case: Case, seed: int) ->
 def test_batch_with_kept_columns_moves_with_them(batching: Batching) -> None:
     rows = random_rows(np.array([5, 3, 2, 7]))
     rows.per_token["advantage"] = np.arange(17, dtype=np.float32)
-    batch = build_on_host(Case(rows, batching).ragged()[0], PAD)
+    batch = build_on_host(Case(rows, batching).ragged()[0], FORM)
     assert batch.to("meta").advantage.device.type == "meta"
 
 
@@ -220,7 +220,7 @@ def test_batch_with_kept_columns_moves_with_them(batching: Batching) -> None:
 def test_names_of_a_batch_are_reserved(batching: Batching) -> None:
     ragged = Case(random_rows(np.array([5, 3, 2]), pairs=True), batching).ragged()[0]
     names = {*device_inputs(ragged), *ragged.staged()}
-    batch = build_on_host(ragged, PAD)
+    batch = build_on_host(ragged, FORM)
     names |= {*batch, *(name for name in dir(batch) if not name.startswith("_"))}
     assert names <= RESERVED_NAMES
 

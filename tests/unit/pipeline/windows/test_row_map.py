@@ -104,6 +104,26 @@ def test_columns_changed_in_place_are_the_batches(lengths: list[int], task: Task
     assert (changed.index.layout.num_targets == plain.index.layout.num_targets).all()
 
 
+def halved(columns: Columns, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
+    return {"advantage": columns["advantage"] / 2, "step": -columns["step"]}
+
+
+def test_kept_columns_are_mapped_in_their_dtypes() -> None:
+    rows = random_rows(np.array([5, 3, 9]))
+    rows.per_token["advantage"] = np.arange(17, dtype=np.float32)
+    rows.per_token["step"] = np.arange(17, dtype=np.int8)
+    plan, reader = plan_in_memory([rows], Padded(100))
+    made, plain = (
+        WindowMaker(plan, reader, 0, 1, row_map=each).make(Position(0, 0, 0)).per_token
+        for each in (RowMap(halved, VOCABULARY_SIZE, 0), None)
+    )
+    assert {name: values.dtype for name, values in made.items()} == {
+        name: values.dtype for name, values in plain.items()
+    }
+    assert made["advantage"].tolist() == (plain["advantage"] / 2).tolist()
+    assert made["step"].tolist() == (-plain["step"]).tolist()
+
+
 @pytest.fixture
 def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
     small_batches(monkeypatch)
