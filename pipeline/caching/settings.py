@@ -170,9 +170,12 @@ def cache_for(
     if not has_remote(sources):
         return None
     total = window = 0
-    for source, read in zip(sources, plan.order.batches_read, strict=True):
+    largest = [
+        max(batches) for batches in zip(*(s.batches for s in plan.order.stretches), strict=True)
+    ]
+    for source, read in zip(sources, largest, strict=True):
         if isinstance(source.store, RangedStore):
             size = sum(shard.bytes for shard in source.split.shards)
             total += 0 if isinstance(source.store, FetchingStore) else size
-            window += size * read // source.batches // plan.order.num_windows
+            window += int(size * read / source.batches)
     return resolve_cache(cache_dir, cache_bytes, Need(total, max(1, window)))

@@ -20,9 +20,10 @@ from tokenfeed.pipeline.feeding.placement import resolve_ranks
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.kinds import TargetRule, Targets
 from tokenfeed.pipeline.format.store import StorePath
-from tokenfeed.pipeline.planning.mixture import Mixture, paths_of
+from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.stages import paths_of
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import Header, RankSlice
 from tokenfeed.pipeline.windows.reader import WindowReader
@@ -133,7 +134,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
         sources = open_splits(paths_of(path), checks.text("split", split))
         plan = Plan.from_splits(
             sources,
-            path if isinstance(path, Mixture) else None,
+            path,
             batching,
             split=split,
             micro_batches_per_step=micro_batches_per_step,

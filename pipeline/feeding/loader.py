@@ -14,7 +14,7 @@ docs/how-it-works.md follows one batch through these files.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -34,11 +34,12 @@ from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.format.kinds import TargetRule, Targets
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED
-from tokenfeed.pipeline.format.store import StorePath
+from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, unmixed
-from tokenfeed.pipeline.planning.mixture import Mixture, paths_of
+from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.stages import Stage, paths_of
 from tokenfeed.pipeline.planning.state import (
     Delivered,
     compare,
@@ -89,7 +90,7 @@ class ShardLoader:
 
     def __init__(
         self,
-        path: StorePath | Mixture,
+        path: StorePath | Mixture | Sequence[Stage],
         *,
         batching: Batching,
         split: str = "train",
@@ -114,8 +115,9 @@ class ShardLoader:
         """Read the manifest and make the plan. Workers start with the first iteration.
 
         Args:
-            path: Output folder of `pretokenize`, its URL in a store, or a Mixture of several.
-            batching: `Padded`, `Packed` or `Fixed`.
+            path: Output folder of `pretokenize`, its URL in a store, a Mixture of several, or a
+                list of `Stage`s.
+            batching: `Padded`, `Packed` or `Fixed`. A stage may have another one.
             split: Name of the split, such as "train".
             device: Device of the batches, such as "cuda" or "cuda:1". "numpy" makes batches of
                 numpy arrays, and does not import torch.
@@ -124,7 +126,8 @@ class ShardLoader:
                 at most this rank's share of the cores. The order of rows does not depend on it.
             seed: Seed of the shuffle.
             shuffle: False delivers rows in file order, sorted by length within a window.
-            epochs: Number of epochs in a pass. None repeats forever.
+            epochs: Number of epochs in a pass. None repeats forever. A list of stages is one epoch;
+                without an end it repeats its data sets forever.
             micro_batches_per_step: Micro-batches of one optimizer step, over all ranks (of a
                 stream). Their rows have nearly equal lengths and are the same on any number of
                 ranks. None: the number in a loaded state, else the number of ranks. With more
@@ -170,11 +173,12 @@ class ShardLoader:
         self.epochs = checks.epochs(epochs)
         self.device: Any = _device(device)
         """The torch device of the batches, or "numpy"."""
-        self._open = partial(open_splits, paths_of(path), checks.text("split", split))
+        self._paths = paths_of(path)
+        self._open = partial(open_splits, self._paths, checks.text("split", split))
         sources = self._open()
         self._make_plan = partial(
             Plan.from_splits,
-            mixture=path if isinstance(path, Mixture) else None,
+            data=path,
             batching=batching,
             split=split,
             window_tokens=window_tokens,
@@ -303,6 +307,11 @@ class ShardLoader:
             raise ConfigError(
                 "`epochs`=None: a pass has no end, so it has no number of batches. Set `epochs`."
             )
+        if not self._plan.has_end:
+            raise ConfigError(
+                "the last stage has no `until_tokens`: a pass has no end, so it has no number of "
+                "batches. Set `until_tokens`."
+            )
         return estimate_rounds(self._plan, self._sources, self.world_size) * self.epochs
 
     @property
@@ -313,15 +322,18 @@ class ShardLoader:
         Raises:
             ConfigError: The policy does not fill batches, so they have any number of rows.
         """
-        policy, longest = self._plan.batching, max(each.split.longest_row for each in self._sources)
-        last = round_up(min(longest, policy.longest_piece), policy.multiple_of)
-        lengths = range(policy.multiple_of, last + 1, policy.multiple_of)
-        shapes = [(policy.rows_to_fill(length), length) for length in lengths]
-        if not all(rows for rows, _ in shapes):
-            raise ConfigError(
-                f"`batching`={policy}: its batches have any number of rows. Set `fill`=True."
-            )
-        return shapes
+        longest = max(each.split.longest_row for each in self._sources)
+        policies = [stage.batching for stage in self._plan.stages] or [self._plan.batching]
+        shapes: set[tuple[int, int]] = set()
+        for policy in policies:
+            last = round_up(min(longest, policy.longest_piece), policy.multiple_of)
+            lengths = range(policy.multiple_of, last + 1, policy.multiple_of)
+            shapes |= {(policy.rows_to_fill(length), length) for length in lengths}
+            if not all(rows for rows, _ in shapes):
+                raise ConfigError(
+                    f"`batching`={policy}: its batches have any number of rows. Set `fill`=True."
+                )
+        return sorted(shapes, key=lambda shape: (shape[1], shape[0]))
 
     def stats(self) -> Stats:
         """Return counts of the delivered batches and the time spent waiting, for this rank."""
@@ -359,11 +371,64 @@ class ShardLoader:
         """
         state = own_stream(state, self._plan.stream)
         plan = self._plan_for(state)
-        names = [source.name for source in self._sources]
-        delivered = Delivered.from_state(plan, state, names)
-        self._delivery.go_on_from(delivered)
+        names = [source.name for source in self._opened[plan.data]]
+        self._go_on_from(Delivered.from_state(plan, state, names))
         self._is_resumed = True
         self._length = None
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The list of stages of this run, with what `reweigh` and resuming have changed; empty if
+        the loader was not made of stages. A loader of this list delivers the same rows."""
+        names = {source.manifest.fingerprint: source.name for source in self._sources}
+        paths = {open_store(path).name: path for path in self._paths}
+
+        def named(weights: Mapping[str, float]) -> dict[StorePath, float]:
+            return {paths[names[data]]: weight for data, weight in weights.items()}
+
+        return [
+            Stage(
+                named(stage.weights),
+                until_tokens=stage.until,
+                to=None if stage.to is None else named(stage.to),
+                batching=None if stage.batching == self._plan.batching else stage.batching,
+            )
+            for stage in self._plan.stages
+        ]
+
+    def reweigh(self, weights: Mapping[StorePath, float]) -> None:
+        """Change the weights of the present stage, until its end.
+
+        The change begins with the next window that has delivered nothing yet, so the rest of a
+        window still has the old weights; `window_tokens` is the longest delay. Every rank must call
+        this after the same step. The state has the changed list, so a resumed run continues with
+        it, and `stages` returns it. Windows that were made in advance are made again.
+
+        Args:
+            weights: Folder or URL of a data set of the list -> share of the tokens.
+
+        Raises:
+            ConfigError: The loader has no stages, the weights are of other data sets, or the
+                present stage changes its weights linearly.
+        """
+        if not self._plan.stages:
+            raise ConfigError(
+                "`reweigh` needs a loader of stages, such as ShardLoader([Stage(weights)], ...)."
+            )
+        opened = {source.manifest.fingerprint: source for source in self._sources}
+        of_name = {source.name: data for data, source in opened.items()}
+        by_data = {}
+        for folder, weight in Mixture(weights).weights.items():
+            name = open_store(folder).name
+            if name not in of_name:
+                raise ConfigError(
+                    f"`reweigh`: {name} is in no stage of this loader. Its data sets are "
+                    f"{', '.join(of_name)}."
+                )
+            by_data[of_name[name]] = weight
+        before = self._delivery.delivered
+        plan = before.plan.reweighed(by_data, before.position, opened)
+        self._go_on_from(before.with_plan(plan))
 
     def compare(self, first: dict[str, Any], second: dict[str, Any]) -> str | None:
         """Return the first difference between the rows that two runs delivered, as one line.
@@ -378,7 +443,7 @@ class ShardLoader:
         Raises:
             ResumeError: An argument is not a loader state, or neither state fits this loader.
         """
-        plan = self._plan_for(first)
+        plan = Delivered.from_state(self._plan_for(first), first).plan
         make = self._single_windows(plan)
 
         def digest_of(window: Position) -> int:
@@ -433,16 +498,26 @@ class ShardLoader:
         """Return the plan for a state: its steps are as large as those of the run that saved it,
         unless the caller of this loader set a size."""
         step_size = saved_step_size(state) if self._step_size is None else None
-        data = saved_data(state)
-        if data not in self._opened:
+        data, now = saved_data(state), self._plan
+        if data not in self._opened or now.stages:
             sources = self._open(data)
             data = tuple(source.manifest.fingerprint for source in sources)
-            self._opened.setdefault(data, sources)
+            self._opened[data] = sources
         if step_size is None:
-            if data == self._plan.data:
-                return self._plan
-            step_size = self._plan.micro_batches_per_step
+            if data == now.data and not now.stages:
+                return now
+            step_size = now.micro_batches_per_step
         return self._make_plan(self._opened[data], micro_batches_per_step=step_size)
+
+    def _go_on_from(self, delivered: Delivered) -> None:
+        """Continue with another plan or position. The plan may have its data sets in another
+        order."""
+        data = delivered.plan.data
+        if data not in self._opened:
+            every = (source for opened in self._opened.values() for source in opened)
+            known = {source.manifest.fingerprint: source for source in every}
+            self._opened[data] = tuple(known[each] for each in data)
+        self._delivery.go_on_from(delivered)
 
     def _window_maker(self, plan: Plan) -> WindowMaker:
         ranks, rule = self._ranks, self._targets_by

@@ -4,9 +4,8 @@ The data sets of a mixture are opened together; ids and labels must have the sam
 them. No shard is opened here. Torch-free.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,33 +42,30 @@ class OpenedSplit:
 
 
 def open_splits(
-    paths: Collection[StorePath], split: str, versions: Sequence[str] = ()
+    paths: Collection[StorePath], split: str, versions: Collection[str] = ()
 ) -> tuple[OpenedSplit, ...]:
     """Read the manifest of each data set.
 
     Args:
         paths: Paths of the data sets; several are the sources of a mixture.
         split: Name of the split in each of them.
-        versions: Fingerprint of the wanted version of each data set. A data set without such a
-            version is opened as it is.
+        versions: Fingerprints of the wanted versions. A data set without any of them is opened as
+            it is.
 
     Raises:
         ManifestError: A data set or its split is missing.
         ConfigError: A split has no rows, or the data sets do not match.
     """
-    opened = tuple(
-        _open(path, split, version)
-        for path, version in zip_longest(paths, versions[: len(paths)], fillvalue="")
-    )
+    opened = tuple(_open(path, split, versions) for path in paths)
     for other in opened[1:]:
         refuse_difference((opened[0].name, opened[0].manifest), (other.name, other.manifest))
     _refuse_repetition(opened)
     return opened
 
 
-def _open(path: StorePath, split: str, version: str) -> OpenedSplit:
+def _open(path: StorePath, split: str, versions: Collection[str]) -> OpenedSplit:
     store = open_store(path)
-    manifest = Manifest.read(store).at(store, version)
+    manifest = Manifest.read(store).at(store, versions)
     try:
         info = manifest.split(split)
     except ManifestError as error:

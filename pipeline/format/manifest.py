@@ -8,7 +8,7 @@ edit raises an error instead of changing the plan. Torch-free; used by the loade
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -356,16 +356,17 @@ class Manifest:
         """Read an earlier version of a data set, if it has such a version, until the end of the
         outermost `reading_once`."""
         store = open_store(path)
-        keep((store, cls), cls.read(store).at(store, fingerprint))
+        keep((store, cls), cls.read(store).at(store, [fingerprint]))
 
-    def at(self, store: Store, fingerprint: str) -> "Manifest":
-        """Return an earlier version of this data set, or this one if there is no such version.
+    def at(self, store: Store, fingerprints: Collection[str]) -> "Manifest":
+        """Return the version of this data set with one of these fingerprints, or this one if there
+        is no such version.
 
         Raises:
             ManifestError: The manifest of the version is missing or damaged.
         """
         for info in self.versions or ():
-            if info.fingerprint == fingerprint:
+            if info.fingerprint in fingerprints and self.fingerprint not in fingerprints:
                 return Manifest.decoded(read_checked(store, info), store.path(info.file))
         return self
 

@@ -10,13 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenfeed.pipeline.planning.order import (
-    EpochOrder,
-    derive_key,
-    derive_keys,
-    next_keys,
-    unpermute,
-)
 from tokenfeed.pipeline.planning.plan import Plan, Position
 
 __all__ = ["NEVER", "Ahead"]
@@ -61,11 +54,11 @@ class Ahead:
         plan, order = self.plan, self.plan.order
         found = np.full(len(batches), NEVER)
         for epochs in range(2):
-            first = _first_place(order, source, plan.window_number(self.position.window))
+            first = order.first_place(source, plan.window_number(self.position.window))
             reading = 0 if epochs else first // order.sizes[source]
             for each in range(reading, reading + _READINGS):
-                places = _places(order, source, self.position.epoch + epochs, each, batches)
-                windows = _windows(order, source, places)
+                places = order.places_of(source, self.position.epoch + epochs, each, batches)
+                windows = order.windows_of(source, places)
                 nth, stream = np.divmod(windows, plan.num_streams)
                 away = epochs * plan.num_windows + nth - self.position.window
                 is_read = (windows >= 0) & (stream == plan.stream) & (away >= 0)
@@ -75,66 +68,5 @@ class Ahead:
     def between(self, source: int, parts: int) -> int:
         """Return the average number of windows between two reads of the same part of a source that
         has `parts` parts, such as shards."""
-        order = self.plan.order
-        return parts * order.num_windows // order.batches_read[source]
-
-
-def _first_place(order: EpochOrder, source: int, window: int) -> int:
-    """Return the place in a source's epoch at which a window begins."""
-    for phase in order.phases:
-        if window < phase.num_windows:
-            return phase.begins[source] + phase.batches[source] * window // phase.num_windows
-        window -= phase.num_windows
-    return order.batches_read[source]
-
-
-def _windows(order: EpochOrder, source: int, places: np.ndarray) -> np.ndarray:
-    """Return the window of each place in a source's epoch; -1 for a place that no window has."""
-    windows = np.full(len(places), -1)
-    first = 0
-    for phase in order.phases:
-        begin, count = phase.begins[source], phase.batches[source]
-        inside = (places >= begin) & (places < begin + count)
-        nth = (places[inside] - begin + 1) * phase.num_windows - 1
-        windows[inside] = first + nth // max(1, count)
-        first += phase.num_windows
-    return windows
-
-
-def _places(
-    order: EpochOrder, source: int, epoch: int, reading: int, batches: np.ndarray
-) -> np.ndarray:
-    """Return the places of record batches in a source's epoch, in one reading of the source.
-
-    A reading is one pass over the source. Reading r has the places from r * size on. This inverts
-    `EpochOrder._batches`.
-    """
-    size = order.sizes[source]
-    if not order.shuffle:
-        return reading * size + batches
-    keys = next_keys(derive_key(order.seed, epoch, source), reading)
-    offset = int(derive_keys(keys, 3)[0] % np.uint64(size))
-    return reading * size + _unstratified(
-        (batches - offset) % size, size, order.rounds_of(source), keys
-    )
-
-
-def _unstratified(values: np.ndarray, size: int, num_rounds: int, keys: np.ndarray) -> np.ndarray:
-    """Invert `order._stratified`: return the places of values. `keys` has the one key of them
-    all."""
-    strata, values = np.divmod(values, num_rounds)
-    full, extra = divmod(size, num_rounds)
-    is_full = strata < full
-    rounds = np.empty(len(values), np.int64)
-    of_stratum = derive_keys(derive_keys(keys, 1), strata[is_full])
-    rounds[is_full] = unpermute(values[is_full], num_rounds, of_stratum)
-    nth = unpermute(values[~is_full], max(1, extra), derive_keys(keys, 2))
-    rounds[~is_full] = ((nth + 1) * num_rounds - 1) // max(1, extra)
-    begins = size * rounds // num_rounds
-    sizes = size * (rounds + 1) // num_rounds - begins
-    places = np.empty(len(values), np.int64)
-    for count in np.unique(sizes).tolist():  # at most two different sizes
-        chosen = sizes == count
-        of_round = derive_keys(derive_keys(keys, 0), rounds[chosen])
-        places[chosen] = begins[chosen] + unpermute(strata[chosen], count, of_round)
-    return places
+        per_window = max(stretch.batches[source] for stretch in self.plan.order.stretches)
+        return int(parts / per_window)

@@ -16,6 +16,7 @@ import numpy as np
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.batching import deal_rounds, plan_window
+from tokenfeed.pipeline.planning.order import Stretch
 from tokenfeed.pipeline.planning.plan import Plan
 
 __all__ = ["STEP_TOKENS", "deviation", "estimate_rounds", "likely_lengths", "unmixed"]
@@ -26,13 +27,19 @@ def estimate_rounds(plan: Plan, sources: tuple[OpenedSplit, ...], world_size: in
 
     Cost: planning one window.
     """
-    lengths = _window_lengths(plan, sources)
-    draw = plan.order.draw(0, 0)  # shuffling adds padding, and so micro-batches
-    window = plan_window(lengths, plan.batching, step_size=plan.micro_batches_per_step, draw=draw)
-    rounds = deal_rounds(
-        window.step_offsets, plan.micro_batches_per_step, first=0, rank=0, world_size=world_size
-    )
-    return len(rounds.starts) * plan.num_windows
+    step_size = plan.micro_batches_per_step
+    total = 0
+    for stretch in plan.order.stretches:
+        draw = plan.order.draw(0, stretch.first_window)  # shuffling adds padding
+        window = plan_window(
+            _window_lengths(stretch, sources),
+            plan.batching_of(stretch.first_window),
+            step_size=step_size,
+            draw=draw,
+        )
+        rounds = deal_rounds(window.step_offsets, step_size, first=0, rank=0, world_size=world_size)
+        total += len(rounds.starts) * stretch.num_windows
+    return total // plan.num_streams
 
 
 def likely_lengths(split: SplitInfo, count: int) -> np.ndarray:
@@ -60,14 +67,13 @@ def likely_lengths(split: SplitInfo, count: int) -> np.ndarray:
     return lengths
 
 
-def _window_lengths(plan: Plan, sources: tuple[OpenedSplit, ...]) -> np.ndarray:
-    """Return the row lengths of an average window, with the epoch's share of every source."""
-    read = zip(sources, plan.order.batches_read, strict=True)
-    counts = [
-        max(1, round(source.rows * batches / source.batches / plan.order.num_windows))
-        for source, batches in read
+def _window_lengths(stretch: Stretch, sources: tuple[OpenedSplit, ...]) -> np.ndarray:
+    """Return the row lengths of an average window, with its share of every source."""
+    parts = [
+        likely_lengths(source.split, max(1, round(source.rows * batches / source.batches)))
+        for source, batches in zip(sources, stretch.batches, strict=True)
+        if batches
     ]
-    parts = [likely_lengths(s.split, count) for s, count in zip(sources, counts, strict=True)]
     return np.concatenate(parts)
 
 
@@ -127,18 +133,15 @@ def unmixed(plan: Plan, sources: tuple[OpenedSplit, ...]) -> str | None:
 def _deviations(sources: tuple[OpenedSplit, ...], of_window: list[float]) -> list[float]:
     """Return the deviation of each source; see `deviation`."""
     return [
-        _deviation(source, tokens, STEP_TOKENS * tokens / sum(of_window))
+        _deviation(source, tokens, STEP_TOKENS * tokens / sum(of_window)) if tokens else 1.0
         for source, tokens in zip(sources, of_window, strict=True)
     ]
 
 
 def _window_tokens(plan: Plan, sources: tuple[OpenedSplit, ...]) -> list[float]:
-    """Return the tokens of each source in an average window."""
-    read = zip(sources, plan.order.batches_read, strict=True)
-    return [
-        source.tokens * batches / source.batches / plan.order.num_windows
-        for source, batches in read
-    ]
+    """Return the tokens of each source in an average window of the first stretch."""
+    read = zip(sources, plan.order.stretches[0].batches, strict=True)
+    return [source.tokens * batches / source.batches for source, batches in read]
 
 
 def _deviation(source: OpenedSplit, window_tokens: float, step_tokens: float) -> float:

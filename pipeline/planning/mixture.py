@@ -18,7 +18,7 @@ from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.store import Store, StorePath
 from tokenfeed.pipeline.planning.order import MixturePhase
 
-__all__ = ["Exhausted", "Mixture", "mix", "paths_of", "proportions"]
+__all__ = ["Exhausted", "Mixture", "mix", "proportions"]
 
 Exhausted = Literal["repeat", "stop", "continue"]
 """What happens when a source runs out while others do not.
@@ -58,15 +58,6 @@ class Mixture:
         object.__setattr__(self, "weights", weights)
         exhausted = checks.choice("exhausted", self.exhausted, get_args(Exhausted))
         object.__setattr__(self, "exhausted", exhausted)
-
-
-def paths_of(path: StorePath | Mixture) -> list[StorePath]:
-    """Return the paths of a mixture's data sets, or the one path.
-
-    Raises:
-        ConfigError: `path` is neither a path nor a Mixture.
-    """
-    return [_path(each) for each in (path.weights if isinstance(path, Mixture) else [path])]
 
 
 def proportions(weights: Iterable[float]) -> list[Fraction]:
@@ -125,7 +116,8 @@ def mix(
 
 def _weight(folder: object, weight: object) -> float:
     """Return a weight as a float with the same decimal form, so that 0.7 of any type is equal."""
-    _path(folder)
+    if not isinstance(folder, str | PathLike | Store):
+        raise checks.refusal("path", folder, "a folder or a URL")
     try:
         read = float(Fraction(str(weight)))
     except (ValueError, OverflowError):  # nan and infinity
@@ -133,9 +125,3 @@ def _weight(folder: object, weight: object) -> float:
     if isinstance(weight, bool) or not isinstance(weight, Real) or not read > 0:
         raise ConfigError(f"the weight of {folder} is {weight!r}: expected a number above 0.")
     return read
-
-
-def _path(path: object) -> StorePath:
-    if not isinstance(path, str | PathLike | Store):
-        raise checks.refusal("path", path, "a folder, a URL or a Mixture")
-    return path

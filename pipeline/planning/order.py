@@ -19,7 +19,7 @@ state. Torch-free, no I/O.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -167,6 +167,15 @@ class Draw:
     """Windows of the epoch."""
 
 
+class Stretch(NamedTuple):
+    """Consecutive windows with the same proportion of the sources."""
+
+    first_window: int
+    num_windows: int
+    batches: tuple[float, ...]
+    """Record batches of each source in an average window."""
+
+
 @dataclass(frozen=True, slots=True)
 class MixturePhase:
     """A part of an epoch in which the sources keep one proportion."""
@@ -208,6 +217,12 @@ class EpochOrder:
         """Record batches of each source in an epoch; a repeated source has more than its size."""
         return tuple(map(sum, zip(*(phase.batches for phase in self.phases), strict=True)))
 
+    @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The whole epoch, with its average window."""
+        per_window = tuple(batches / self.num_windows for batches in self.batches_read)
+        return (Stretch(0, self.num_windows, per_window),)
+
     def window(self, epoch: int, window: int) -> np.ndarray:
         """Return the record batches of a window, counted over all sources, shape (K,), int64.
 
@@ -244,14 +259,42 @@ class EpochOrder:
         places 3 to 6: places 3 and 4 of reading 0, then places 0 and 1 of reading 1, which has its
         own permutation.
         """
-        size = self.sizes[source]
-        reading, place = np.divmod(np.arange(start, stop), size)
+        places, size = np.arange(start, stop), self.sizes[source]
         if start == stop or not self.shuffle:
-            return place
-        keys = next_keys(derive_key(self.seed, epoch, source), reading)
-        offset = derive_keys(keys, 3) % np.uint64(size)  # every epoch has other strata
-        batches: np.ndarray = _stratified(place, size, self.rounds_of(source), keys)
-        return (batches + offset.astype(np.int64)) % size
+            return places % size
+        key = derive_key(self.seed, epoch, source)
+        return batches_at(places, size, self.rounds_of(source), key)
+
+    def first_place(self, source: int, window: int) -> int:
+        """Return the place in a source's epoch at which a window begins."""
+        for phase in self.phases:
+            if window < phase.num_windows:
+                return phase.begins[source] + phase.batches[source] * window // phase.num_windows
+            window -= phase.num_windows
+        return self.batches_read[source]
+
+    def windows_of(self, source: int, places: np.ndarray) -> np.ndarray:
+        """Return the window of each place in a source's epoch; -1 for a place without a window."""
+        windows = np.full(len(places), -1)
+        first = 0
+        for phase in self.phases:
+            begin, count = phase.begins[source], phase.batches[source]
+            inside = (places >= begin) & (places < begin + count)
+            nth = (places[inside] - begin + 1) * phase.num_windows - 1
+            windows[inside] = first + nth // max(1, count)
+            first += phase.num_windows
+        return windows
+
+    def places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
+        """Return the places of record batches in a source's epoch, in one reading of the source.
+
+        A reading is one pass over the source. Reading r has the places from r * size on.
+        """
+        size = self.sizes[source]
+        if not self.shuffle:
+            return reading * size + batches
+        key = derive_key(self.seed, epoch, source)
+        return places_at(batches, size, self.rounds_of(source), key, reading)
 
     def rounds_of(self, source: int) -> int:
         """Return the number of windows that read a source once, at the rate of its first phase."""
@@ -262,6 +305,27 @@ class EpochOrder:
             if phase.batches[source]
         )
         return min(size, max(1, round(size * windows / batches)))
+
+
+def batches_at(places: np.ndarray, size: int, num_rounds: int, key: int) -> np.ndarray:
+    """Return the record batches of a source at some places of its order, shape (K,), int64.
+
+    Reading r of the source has the places from r * size on, and a permutation of its own.
+    """
+    reading, place = np.divmod(places, size)
+    keys = next_keys(key, reading)
+    offset = derive_keys(keys, 3) % np.uint64(size)  # every reading has other strata
+    batches: np.ndarray = _stratified(place, size, num_rounds, keys)
+    return (batches + offset.astype(np.int64)) % size
+
+
+def places_at(
+    batches: np.ndarray, size: int, num_rounds: int, key: int, reading: int
+) -> np.ndarray:
+    """Return the places of record batches in one reading: the inverse of `batches_at`."""
+    keys = next_keys(key, reading)
+    offset = int(derive_keys(keys, 3)[0] % np.uint64(size))
+    return reading * size + _unstratified((batches - offset) % size, size, num_rounds, keys)
 
 
 def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray) -> np.ndarray:
@@ -301,3 +365,24 @@ def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray
     values[~is_full] = permute(nth, max(1, size % num_rounds), derive_keys(keys[~is_full], 2))
     made: np.ndarray = strata * num_rounds + values
     return made
+
+
+def _unstratified(values: np.ndarray, size: int, num_rounds: int, keys: np.ndarray) -> np.ndarray:
+    """Invert `_stratified`: return the places of values. `keys` has the one key of them
+    all."""
+    strata, values = np.divmod(values, num_rounds)
+    full, extra = divmod(size, num_rounds)
+    is_full = strata < full
+    rounds = np.empty(len(values), np.int64)
+    of_stratum = derive_keys(derive_keys(keys, 1), strata[is_full])
+    rounds[is_full] = unpermute(values[is_full], num_rounds, of_stratum)
+    nth = unpermute(values[~is_full], max(1, extra), derive_keys(keys, 2))
+    rounds[~is_full] = ((nth + 1) * num_rounds - 1) // max(1, extra)
+    begins = size * rounds // num_rounds
+    sizes = size * (rounds + 1) // num_rounds - begins
+    places = np.empty(len(values), np.int64)
+    for count in np.unique(sizes).tolist():  # at most two different sizes
+        chosen = sizes == count
+        of_round = derive_keys(derive_keys(keys, 0), rounds[chosen])
+        places[chosen] = begins[chosen] + unpermute(strata[chosen], count, of_round)
+    return places

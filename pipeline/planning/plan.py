@@ -6,19 +6,35 @@ devices. Torch-free.
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from os import PathLike
 from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
 
 from tokenfeed.pipeline import checks
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.schema import role_of
+from tokenfeed.pipeline.format.store import Store, StorePath
 from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, mix, proportions
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.policies import POLICIES, offered
 from tokenfeed.pipeline.planning.policy import Batching, LongRows
+from tokenfeed.pipeline.planning.stages import (
+    ENDLESS,
+    PlannedStage,
+    Stage,
+    StagedOrder,
+    data_of,
+    digest_of,
+    going_on,
+    least_tokens,
+    paths_of,
+    reweighed,
+)
 
 __all__ = ["Plan", "Position", "default_window_tokens"]
 
@@ -50,15 +66,16 @@ class Plan:
     data: tuple[str, ...]
     """Fingerprint of each source's manifest."""
     weights: tuple[float, ...]
-    """Weight of each source. Only the proportions matter."""
+    """Weight of each source. Only the proportions matter. Empty if the plan has stages."""
     row_ends: tuple[int, ...]
     """Running total of the rows of the sources."""
     epoch_tokens: tuple[int | None, ...]
     """Tokens of each source in an epoch; None if the plan does not know them."""
     split: str
     batching: Batching
+    """Policy of the windows; of a stage without one of its own, if the plan has stages."""
     micro_batches_per_step: int
-    order: EpochOrder
+    order: EpochOrder | StagedOrder
     stream: int
     """The stream has the windows whose number is `stream` modulo `num_streams`."""
     num_streams: int
@@ -66,6 +83,8 @@ class Plan:
     """Intended tokens of a window."""
     exhausted: Exhausted
     """What ends an epoch of a mixture."""
+    given: str = ""
+    """Name of the list of stages as the user gave it, before `reweigh` or a resume changed it."""
     described_policy: str = field(init=False)
     """The repr of `batching`, made once. A signal handler that interrupts a dataclass repr and
     calls it again would get `...`."""
@@ -77,7 +96,7 @@ class Plan:
     def from_splits(
         cls,
         sources: tuple[OpenedSplit, ...],
-        mixture: Mixture | None,
+        data: StorePath | Mixture | Sequence[Stage],
         batching: Batching,
         *,
         split: str,
@@ -88,7 +107,7 @@ class Plan:
         stream: int = 0,
         num_streams: int = 1,
     ) -> Self:
-        """Make the plan of some sources.
+        """Make the plan of some data. `sources` are the opened `paths_of(data)`.
 
         Raises:
             ConfigError: The settings contradict each other or do not fit the data.
@@ -97,12 +116,41 @@ class Plan:
         step_size = checks.whole(
             "micro_batches_per_step", micro_batches_per_step, least=1, most=checks.MOST
         )
+        if window_tokens is not None:
+            window_tokens = checks.whole("window_tokens", window_tokens, least=1, other=", or None")
         _check_columns(sources[0])
+        if not isinstance(data, str | PathLike | Store | Mixture):
+            opened = dict(zip(paths_of(data), sources, strict=True))
+            planned = _planned(data, opened, batching, window_tokens, step_size)
+            staged = StagedOrder(
+                data_of(planned),
+                tuple(source.batches for source in sources),
+                tuple(source.tokens for source in sources),
+                planned,
+                checks.seed(seed),
+                checks.flag("shuffle", shuffle),
+            )
+            _check_streams(staged.num_windows, num_streams)
+            return cls(
+                staged.data,
+                (),
+                tuple(np.cumsum([source.rows for source in sources]).tolist()),
+                (None,) * len(sources),
+                split,
+                batching,
+                step_size,
+                staged,
+                stream,
+                num_streams,
+                window_tokens or 0,
+                "repeat",
+                digest_of(planned),
+            )
+        mixture = data if isinstance(data, Mixture) else None
         _check_fit(sources, batching)
         weights = tuple(mixture.weights.values()) if mixture else (1.0,)
         if window_tokens is None:
             window_tokens = default_window_tokens(sources, weights, batching, step_size)
-        window_tokens = checks.whole("window_tokens", window_tokens, least=1, other=", or None")
         exhausted: Exhausted = mixture.exhausted if mixture else "continue"
         phases = mix(sources, weights, exhausted, window_tokens)
         order = EpochOrder(
@@ -127,6 +175,117 @@ class Plan:
             exhausted,
         )
 
+    @property
+    def stages(self) -> tuple[PlannedStage, ...]:
+        """The list of stages; empty if the plan has none."""
+        return self.order.stages if isinstance(self.order, StagedOrder) else ()
+
+    @property
+    def has_end(self) -> bool:
+        """Whether an epoch ends."""
+        return self.order.num_windows < ENDLESS
+
+    def batching_of(self, window: int) -> Batching:
+        """Return the policy of a window."""
+        order = self.order
+        return order.stage_of(window).batching if isinstance(order, StagedOrder) else self.batching
+
+    def reweighed(
+        self, weights: Mapping[str, float], position: Position, opened: Mapping[str, OpenedSplit]
+    ) -> Self:
+        """Return the plan with other weights from the next window on that has not begun.
+
+        Args:
+            weights: Weights by fingerprint.
+            position: What was delivered.
+            opened: The data sets by fingerprint.
+
+        Raises:
+            ConfigError: The weights cannot change there.
+        """
+        order = self.order
+        assert isinstance(order, StagedOrder)
+        if self.num_streams > 1:
+            raise ConfigError(
+                f"`reweigh` with `num_streams`={self.num_streams}: streams are at different "
+                "windows. Save, edit the list, and resume."
+            )
+        window = position.window + (position.micro_batch > 0)
+        if window >= order.num_windows:
+            return self  # the list ends before another window begins
+        now = order.stage_of(window)
+        new = replace(now, weights=weights, to=None, window_tokens=self.window_tokens)
+        new = _with_window(new, opened, self.micro_batches_per_step)
+        _check_fit(tuple(opened[data] for data in weights), new.batching)
+        return self.with_stages(reweighed(order, window, new))
+
+    def going_on(
+        self, saved: dict[str, Any], position: Position, names: Mapping[str, str]
+    ) -> tuple[Self, Position]:
+        """Return the plan of a resumed run: the past of a saved plan, and the future of this one.
+
+        Args:
+            saved: Settings of the saved plan.
+            position: Position of the saved run.
+            names: Names of the data sets by fingerprint, for messages.
+
+        Returns:
+            The plan, and the position in it.
+
+        Raises:
+            ResumeError: The lists of stages differ before the position.
+        """
+        theirs = PlannedStage.list_from(saved)
+        if saved.get("given") == self.given:  # the saved list is this one, and what became of it
+            if missing := [data for data in data_of(theirs) if data not in self.data]:
+                raise ResumeError(
+                    f"cannot resume: the run has a data set with fingerprint {missing[0]}, which "
+                    "is in no stage of this list. Add the data set to the list."
+                )
+            return self.with_stages(theirs), position
+        if position == (1, 0, 0):  # the saved list was read to its end, and may go on now
+            position = Position(0, sum(stage.num_windows for stage in theirs), 0)
+        if self.num_streams > 1 or position.epoch:
+            raise ResumeError(
+                "cannot resume: the list of stages has changed, which is possible in its first "
+                "epoch and without `num_streams`. Use the same list."
+            )
+        windows = position.window + (position.micro_batch > 0)
+        plan = self.with_stages(going_on(self.stages, theirs, windows, names))
+        if position.window == plan.num_windows:
+            position = Position(1, 0, 0)
+        return plan, position
+
+    def with_stages(self, stages: Sequence[PlannedStage]) -> Self:
+        """Return this plan with other stages of its data sets.
+
+        Sources are numbered as a run of these stages meets them. So a source keeps its number when
+        later stages change.
+
+        Raises:
+            ConfigError: A stage is too short.
+        """
+        order = self.order
+        assert isinstance(order, StagedOrder)
+        batch_tokens = _batch_tokens(order.data, order.tokens, order.sizes)
+        for number, stage in enumerate(stages, 1):
+            _check_length(stage, batch_tokens, number)
+        data = tuple(dict.fromkeys((*data_of(stages), *self.data)))  # a later edit may use the rest
+        at = [self.data.index(each) for each in data]
+        rows = np.diff(self.row_ends, prepend=0)[at]
+        return replace(
+            self,
+            data=data,
+            row_ends=tuple(np.cumsum(rows).tolist()),
+            order=replace(
+                order,
+                data=data,
+                sizes=tuple(order.sizes[number] for number in at),
+                tokens=tuple(order.tokens[number] for number in at),
+                stages=tuple(stages),
+            ),
+        )
+
     def window_number(self, nth: int) -> int:
         """Return the number in the epoch of the nth window of this stream."""
         return self.stream + nth * self.num_streams
@@ -144,6 +303,19 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that define the plan, JSON-serialisable, for a saved state."""
+        if isinstance(self.order, StagedOrder):
+            return {
+                "data": list(self.data),
+                "split": self.split,
+                "stages": [stage.settings(self.batching) for stage in self.order.stages],
+                "given": self.given,
+                "batching": self.described_policy,
+                "micro_batches_per_step": self.micro_batches_per_step,
+                "stream": self.stream,
+                "num_streams": self.num_streams,
+                "seed": self.order.seed,
+                "shuffle": self.order.shuffle,
+            }
         return {
             "data": list(self.data),
             "split": self.split,
@@ -162,8 +334,8 @@ class Plan:
 
 
 def default_window_tokens(
-    sources: tuple[OpenedSplit, ...],
-    weights: tuple[float, ...],
+    sources: Sequence[OpenedSplit],
+    weights: Sequence[float],
     batching: Batching,
     step_size: int,
 ) -> int:
@@ -184,6 +356,102 @@ def default_window_tokens(
     )
     least = min(_LEAST_WINDOW_TOKENS, int(_WINDOW_ROWS * mean_tokens))
     return max(least, wanted, min(of_sources, _MOST_FOR_SOURCES))
+
+
+def _planned(
+    stages: Sequence[Stage],
+    opened: Mapping[StorePath, OpenedSplit],
+    batching: Batching,
+    window_tokens: int | None,
+    step_size: int,
+) -> tuple[PlannedStage, ...]:
+    """Return the stages with their places in the run. `opened` has the data set of each folder."""
+    _refuse_copies(opened.values())
+    by_data = {source.manifest.fingerprint: source for source in opened.values()}
+    tokens, sizes = zip(*((each.tokens, each.batches) for each in by_data.values()), strict=True)
+    batch_tokens = _batch_tokens(tuple(by_data), tokens, sizes)
+    planned: list[PlannedStage] = []
+    begins: int | None = 0
+    for number, stage in enumerate(stages, 1):
+        if begins is None:
+            raise ConfigError(
+                f"stage {number - 1} has no end, so stage {number} never begins. Set "
+                "`until_tokens`."
+            )
+        made = PlannedStage(
+            begins,
+            stage.until_tokens,
+            window_tokens or 0,
+            _by_data(stage.weights, opened),
+            None if stage.to is None else _by_data(stage.to, opened),
+            stage.batching or batching,
+        )
+        _check_policy(made.batching)
+        _check_fit(tuple(by_data[data] for data in made.weights), made.batching)
+        planned.append(_with_window(made, by_data, step_size))
+        _check_length(planned[-1], batch_tokens, number)
+        begins = made.until
+    return tuple(planned)
+
+
+def _by_data(
+    weights: Mapping[StorePath, float], opened: Mapping[StorePath, OpenedSplit]
+) -> dict[str, float]:
+    """Return the weights of a stage by fingerprint."""
+    return {opened[folder].manifest.fingerprint: weight for folder, weight in weights.items()}
+
+
+def _with_window(
+    stage: PlannedStage, opened: Mapping[str, OpenedSplit], step_size: int
+) -> PlannedStage:
+    """Return the stage with the tokens of its windows: 0 means the default, and every window has
+    record batches."""
+    sources = [opened[data] for data in stage.weights]
+    tokens = stage.window_tokens
+    if not tokens:
+        last = stage.to or stage.weights
+        weights = [max(weight, last[data]) for data, weight in stage.weights.items()]
+        tokens = default_window_tokens(sources, weights, stage.batching, step_size)
+    batch_tokens = {
+        data: Fraction(opened[data].tokens, opened[data].batches) for data in stage.weights
+    }
+    return replace(stage, window_tokens=max(tokens, 2 * least_tokens(stage, batch_tokens)))
+
+
+def _batch_tokens(
+    data: Sequence[str], tokens: Sequence[int], sizes: Sequence[int]
+) -> dict[str, Fraction]:
+    """Return the average tokens of a record batch of each data set."""
+    return dict(zip(data, map(Fraction, tokens, sizes), strict=True))
+
+
+def _check_length(stage: PlannedStage, batch_tokens: Mapping[str, Fraction], number: int) -> None:
+    """Check that every window of a stage has record batches."""
+    if stage.until is None:
+        return
+    if stage.until <= stage.begins:
+        raise ConfigError(
+            f"stage {number} ends at token {stage.until:,}, but begins at {stage.begins:,}. Raise "
+            "`until_tokens`, which counts from the beginning of the run."
+        )
+    least, length = least_tokens(stage, batch_tokens), stage.until - stage.begins
+    if length < least:
+        raise ConfigError(
+            f"stage {number} has {length:,} tokens, from {stage.begins:,} to {stage.until:,}: too "
+            f"few. With these weights a record batch may need {least:,}. Raise `until_tokens`."
+        )
+
+
+def _refuse_copies(sources: Iterable[OpenedSplit]) -> None:
+    """Check that no two folders have the same content: a source is known by its fingerprint."""
+    seen: dict[str, OpenedSplit] = {}
+    for source in sources:
+        other = seen.setdefault(source.manifest.fingerprint, source)
+        if other is not source:
+            raise ConfigError(
+                f"{other.name} and {source.name} have the same content: use one of them in all "
+                "stages."
+            )
 
 
 def _epoch_tokens(
@@ -212,9 +480,13 @@ def _check_epoch(sources: tuple[OpenedSplit, ...], order: EpochOrder, num_stream
                 f"{source.name} is too small, or its weight too low: no record batch of it is "
                 "read. Raise its weight, or choose `exhausted`='continue'."
             )
-    if order.num_windows < num_streams:
+    _check_streams(order.num_windows, num_streams)
+
+
+def _check_streams(num_windows: int, num_streams: int) -> None:
+    if num_windows < num_streams:
         raise ConfigError(
-            f"`num_streams`={num_streams}, but an epoch has only {order.num_windows} windows. "
+            f"`num_streams`={num_streams}, but an epoch has only {num_windows} windows. "
             "Lower `num_streams` or `window_tokens`."
         )
 

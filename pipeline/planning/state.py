@@ -10,7 +10,7 @@ again shows which run did not follow the plan. Torch-free.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Annotated, Any
 
@@ -40,7 +40,7 @@ other rows before it."""
 _WORD = (1 << 64) - 1
 _START = Position(0, 0, 0)
 
-_TO_MAKE_AGAIN = ("window_tokens", "exhausted")
+_TO_MAKE_AGAIN = ("window_tokens", "exhausted", "given")
 """Settings for making the plan again. Other values may make an equal plan, so they are not
 compared."""
 
@@ -108,34 +108,53 @@ class Delivered:
     ) -> "Delivered":
         """Read a saved state of this plan. `names` are the names of the plan's data sets.
 
+        If the plan has stages, the result has another plan: its past is of the state, its future of
+        `plan`.
+
         Raises:
             ResumeError: The state is damaged or belongs to another plan. The message names the
                 difference.
         """
         saved = _read(state)
-        if difference := first_difference(plan.settings(), saved.plan):
+        position = Position(saved.epoch, saved.window, saved.micro_batch)
+        tokens = saved.tokens
+        if ("stages" in saved.plan) != bool(plan.stages):
+            whose = ("this loader", "the state") if plan.stages else ("the state", "this loader")
+            raise ResumeError(
+                f"cannot resume: {whose[0]} has a list of stages, but {whose[1]} has none, and the "
+                "order of rows is another one. Pass the same data, or start a new run."
+            )
+        if plan.stages:
+            of_data = dict(zip(plan.data, names, strict=False))
+            plan, position = plan.going_on(saved.plan, position, of_data)
+            counted = dict(zip(saved_data(state), tokens, strict=False))
+            tokens = tuple(counted.get(data, 0) for data in plan.data)
+        settings = plan.settings()
+        checked = {name: settings[name] for name in ("data", "stages", "batching") if plan.stages}
+        if difference := first_difference(settings, saved.plan | checked):
             name, ours, theirs = difference
             where = f" (fingerprint of {', '.join(names)})" if name == "data" and names else ""
             raise ResumeError(
                 f"cannot resume: the state was saved with {name}={theirs!r}, this loader has "
                 f"{name}={ours!r}{where}. Use the same setting, or start a new run."
             )
-        position, counted = (
-            Position(saved.epoch, saved.window, saved.micro_batch),
-            len(saved.tokens),
-        )
-        if position.window >= plan.num_windows or counted != len(plan.data):
+        if position.window >= plan.num_windows or len(tokens) != len(plan.data):
             raise ResumeError(
-                f"cannot resume: the plan has no {position} with {counted} sources. Use the state "
-                "of this run, or start a new run."
+                f"cannot resume: the plan has no {position} with {len(tokens)} sources. Use the "
+                "state of this run, or start a new run."
             )
         return cls(
             plan,
             position,
             digest=int(saved.digest, 16),
-            tokens=saved.tokens,
+            tokens=tokens,
             trail=tuple((windows, int(digest, 16)) for windows, digest in saved.trail),
         )
+
+    def with_plan(self, plan: Plan) -> "Delivered":
+        """Return the same rows as delivered by a plan with the same past."""
+        counted = dict(zip(self.plan.data, self.tokens, strict=True))
+        return replace(self, plan=plan, tokens=tuple(counted[data] for data in plan.data))
 
     def checkpoints(self) -> dict[int, int]:
         """Return the kept digests, by the number of windows that they cover."""

@@ -27,7 +27,7 @@ from tokenfeed.pipeline.planning.batching import (
     tokens_by_source,
 )
 from tokenfeed.pipeline.planning.plan import Plan, Position
-from tokenfeed.pipeline.planning.policy import regroup
+from tokenfeed.pipeline.planning.policy import Batching, regroup
 from tokenfeed.pipeline.windows.layout import Layout, Sequences, lay_out
 from tokenfeed.pipeline.windows.rank_slice import TARGETS, Index, PieceIndex, RankSlice, RoundIndex
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
@@ -145,7 +145,7 @@ class WindowMaker:
         window = self.reader.read(plan.order.window(epoch, number), Ahead(plan, position))
         planned = plan_window(
             window.rows.lengths,
-            plan.batching,
+            plan.batching_of(number),
             step_size=plan.micro_batches_per_step,
             draw=plan.order.draw(epoch, number),
             labels=column_of(window, "target"),
@@ -163,19 +163,19 @@ class WindowMaker:
         change = partial(self.row_map.apply, epoch=epoch, number=nth) if self.row_map else None
         gathered = gather(window, planned, rounds, spans, self.targets_by, change)
         added = self._added(spans, planned, rounds, digests(spans, planned, rounds, epoch, number))
-        index = Index(*self._laid_out(gathered), added)
+        index = Index(*self._laid_out(gathered, plan.batching_of(number)), added)
         return RankSlice(epoch, nth, gathered.per_token, index, index)
 
-    def _laid_out(self, gathered: Gathered) -> tuple[PieceIndex, Layout]:
+    def _laid_out(self, gathered: Gathered, batching: Batching) -> tuple[PieceIndex, Layout]:
         """Return the pieces, with the rows of padding that fill micro-batches, and their layout."""
         pieces = gathered.pieces
         sequences = Sequences(pieces.lengths, pieces.batches, pieces.sequences)
-        sequences = sequences.filled(self.plan.batching)
+        sequences = sequences.filled(batching)
         pieces = replace(pieces, batches=sequences.batches, sequences=sequences.offsets)
         return pieces, lay_out(
             sequences,
-            self.plan.batching.multiple_of,
-            packs=self.plan.batching.packs,
+            batching.multiple_of,
+            packs=batching.packs,
             row_targets=pieces.targets is not None,
             token_targets=gathered.per_token.get(TARGETS),
             context=gathered.context,

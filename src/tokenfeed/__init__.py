@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tokenfeed.pipeline.planning.policies import Fixed as Fixed
     from tokenfeed.pipeline.planning.policies import Packed as Packed
     from tokenfeed.pipeline.planning.policies import Padded as Padded
+    from tokenfeed.pipeline.planning.stages import Stage as Stage
     from tokenfeed.pipeline.planning.state import merge_states as merge_states
     from tokenfeed.tools.python_api import Pretokenized as Pretokenized
     from tokenfeed.tools.python_api import pretokenize as pretokenize
@@ -40,6 +41,7 @@ _HOME = {
     "ShardLoader": "pipeline.feeding.loader",
     "ShardReader": "pipeline.format.shard",
     "ShardWriter": "pipeline.format.shard",
+    "Stage": "pipeline.planning.stages",
     "StallMeter": "trainer.stall.meter",
     "merge_states": "pipeline.planning.state",
     "pretokenize": "tools.python_api",

@@ -7,7 +7,7 @@ the windows between the step and the state.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -21,6 +21,7 @@ from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policies import policy_of
+from tokenfeed.pipeline.planning.stages import PlannedStage, Stage
 from tokenfeed.pipeline.planning.state import (
     Delivered,
     first_difference,
@@ -101,7 +102,8 @@ class Explain:
     """List the files, records and tokens of a training step."""
 
     out: tuple[Annotated[str, text("OUT...")], ...]
-    """Output folders of `pretokenize`, or addresses. For a mixture: all of them, in its order."""
+    """Output folders of `pretokenize`, or addresses. For a mixture: all of them, in its order. For
+    stages: all of them."""
     state: Annotated[Path, msgspec.Meta(title="FILE", description="a path")] | None = None
     """The result of `state_dict()` as JSON, or a checkpoint of `train`."""
     step: WholeNumber | None = None
@@ -196,20 +198,22 @@ class _Settings(msgspec.Struct, frozen=True):
 
     data: tuple[str, ...]
     split: str
-    weights: tuple[float, ...]
-    phases: tuple[tuple[int, ...], ...]
-    windows: Annotated[int, msgspec.Meta(ge=1)]
     batching: str
     micro_batches_per_step: int
     stream: Annotated[int, msgspec.Meta(ge=0)]
     num_streams: Annotated[int, msgspec.Meta(ge=1)]
     seed: int
     shuffle: bool
-    window_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    exhausted: Exhausted
+    stages: list[Any] | None = None
+    weights: tuple[float, ...] = ()
+    phases: tuple[tuple[int, ...], ...] = ()
+    windows: Annotated[int, msgspec.Meta(ge=1)] = 1
+    window_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    exhausted: Exhausted = "repeat"
 
     def __post_init__(self) -> None:
-        if {len(self.weights), *map(len, self.phases)} != {len(self.data)} or not self.phases:
+        lengths = {len(self.weights), *map(len, self.phases)}
+        if self.stages is None and (lengths != {len(self.data)} or not self.phases):
             raise ValueError("expected a weight and phases for each data set")
 
     @classmethod
@@ -229,6 +233,8 @@ def _sources(paths: tuple[str, ...], settings: _Settings) -> tuple[OpenedSplit, 
     """Open the data sets, and check that they are the ones of the state."""
     sources = open_splits(paths, settings.split, settings.data)
     ours = tuple(source.manifest.fingerprint for source in sources)
+    if settings.stages is not None and set(ours) == set(settings.data):
+        return tuple(sources[ours.index(data)] for data in settings.data)
     if ours != settings.data:
         raise ResumeError(
             f"the state belongs to data sets with the fingerprints {', '.join(settings.data)}; "
@@ -239,11 +245,15 @@ def _sources(paths: tuple[str, ...], settings: _Settings) -> tuple[OpenedSplit, 
 
 def _plan(sources: tuple[OpenedSplit, ...], settings: _Settings, saved: dict[str, Any]) -> Plan:
     """Make the plan of a state again."""
-    weights = zip((source.store for source in sources), settings.weights, strict=True)
-    of_sources: dict[StorePath, float] = dict(weights)
+    stores: list[StorePath] = [source.store for source in sources]
+    data: Mixture | list[Stage]
+    if settings.stages is None:
+        data = Mixture(dict(zip(stores, settings.weights, strict=True)), settings.exhausted)
+    else:
+        data = [Stage(dict.fromkeys(stores, 1.0))]
     plan = Plan.from_splits(
         sources,
-        Mixture(of_sources, settings.exhausted) if sources[1:] else None,
+        data,
         policy_of(settings.batching),
         split=settings.split,
         micro_batches_per_step=settings.micro_batches_per_step,
@@ -253,6 +263,9 @@ def _plan(sources: tuple[OpenedSplit, ...], settings: _Settings, saved: dict[str
         stream=settings.stream,
         num_streams=settings.num_streams,
     )
+    if settings.stages is not None:
+        plan = plan.with_stages(PlannedStage.list_from(saved))
+        return replace(plan, given=str(saved.get("given")))
     if difference := first_difference(plan.settings(), saved):
         name, ours, theirs = difference
         raise ResumeError(

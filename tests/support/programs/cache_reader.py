@@ -27,7 +27,7 @@ def maker_of(path: StorePath, cache: CacheSettings | None, seed: int = 0) -> Win
     sources = open_splits([path], "train")
     plan = Plan.from_splits(
         sources,
-        None,
+        path,
         Fixed(4),
         split="train",
         micro_batches_per_step=1,

@@ -51,7 +51,7 @@ def maker_of(store: RangedFolder, cache: CacheSettings | None) -> WindowMaker:
     sources = open_splits([store], "train")
     settings: dict[str, Any] = {"split": "train", "seed": 0, "shuffle": True}
     plan = Plan.from_splits(
-        sources, None, Fixed(4), micro_batches_per_step=1, window_tokens=5_000, **settings
+        sources, store, Fixed(4), micro_batches_per_step=1, window_tokens=5_000, **settings
     )
     return WindowMaker(plan, WindowReader(sources, cache=cache), 0, 1)
 

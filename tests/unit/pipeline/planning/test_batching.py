@@ -311,7 +311,7 @@ def test_impossible_policies_are_refused(make: object, message: str) -> None:
 def plan_of(sources: tuple[OpenedSplit, ...], batching: Batching) -> Plan:
     return Plan.from_splits(
         sources,
-        None,
+        "out/",
         batching,
         split="train",
         micro_batches_per_step=1,

@@ -1,0 +1,629 @@
+"""Stages: a list that says what a run reads, whose future may change at any window.
+
+    [Stage({"prose/": 0.8, "code/": 0.2}, until_tokens=10_000_000_000),
+     Stage({"prose/": 0.5, "math/": 0.5})]
+
+Every source has an endless order of its own: its record batches in a permutation, then all of them
+in another one, and so on. A stage decides only how fast each source advances. So a source goes on
+where the stage before left it, and no row comes twice before the source was read to its end.
+
+The progress of a run is counted in tokens: every record batch counts as many as the source has on
+average. At a progress of t tokens, a source has given the record batches up to
+
+    floor(tokens of the source so far / tokens of its average record batch)
+
+so its share is exact to one record batch at any time. Windows lie between multiples of
+`window_tokens` from the beginning of their stage; the last window of a stage ends with the stage,
+and has between half and one and a half times as many.
+
+Everything at a window depends on the stages up to this window only, never on later ones. That is
+why the future of a list can change. Two details follow from this rule. The strata of a reading of a
+source are cut for the rate of the stage in which the reading begins. And the width of the length
+bands comes from the sources and `window_tokens` of a stage. Torch-free, no I/O.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+from itertools import accumulate
+from math import ceil, lcm
+from os import PathLike
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from tokenfeed.pipeline import checks
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.format.manifest import canonical
+from tokenfeed.pipeline.format.store import Store, StorePath
+from tokenfeed.pipeline.planning.mixture import Mixture, proportions
+from tokenfeed.pipeline.planning.order import (
+    CYCLE,
+    Draw,
+    Stretch,
+    batches_at,
+    derive_key,
+    places_at,
+)
+from tokenfeed.pipeline.planning.policies import described_policy, policy_of
+from tokenfeed.pipeline.planning.policy import Batching
+
+__all__ = [
+    "ENDLESS",
+    "PlannedStage",
+    "Stage",
+    "StagedOrder",
+    "data_of",
+    "digest_of",
+    "going_on",
+    "least_tokens",
+    "paths_of",
+    "reweighed",
+]
+
+ENDLESS = 1 << 62
+"""Number of windows of a list whose last stage has no end."""
+_SCALE = 20
+"""Tokens of a source are counted in parts of 2**-20 token: whole numbers for any weights."""
+_LEAST_WINDOWS = 2
+"""An epoch of one window has length bands of its own, for rows that come again in every epoch."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run: the share of each data set in the tokens, and where the stage ends.
+
+    Stage({"prose/": 0.7, "code/": 0.3}, until_tokens=2_000_000_000)
+    Stage({"prose/": 1}, to={"prose/": 1, "math/": 1}, until_tokens=3_000_000_000)
+    """
+
+    weights: Mapping[StorePath, float]
+    """Folder or URL -> share of the tokens. Only the proportions matter."""
+    _: KW_ONLY
+    until_tokens: int | None = None
+    """Tokens of the run, since its beginning, at which the stage ends. None for the last stage: it
+    has no end."""
+    to: Mapping[StorePath, float] | None = None
+    """Weights at the end of the stage. Each share changes linearly. None: weights stay."""
+    batching: Batching | None = None
+    """How micro-batches are made. None: as the loader's `batching` says."""
+
+    def __post_init__(self) -> None:
+        if self.to is None:
+            weights, to = Mixture(self.weights).weights, None
+        else:
+            weights, to = _both_ends(self.weights, self.to)
+        object.__setattr__(self, "weights", weights)
+        object.__setattr__(self, "to", to)
+        if self.until_tokens is not None:
+            until = checks.whole("until_tokens", self.until_tokens, least=1, most=1 << 61)
+            object.__setattr__(self, "until_tokens", until)
+        elif to is not None:
+            raise ConfigError("a stage with `to` needs `until_tokens`, where the change ends.")
+
+
+def _both_ends(
+    weights: object, to: object
+) -> tuple[dict[StorePath, float], dict[StorePath, float]]:
+    """Return the weights at both ends, with all folders of both; either may be 0."""
+    for name, given in (("weights", weights), ("to", to)):
+        if not isinstance(given, Mapping):
+            raise checks.refusal(name, given, "a dict from folders to weights")
+    assert isinstance(weights, Mapping)
+    assert isinstance(to, Mapping)
+    folders = dict.fromkeys([*weights, *to])
+    ends = []
+    for given in (weights, to):
+        positive = {folder: weight for folder, weight in given.items() if weight != 0}
+        checked = Mixture(positive).weights
+        ends.append({folder: checked.get(folder, 0.0) for folder in folders})
+    first, last = ends
+    never = [folder for folder in folders if not first[folder] and not last[folder]]
+    if never:
+        raise ConfigError(f"the weight of {never[0]} is 0 at both ends of a stage. Leave it out.")
+    return first, last
+
+
+def paths_of(data: StorePath | Mixture | Sequence[Stage]) -> list[StorePath]:
+    """Return the paths of all data sets, in the order in which a run meets them.
+
+    Raises:
+        ConfigError: `data` is neither a path, nor a Mixture, nor a list of stages.
+    """
+    if isinstance(data, Mixture):
+        return list(data.weights)
+    if isinstance(data, str | PathLike | Store):
+        return [data]
+    if isinstance(data, Stage):
+        raise ConfigError("one Stage: pass a list of stages, such as [Stage(...)].")
+    stages: Sequence[object] = data if isinstance(data, Sequence) else ()
+    folders = [folder for each in stages if isinstance(each, Stage) for folder in each.weights]
+    if not stages or not all(isinstance(each, Stage) for each in stages):
+        raise checks.refusal("path", data, "a folder, a URL, a Mixture or a list of stages")
+    return list(dict.fromkeys(folders))
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """A stage with its place in the run. Its data sets are named by fingerprint."""
+
+    begins: int
+    """Tokens of the run at its beginning."""
+    until: int | None
+    """Tokens of the run at its end; None without an end."""
+    window_tokens: int
+    weights: Mapping[str, float]
+    to: Mapping[str, float] | None
+    """Weights at the end, of the same data sets; None if they stay."""
+    batching: Batching
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of the stage; `ENDLESS` without an end."""
+        if self.until is None:
+            return ENDLESS
+        return max(1, (self.until - self.begins + self.window_tokens // 2) // self.window_tokens)
+
+    def edge(self, nth: int) -> int:
+        """Return the tokens of the run at the beginning of the stage's nth window, or its end."""
+        if self.until is not None and nth >= self.num_windows:
+            return self.until
+        return self.begins + nth * self.window_tokens
+
+    def settings(self, default: Batching) -> dict[str, Any]:
+        """Return what defines the stage after its beginning, JSON-serialisable. The policy is left
+        out if it is `default`."""
+        settings: dict[str, Any] = {
+            "until": self.until,
+            "weights": dict(self.weights),
+            "window_tokens": self.window_tokens,
+        }
+        if self.to is not None:
+            settings["to"] = dict(self.to)
+        if self.batching != default:
+            settings["batching"] = repr(self.batching)
+        return settings
+
+    @classmethod
+    def list_from(cls, saved: Mapping[str, Any]) -> tuple["PlannedStage", ...]:
+        """Read the list in the settings of a saved plan.
+
+        Raises:
+            ResumeError: The list is damaged.
+        """
+        try:
+            known = msgspec.convert(saved["stages"], list[_SavedStage])
+        except (KeyError, msgspec.ValidationError) as error:
+            raise ResumeError(f"cannot resume: this is not a loader state ({error}).") from error
+        stages: list[PlannedStage] = []
+        begins: int | None = 0
+        for each in known:
+            ends = [each.weights] if each.to is None else [each.weights, each.to]
+            makes_sense = all(
+                sum(end.values()) > 0 and end.keys() == ends[0].keys() for end in ends
+            )
+            if begins is None or (each.until or ENDLESS) <= begins or not makes_sense:
+                break
+            batching = policy_of(saved["batching"] if each.batching is None else each.batching)
+            window = each.window_tokens
+            stages.append(cls(begins, each.until, window, each.weights, each.to, batching))
+            begins = each.until
+        if not known or len(stages) < len(known):
+            raise ResumeError(
+                f"cannot resume: stage {len(stages) + 1} of the state is damaged. Use an unchanged "
+                "state."
+            )
+        return tuple(stages)
+
+
+_Weight = Annotated[float, msgspec.Meta(ge=0)]
+_Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+_Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 61)]
+
+
+class _SavedStage(msgspec.Struct, frozen=True):
+    """What `PlannedStage.settings` returns."""
+
+    until: _Tokens | None
+    weights: dict[_Fingerprint, _Weight]
+    window_tokens: _Tokens
+    to: dict[_Fingerprint, _Weight] | None = None
+    batching: str | None = None
+
+
+class _Rates(NamedTuple):
+    """How fast a stage reads its sources, as whole numbers.
+
+    After x tokens of the stage, a source has got (linear * x + square * x * x) / whole.
+    """
+
+    of: dict[int, tuple[int, int]]
+    """`linear` and `square` of each source, in ascending order of the sources."""
+    whole: int
+    shares: dict[int, float]
+    """Average share of each source."""
+
+
+def _rates_of(stage: PlannedStage, numbers: Mapping[str, int]) -> _Rates:
+    data = sorted(stage.weights, key=numbers.__getitem__)
+    first, first_sum = _integers([stage.weights[each] for each in data])
+    linear, square, whole = first, (0,) * len(data), first_sum
+    last, last_sum = first, first_sum
+    if stage.to is not None and stage.until is not None:
+        last, last_sum = _integers([stage.to[each] for each in data])
+        # share(x) = first/first_sum + (last/last_sum - first/first_sum) * x / length, integrated
+        twice = 2 * (stage.until - stage.begins)
+        linear = tuple(a * last_sum * twice for a in first)
+        square = tuple(b * first_sum - a * last_sum for a, b in zip(first, last, strict=True))
+        whole = first_sum * last_sum * twice
+    sources = [numbers[each] for each in data]
+    return _Rates(
+        dict(zip(sources, zip(linear, square, strict=True), strict=True)),
+        whole,
+        {
+            source: (a / first_sum + b / last_sum) / 2
+            for source, a, b in zip(sources, first, last, strict=True)
+        },
+    )
+
+
+def _integers(weights: Sequence[float]) -> tuple[tuple[int, ...], int]:
+    """Return whole numbers in the proportion of the weights, as written, and their sum."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    unit = lcm(*(weight.denominator for weight in exact))
+    whole = tuple(int(weight * unit) for weight in exact)
+    return whole, sum(whole)
+
+
+@dataclass(frozen=True)
+class StagedOrder:
+    """The windows of a list of stages. It has the methods of `EpochOrder`.
+
+    An epoch is one pass through the list. A list without an end has one epoch.
+    """
+
+    data: tuple[str, ...]
+    """Fingerprint of each source. The order of a source depends on it, not on other sources."""
+    sizes: tuple[int, ...]
+    """Record batches of each source."""
+    tokens: tuple[int, ...]
+    """Tokens of each source."""
+    stages: tuple[PlannedStage, ...]
+    seed: int
+    shuffle: bool
+    first_windows: tuple[int, ...] = field(init=False)
+    """First window of each stage."""
+
+    def __post_init__(self) -> None:
+        counts = [stage.num_windows for stage in self.stages]
+        object.__setattr__(self, "first_windows", tuple(accumulate(counts[:-1], initial=0)))
+
+    @property
+    def num_windows(self) -> int:
+        """Number of windows of the list."""
+        return min(ENDLESS, self.first_windows[-1] + self.stages[-1].num_windows)
+
+    @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The stages, each with its average window."""
+        found = []
+        for first, stage, rates in zip(self.first_windows, self.stages, self._rates, strict=True):
+            average = [0.0] * len(self.sizes)
+            for source, share in rates.shares.items():
+                average[source] = self._per_token(source, share) * stage.window_tokens
+            found.append(Stretch(first, stage.num_windows, tuple(average)))
+        return tuple(found)
+
+    def stage_of(self, window: int) -> PlannedStage:
+        """Return the stage of a window."""
+        return self.stages[self._number(window)]
+
+    def edge(self, window: int) -> int:
+        """Return the tokens of the run at the beginning of a window."""
+        number = self._number(window)
+        return self.stages[number].edge(window - self.first_windows[number])
+
+    def window(self, epoch: int, window: int) -> np.ndarray:
+        """Return the record batches of a window, counted over all sources, shape (K,), int64.
+
+        They ascend in each source, so that a shard is opened once.
+        """
+        number = self._number(window)
+        stage, nth = self.stages[number], window - self.first_windows[number]
+        parts = []
+        for source in self._rates[number].of:
+            start = self._given(number, source, stage.edge(nth))
+            stop = self._given(number, source, stage.edge(nth + 1))
+            if stop > start:
+                batches = self._batches(source, epoch, start, stop)
+                parts.append(self._first_batches[source] + np.sort(batches))
+        return np.concatenate(parts)
+
+    def draw(self, epoch: int, window: int) -> Draw | None:
+        """Return the random keys of a window; None without shuffling."""
+        if not self.shuffle:
+            return None
+        number = self._number(window)
+        tokens = sum(self.tokens[source] for source in self._rates[number].of)
+        num_windows = max(_LEAST_WINDOWS, round(tokens / self.stages[number].window_tokens))
+        cycle_key = derive_key(self.seed, epoch, window, CYCLE)
+        return Draw(derive_key(self.seed, epoch, window), cycle_key, 0, num_windows)
+
+    def first_place(self, source: int, window: int) -> int:
+        """Return the place in a source's order at which a window begins."""
+        return self._given(self._number(window), source, self.edge(window))
+
+    def windows_of(self, source: int, places: np.ndarray) -> np.ndarray:
+        """Return about the window of each place in a source's order; -1 for a place without one.
+
+        Exact to one window while shares stay. A cache that is off by some reads no wrong rows.
+        """
+        windows = np.full(len(places), -1)
+        begins = self._begin_places[source]
+        stages = np.searchsorted(np.array(begins, np.int64), places, side="right") - 1
+        for number in np.unique(stages).tolist():
+            stage, share = self.stages[number], self._rates[number].shares.get(source)
+            if not share:
+                continue
+            chosen = stages == number
+            per_window = self._per_token(source, share) * stage.window_tokens
+            nth = ((places[chosen] - begins[number]) / per_window).astype(np.int64)
+            windows[chosen] = self.first_windows[number] + np.minimum(nth, stage.num_windows - 1)
+        return windows
+
+    def places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
+        """Return the places of record batches in a source's order, in one reading of it."""
+        size = self.sizes[source]
+        if not self.shuffle:
+            return reading * size + batches
+        rounds = self._rounds(source, reading)
+        return places_at(batches, size, rounds, self._key(source, epoch), reading)
+
+    def _batches(self, source: int, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Return the record batches at places `start` to `stop` - 1 of a source's order."""
+        places, size = np.arange(start, stop), self.sizes[source]
+        if not self.shuffle:
+            return places % size
+        key = self._key(source, epoch)
+        readings = range(start // size, (stop - 1) // size + 1)
+        rounds = np.array([self._rounds(source, reading) for reading in readings])
+        of_place = rounds[places // size - readings[0]]
+        batches = np.empty(len(places), np.int64)
+        for num_rounds in np.unique(rounds).tolist():  # one, unless the stage has changed
+            chosen = of_place == num_rounds
+            batches[chosen] = batches_at(places[chosen], size, num_rounds, key)
+        return batches
+
+    def _rounds(self, source: int, reading: int) -> int:
+        """Return the number of windows that read a source once, at the rate of the stage in which
+        the reading begins."""
+        size = self.sizes[source]
+        number = bisect_right(self._begin_places[source], reading * size) - 1
+        while source not in self._rates[number].of:  # the stages after this one read no more of it
+            number -= 1
+        per_token = self._per_token(source, self._rates[number].shares[source])
+        return min(size, max(1, round(size / (per_token * self.stages[number].window_tokens))))
+
+    def _given(self, number: int, source: int, tokens: int) -> int:
+        """Return the record batches that a source has given at a place in a stage."""
+        parts = self._parts[number][source] + self._of_stage(number, source, tokens)
+        return parts * self.sizes[source] // (self.tokens[source] << _SCALE)
+
+    def _of_stage(self, number: int, source: int, tokens: int) -> int:
+        """Return what a source has got from one stage, in parts of 2**-20 token."""
+        rates = self._rates[number]
+        if source not in rates.of:
+            return 0
+        linear, square = rates.of[source]
+        passed = tokens - self.stages[number].begins
+        return ((linear + square * passed) * passed << _SCALE) // rates.whole
+
+    def _number(self, window: int) -> int:
+        """Return the number of the stage of a window."""
+        return bisect_right(self.first_windows, window) - 1
+
+    def _key(self, source: int, epoch: int) -> int:
+        return derive_key(self.seed, epoch, int(self.data[source], 16))
+
+    def _per_token(self, source: int, share: float) -> float:
+        """Return the record batches of a source in a token of the run."""
+        return share * self.sizes[source] / self.tokens[source]
+
+    @cached_property
+    def _first_batches(self) -> tuple[int, ...]:
+        """First record batch of each source, counted over all sources."""
+        return tuple(accumulate(self.sizes, initial=0))
+
+    @cached_property
+    def _rates(self) -> tuple[_Rates, ...]:
+        numbers = {data: number for number, data in enumerate(self.data)}
+        return tuple(_rates_of(stage, numbers) for stage in self.stages)
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[int, ...], ...]:
+        """Parts of 2**-20 token that each source has got before each stage."""
+        parts = [[0] * len(self.sizes)]
+        for number, stage in enumerate(self.stages[:-1]):
+            after = list(parts[-1])
+            for source in self._rates[number].of:
+                after[source] += self._of_stage(number, source, stage.edge(stage.num_windows))
+            parts.append(after)
+        return tuple(map(tuple, parts))
+
+    @cached_property
+    def _begin_places(self) -> tuple[tuple[int, ...], ...]:
+        """Place of each source at the beginning of each stage."""
+        return tuple(
+            tuple(parts[source] * size // (self.tokens[source] << _SCALE) for parts in self._parts)
+            for source, size in enumerate(self.sizes)
+        )
+
+
+def data_of(stages: Iterable[PlannedStage]) -> tuple[str, ...]:
+    """Return the fingerprints of all data sets, in the order in which a run meets them."""
+    return tuple(dict.fromkeys(data for stage in stages for data in stage.weights))
+
+
+def digest_of(stages: Sequence[PlannedStage]) -> str:
+    """Return a short name of a list, to recognise the same list again."""
+    settings = [each.settings(stages[0].batching) for each in stages]
+    return xxhash.xxh3_64_hexdigest(
+        canonical({"batching": repr(stages[0].batching), "stages": settings})
+    )
+
+
+def least_tokens(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> int:
+    """Return the tokens in which some source of a stage certainly gives a record batch.
+
+    A source with a constant share gives one in its average record batch divided by its share. While
+    shares change, S sources together give more than S record batches in S + 1 average ones, less
+    one of each that has just begun.
+
+    Args:
+        stage: The stage.
+        batch_tokens: Average tokens of a record batch of each data set, by fingerprint.
+    """
+    sizes = [batch_tokens[data] for data in stage.weights]
+    first, first_sum = _integers(list(stage.weights.values()))
+    last, last_sum = first, first_sum
+    if stage.to is not None:
+        last, last_sum = _integers([stage.to[data] for data in stage.weights])
+    alone = [
+        size / min(Fraction(a, first_sum), Fraction(b, last_sum))
+        for size, a, b in zip(sizes, first, last, strict=True)
+        if a and b
+    ]
+    together = (len(sizes) + 1) * max(sizes)
+    return ceil(min([together, *alone])) + 1  # 1: parts of a token are rounded down
+
+
+def reweighed(order: StagedOrder, window: int, new: PlannedStage) -> tuple[PlannedStage, ...]:
+    """Return the stages with the rest of a window's stage replaced: `new` begins at the window.
+
+    `new` ends where the stage of the window ends.
+
+    Raises:
+        ConfigError: The weights of the stage are changing linearly.
+    """
+    stage, begins = order.stage_of(window), order.edge(window)
+    number = order.stages.index(stage)
+    before, after = order.stages[:number], order.stages[number + 1 :]
+    new = replace(new, begins=begins, until=stage.until)
+    if begins == stage.begins:
+        return (*before, new, *after)
+    if stage.to is not None:
+        raise ConfigError(
+            f"`reweigh` at token {begins:,}: the weights change linearly until token "
+            f"{stage.until:,}. Call it after that, or edit the list and resume."
+        )
+    return (*before, replace(stage, until=begins), new, *after)
+
+
+def going_on(
+    ours: Sequence[PlannedStage],
+    saved: Sequence[PlannedStage],
+    windows: int,
+    names: Mapping[str, str],
+) -> tuple[PlannedStage, ...]:
+    """Return the stages of a resumed run: the past of the saved list, the future of ours.
+
+    Args:
+        ours: The list of the run that resumes.
+        saved: The list of the run that was saved.
+        windows: Number of windows that the saved run has begun.
+        names: Names of the data sets by fingerprint, for messages.
+
+    Raises:
+        ResumeError: The lists differ before the position. The message names the first difference.
+    """
+    past: list[PlannedStage] = []
+    stop = 0
+    for stage in saved:
+        if windows <= 0:
+            break
+        past.append(stage)
+        stop = stage.edge(windows)
+        windows -= stage.num_windows
+    _check_past(ours, past, stop, names)
+    future = [stage for stage in ours if stage.until is None or stage.until > stop]
+    if past and future and future[0].begins == past[-1].begins:
+        passed = windows + past[-1].num_windows  # windows of the stage that were begun
+        if future[0].edge(passed) == stop:  # the same windows so far: at most its end has moved
+            return (*past[:-1], *future)
+    if past and past[-1].until != stop:
+        past[-1] = replace(past[-1], until=stop)
+    if future and future[0].begins < stop:
+        future[0] = replace(future[0], begins=stop)
+    return (*past, *future)
+
+
+def _check_past(
+    ours: Sequence[PlannedStage],
+    past: Sequence[PlannedStage],
+    stop: int,
+    names: Mapping[str, str],
+) -> None:
+    """Check that both lists say the same up to a place.
+
+    The lists are compared between the ends of their stages, because one list may have cut a stage
+    of the other in two.
+    """
+    edges = {stage.begins for stage in (*ours, *past) if stage.begins < stop}
+    for begins in sorted(edges):
+        theirs = _stage_at(past, begins)
+        mine = _stage_at(ours, begins)
+        if mine is None or theirs is None:
+            raise ResumeError(
+                f"cannot resume: this list of stages ends at token {ours[-1].until:,}, but the run "
+                f"has read up to token {stop:,}. Lengthen the list."
+            )
+        if difference := _difference(mine, theirs, names):
+            what, our, their = difference
+            raise ResumeError(
+                f"cannot resume: from token {begins:,} on, {what} is {our} in this list of stages, "
+                f"but was {their} in the run, which has read up to token {stop:,}. Change only "
+                "what comes after."
+            )
+
+
+def _stage_at(stages: Sequence[PlannedStage], token: int) -> PlannedStage | None:
+    return next((stage for stage in stages if stage.until is None or stage.until > token), None)
+
+
+def _difference(
+    mine: PlannedStage, theirs: PlannedStage, names: Mapping[str, str]
+) -> tuple[str, object, object] | None:
+    """Return the first difference of two stages that read the same tokens: what, and both
+    values."""
+    our: object
+    their: object
+    for what, our_weights, their_weights in (
+        ("the share", mine.weights, theirs.weights),
+        ("the share at the end", mine.to, theirs.to),
+    ):
+        if our_weights is None or their_weights is None:
+            if our_weights is not their_weights:
+                our, their = ("none" if each.to is None else "one" for each in (mine, theirs))
+                return "the number of changes of weights (`to`)", our, their
+            continue
+        ours, saved = _shares(our_weights), _shares(their_weights)
+        for data in {**saved, **ours}:
+            our, their = ours.get(data, Fraction(0)), saved.get(data, Fraction(0))
+            if our != their:
+                return f"{what} of {names.get(data, f'the data set {data}')}", our, their
+    if mine.to is not None and (mine.begins, mine.until) != (theirs.begins, theirs.until):
+        our, their = (f"{each.begins:,} to {each.until:,}" for each in (mine, theirs))
+        return "the range of a change of weights (`to`)", our, their
+    if described_policy(repr(mine.batching)) != described_policy(repr(theirs.batching)):
+        return "`batching`", mine.batching, theirs.batching
+    if mine.window_tokens != theirs.window_tokens:
+        return "`window_tokens`", f"{mine.window_tokens:,}", f"{theirs.window_tokens:,}"
+    return None
+
+
+def _shares(weights: Mapping[str, float]) -> dict[str, Fraction]:
+    return dict(zip(weights, proportions(weights.values()), strict=True))

@@ -1,0 +1,435 @@
+"""A list of stages: exact shares, every row once per reading, and a future that may change."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.data_sets import VOCABULARY_SIZE, random_rows, write_rows
+from support.delivery import Ranks, joined, open_loader, same_values, spans
+
+from tokenfeed import Fixed, Manifest, Packed, Padded, ShardDataset, ShardLoader, Stage
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.format.store import StorePath
+
+OPTIONS: dict[str, Any] = {"window_tokens": 1500, "micro_batches_per_step": 2}
+SMALL = Padded(max_tokens=256)
+LENGTHS = [np.random.default_rng(seed).integers(1, 60, 20 + 60 * seed) for seed in range(4)]
+WEIGHTS = st.sampled_from([1, 2, 3, 0.5, 0.1])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+    """Four data sets of many small record batches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 150)
+        parent = tmp_path_factory.mktemp("sources")
+        yield [
+            write_rows(parent / f"s{n}", {"train": random_rows(lengths)}, VOCABULARY_SIZE, 2)
+            for n, lengths in enumerate(LENGTHS)
+        ]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A stage without folders. Its sources are numbers."""
+
+    weights: dict[int, float]
+    to: dict[int, float] | None
+    tokens: int
+    policy: int
+
+    def stage(self, folders: list[Path], begins: int) -> Stage:
+        """The stage, from some token of the run on."""
+        return Stage(
+            {folders[n]: weight for n, weight in self.weights.items()},
+            until_tokens=begins + self.tokens,
+            to=self.to and {folders[n]: weight for n, weight in self.to.items()},
+            batching=[None, *SMALL_POLICIES][self.policy],
+        )
+
+
+SMALL_POLICIES = [
+    Packed(sequence_length=64, batch_size=2),
+    Packed(sequence_length=48, batch_size=3, split=True),
+    Fixed(batch_size=4),
+]
+SOURCES = st.dictionaries(st.integers(0, 3), WEIGHTS, min_size=1, max_size=4)
+STAGES = st.builds(
+    Drawn, SOURCES, st.none() | SOURCES, st.integers(9_000, 16_000), st.integers(0, 3)
+)
+LISTS = st.lists(STAGES, min_size=1, max_size=3)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happens after some rounds: other ranks go on, perhaps with another future."""
+
+    rounds: int
+    world_size: int
+    future: list[Drawn] | None
+    longer: int
+    """How much longer the stage under way becomes in an edited list, in tokens."""
+    weights: dict[int, float] | None
+
+
+CHANGES = st.lists(
+    st.builds(
+        Change,
+        st.integers(0, 60),
+        st.integers(1, 3),
+        st.none() | LISTS,
+        st.integers(0, 3_000),
+        st.none() | SOURCES,
+    ),
+    min_size=3,
+    max_size=3,
+)
+
+
+def listed(drawn: list[Drawn], folders: list[Path], begins: int = 0) -> list[Stage]:
+    """The stages one after the other."""
+    starts = accumulate((each.tokens for each in drawn), initial=begins)
+    return [each.stage(folders, start) for each, start in zip(drawn, starts, strict=False)]
+
+
+def edges_of(state: dict[str, Any]) -> list[list[int]]:
+    """The tokens of the run at the edges of the windows of every stage, from a saved state."""
+    edges, begins = [], 0
+    for stage in state["plan"]["stages"]:
+        length, window = stage["until"] - begins, stage["window_tokens"]
+        count = max(1, (length + window // 2) // window)
+        edges.append([begins + nth * window for nth in range(count)] + [stage["until"]])
+        begins = stage["until"]
+    return edges
+
+
+def edited(
+    stages: list[Stage], state: dict[str, Any], change: Change, folders: list[Path]
+) -> list[Stage]:
+    """A list with the same past and another future. The past ends with the window under way."""
+    edges = edges_of(state)
+    flat = [0, *(edge for each in edges for edge in each[1:])]
+    begun = state["window"] + (state["micro_batch"] > 0)
+    stop = flat[begun]
+    past = [stage for stage in stages if stage.until_tokens <= stop]
+    under_way = [stage for stage in stages if stage.until_tokens > stop][:1]
+    begins = max([0, *(stage.until_tokens for stage in past)])
+    if under_way and begins < stop:
+        if under_way[0].to is None:
+            until = stop + change.longer if change.longer > 1_500 else stop
+            under_way[0] = replace(under_way[0], until_tokens=until)
+        past += under_way
+        begins = under_way[0].until_tokens
+    assert change.future is not None
+    return past + listed(change.future, folders, begins)
+
+
+def ideal(stages: Sequence[Stage], folder: Path, tokens: int) -> Fraction:
+    """The tokens that a data set should have got after some tokens of the run."""
+    got, begins = Fraction(0), 0
+    for stage in stages:
+        if begins >= tokens:
+            break
+        passed = min(tokens, stage.until_tokens) - begins
+        first = share(stage.weights, folder)
+        last = first if stage.to is None else share(stage.to, folder)
+        slope = (last - first) / (stage.until_tokens - begins)
+        got += first * passed + slope * passed * passed / 2
+        begins = stage.until_tokens
+    return got
+
+
+def share(weights: Any, folder: StorePath) -> Fraction:
+    exact = {each: Fraction(str(weight)) for each, weight in weights.items()}
+    return exact.get(folder, Fraction(0)) / sum(exact.values())
+
+
+def check_rows(loader: ShardLoader, stages: list[Stage], folders: list[Path]) -> None:
+    """Deliver the whole list, and check shares and rows at every edge of a window."""
+    numbers = list(dict.fromkeys(folders.index(f) for s in stages for f in s.weights))
+    lengths = np.concatenate([LENGTHS[n] for n in numbers])
+    ends = np.cumsum([len(LENGTHS[n]) for n in numbers])
+    counted = np.zeros(len(lengths), np.int64)
+    edges = [edge for each in edges_of(loader.state_dict()) for edge in each[1:]]
+    window = 0
+    for batch in loader:
+        np.add.at(counted, batch.rows, batch.piece_lengths)
+        if loader.position.micro_batch:
+            continue
+        times, rest = np.divmod(counted, lengths)
+        assert not rest.any(), "a row was delivered in part"
+        for n, of_rows in zip(numbers, np.split(times, ends[:-1]), strict=True):
+            assert of_rows.max() <= of_rows.min() + 1, "a row came again before another one came"
+            info = Manifest.read(folders[n]).splits["train"]
+            due = ideal(stages, folders[n], edges[window]) * info.batches / info.tokens
+            in_readings = of_rows.min() * info.batches
+            rest = np.count_nonzero(of_rows > of_rows.min())
+            # a reading under way has between this many rows and record batches
+            fewest, most = in_readings + (rest > 0), in_readings + min(rest, info.batches)
+            assert fewest - 1 <= due < most + 1, "the share is off by more than one record batch"
+        window += 1
+    assert window == len(edges)
+
+
+@pytest.mark.slow
+@given(drawn=LISTS, changes=CHANGES)
+def test_a_run_whose_future_changed_equals_an_uninterrupted_run_of_its_final_list(
+    drawn: list[Drawn], changes: list[Change], folders: list[Path]
+) -> None:
+    stages, state = listed(drawn, folders), None
+    runs: list[Ranks] = []
+    for change in changes:
+        ranks = Ranks(stages, change.world_size, state, batching=SMALL, **OPTIONS)
+        if change.weights and state is not None:
+            weights = {f: w for n, w in change.weights.items() if (f := folders[n])}
+            known = {folder for stage in ranks.loaders[0].stages for folder in stage.weights}
+            if known >= weights.keys():
+                try:
+                    for loader in ranks.loaders:
+                        loader.reweigh(weights)
+                except ConfigError as error:
+                    assert "too few" in str(error) or "change linearly" in str(error)
+        runs.append(ranks)
+        state = ranks.run(change.rounds)
+        if state["epoch"]:
+            break
+        stages = ranks.loaders[0].stages
+        if change.future is not None:
+            stages = edited(stages, state, change, folders)
+    else:
+        runs.append(Ranks(stages, 1, state, batching=SMALL, **OPTIONS))
+        state = runs[-1].run()
+    final = runs[-1].loaders[0].stages
+    alone = Ranks(final, 1, batching=SMALL, **OPTIONS)
+    whole = alone.run()
+    assert (whole["digest"], whole["epoch"]) == (state["digest"], 1)
+    assert [batch for step in joined(runs) for batch in step] == [
+        batch for step in joined([alone]) for batch in step
+    ]
+    check_rows(open_loader(final, SMALL, **OPTIONS), final, folders)
+
+
+def test_a_loop_that_reweighs_is_replayed_from_its_list(folders: list[Path]) -> None:
+    first, second, third, _ = folders
+    list_ = [
+        Stage({first: 1, second: 1}, until_tokens=12_000),
+        Stage({second: 1, third: 1}, until_tokens=30_000),
+    ]
+    with open_loader(list_, SMALL, **OPTIONS) as loader:
+        steps = iter(loader)
+        before = [spans(batch) for batch in islice(steps, 5)]
+        loader.reweigh({third: 3, first: 1})
+        before += [spans(batch) for batch in steps]
+        with open_loader(loader.stages, SMALL, **OPTIONS) as other:
+            assert [spans(batch) for batch in other] == before
+            assert other.state_dict()["digest"] == loader.state_dict()["digest"]
+        cut, rest, last = loader.stages
+    assert (cut.weights, rest.weights) == ({first: 1, second: 1}, {third: 3, first: 1})
+    assert (rest.until_tokens, last) == (12_000, list_[1])
+
+
+def test_the_list_of_a_script_resumes_a_run_that_was_reweighed(folders: list[Path]) -> None:
+    first, second, *_ = folders
+    script = [Stage({first: 1, second: 1}, until_tokens=30_000)]
+    with open_loader(script, SMALL, **OPTIONS) as loader:
+        next(iter(loader))
+        loader.reweigh({second: 1})
+        state = loader.state_dict()
+        with open_loader(script, SMALL, **OPTIONS) as other:
+            other.load_state_dict(state)
+            assert other.stages == loader.stages
+            assert other.state_dict() == state
+
+
+def test_a_run_that_has_ended_goes_on_with_a_longer_list(folders: list[Path]) -> None:
+    first, second, *_ = folders
+    short = [Stage({first: 1}, until_tokens=9_000)]
+    longer = [*short, Stage({first: 1, second: 1}, until_tokens=20_000)]
+    runs = [Ranks(short, 1, batching=SMALL, **OPTIONS)]  # type: ignore[arg-type]
+    state = runs[0].run()
+    runs.append(Ranks(longer, 2, state, batching=SMALL, **OPTIONS))  # type: ignore[arg-type]
+    final = runs[1].run()
+    alone = Ranks(longer, 1, batching=SMALL, **OPTIONS)  # type: ignore[arg-type]
+    assert alone.run()["digest"] == final["digest"]
+    assert [b for step in joined(runs) for b in step] == [b for s in joined([alone]) for b in s]
+
+
+def test_a_list_without_an_end_repeats_its_data_sets(folders: list[Path]) -> None:
+    rows = np.zeros(len(LENGTHS[1]), np.int64)
+    with open_loader([Stage({folders[1]: 1})], SMALL, **OPTIONS) as loader:
+        for batch in islice(loader, 300):
+            np.add.at(rows, batch.rows, batch.piece_lengths)
+        with pytest.raises(ConfigError, match="the last stage has no `until_tokens`"):
+            _ = loader.estimated_batches
+    assert (rows // LENGTHS[1]).min() >= 2
+
+
+def test_the_length_of_sequences_grows(folders: list[Path]) -> None:
+    list_ = [
+        Stage({folders[3]: 1}, until_tokens=9_000, batching=Packed(32, 4)),
+        Stage({folders[3]: 1}, until_tokens=18_000, batching=Packed(64, 2)),
+    ]
+    with open_loader(list_, SMALL, **OPTIONS) as loader:
+        state: dict[str, Any] = {}
+        longest = []
+        for batch in loader:
+            longest.append(int(batch.piece_lengths.max()))
+            state = state or (loader.state_dict() if len(longest) == 3 else {})
+    assert sorted(longest)[len(longest) // 4] <= 32 < max(longest) <= 64
+    half = longest.index(next(length for length in longest if length > 32))
+    assert max(longest[:half]) <= 32
+    changed = [list_[0], replace(list_[1], batching=Packed(128, 1))]
+    with open_loader(changed, SMALL, **OPTIONS) as loader:
+        loader.load_state_dict(state)
+        assert sum(batch.num_tokens for batch in loader) > 9_000
+
+
+def test_a_dataset_of_stages_delivers_the_batches_of_a_loader(folders: list[Path]) -> None:
+    list_ = [
+        Stage({folders[1]: 1}, until_tokens=9_000),
+        Stage({folders[1]: 1, folders[2]: 2}, until_tokens=18_000),
+    ]
+    dataset = ShardDataset(list_, batching=SMALL, epochs=1, **OPTIONS)
+    batches = [batch for share in dataset for batch in share]
+    with open_loader(list_, SMALL, **OPTIONS) as loader:
+        assert all(same_values(*pair) for pair in zip(loader, batches, strict=True))
+
+
+def test_a_state_of_a_few_stages_has_less_than_a_kilobyte(folders: list[Path]) -> None:
+    list_ = [
+        Stage({folders[0]: 1, folders[1]: 2}, until_tokens=20_000_000_000),
+        Stage({folders[0]: 1}, to={folders[1]: 1}, until_tokens=40_000_000_000),
+        Stage({folders[2]: 1, folders[3]: 1}),
+    ]
+    with open_loader(list_, Packed(2048, 8)) as loader:
+        next(iter(loader))
+        state = json.dumps(loader.state_dict())
+    assert len(state) < 1024
+
+
+def refusal_of(path: object, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_loader(path, SMALL, **OPTIONS | options)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_lists_that_mean_nothing_are_refused_in_one_line(folders: list[Path]) -> None:
+    first, second, *_ = folders
+    endless, ending = Stage({first: 1}), Stage({first: 1}, until_tokens=9_000)
+    assert "pass a list of stages" in refusal_of(ending)
+    assert "a list of stages" in refusal_of([])
+    assert "stage 1 has no end, so stage 2 never begins" in refusal_of([endless, endless])
+    assert "stage 2 ends at token 9,000, but begins at 9,000" in refusal_of([ending, ending])
+    assert "stage 1 has 10 tokens, from 0 to 10: too few" in refusal_of(
+        [Stage({first: 1}, until_tokens=10)]
+    )
+    for make, message in (
+        (lambda: Stage({}), "at least one data set"),
+        (lambda: Stage({first: 0}), "expected a number above 0"),
+        (lambda: Stage({first: 1}, to={second: 1}), "needs `until_tokens`"),
+        (lambda: Stage({first: 1}, to={first: 0}, until_tokens=9), "at least one data set"),
+        (lambda: Stage({first: 1, second: 0}, to={first: 1}, until_tokens=9), "0 at both ends"),
+        (lambda: Stage({first: 1}, until_tokens=0), "`until_tokens`=0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make()
+
+
+@pytest.fixture(scope="module")
+def saved(folders: list[Path]) -> tuple[list[Stage], dict[str, Any]]:
+    """A list and a state in its second stage, of which three windows were begun."""
+    list_ = [
+        Stage({folders[1]: 1, folders[2]: 1}, until_tokens=9_000),
+        Stage({folders[1]: 1}, to={folders[3]: 1}, until_tokens=20_000),
+        Stage({folders[3]: 1}, until_tokens=30_000),
+    ]
+    with open_loader(list_, SMALL, **OPTIONS) as loader:
+        for _ in loader:
+            if loader.position.window == 8 and loader.position.micro_batch == 2:
+                return list_, loader.state_dict()
+    raise AssertionError
+
+
+def test_a_past_that_differs_is_refused_with_the_place_and_both_values(
+    folders: list[Path], saved: tuple[list[Stage], dict[str, Any]]
+) -> None:
+    list_, state = saved
+    _, second, third, fourth = folders
+    one, two, three = list_
+
+    def refused(stages: object, **options: Any) -> str:
+        loader = open_loader(stages, SMALL, **OPTIONS | options)  # type: ignore[arg-type]
+        with pytest.raises(ResumeError) as caught:
+            loader.load_state_dict(state)
+        return str(caught.value)
+
+    assert f"from token 0 on, the share of {second} is 2/3" in refused(
+        [replace(one, weights={second: 2, third: 1}), two, three]
+    )
+    assert "from token 8,000 on" in refused([replace(one, until_tokens=8_000), two, three])
+    assert "range of a change of weights (`to`) is 9,000 to 21,000" in refused(
+        [one, replace(two, until_tokens=21_000), three]
+    )
+    assert f"the share at the end of {second}" in refused(
+        [one, replace(two, to={second: 1, fourth: 1}), three]
+    )
+    assert "changes of weights (`to`) is none" in refused(
+        [one, Stage({second: 1}, until_tokens=20_000), three]
+    )
+    assert "`batching` is Fixed" in refused([replace(one, batching=Fixed(2)), two, three])
+    assert "ends at token 9,000, but the run has read up to" in refused([one])
+    assert "the state has a list of stages, but this loader has none" in refused(second)
+    assert "seed=0" in refused(list_, seed=1)
+    assert "`window_tokens` is" in refused(list_, window_tokens=3_000)
+    unaltered = open_loader([one, two, Stage({third: 1})], SMALL, **OPTIONS)
+    unaltered.load_state_dict(state)
+    assert [stage.until_tokens for stage in unaltered.stages] == [9_000, 20_000, None]
+
+
+def test_reweighing_is_refused_where_it_means_nothing(
+    folders: list[Path], saved: tuple[list[Stage], dict[str, Any]]
+) -> None:
+    list_, state = saved
+    loader = open_loader(list_, SMALL, **OPTIONS)
+    loader.load_state_dict(state)
+    with pytest.raises(ConfigError, match="the weights change linearly until token 20,000"):
+        loader.reweigh({folders[3]: 1})
+    with pytest.raises(ConfigError, match="is in no stage of this loader"):
+        loader.reweigh({folders[0]: 1})
+    with pytest.raises(ConfigError, match="`reweigh` needs a loader of stages"):
+        open_loader(folders[0], SMALL).reweigh({folders[0]: 1})
+    assert loader.state_dict() == state
+
+
+def test_damaged_lists_of_a_state_are_refused(saved: tuple[list[Stage], dict[str, Any]]) -> None:
+    list_, state = saved
+    for change in (
+        {"stages": None},
+        {"stages": []},
+        {"stages": [{}]},
+        {"stages": [{"until": None, "weights": {}, "window_tokens": 1}] * 2},
+        {"stages": [{"until": 9, "weights": {"x": 1}, "window_tokens": 1}]},
+        {"stages": [{"until": 9, "weights": {"0" * 16: 1}, "window_tokens": 1}]},
+        {"stages": [state["plan"]["stages"][0] | {"batching": "what()"}]},
+        {"stages": [state["plan"]["stages"][0] | {"to": {}}]},
+        {"stages": [state["plan"]["stages"][0] | {"weights": {}}]},
+        {"batching": 7},
+        {"given": 7},
+    ):
+        loader = open_loader(list_, SMALL, **OPTIONS)  # type: ignore[arg-type]
+        damaged = {**state, "plan": state["plan"] | change}
+        for each in (damaged, {**damaged, "plan": damaged["plan"] | {"given": "other"}}):
+            try:
+                loader.load_state_dict(each)
+            except (ResumeError, ConfigError) as error:
+                assert "\n" not in str(error)
+            else:
+                assert "stages" not in change
