@@ -266,6 +266,10 @@ class Rendered:
     """Begin and end of what belongs to each message."""
     counts: dict[str, int]
     """What users should know, by name: see `docs/format.md`."""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """Begin and end of all that belongs to a message, ascending."""
+    owners: list[int] = field(default_factory=list)
+    """The number of the message of each span, from 0; -1 if it is not certain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +320,8 @@ class ChatTemplate:
         else:
             said = self._by_prompt(conversation, text, parts) if parts is not None else None
             said = self._by_prefix(conversation, text) if said is None else said
-        rendered = self._described(text, said, parts or [])
+        turns = [n for n, m in enumerate(conversation.messages) if m["role"] == "assistant"]
+        rendered = self._described(text, said, parts or [], turns)
         rendered.counts["unproved"] = int(found is None)
         if found is not None:
             rendered.counts |= found[1]
@@ -459,8 +464,13 @@ class ChatTemplate:
             said.append(_Said(len(before), next(ends, len(until))))
         return said
 
-    def _described(self, text: str, said: list[_Said], parts: list[_Part]) -> Rendered:
-        """Return the kinds of all characters."""
+    def _described(
+        self, text: str, said: list[_Said], parts: list[_Part], turns: list[int]
+    ) -> Rendered:
+        """Return the kinds of all characters. `turns` numbers the messages of the assistant."""
+        spans: list[tuple[int, int]] = []
+        owners: list[int] = []
+        turns = turns if len(turns) == len(said) else [-1] * len(said)
         starts, kinds, messages = [0], [int(Kind.TEMPLATE)], []
         no_stop = unmarked = at = 0
 
@@ -478,13 +488,17 @@ class ChatTemplate:
                 yield parts[at - 1]
 
         shown = -1
-        for start, end in [*said, _Said(len(text), len(text))]:
+        for turn, (start, end) in zip(
+            [*turns, -1], [*said, _Said(len(text), len(text))], strict=True
+        ):
             for part in others(start):
                 if part.kind >= Kind.TEXT:
                     unmarked += 1
                     continue
                 begin(part.start, part.kind)
                 begin(part.end, Kind.TEMPLATE)
+                spans.append((part.start, part.end))
+                owners.append(part.message)
                 if part.message != shown:
                     messages.append((part.start, part.end))
                 shown = part.message
@@ -494,7 +508,10 @@ class ChatTemplate:
             no_stop += not stop
             begin(end, Kind.TEMPLATE)
             messages.append((start, end))
-        return Rendered(text, starts, kinds, messages, {"no_stop": no_stop, "unmarked": unmarked})
+            spans.append((start, end))
+            owners.append(turn)
+        counts = {"no_stop": no_stop, "unmarked": unmarked}
+        return Rendered(text, starts, kinds, messages, counts, spans, owners)
 
     def _stop(self, text: str, own: list[_Part], start: int, end: int, begin: Any) -> bool:
         """Begin the stretches of what the assistant says; return whether a stop token ends it.

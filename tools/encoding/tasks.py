@@ -13,6 +13,7 @@ A record whose texts have no tokens becomes an empty row, which is counted and n
 """
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -611,6 +612,7 @@ class ChatEncoder(TaskEncoder):
         "tools": FieldKind.OPTIONAL_JSON,
         "template_arguments": FieldKind.OPTIONAL_JSON,
     }
+    keeps: ClassVar[bool] = True
     messages: str | None = "messages"
     prompt: str | None = None
     completion: str | None = None
@@ -642,7 +644,7 @@ class ChatEncoder(TaskEncoder):
         reasons = {}
         for row in range(len(next(iter(values.values())))):
             try:
-                self._conversation(values, row)
+                self._numbers(self._conversation(values, row))
                 msgspec.json.encode([values[name][row] for name in self.fields])
             except Unusable as reason:
                 reasons[row] = str(reason)
@@ -655,15 +657,21 @@ class ChatEncoder(TaskEncoder):
         assert self.chat_template, "the template is not known"
         assert self.places, "the tokenizer is not known"
         rendered: list[Rendered] = []
+        numbers: list[dict[str, list[float]]] = []
         unusable = {}
         for row in range(len(next(iter(values.values())))):
             try:
                 conversation = self._conversation(values, row)
                 self._check_special(conversation)
-                rendered.append(self.chat_template.render(conversation))
+                of_messages = self._numbers(conversation)
+                made = self.chat_template.render(conversation)
+                if of_messages and (made.counts["unproved"] or -1 in made.owners):
+                    raise Unusable("it is not certain which tokens belong to which message")
             except Unusable as reason:
                 unusable[row] = str(reason)
-                rendered.append(Rendered("", [0], [0], [], {}))
+                made, of_messages = Rendered("", [0], [0], [], {}), {}
+            rendered.append(made)
+            numbers.append(of_messages)
         texts = [each.text.encode() for each in rendered]
         ids = encode(texts)
         kinds, counts = _kinds_of_tokens(rendered, texts, ids, self.places)
@@ -673,7 +681,31 @@ class ChatEncoder(TaskEncoder):
         has_text = ids.lengths > 0
         has_text[[*unusable]] = False
         per_token = {INPUT_IDS: ids, KINDS: Ragged(kinds, ids.lengths)}
+        for column in self.keep:
+            of_rows = [each.get(column.name, []) for each in numbers]
+            kept = _numbers_of_tokens(rendered, texts, ids, self.places, of_rows)
+            per_token[column.name] = Ragged(kept.astype(column.dtype), ids.lengths)
         return Samples(per_token, {}, has_text, unusable, counts)
+
+    def _numbers(self, conversation: Conversation) -> dict[str, list[float]]:
+        """Return the kept numbers of each message, by column. Only those of the assistant need one.
+
+        Raises:
+            Unusable: Names the message.
+        """
+        found: dict[str, list[float]] = {}
+        for column in self.keep:
+            numbers = found[column.name] = []
+            for place, message in enumerate(conversation.messages, 1):
+                missing = None if message["role"] == "assistant" else 0
+                value = message.get(column.name, missing)
+                if not isinstance(value, int | float) or not math.isfinite(value):
+                    shown = "no number" if value is None else repr(value)[:_SHOWN]
+                    raise Unusable(f"message {place} has {shown} in `{column.name}`")
+                if reason := _not_of_type(np.array([value], np.float64), column):
+                    raise Unusable(f"message {place}: `{column.name}` {reason}")
+                numbers.append(float(value))
+        return found
 
     def _conversation(self, values: FieldValues, row: int) -> Conversation:
         """Return a record as a conversation.
@@ -770,6 +802,27 @@ def _kinds_of_tokens(
     tokens, stop = tokens[tokens < len(starts)], stop[tokens < len(starts)]
     kinds[tokens[starts[tokens] < stop]] |= BEGINS
     return kinds, counts
+
+
+def _numbers_of_tokens(
+    rendered: list[Rendered],
+    texts: list[bytes],
+    ids: Ragged,
+    places: TokenPlaces,
+    numbers: list[list[float]],
+) -> np.ndarray:
+    """Return for each token the number of the message that its first character belongs to; 0 for
+    the tokens of the template."""
+    starts, _ = places.starts(texts, ids)
+    offsets = offsets_of(np.fromiter(map(len, texts), np.int64, len(texts))).tolist()
+    found = np.zeros(len(starts))
+    for each, offset, of_row in zip(rendered, offsets, numbers, strict=False):
+        edges = byte_places(each.text, np.array(each.spans, np.int64).reshape(-1)) + offset
+        tokens = np.searchsorted(starts, edges).reshape(-1, 2).tolist()
+        for (first, stop), owner in zip(tokens, each.owners, strict=True):
+            if of_row:
+                found[first:stop] = of_row[owner]
+    return found
 
 
 TaskName = Literal["lm", "classify", "score", "tag", "complete", "chat", "ids"]

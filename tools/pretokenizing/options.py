@@ -82,7 +82,7 @@ class Options:
     """Your names for the fields or columns of the task: text=review. Fields in brackets are
     optional. Labels and tags are names or whole numbers."""
     keep: tuple[Annotated[str, text("NAME[=TYPE]")], ...] = ()
-    """Store a column with a number per id. TYPE: float32 (the default), int8, int16 or int32."""
+    """Store a number per id or message. TYPE: float32 (the default), int8, int16 or int32."""
     tokenizer: Annotated[str, text("FILE|FOLDER|HUB-ID")] | None = None
     """A tokenizer.json, or the folder, address or Hub repository (ID[@REVISION]) that contains one.
     Default: train a tokenizer on a sample of the corpus."""

@@ -236,6 +236,90 @@ masks = st.lists(st.lists(st.booleans(), max_size=30), min_size=1, max_size=12).
 )
 
 
+CHAT = """{% for m in messages %}{{ m.role + ' : ' }}{{ m.content }}\
+{{ ' w1' if m.role == 'assistant' }} {% endfor %}\
+{% if add_generation_prompt %}{{ 'assistant : ' }}{% endif %}"""
+GENERATED = """{% for m in messages %}{{ m.role + ' : ' }}\
+{% if m.role == 'assistant' %}{% generation %}{{ m.content + ' w1' }}{% endgeneration %}\
+{% else %}{{ m.content }}{% endif %} {% endfor %}"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [CHAT, GENERATED])
+@settings(max_examples=8)
+@given(
+    chats=st.lists(
+        st.lists(st.tuples(st.integers(1, 4), st.integers(-100, 100)), min_size=2, max_size=6),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_tokens_of_a_message_have_its_kept_number(
+    tokenizer: Path, tmp_path_factory: pytest.TempPathFactory, template: str, chats: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "chat.jinja").write_text(template)
+    oracle = Tokenizer.from_file(str(tokenizer))
+    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    records, expected = [], []
+    for chat in chats:
+        messages, numbers = [], []
+        for nth, (size, number) in enumerate(chat):
+            role = ("user", "assistant")[nth % 2]
+            content = " ".join(f"w{nth * 10 + word + 10}" for word in range(size))
+            message = {"role": role, "content": content, "reward": number}
+            if role == "user" and number % 2:
+                del message["reward"]
+                number = 0
+            messages.append(message)
+            numbers += [0, 0, *[number] * (size + (role == "assistant"))]
+        records.append({"messages": messages})
+        expected.append(numbers)
+    made = pretokenize(
+        records,
+        folder / "out",
+        task="chat",
+        tokenizer=folder,
+        chat_template=folder / "chat.jinja",
+        keep={"reward": "int8"},
+        validation=0,
+        special_tokens_in_text="split",
+    )
+    assert made.rejects == []
+    assert oracle.encode("w1 user").tokens == ["w1", "w0"]
+    table = feather.read_table(folder / "out/train/00000.arrow", memory_map=False)
+    assert table["reward"].to_pylist() == expected
+
+
+def test_messages_without_a_kept_number_reject_their_record(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    (tmp_path / "chat.jinja").write_text(GENERATED)
+    answers: list[dict[str, Any]] = [{}, {"reward": "1"}, {"reward": 300}, {"reward": 1}]
+    made = pretokenize(
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": "w5"},
+                    {"role": "assistant", "content": "w6", **answer},
+                ]
+            }
+            for answer in answers
+        ],
+        tmp_path / "out",
+        task="chat",
+        tokenizer=tokenizer,
+        chat_template=tmp_path / "chat.jinja",
+        keep={"reward": "int8"},
+        validation=0,
+    )
+    assert [reject["reason"] for reject in made.rejects] == [
+        "message 2 has no number in `reward`",
+        "message 2 has '1' in `reward`",
+        "message 2: `reward` has 300, expected int8, a whole number from -128 to 127",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("field", ["loss_mask", "labels"])
 @settings(max_examples=8)
