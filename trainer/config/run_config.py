@@ -24,6 +24,7 @@ from tokenfeed.trainer.config.values import (
     NotNegative,
     Positive,
     Shards,
+    Tokens,
     check_multiple,
     check_pattern,
     check_types,
@@ -52,6 +53,7 @@ __all__ = [
     "RecomputeName",
     "Resume",
     "ScheduleName",
+    "StageSettings",
     "TrackerName",
     "TrainConfig",
 ]
@@ -87,7 +89,7 @@ MODEL_NUMBERS = ("layers", "width", "heads", "kv_heads")
 OF_ONE_COMMAND = ("resume", "json", "export")
 """Settings that config.yaml of a run leaves out: they are for one command, not for the run."""
 
-_ADDRESSES = ("shards", "upload")
+_ADDRESSES = ("shards", "to", "upload")
 _MOST_TRACED = 100
 """Steps. The trace of more steps is too large for a viewer."""
 _LENGTHS = "a whole number of at least 2"
@@ -125,6 +127,18 @@ class PhaseSettings:
     """The schedule and its warm-up begin with the phase's first step and end with its last."""
     warmup_steps: NotNegative | None = None
     shards: Shards | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageSettings:
+    """A stage of the data of a run. See `tokenfeed.Stage`."""
+
+    shards: Shards
+    """Folders with their weights."""
+    until_tokens: Tokens | None = None
+    """Tokens of the run at which the stage ends. None for the last stage, which has no end."""
+    to: Shards | None = None
+    """Weights at the end of the stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +186,9 @@ class TrainConfig:
     phases: tuple[PhaseSettings, ...] = ()
     """Only in a file: phases of the run, each with its steps, trainable weights, learning rate and
     shards."""
+    mixing: tuple[StageSettings, ...] = ()
+    """Only in a file: how the training data change, each stage with its shards, until_tokens and
+    to."""
     sequence_length: Annotated[int, Meta(ge=2, title="N", description=_LENGTHS)] = 256
     """Tokens of a row. Longer rows are cut. A longer row with one label is rejected."""
     batching: BatchingName = "auto"
@@ -281,6 +298,12 @@ class TrainConfig:
         if self.step_rows is None and self.micro_batch_tokens != "auto":
             check_multiple(self, "step_tokens", "micro_batch_tokens")
         _ = self.profiled_steps  # raises if invalid
+        if self.mixing and any(phase.shards for phase in self.phases):
+            raise ConfigError("`mixing`: decides the data of all phases. Leave out their shards.")
+        if self.mixing and self.mixing[-1].until_tokens is not None:
+            raise ConfigError(
+                "`mixing`: the last stage goes on until the last step. Leave out its until_tokens."
+            )
         if self.phases:
             total = sum(phase.steps for phase in self.phases)
             if self.steps != total:
@@ -330,12 +353,15 @@ class TrainConfig:
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
         }
-        phases = [{k: v for k, v in phase.items() if v is not None} for phase in found["phases"]]
-        for settings in (found, *phases):
+        phases, mixing = (
+            [{k: v for k, v in part.items() if v is not None} for part in found[name]]
+            for name in ("phases", "mixing")
+        )
+        for settings in (found, *phases, *mixing):
             settings |= {k: _public(settings[k]) for k in _ADDRESSES if settings.get(k)}
         if self.step_rows is not None:
             del found["step_tokens"]
-        return found | {"phases": phases}
+        return found | {"phases": phases, "mixing": mixing}
 
     def changes(self, begun: "TrainConfig") -> list[str]:
         """Return one line for each setting that differs from those the run was started with."""
@@ -395,6 +421,16 @@ class TrainConfig:
     def chooses(self) -> bool:
         """Whether a pattern selects the trained weights."""
         return any(stage.trainable is not None for stage in self.stages)
+
+    @property
+    def all_shards(self) -> list[Shards]:
+        """The shards of the run, of its phases and of its mixing."""
+        ends = (shards for stage in self.mixing for shards in (stage.shards, stage.to))
+        return [
+            shards
+            for shards in (self.shards, *(phase.shards for phase in self.phases), *ends)
+            if shards is not None
+        ]
 
     @property
     def stages(self) -> "tuple[TrainConfig, ...]":

@@ -14,6 +14,7 @@ from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo, read_checked
 from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.mixture import Mixture
+from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.pipeline.redaction import public
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import Shards
@@ -27,6 +28,7 @@ __all__ = [
     "run_manifest",
     "shown",
     "source_of",
+    "training_source",
     "weights_of",
 ]
 
@@ -44,6 +46,28 @@ def source_of(shards: Shards) -> str | Mixture:
     """
     weights = weights_of(shards)
     return Mixture(dict(weights.items())) if len(weights) > 1 else first_of(shards)
+
+
+def training_source(config: TrainConfig) -> str | Mixture | list[Stage]:
+    """Return what the loader of the training data reads.
+
+    Raises:
+        ConfigError: Stages contradict each other.
+    """
+    if not config.mixing:
+        return source_of(config.shards)
+
+    def weights(shards: Shards) -> dict[StorePath, float]:
+        return dict(weights_of(shards).items())
+
+    return [
+        Stage(
+            weights(each.shards),
+            until_tokens=each.until_tokens,
+            to=None if each.to is None else weights(each.to),
+        )
+        for each in config.mixing
+    ]
 
 
 def first_of(shards: Shards) -> str:
@@ -88,14 +112,14 @@ def read_chat_template(shards: StorePath) -> bytes | None:
 
 
 def run_manifest(config: TrainConfig) -> Manifest:
-    """Return the manifest of a run. Its longest row is the longest of all phases.
+    """Return the manifest of a run. Its longest row is the longest of all phases and stages.
 
     Raises:
-        ConfigError: The data sets of a phase do not fit those of the first phase.
+        ConfigError: The data sets of a phase or a stage do not fit the first one.
     """
     manifest = read_manifest(config.shards)
-    others = [each.shards for each in config.phases if each.shards not in (None, config.shards)]
-    phases = [DataSets.read(shards) for shards in others if shards is not None]
+    others = [shards for shards in config.all_shards if shards != config.shards]
+    phases = [DataSets.read(shards) for shards in others]
     first = first_of(config.shards)
     for data in phases:
         _check_fit(first, data)

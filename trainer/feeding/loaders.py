@@ -19,10 +19,11 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
+from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.schedule import Phase, phase_at, phases_of
 from tokenfeed.trainer.data.attention import has_varlen
-from tokenfeed.trainer.data.datasets import shown, source_of
+from tokenfeed.trainer.data.datasets import shown, source_of, training_source
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.feeding.batch_policy import (
     Policy,
@@ -93,7 +94,7 @@ class SplitLoaders:
             num_workers=self._num_workers(),
             epochs=None,
             step_size=None if goes_on else config.accumulation,
-            source=source_of(phase.config.shards),
+            source=training_source(phase.config),
             seed=config.seed + phase.changes,
         )
 
@@ -180,7 +181,7 @@ class SplitLoaders:
         num_workers: int,
         epochs: int | None,
         step_size: int | None = 1,
-        source: str | Mixture | None = None,
+        source: str | Mixture | list[Stage] | None = None,
         seed: int | None = None,
     ) -> ShardLoader:
         return ShardLoader(

@@ -142,9 +142,7 @@ def _name_other_templates(config: TrainConfig) -> None:
     """Log the data sets whose chat template is not exported."""
     first = first_of(config.shards)
     exported = Manifest.read(first).chat_template
-    folders = dict.fromkeys(
-        f for phase in phases_of(config) for f in weights_of(phase.config.shards)
-    )
+    folders = dict.fromkeys(f for shards in config.all_shards for f in weights_of(shards))
     for folder in folders:
         template = Manifest.read(folder).chat_template
         if template and template.xxh3 != (exported and exported.xxh3):
@@ -198,7 +196,8 @@ def _check_data(config: TrainConfig, progress: CheckpointMeta) -> None:
     """Reject data sets other than the trained ones: the tokenizer and labels come from there."""
     shards = phase_at(phases_of(config), progress.step).config.shards
     found = {read_manifest(address).fingerprint for address in weights_of(shards)}
-    if found != set(progress.loader["plan"]["data"]):
+    trained = set(progress.loader["plan"]["data"])
+    if found != trained and not (config.mixing and found <= trained):
         raise ResumeError(
             f"`--export`: {shown(shards)} is not the data that step {progress.step} was trained "
             "on, by its fingerprint. Restore the data, whose tokenizer and labels are exported."

@@ -93,10 +93,9 @@ def _train_unless_finished(
 def _keep_versions(config: TrainConfig) -> None:
     """Read the versions of the data sets that the latest checkpoint was trained on, if they have
     grown since."""
-    phases = [config.shards, *(phase.shards for phase in config.phases if phase.shards)]
     with contextlib.suppress(ResumeError, ManifestError):  # raised again where they are read
         meta = Checkpoints.of_run(config.run_dir).latest_meta()
-        for address in {address for shards in phases for address in weights_of(shards)}:
+        for address in {each for shards in config.all_shards for each in weights_of(shards)}:
             for fingerprint in saved_data(meta.loader) if meta else ():
                 Manifest.keep_version(address, fingerprint)
 

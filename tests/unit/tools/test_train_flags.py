@@ -49,6 +49,7 @@ PROVED_ELSEWHERE = {
     "samples": "test_samples.py",
     "trainable": "test_weights.py",
     "phases": "test_phases.py",  # of a file
+    "mixing": "test_phases.py",
     "init_from": "test_export.py",
     "compile": "test_compile.py",
     "export": "test_export.py",

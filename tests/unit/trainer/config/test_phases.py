@@ -26,7 +26,7 @@ from support.training import (
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.tools.train_settings import parse_config
-from tokenfeed.trainer.config.run_config import PhaseSettings, TrainConfig
+from tokenfeed.trainer.config.run_config import PhaseSettings, StageSettings, TrainConfig
 from tokenfeed.trainer.config.schedule import learning_rate, phase_at, phases_of
 from tokenfeed.trainer.models.weights import train_only, trainable_names
 from tokenfeed.trainer.optim.optimizer import make_optimizer
@@ -192,6 +192,47 @@ def test_data_changes_where_a_phase_has_its_own(folder: Path, tmp_path: Path) ->
         1,
         2,
     ]
+
+
+def test_a_run_whose_mixing_was_edited_equals_a_run_of_the_final_mixing(
+    folder: Path, tmp_path: Path
+) -> None:
+    code, prose = str(folder / "code"), str(folder / "prose")
+    first = StageSettings(shards={code: 1.0, prose: 3.0}, until_tokens=4_000)
+    planned = (first, StageSettings(shards=code))
+    edited = (
+        first,
+        StageSettings(shards={code: 1.0}, to={prose: 1.0}, until_tokens=24_000),
+        StageSettings(shards=prose),
+    )
+    even = {"schedule": "constant", "warmup_steps": 0, "save_every": 5, "eval_every": 5}
+
+    def config(name: str, steps: int, mixing: tuple[StageSettings, ...], **more: Any) -> Any:
+        settings = {**even, "steps": steps, "mixing": mixing, **more}
+        return make_config(folder / "code", tmp_path / name, **settings)
+
+    run(config("edited", 5, planned))
+    run(config("edited", 30, edited, resume=True))
+    run(config("whole", 30, edited))
+    assert_same_run(tmp_path / "whole", tmp_path / "edited", 30)
+    other = (StageSettings(shards={code: 1.0, prose: 1.0}, until_tokens=4_000), *planned[1:])
+    with pytest.raises(ResumeError, match=r"from token 0 on, the share of .*code is 1/2"):
+        run(config("edited", 40, other, resume=True))
+    written = TrainConfig.of_run(tmp_path / "edited")
+    assert written is not None
+    assert written.mixing == edited
+
+
+def test_mixing_that_contradicts_itself_is_refused(folder: Path, tmp_path: Path) -> None:
+    code = str(folder / "code")
+    ending, endless = StageSettings(shards=code, until_tokens=9_000), StageSettings(shards=code)
+    for settings, message in (
+        ({"mixing": (ending,)}, "`mixing`: the last stage goes on until the last step"),
+        ({"mixing": (endless, endless)}, "stage 1 has no end"),
+        ({"mixing": (endless,), "phases": phases({"shards": code})}, "the data of all phases"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(make_config(folder / "code", tmp_path, **{"steps": sum(STEPS)} | settings))  # type: ignore[arg-type,operator]
 
 
 def test_the_log_says_which_phase_begins_and_what_it_trains(
