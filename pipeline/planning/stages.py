@@ -327,6 +327,11 @@ class StagedOrder:
         number = self._number(window)
         return self.stages[number].edge(window - self.first_windows[number])
 
+    def given(self, source: int, tokens: int) -> int:
+        """Return the record batches that a source has given after some tokens of the run."""
+        begins = [stage.begins for stage in self.stages]
+        return self._given(bisect_right(begins, tokens) - 1, source, tokens)
+
     def window(self, epoch: int, window: int) -> np.ndarray:
         """Return the record batches of a window, counted over all sources, shape (K,), int64.
 

@@ -1,5 +1,5 @@
 """The subcommands of `shards`: show, check, print, copy, merge, reduce and export data sets, adopt
-token files, and list the records of a training step."""
+token files, list the records of a training step, and plan stages."""
 
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from tokenfeed.tools.data_sets.explain import Explain
 from tokenfeed.tools.data_sets.export import Export
 from tokenfeed.tools.data_sets.inspection import Inspect
 from tokenfeed.tools.data_sets.merge import Merge
+from tokenfeed.tools.data_sets.plan import ShowPlan
 from tokenfeed.tools.data_sets.select import Select
 from tokenfeed.tools.data_sets.verify import find_problems
 from tokenfeed.tools.shell.command_line import run_subcommand
@@ -27,6 +28,7 @@ __all__ = [
     "Inspect",
     "Merge",
     "Select",
+    "ShowPlan",
     "Verify",
     "run_shards",
 ]
@@ -69,7 +71,7 @@ def run_shards() -> int:
     """Run the subcommand of the command line, and return its exit code."""
     return run_subcommand(
         "shards",
-        "Show, check, print, copy, merge, reduce or export data sets, or explain a training step.",
+        "Show, check, print, copy, merge, reduce or export data sets, or show what training reads.",
         {
             "inspect": Inspect,
             "verify": Verify,
@@ -80,5 +82,6 @@ def run_shards() -> int:
             "export": Export,
             "adopt": Adopt,
             "explain": Explain,
+            "plan": ShowPlan,
         },
     )

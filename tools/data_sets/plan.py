@@ -1,0 +1,170 @@
+"""`shards plan`: what the stages of a run read, from the manifests alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from tokenfeed.pipeline.arithmetic import ceil_div
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
+from tokenfeed.pipeline.planning.plan import Plan
+from tokenfeed.pipeline.planning.policies import Padded
+from tokenfeed.pipeline.planning.stages import ENDLESS, StagedOrder, paths_of
+from tokenfeed.tools.shell.console import print_json
+from tokenfeed.tools.train_settings import FILE_KINDS
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.values import Positive, read_settings
+from tokenfeed.trainer.data.datasets import training_source
+
+__all__ = ["ShowPlan"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShowPlan:
+    """Show what the stages in a file of `train` read, without reading shards: tokens, steps,
+    readings of each data set, and when each one runs out."""
+
+    file: Annotated[Path, msgspec.Meta(title="FILE", description="a path")]
+    """A file of settings for `train` that has a list `mixing`. With `step_tokens`, steps are shown,
+    as if no batch had padding."""
+    ranks: Positive = 1
+    """Number of ranks."""
+    streams: Positive = 1
+    """Number of streams, as `num_streams` of the loader. A rank reads the windows of its stream."""
+    json: bool = False
+    """Print a JSON object."""
+
+    def run(self) -> int:
+        """Print the stages and the data sets."""
+        settings = read_settings(self.file, FILE_KINDS)
+        if not settings.get("mixing"):
+            raise ConfigError(f"{self.file}: has no `mixing`, a list of stages. Add one.")
+        if self.ranks % self.streams:
+            raise ConfigError(
+                f"`--streams`={self.streams}: expected a divisor of `--ranks`, {self.ranks}."
+            )
+        mixing = settings["mixing"]
+        stages = training_source(TrainConfig(shards=mixing[0].shards, mixing=mixing))
+        sources = open_splits(paths_of(stages), "train")
+        longest = max(source.split.longest_row for source in sources)
+        plan = Plan.from_splits(
+            sources,
+            stages,
+            Padded(max(longest, _LEAST_TOKENS)),
+            split="train",
+            micro_batches_per_step=self.ranks,
+            window_tokens=None,
+            seed=0,
+            shuffle=True,
+            num_streams=self.streams,
+        )
+        assert isinstance(plan.order, StagedOrder)
+        step = settings.get("step_tokens")
+        known = _known(plan.order, sources, step, self.streams)
+        if self.json:
+            print_json(known)
+        else:
+            print("\n".join(_lines(known)))
+        return 0
+
+
+_LEAST_TOKENS = 1 << 14
+"""Tokens of a micro-batch. Figures hardly depend on it."""
+
+
+def _known(
+    order: StagedOrder, sources: tuple[OpenedSplit, ...], step: int | None, streams: int
+) -> dict[str, Any]:
+    """Return the figures of each stage, and where each data set was read completely."""
+    stages = []
+    for number, stage in enumerate(order.stages, 1):
+        end = stage.until
+        tokens = None if end is None else end - stage.begins
+        of_sources = []
+        for source, opened in enumerate(sources):
+            if order.data[source] not in stage.weights:
+                continue
+            read = None
+            if end is not None:
+                batches = order.given(source, end) - order.given(source, stage.begins)
+                read = round(batches * opened.tokens / opened.batches)
+            of_sources.append(
+                {
+                    "name": opened.name,
+                    "tokens": read,
+                    "readings": None
+                    if end is None
+                    else round(order.given(source, end) / opened.batches, 3),
+                    "gigabytes": None
+                    if read is None
+                    else round(read * _bytes_per_token(opened) / streams / 1e9, 3),
+                }
+            )
+        stages.append(
+            {
+                "stage": number,
+                "from": stage.begins,
+                "until": end,
+                "tokens": tokens,
+                "steps": None if tokens is None or step is None else ceil_div(tokens, step),
+                "windows": None if end is None else stage.num_windows,
+                "window_tokens": stage.window_tokens,
+                "data": of_sources,
+            }
+        )
+    ends = {source.name: _first_end(order, number) for number, source in enumerate(sources)}
+    return {"stages": stages, "read_completely_at": ends}
+
+
+def _bytes_per_token(source: OpenedSplit) -> float:
+    return sum(shard.bytes for shard in source.split.shards) / source.tokens
+
+
+def _first_end(order: StagedOrder, source: int) -> int | None:
+    """Return the tokens of the run at which a data set was read completely; None if never."""
+    size = order.sizes[source]
+    least, most = 0, order.stages[-1].until or ENDLESS
+    if order.given(source, most) < size:
+        return None
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (least, middle) if order.given(source, middle) >= size else (middle, most)
+    return most
+
+
+def _lines(known: dict[str, Any]) -> list[str]:
+    """Return the figures as text."""
+    head = ("stage", "data set", "until token", "tokens", "readings so far", "GB", "steps")
+    rows: list[tuple[str, ...]] = [head]
+    for stage in known["stages"]:
+        until = "no end" if stage["until"] is None else f"{stage['until']:,}"
+        steps = _number(stage["steps"])
+        rows.append((str(stage["stage"]), "", until, _number(stage["tokens"]), "", "", steps))
+        rows += [
+            ("", each["name"], "", _number(each["tokens"]), *_shown(each), "")
+            for each in stage["data"]
+        ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            f"{cell:<{width}}" if nth < 2 else f"{cell:>{width}}"
+            for nth, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    for name, end in known["read_completely_at"].items():
+        when = "not read to its end" if end is None else f"read completely at token {end:,}"
+        lines.append(f"{name}: {when}")
+    return lines
+
+
+def _shown(source: dict[str, Any]) -> tuple[str, str]:
+    if source["readings"] is None:
+        return "", ""
+    return f"{source['readings']:,.2f}", f"{source['gigabytes']:,.3f}"
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
