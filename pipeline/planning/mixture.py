@@ -63,7 +63,8 @@ class Mixture:
 def proportions(weights: Iterable[float]) -> list[Fraction]:
     """Return the exact share of each weight in their sum."""
     shares = [Fraction(str(weight)) for weight in weights]  # as written: 0.1 is exactly a tenth
-    return [share / sum(shares) for share in shares]
+    whole = sum(shares)
+    return [share / whole for share in shares]
 
 
 def mix(
