@@ -15,6 +15,7 @@ the Accelerator's `gradient_accumulation_steps` at 1: `backward` divides the los
 `step.divisor` already includes that.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -23,12 +24,17 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.stages import Stage
 
 __all__ = ["accelerated_loader"]
 
 
 def accelerated_loader(
-    accelerator: Accelerator, path: StorePath | Mixture, *, batching: Batching, **settings: Any
+    accelerator: Accelerator,
+    path: StorePath | Mixture | Sequence[Stage],
+    *,
+    batching: Batching,
+    **settings: Any,
 ) -> ShardLoader:
     """Make a loader on the accelerator's device, for its rank.
 

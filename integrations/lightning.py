@@ -18,7 +18,7 @@ that state would skip a step. Here the state travels with its step, and the modu
     Trainer(..., callbacks=[StallCallback()])    # any module, any data: where does its time go?
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.trainer.stall import StallReport
 
 __all__ = ["ShardDataModule", "StallCallback"]
@@ -47,7 +48,7 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
 
     def __init__(
         self,
-        path: StorePath | Mixture,
+        path: StorePath | Mixture | Sequence[Stage],
         *,
         batching: Batching,
         validation: str | None = None,

@@ -4,7 +4,7 @@ Worker w of n makes windows w, w + n, w + 2n, ... and the DataLoader hands items
 sequence is the same for any number of workers, also for 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, Literal, NoReturn
 
@@ -23,7 +23,7 @@ from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.stages import paths_of
+from tokenfeed.pipeline.planning.stages import Stage, paths_of
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import Header, RankSlice
 from tokenfeed.pipeline.windows.reader import WindowReader
@@ -89,7 +89,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
 
     def __init__(
         self,
-        path: StorePath | Mixture,
+        path: StorePath | Mixture | Sequence[Stage],
         batching: Batching,
         *,
         split: str = "train",
