@@ -64,8 +64,10 @@ NOT_RUN = {
     ("docs/how/remote.md", "pretokenize corpus/ s3://bucket/out", "needs a bucket"),
     ("docs/how/remote.md", "pretokenize s3://raw/ out/", "needs a bucket"),
     ("docs/mixing.md", "python -m benchmarks.shuffle", "needs the peers and hours"),
+    ("docs/pretokenize.md", "pretokenize code/ code-fim/", NETWORK),
     ("docs/releasing.md", "rm -rf build dist", NETWORK),
     ("docs/releasing.md", "python -m venv /tmp/try", NETWORK),
+    ("docs/security.md", "python -m tests.fuzz", "takes ten minutes"),
     ("docs/security.md", "python -m tests.fuzz", "takes ten minutes"),
     ("docs/training.md", "train --shards out/ --run-dir runs/gpt2", "needs a GPU"),
 }

@@ -23,7 +23,7 @@ from support.training import (
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop.export import load_exported
@@ -184,7 +184,7 @@ def test_bytes_that_are_no_character_stay_apart(tmp_path: Path) -> None:
 def test_words_of_a_missing_tokenizer_names_the_remedy(tmp_path: Path) -> None:
     shards = write_labelled(tmp_path / "shards", "classify")
     (shards / Manifest.read(shards).tokenizer.file).unlink()
-    with pytest.raises(ConfigError, match=r"tokenizer.*: cannot be read.*another copy"):
+    with pytest.raises(ManifestError, match=r"tokenizer: cannot be read.*Restore it"):
         words_of(shards)
 
 
