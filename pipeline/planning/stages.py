@@ -160,6 +160,11 @@ class PlannedStage:
     to: Mapping[str, float] | None
     """Weights at the end, of the same data sets; None if they stay."""
     batching: Batching
+    described_policy: str = field(init=False)
+    """The repr of `batching`, made once; see `Plan.described_policy`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "described_policy", repr(self.batching))
 
     @property
     def num_windows(self) -> int:
@@ -185,7 +190,7 @@ class PlannedStage:
         if self.to is not None:
             settings["to"] = dict(self.to)
         if self.batching != default:
-            settings["batching"] = repr(self.batching)
+            settings["batching"] = self.described_policy
         return settings
 
     @classmethod
@@ -477,7 +482,7 @@ def digest_of(stages: Sequence[PlannedStage]) -> str:
     """Return a short name of a list, to recognise the same list again."""
     settings = [each.settings(stages[0].batching) for each in stages]
     return xxhash.xxh3_64_hexdigest(
-        canonical({"batching": repr(stages[0].batching), "stages": settings})
+        canonical({"batching": stages[0].described_policy, "stages": settings})
     )
 
 
@@ -623,7 +628,7 @@ def _difference(
     if mine.to is not None and (mine.begins, mine.until) != (theirs.begins, theirs.until):
         our, their = (f"{each.begins:,} to {each.until:,}" for each in (mine, theirs))
         return "the range of a change of weights (`to`)", our, their
-    if described_policy(repr(mine.batching)) != described_policy(repr(theirs.batching)):
+    if described_policy(mine.described_policy) != described_policy(theirs.described_policy):
         return "`batching`", mine.batching, theirs.batching
     if mine.window_tokens != theirs.window_tokens:
         return "`window_tokens`", f"{mine.window_tokens:,}", f"{theirs.window_tokens:,}"
