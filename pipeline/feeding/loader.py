@@ -39,7 +39,7 @@ from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, un
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.stages import Stage, paths_of
+from tokenfeed.pipeline.planning.stages import Stage, paths_of, place_of
 from tokenfeed.pipeline.planning.state import (
     Delivered,
     compare,
@@ -417,15 +417,15 @@ class ShardLoader:
             )
         opened = {source.manifest.fingerprint: source for source in self._sources}
         of_name = {source.name: data for data, source in opened.items()}
+        of_place = {place_of(path): of_name[open_store(path).name] for path in self._paths}
         by_data = {}
         for folder, weight in Mixture(weights).weights.items():
-            name = open_store(folder).name
-            if name not in of_name:
+            if place_of(folder) not in of_place:
                 raise ConfigError(
-                    f"`reweigh`: {name} is in no stage of this loader. Its data sets are "
-                    f"{', '.join(of_name)}."
+                    f"`reweigh`: {open_store(folder).name} is in no stage of this loader. Its data "
+                    f"sets are {', '.join(of_name)}."
                 )
-            by_data[of_name[name]] = weight
+            by_data[of_place[place_of(folder)]] = weight
         before = self._delivery.delivered
         plan = before.plan.reweighed(by_data, before.position, opened)
         self._go_on_from(before.with_plan(plan))

@@ -33,6 +33,7 @@ from tokenfeed.pipeline.planning.stages import (
     going_on,
     least_tokens,
     paths_of,
+    place_of,
     reweighed,
 )
 
@@ -120,7 +121,7 @@ class Plan:
             window_tokens = checks.whole("window_tokens", window_tokens, least=1, other=", or None")
         _check_columns(sources[0])
         if not isinstance(data, str | PathLike | Store | Mixture):
-            opened = dict(zip(paths_of(data), sources, strict=True))
+            opened = dict(zip(map(place_of, paths_of(data)), sources, strict=True))
             planned = _planned(data, opened, batching, window_tokens, step_size)
             staged = StagedOrder(
                 data_of(planned),
@@ -208,7 +209,12 @@ class Plan:
         if self.num_streams > 1:
             raise ConfigError(
                 f"`reweigh` with `num_streams`={self.num_streams}: streams are at different "
-                "windows. Save, edit the list, and resume."
+                "windows, so their list cannot change. Use `num_streams`=1."
+            )
+        if position.epoch:
+            raise ConfigError(
+                "`reweigh`: the list of stages was read to its end, and only its future may "
+                "change. Resume with a longer list."
             )
         window = position.window + (position.micro_batch > 0)
         if window >= order.num_windows:
@@ -247,8 +253,8 @@ class Plan:
             position = Position(0, sum(stage.num_windows for stage in theirs), 0)
         if self.num_streams > 1 or position.epoch:
             raise ResumeError(
-                "cannot resume: the list of stages has changed, which is possible in its first "
-                "epoch and without `num_streams`. Use the same list."
+                "cannot resume: the list of stages has changed. It may change in its first epoch "
+                "only, and not with `num_streams`. Use the same list."
             )
         windows = position.window + (position.micro_batch > 0)
         plan = self.with_stages(going_on(self.stages, theirs, windows, names))
@@ -360,12 +366,12 @@ def default_window_tokens(
 
 def _planned(
     stages: Sequence[Stage],
-    opened: Mapping[StorePath, OpenedSplit],
+    opened: Mapping[object, OpenedSplit],
     batching: Batching,
     window_tokens: int | None,
     step_size: int,
 ) -> tuple[PlannedStage, ...]:
-    """Return the stages with their places in the run. `opened` has the data set of each folder."""
+    """Return the stages with their places in the run. `opened` has the data set of each place."""
     _refuse_copies(opened.values())
     by_data = {source.manifest.fingerprint: source for source in opened.values()}
     tokens, sizes = zip(*((each.tokens, each.batches) for each in by_data.values()), strict=True)
@@ -395,10 +401,16 @@ def _planned(
 
 
 def _by_data(
-    weights: Mapping[StorePath, float], opened: Mapping[StorePath, OpenedSplit]
+    weights: Mapping[StorePath, float], opened: Mapping[object, OpenedSplit]
 ) -> dict[str, float]:
     """Return the weights of a stage by fingerprint."""
-    return {opened[folder].manifest.fingerprint: weight for folder, weight in weights.items()}
+    found: dict[str, float] = {}
+    for folder, weight in weights.items():
+        source = opened[place_of(folder)]
+        if source.manifest.fingerprint in found:
+            raise ConfigError(f"{source.name}: is in one stage twice. Add up its weights.")
+        found[source.manifest.fingerprint] = weight
+    return found
 
 
 def _with_window(

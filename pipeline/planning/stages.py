@@ -30,6 +30,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import ceil, lcm
 from os import PathLike
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -62,6 +63,7 @@ __all__ = [
     "going_on",
     "least_tokens",
     "paths_of",
+    "place_of",
     "reweighed",
 ]
 
@@ -144,7 +146,17 @@ def paths_of(data: StorePath | Mixture | Sequence[Stage]) -> list[StorePath]:
     folders = [folder for each in stages if isinstance(each, Stage) for folder in each.weights]
     if not stages or not all(isinstance(each, Stage) for each in stages):
         raise checks.refusal("path", data, "a folder, a URL, a Mixture or a list of stages")
-    return list(dict.fromkeys(folders))
+    known: dict[object, StorePath] = {}
+    for folder in folders:
+        known.setdefault(place_of(folder), folder)
+    return list(known.values())
+
+
+def place_of(folder: StorePath) -> object:
+    """Return the same for all ways to write a folder."""
+    if isinstance(folder, str | PathLike) and "://" not in str(folder):
+        return Path(folder).resolve()
+    return folder
 
 
 @dataclass(frozen=True, slots=True)

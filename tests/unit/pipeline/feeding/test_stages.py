@@ -262,6 +262,18 @@ def test_a_run_that_has_ended_goes_on_with_a_longer_list(folders: list[Path]) ->
     assert [b for step in joined(runs) for b in step] == [b for s in joined([alone]) for b in s]
 
 
+def test_a_folder_may_be_written_in_several_ways(folders: list[Path]) -> None:
+    first, second, *_ = folders
+    written = f"{first.parent}/../{first.parent.name}/{first.name}/"
+    one = [Stage({first: 1}, until_tokens=9_000), Stage({first: 1, second: 1}, until_tokens=18_000)]
+    other = [one[0], Stage({written: 1, str(second): 1}, until_tokens=18_000)]
+    runs = [Ranks(each, 1, batching=SMALL, **OPTIONS).run() for each in (one, other)]  # type: ignore[arg-type]
+    assert runs[0] == runs[1]
+    with open_loader(other, SMALL, **OPTIONS) as loader:
+        loader.reweigh({written: 1})
+        assert loader.stages[0].weights == {first: 1}
+
+
 def test_a_list_without_an_end_repeats_its_data_sets(folders: list[Path]) -> None:
     rows = np.zeros(len(LENGTHS[1]), np.int64)
     with open_loader([Stage({folders[1]: 1})], SMALL, **OPTIONS) as loader:
@@ -325,6 +337,7 @@ def test_lists_that_mean_nothing_are_refused_in_one_line(folders: list[Path]) ->
     first, second, *_ = folders
     endless, ending = Stage({first: 1}), Stage({first: 1}, until_tokens=9_000)
     assert "pass a list of stages" in refusal_of(ending)
+    assert "is in one stage twice" in refusal_of([Stage({first: 1, str(first): 1})])
     assert "a list of stages" in refusal_of([])
     assert "stage 1 has no end, so stage 2 never begins" in refusal_of([endless, endless])
     assert "stage 2 ends at token 9,000, but begins at 9,000" in refusal_of([ending, ending])
@@ -404,6 +417,10 @@ def test_reweighing_is_refused_where_it_means_nothing(
         loader.reweigh({folders[3]: 1})
     with pytest.raises(ConfigError, match="is in no stage of this loader"):
         loader.reweigh({folders[0]: 1})
+    ended = open_loader([Stage({folders[0]: 1}, until_tokens=9_000)], SMALL, **OPTIONS)
+    assert list(ended)
+    with pytest.raises(ConfigError, match="was read to its end"):
+        ended.reweigh({folders[0]: 1})
     with pytest.raises(ConfigError, match="`reweigh` needs a loader of stages"):
         open_loader(folders[0], SMALL).reweigh({folders[0]: 1})
     assert loader.state_dict() == state
