@@ -212,8 +212,15 @@ def walked(
     return server
 
 
+EVERY_TIME = ("password", "signature", "keys of a bucket", "one slash", "hub")
+"""Forms of which every test run walks through all commands, 5 s each."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(form, marks=[pytest.mark.long] * (form not in EVERY_TIME)) for form in FORMS],
+)
 def test_no_command_shows_or_stores_secrets_of_addresses(
     form: str,
     walked: ObjectServer,
