@@ -23,7 +23,7 @@ from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.metrics import MetricsFile
 from tokenfeed.trainer.sensors.gpu import GpuReading, device_name, device_uuid
-from tokenfeed.trainer.sensors.host import HostReading, sample_machine
+from tokenfeed.trainer.sensors.host import HostReading, MachineSampler
 from tokenfeed.trainer.sizing.recommended import epoch_of
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.report import main_cause
@@ -142,7 +142,7 @@ class ProgressLog:
         skipped: int,
     ) -> None:
         self._metrics, self._stall, self._learner, self._steps = metrics, stall, learner, steps
-        self._device, self._machine = device, sample_machine(device_uuid(device))
+        self._device, self._machine = device, MachineSampler(device_uuid(device))
         self._interval, self._first_skipped = self._empty_interval()
         self._skipped = skipped
         self.is_behind = False
@@ -186,7 +186,7 @@ class ProgressLog:
         before, self._skipped = self._skipped, int(skipped)
         if in_a_row >= MOST_SKIPPED:
             return Skips(step - int(in_a_row) + 1, int(in_a_row))
-        reading, machine = self._stall.read(), self._machine.latest
+        reading = self._stall.read()
         window, self._reading = reading.since(self._reading), reading
         log = StepLog(
             step=step,
@@ -199,8 +199,8 @@ class ProgressLog:
             stall=window.fraction if window.steps else None,
             stall_causes={name: part for name, part in window.cause_fractions.items() if part},
             step_seconds=self._stall.latest_steps(),
-            gpu=machine.gpu if machine else None,
-            host=machine.host if machine else None,
+            gpu=self._machine.gpu,
+            host=self._machine.host,
         )
         if self._metrics:
             self._metrics.write(log.as_dict())

@@ -67,14 +67,10 @@ class GpuReading:
 
 
 class GpuSensor:
-    """Reads one GPU by its NVML handle.
-
-    A function that NVML refuses is not called again: a partitioned GPU lacks some figures.
-    """
+    """Reads one GPU by its NVML handle. A partitioned GPU lacks some figures."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._refused: set[str] = set()
         self.name = self._ask("nvmlDeviceGetName", str)
 
     def read(self) -> GpuReading:
@@ -100,15 +96,12 @@ class GpuSensor:
 
     def _ask(self, name: str, convert: Callable[[Any], T], *constants: str) -> T | None:
         """Call an NVML function and convert its result; None if it fails."""
-        if name in self._refused:
-            return None
         import pynvml
 
         try:
             arguments = [getattr(pynvml, constant) for constant in constants]
             return convert(getattr(pynvml, name)(self._handle, *arguments))
-        except (pynvml.NVMLError, AttributeError, ValueError):  # an older package lacks names
-            self._refused.add(name)
+        except (pynvml.NVMLError, AttributeError, ValueError):  # an older driver lacks functions
             return None
 
 

@@ -1,4 +1,4 @@
-"""The host: use of cores, memory and disks by the machine and by the processes of a run.
+"""The host: use of cores and memory by the machine and by the processes of a run.
 
 A thread reads the host and the GPU, so that training never waits for a sensor.
 """
@@ -6,20 +6,18 @@ A thread reads the host and the GPU, so that training never waits for a sensor.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import psutil
 
-from tokenfeed.trainer.sensors.gpu import GpuReading, GpuSensor, sensor_of
+from tokenfeed.trainer.sensors.gpu import GpuReading, sensor_of
 
-__all__ = ["HostReading", "HostSensor", "MachineReading", "Sampler", "sample_machine"]
+__all__ = ["HostReading", "HostSensor", "MachineSampler"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostReading:
-    """The host at one moment. Rates cover the time since the previous reading."""
+    """The host at one moment. Cores in use are an average since the previous reading."""
 
     cores: int
     machine_cores_busy: float
@@ -31,106 +29,58 @@ class HostReading:
     memory_free_bytes: int
     """Available to new processes without swapping."""
     memory_total_bytes: int
-    disk_bytes_per_s: float | None
-    """Read from disks by the processes of the run; None if the system does not count it."""
-    cached_bytes_per_s: float | None
-    """Read by the processes of the run from the page cache or pipes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    at_s: float
-    cpu_s: dict[int, float]
-    disk_bytes: dict[int, int]
-    read_bytes: dict[int, int]
 
 
 class HostSensor:
-    """Reads the machine, and a process with its children. Default: this process."""
+    """Reads the machine, and this process with its children."""
 
-    def __init__(self, pid: int | None = None) -> None:
-        self._process = psutil.Process(pid)
-        self._before: _Totals | None = None
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._cpu_s: dict[int, float] = {}
+        self._read_at_s: float | None = None
         psutil.cpu_percent()  # the first result is meaningless
 
     def read(self) -> HostReading:
-        """Read the host. Processes that have ended since the previous reading are left out."""
-        family, memory = self._family(), psutil.virtual_memory()
-        now, before = _totals(family), self._before
-        self._before = now
-        disk, read = _rates(before, now)
-        cores = psutil.cpu_count() or 1
+        """Read the host. Processes that have started or ended since the previous reading do not
+        count as busy."""
+        before, began_s = self._cpu_s, self._read_at_s
+        self._cpu_s, self._read_at_s, resident = {}, time.monotonic(), 0
+        for process in (self._process, *self._process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                times = process.cpu_times()
+                self._cpu_s[process.pid] = times.user + times.system
+                resident += process.memory_info().rss
+        busy = None
+        if began_s is not None:
+            used = sum(self._cpu_s[pid] - before[pid] for pid in self._cpu_s.keys() & before.keys())
+            busy = max(0.0, used) / max(self._read_at_s - began_s, 1e-9)
+        cores, memory = psutil.cpu_count() or 1, psutil.virtual_memory()
         return HostReading(
             cores=cores,
             machine_cores_busy=psutil.cpu_percent() / 100 * cores,
-            cores_busy=_rate(before.cpu_s, now.cpu_s, now.at_s - before.at_s) if before else None,
-            memory_bytes=sum(_resident(process) for process in family),
+            cores_busy=busy,
+            memory_bytes=resident,
             memory_free_bytes=memory.available,
             memory_total_bytes=memory.total,
-            disk_bytes_per_s=disk,
-            cached_bytes_per_s=None if read is None else max(0.0, read - (disk or 0.0)),
         )
 
-    def _family(self) -> list[psutil.Process]:
-        with contextlib.suppress(psutil.Error):
-            return [self._process, *self._process.children(recursive=True)]
-        return []
 
+class MachineSampler:
+    """A thread that keeps the latest readings of the host and of a GPU.
 
-def _totals(family: list[psutil.Process]) -> _Totals:
-    cpu, disk, read = {}, {}, {}
-    for process in family:
-        with contextlib.suppress(psutil.Error):
-            times = process.cpu_times()
-            cpu[process.pid] = times.user + times.system
-        with contextlib.suppress(psutil.Error, AttributeError):  # macOS has no such counters
-            counters = process.io_counters()
-            disk[process.pid] = counters.read_bytes
-            read[process.pid] = getattr(counters, "read_chars", counters.read_bytes)
-    return _Totals(time.monotonic(), cpu, disk, read)
-
-
-def _rates(before: _Totals | None, now: _Totals) -> tuple[float | None, float | None]:
-    """Return bytes per second from disks, and in total."""
-    if before is None or not now.disk_bytes:
-        return None, None
-    seconds = now.at_s - before.at_s
-    return (
-        _rate(before.disk_bytes, now.disk_bytes, seconds),
-        _rate(before.read_bytes, now.read_bytes, seconds),
-    )
-
-
-def _rate(before: Mapping[int, float], now: Mapping[int, float], seconds: float) -> float:
-    """Return the growth per second of the processes in both readings."""
-    grown = sum(value - before[pid] for pid, value in now.items() if pid in before)
-    return max(0.0, grown) / max(seconds, 1e-9)
-
-
-def _resident(process: psutil.Process) -> int:
-    with contextlib.suppress(psutil.Error):
-        return int(process.memory_info().rss)
-    return 0
-
-
-_EVERY_S = 2.0
-
-Reading = TypeVar("Reading")
-
-
-class Sampler(Generic[Reading]):
-    """A thread that keeps the latest reading.
+    Cost: about 2 ms of a core every two seconds. Sampling ends if a sensor raises.
 
     Args:
-        read: Called in the thread. If it raises, sampling ends.
-        every_s: Seconds between two calls.
+        uuid: The UUID of the GPU; None without one.
+        every_s: Seconds between two readings.
     """
 
-    def __init__(self, read: Callable[[], Reading], every_s: float) -> None:
-        self._read, self._every_s = read, every_s
+    def __init__(self, uuid: str | None, every_s: float = 2.0) -> None:
+        self._uuid, self._every_s = uuid, every_s
         self._end = threading.Event()
-        self.latest: Reading | None = None
-        """None before the first reading and after a failed one."""
+        self.gpu: GpuReading | None = None
+        self.host: HostReading | None = None
+        """None before the first reading and after a failed one, like `gpu`."""
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._thread.start()
 
@@ -140,35 +90,10 @@ class Sampler(Generic[Reading]):
         self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        while not self._end.is_set():
-            try:
-                self.latest = self._read()
-            except Exception:  # a failed driver must not stop the training
-                self.latest = None
-                return
-            self._end.wait(self._every_s)
-
-
-@dataclass(frozen=True, slots=True)
-class MachineReading:
-    """The GPU and the host at one moment."""
-
-    gpu: GpuReading | None
-    """None without a GPU."""
-    host: HostReading
-
-
-def sample_machine(uuid: str | None) -> Sampler[MachineReading]:
-    """Start a sampler of this process, its children and the GPU with a UUID.
-
-    Cost: about 2 ms of a core every two seconds.
-    """
-    sensors: list[tuple[GpuSensor | None, HostSensor]] = []
-
-    def read() -> MachineReading:
-        if not sensors:  # made in the thread: a system without sensors raises here
-            sensors.append((None if uuid is None else sensor_of(uuid), HostSensor()))
-        gpu, host = sensors[0]
-        return MachineReading(gpu.read() if gpu else None, host.read())
-
-    return Sampler(read, _EVERY_S)
+        try:
+            gpu, host = sensor_of(self._uuid) if self._uuid else None, HostSensor()
+            while not self._end.is_set():
+                self.gpu, self.host = gpu.read() if gpu else None, host.read()
+                self._end.wait(self._every_s)
+        except Exception:  # a failed driver must not stop the training
+            self.gpu = self.host = None

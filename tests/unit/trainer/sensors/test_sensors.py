@@ -4,17 +4,17 @@ import contextlib
 import sys
 import threading
 import time
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from support.commands import call
+from support.processes import eventually
 
 from tokenfeed.tools import train
 from tokenfeed.tools.monitor import advise, view
 from tokenfeed.trainer.sensors.gpu import GpuReading, GpuSensor, gpus_here
-from tokenfeed.trainer.sensors.host import HostReading, HostSensor, Sampler
+from tokenfeed.trainer.sensors.host import HostReading, HostSensor, MachineSampler
 
 
 class NvmlError(Exception):
@@ -38,7 +38,6 @@ class Driver(ModuleType):
 
     def __init__(self, refuses: tuple[str, ...] = (), lacks: tuple[str, ...] = ()) -> None:
         super().__init__("pynvml")
-        self.calls: list[str] = []
         self._refuses, self._lacks = refuses, lacks
 
     def __getattr__(self, name: str) -> Any:
@@ -46,7 +45,6 @@ class Driver(ModuleType):
             raise AttributeError(name)
 
         def function(*arguments: Any) -> Any:
-            self.calls.append(name)
             if name in self._refuses:
                 raise NvmlError(name)
             return ANSWERS.get(name)
@@ -68,15 +66,13 @@ ANSWERS: dict[str, Any] = {
 }
 
 
-def sensor(monkeypatch: pytest.MonkeyPatch, **driver: Any) -> tuple[GpuSensor, Driver]:
-    nvml = Driver(**driver)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    return GpuSensor("handle"), nvml
+def read_gpu(monkeypatch: pytest.MonkeyPatch, **driver: Any) -> GpuReading:
+    monkeypatch.setitem(sys.modules, "pynvml", Driver(**driver))
+    return GpuSensor("handle").read()
 
 
 def test_a_gpu_tells_what_its_driver_tells_in_our_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, _ = sensor(monkeypatch)
-    assert gpu.read() == GpuReading(
+    assert read_gpu(monkeypatch) == GpuReading(
         name="A GPU",
         memory_bytes=3 << 30,
         memory_total_bytes=8 << 30,
@@ -103,15 +99,11 @@ FIELDS = {
 
 @pytest.mark.parametrize("way", ["refuses", "lacks"])
 @pytest.mark.parametrize("function", FIELDS)
-def test_what_a_driver_refuses_is_none_and_is_asked_once(
+def test_figure_that_driver_refuses_is_none(
     monkeypatch: pytest.MonkeyPatch, function: str, way: str
 ) -> None:
-    gpu, nvml = sensor(monkeypatch, **{way: (function,)})
-    first, second = gpu.read(), gpu.read()
-    assert getattr(first, FIELDS[function]) is getattr(second, FIELDS[function]) is None
-    assert nvml.calls.count(function) == (way == "refuses")
-    others = [name for name in FIELDS.values() if name != FIELDS[function]]
-    assert all(getattr(second, name) is not None for name in others)
+    found = read_gpu(monkeypatch, **{way: (function,)})
+    assert [name for name in FIELDS.values() if getattr(found, name) is None] == [FIELDS[function]]
 
 
 def test_all_gpus_are_found_and_without_a_driver_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,41 +113,36 @@ def test_all_gpus_are_found_and_without_a_driver_none(monkeypatch: pytest.Monkey
     assert gpus_here() == []
 
 
-def test_the_host_counts_what_this_process_computes_and_reads(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(32 << 20))
+def test_host_sensor_counts_what_this_process_computes() -> None:
     host = HostSensor()
-    first = host.read()
-    assert (first.cores_busy, first.disk_bytes_per_s, first.cached_bytes_per_s) == (None,) * 3
+    assert host.read().cores_busy is None
     started, computed = time.monotonic(), time.process_time()
     while time.process_time() < computed + 0.3:
-        (tmp_path / "file").read_bytes()
+        sum(range(10_000))
     second = host.read()
     seconds = time.monotonic() - started
     assert second.cores_busy is not None
     assert second.cores_busy * seconds == pytest.approx(time.process_time() - computed, abs=0.1)
-    assert second.cached_bytes_per_s is not None
-    assert second.cached_bytes_per_s * seconds >= 32 << 20
     assert 1 << 20 < second.memory_bytes < second.memory_total_bytes
     assert 0 <= second.machine_cores_busy <= second.cores
 
 
-def test_a_sampler_keeps_the_latest_reading_and_outlives_a_sensor_that_fails() -> None:
-    readings, enough, failed = iter(range(5)), threading.Event(), threading.Event()
+def test_sampler_keeps_latest_reading_and_outlives_failed_sensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readings, may_fail = [host_of(cores=number) for number in range(1, 6)], threading.Event()
 
-    def read() -> int:
-        try:
-            value = next(readings)
-        except StopIteration:
-            failed.set()
-            raise OSError("the driver has gone") from None
-        if value == 4:
-            enough.set()
-        return value
+    def read(_: HostSensor) -> HostReading:
+        if not readings:
+            may_fail.wait(30)
+            raise OSError("the driver has gone")
+        return readings.pop(0)
 
-    with contextlib.closing(Sampler(read, every_s=0.001)) as sampler:
-        assert enough.wait(30)
-        assert failed.wait(30)
-    assert sampler.latest is None
+    monkeypatch.setattr(HostSensor, "read", read)
+    with contextlib.closing(MachineSampler(None, every_s=0.001)) as sampler:
+        assert eventually(lambda: sampler.host == host_of(cores=5))
+        may_fail.set()
+        assert eventually(lambda: sampler.host is None)
     assert not any(thread.name == "sampler" for thread in threading.enumerate())
 
 
@@ -167,8 +154,6 @@ def host_of(**changes: Any) -> HostReading:
         "memory_bytes": 1 << 30,
         "memory_free_bytes": 50 << 30,
         "memory_total_bytes": 64 << 30,
-        "disk_bytes_per_s": 0.0,
-        "cached_bytes_per_s": 0.0,
     }
     return HostReading(**values | changes)
 
