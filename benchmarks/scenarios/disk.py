@@ -27,16 +27,14 @@ def written_at(bytes_per_s: float | None, path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def checkpoints_on(bytes_per_s: float | None) -> Iterator[None]:
     """Checkpoints of `train` are written to such a disk."""
-    from tokenfeed.trainer.checkpoints.retention import (  # a loop before has no trainer
-        Checkpoints,
-        Snapshot,
-    )
+    from tokenfeed.trainer.checkpoints.retention import Checkpoints  # a loop before has no trainer
 
-    write = Checkpoints.write
+    new = Checkpoints.new
 
-    def slowly(self: Checkpoints, snapshot: Snapshot, keep: int) -> None:
-        with written_at(bytes_per_s, self.path(snapshot.meta.step)):
-            write(self, snapshot, keep)
+    @contextlib.contextmanager
+    def slowly(self: Checkpoints, step: int) -> Iterator[Path]:
+        with new(self, step) as folder, written_at(bytes_per_s, folder):
+            yield folder
 
-    with patch.object(Checkpoints, "write", slowly):
+    with patch.object(Checkpoints, "new", slowly):
         yield

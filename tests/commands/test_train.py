@@ -107,13 +107,13 @@ def test_sigusr1_saves_and_the_run_goes_on(counting: Path, tmp_path: Path) -> No
 
 ON_A_DISK_THAT_HANGS = """
 import sys, time
-from tokenfeed.trainer.checkpoints import retention
-write = retention.write_tensors
+from tokenfeed.trainer.checkpoints import async_saver
+write = async_saver.write_tensors
 def hang(path, *rest):
     if "step-00000002" not in str(path):
         time.sleep(1000)
     return write(path, *rest)
-retention.write_tensors = hang
+async_saver.write_tensors = hang
 from tokenfeed.tools.train import main
 main()
 """

@@ -1,24 +1,32 @@
 """Save checkpoints on a background thread, one at a time."""
 
+import errno
 import logging
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, TypeVar
 
 import torch
 
-from tokenfeed.trainer.checkpoints.checkpoint_format import kinds_of, split
+from tokenfeed.trainer.checkpoints.checkpoint_format import Kind, kinds_of, split, write_content
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
-from tokenfeed.trainer.checkpoints.ranks import Gather, gather_alone
-from tokenfeed.trainer.checkpoints.retention import Checkpoints, Snapshot
-from tokenfeed.trainer.checkpoints.tensor_file import HostCopy
-from tokenfeed.trainer.distributed.world import State
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.tensor_file import HostCopy, write_tensors
+from tokenfeed.trainer.distributed.world import Gather, State
 
 __all__ = ["Saver"]
+
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
 
 class Saver:
     """Writes the checkpoints of a run on a thread, which does not keep the process alive.
+
+    If several ranks save together, each rank writes its shards into the same folder. Rank 0 does
+    the rest.
 
     Args:
         checkpoints: The folder to write to.
@@ -34,7 +42,7 @@ class Saver:
         keep: int,
         device: torch.device,
         rank: int = 0,
-        gather: Gather = gather_alone,
+        gather: Gather = lambda value: [value],
     ) -> None:
         self._checkpoints, self._keep = checkpoints, keep
         self._rank, self._gather = rank, gather
@@ -53,16 +61,14 @@ class Saver:
         self.wait()
         rest, tensors = split(state)
         self._copy.take(tensors)
-        snapshot = Snapshot(meta, rest, kinds_of(tensors), self._copy, self._rank, self._gather)
         self._thread = threading.Thread(
-            target=self._write, args=(snapshot,), daemon=True, name="checkpoint"
+            target=self._run, args=(meta, rest, kinds_of(tensors)), daemon=True, name="checkpoint"
         )
         self._thread.start()
 
     def before_update(self) -> None:
         """Let the device finish the copy before it changes the state. The host does not wait."""
-        if self._thread is not None:
-            self._copy.before_update()
+        self._copy.before_update()
 
     def check(self) -> None:
         """Raise the error of a failed save, once. Does not wait."""
@@ -92,8 +98,57 @@ class Saver:
         """Release the host memory. Does not wait for the disk."""
         self._copy.close()
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _run(self, meta: CheckpointMeta, rest: State, kinds: dict[str, Kind]) -> None:
         try:
-            self._checkpoints.write(snapshot, self._keep)
+            self._write(meta, rest, kinds)
         except Exception as error:
             self._error = error
+
+    def _write(self, meta: CheckpointMeta, rest: State, kinds: dict[str, Kind]) -> None:
+        """Write a checkpoint. Then delete all but the latest `keep` checkpoints and the best one.
+
+        Args:
+            meta: The progress of the run.
+            rest: The state without tensors, with names where tensors belong.
+            kinds: The dtype and shape of each tensor.
+
+        Raises:
+            OSError: Writing failed on one of the ranks. Earlier checkpoints are unchanged.
+        """
+        checkpoints, is_main = self._checkpoints, self._rank == 0
+        folder = checkpoints.temporary(meta.step)
+        name = f"state-{self._rank}.safetensors"
+        try:
+            with ExitStack() as made:
+                new = checkpoints.new(meta.step)
+                self._on_all_ranks(lambda: made.enter_context(new) if is_main else None)
+                files = self._on_all_ranks(lambda: (name, write_tensors(folder / name, self._copy)))
+                if not is_main:
+                    return
+                for file, _ in files:
+                    if not (folder / file).exists():  # on the disk of another machine
+                        missing = f"rank 0 does not find {file}: all ranks need the same --run-dir"
+                        raise OSError(errno.ENOENT, missing)
+                write_content(folder, meta, rest, kinds, dict(files))
+        except OSError as error:
+            reason = f"{error.strerror}. After fixing this, {checkpoints.way_on()}"
+            raise OSError(error.errno, reason, str(checkpoints.path(meta.step))) from error
+        checkpoints.delete_old(self._keep)
+        checkpoints.on_change()
+
+    def _on_all_ranks(self, job: Callable[[], Result]) -> list[Result]:
+        """Run a job on each rank that saves; return its results, by rank.
+
+        Raises:
+            OSError: What a job raised, on all ranks.
+        """
+        own: Any
+        try:
+            own = job()
+        except OSError as error:
+            own = error
+        results = self._gather(own)
+        for result in results:
+            if isinstance(result, OSError):
+                raise result
+        return results

@@ -27,7 +27,6 @@ from torch import Tensor
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import file_xxh3, sync_folder
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
-from tokenfeed.trainer.checkpoints.ranks import run_slow
 from tokenfeed.trainer.checkpoints.tensor_file import is_sharded_tensor, stored_form
 from tokenfeed.trainer.distributed.world import State, World
 
@@ -235,7 +234,7 @@ class Checkpoint:
         world = world or World(torch.device("cpu"))
         is_sharded = any(map(is_sharded_tensor, tensors.values()))
         reads = is_sharded or world.is_main
-        run_slow(world, lambda: self._read_into(tensors) if reads else None)
+        world.run_slow(lambda: self._read_into(tensors) if reads else None)
         if not is_sharded:
             world.broadcast([*tensors.values()])
         return state

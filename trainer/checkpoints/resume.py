@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from tokenfeed.pipeline.errors import ResumeError
@@ -40,73 +41,66 @@ def download_newest(run_dir: Path, url: str | None) -> bool:
         return False  # the run that follows rejects this path
     run_dir.mkdir(parents=True, exist_ok=True)
     with alone_in(run_dir):
-        return _CheckpointSearch(run_dir, RemoteRun(url) if url else None).bring()
+        here = Checkpoints.of_run(run_dir)
+        if url is None:
+            return _search(here, here.steps(), [], None)
+        download = _Download(run_dir, here, RemoteRun(url))
+        return _search(here, here.steps(), download.steps(), download)
 
 
-class _CheckpointSearch:
-    """Searches from the newest checkpoint back to the first undamaged one."""
+def _search(
+    here: Checkpoints, steps: list[int], there: list[int], download: "_Download | None"
+) -> bool:
+    """Search from the newest checkpoint back to the first undamaged one.
 
-    def __init__(self, run_dir: Path, remote: RemoteRun | None) -> None:
-        self._run_dir, self._remote = run_dir, remote
-        self._here = Checkpoints.of_run(run_dir)
-        # Damaged steps keep their names until the search has succeeded: if every checkpoint is
-        # damaged, the user finds all of them in place.
-        self._damaged_here: list[int] = []
-        self._damaged_there: list[int] = []
+    Damaged checkpoints keep their names until the search has succeeded: if every checkpoint is
+    damaged, the user finds all of them in place.
+    """
+    damaged: list[Callable[[], object]] = []
+    for step in sorted({*steps, *there}, reverse=True):
+        is_found = step in steps and (damage := here.damage(step)) is None
+        if step in steps and not is_found:
+            _log.warning("%s is damaged (%s); trying another", here.path(step), damage)
+        if not is_found and download and step in there:
+            is_found = download.fetch(step)  # a good copy replaces the damaged checkpoint
+            if not is_found:
+                damaged.append(partial(download.remote.set_aside, step))
+        if is_found:
+            for set_aside in damaged:
+                set_aside()
+            return True
+        if step in steps:
+            damaged.append(partial(here.set_aside, step))
+    if damaged:
+        raise ResumeError(
+            f"{here.path(0).parent}: every checkpoint is damaged. Restore one, or delete all of "
+            "them to start again."
+        )
+    return False
 
-    def bring(self) -> bool:
-        """Search, then rename the damaged checkpoints that were passed on the way."""
-        here, there = set(self._here.steps()), set(self._steps_there())
-        for step in sorted(here | there, reverse=True):
-            if (step in here and self._is_good(step)) or (step in there and self._fetch(step)):
-                self._set_damaged_aside()
-                return True
-        if self._damaged_here or self._damaged_there:
-            raise ResumeError(
-                f"{self._run_dir}: every checkpoint is damaged. Restore one, or delete its "
-                "checkpoints to start again."
-            )
-        return False
 
-    def _steps_there(self) -> list[int]:
-        if self._remote is None:
-            return []
+class _Download:
+    """Downloads checkpoints from the copy of a run."""
+
+    def __init__(self, run_dir: Path, here: Checkpoints, remote: RemoteRun) -> None:
+        self._run_dir, self._here, self.remote = run_dir, here, remote
+
+    def steps(self) -> list[int]:
+        """Return the steps of the copy; empty if it cannot be read, and the run has others."""
         try:
-            return self._remote.steps()
+            return self.remote.steps()
         except Exception as error:  # each store has its own errors
             if not self._here.steps():
                 raise self._unread(error) from error
-            _log.warning(
-                "%s cannot be read (%s): going on from %s",
-                self._remote.url,
-                reason(error),
-                self._run_dir,
-            )
+            url, run_dir = self.remote.url, self._run_dir
+            _log.warning("%s cannot be read (%s): going on from %s", url, reason(error), run_dir)
             return []
 
-    def _is_good(self, step: int) -> bool:
-        damage = self._here.damage(step)
-        if damage is None:
-            return True
-        _log.warning("%s is damaged (%s); trying another", self._here.path(step), damage)
-        self._damaged_here.append(step)
-        return False
-
-    def _set_damaged_aside(self) -> None:
-        for step in self._damaged_here:
-            if self._here.damage(step) is not None:  # else a good copy from the URL replaced it
-                _log.info("the damaged one is now %s", self._here.set_aside(step))
-        for step in self._damaged_there:
-            assert self._remote is not None
-            self._remote.set_aside(step)
-
-    def _fetch(self, step: int) -> bool:
-        """Download the checkpoint of a step; return False if the copy at the URL is damaged."""
-        assert self._remote is not None
+    def fetch(self, step: int) -> bool:
+        """Download the checkpoint of a step; return False if the copy is damaged."""
         if not self._receive(step, self._bring_others):
-            self._damaged_there.append(step)
             return False
-        _log.info("%s: step %d comes from %s", self._run_dir, step, self._remote.url)
+        _log.info("%s: step %d comes from %s", self._run_dir, step, self.remote.url)
         return True
 
     def _bring_others(self, checkpoint: Path) -> None:
@@ -115,36 +109,31 @@ class _CheckpointSearch:
         This comes before the checkpoint gets its final name. So a killed download leaves no
         checkpoint that lacks them.
         """
-        assert self._remote is not None
         meta = Checkpoint.meta_in(checkpoint)
-        with self._reading():
-            files = {
-                name: self._remote.get(name) for name in (CONFIG_FILE, METRICS_FILE, *OF_THE_END)
-            }
-        for name, data in files.items():
+        for name in (CONFIG_FILE, METRICS_FILE, *OF_THE_END):
+            with self._reading():
+                data = self.remote.get(name)
             if data is not None:
                 atomic_write(self._run_dir / name, data)
-        best = meta.best
-        if best is not None and best.step not in (meta.step, *self._here.steps()):
-            self._receive(best.step)
+        if meta.best is not None and meta.best.step not in (meta.step, *self._here.steps()):
+            self._receive(meta.best.step)
 
     def _receive(self, step: int, bring_others: Callable[[Path], None] = lambda _: None) -> bool:
         """Download and verify a checkpoint; return False if it is damaged.
 
         A damaged download is repeated once: the connection may have damaged it.
         """
-        assert self._remote is not None
         for _ in range(2):
             try:
-                with self._here.receive(step) as folder:
+                with self._here.new(step) as folder:
                     with self._reading():
-                        self._remote.get_checkpoint(step, folder)
+                        self.remote.get_checkpoint(step, folder)
                     Checkpoint.open(folder)
                     bring_others(folder)
                 return True
             except DAMAGE as error:
                 damage = reason(error)
-        _log.warning("%s: step %d is damaged there (%s)", self._remote.url, step, damage)
+        _log.warning("%s: step %d is damaged there (%s)", self.remote.url, step, damage)
         return False
 
     @contextlib.contextmanager
@@ -155,8 +144,7 @@ class _CheckpointSearch:
             raise self._unread(error) from error
 
     def _unread(self, error: Exception) -> ResumeError:
-        assert self._remote is not None
         return ResumeError(
-            f"{self._remote.url}: cannot be read ({reason(error)}), and may hold the newest "
+            f"{self.remote.url}: cannot be read ({reason(error)}), and may hold the newest "
             "checkpoint. Make it readable, or go on without --upload."
         )

@@ -1,28 +1,20 @@
-"""The checkpoints in a run's folder: list, read, write, and delete old ones."""
+"""The checkpoints in a run's folder: list, open, add, and delete old ones."""
 
 import contextlib
-import errno
 import logging
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar, cast
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
-from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint, Kind, write_content
+from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.checkpoints.metadata import Best, CheckpointMeta
-from tokenfeed.trainer.checkpoints.ranks import Gather
-from tokenfeed.trainer.checkpoints.tensor_file import HostCopy, write_tensors
 from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER
-from tokenfeed.trainer.distributed.world import State
 
-__all__ = ["DAMAGE", "Checkpoints", "Held", "Snapshot", "name_of"]
-
-Result = TypeVar("Result")
+__all__ = ["DAMAGE", "Checkpoints", "name_of", "steps_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,27 +29,9 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What a rank saves."""
-
-    meta: CheckpointMeta
-    rest: State
-    """The state without tensors, with names where tensors belong."""
-    tensors: dict[str, Kind]
-    copy: HostCopy
-    """The shards of this rank."""
-    rank: int
-    gather: Gather
-    """Returns the values of all ranks that save, by rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Steps whose checkpoints must not be deleted for now."""
-
-    latest: int | None
-    best: Best | None
+def steps_of(names: Iterable[str]) -> list[int]:
+    """Return the steps of the names that are those of checkpoints, in order."""
+    return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
 
 
 class Checkpoints:
@@ -68,7 +42,8 @@ class Checkpoints:
         self._held: set[int] = set()
         self._lock = threading.Lock()
         """Guards renames: a held checkpoint keeps its name."""
-        self._changed: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after each new checkpoint, on the thread that wrote it."""
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "Checkpoints":
@@ -79,16 +54,15 @@ class Checkpoints:
         """Return the folder of a step's checkpoint, whether or not it exists."""
         return self._folder / name_of(step)
 
+    def temporary(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint while it is made or deleted."""
+        return self._folder / (name_of(step) + TEMPORARY_SUFFIX)
+
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in order."""
         if not self._folder.is_dir():
             return []
-        names = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
-        return sorted(int(name[1]) for name in names if name)
-
-    def when_changed(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each new checkpoint, on the thread that wrote it."""
-        self._changed = listener
+        return steps_of(path.name for path in self._folder.iterdir())
 
     def latest(self) -> Path | None:
         """Return the checkpoint of the highest step; None if there is no checkpoint."""
@@ -114,18 +88,6 @@ class Checkpoints:
         latest = self.latest()
         return f"go on with --resume from {latest}" if latest else "start again: nothing was saved"
 
-    def best(self) -> Best | None:
-        """Return the best step according to the latest checkpoint.
-
-        None if nothing was evaluated yet, or if the checkpoint of that step is missing.
-
-        Raises:
-            ResumeError: The latest checkpoint is damaged.
-        """
-        meta = self.latest_meta()
-        best = meta and meta.best
-        return best if best and self.path(best.step).is_dir() else None
-
     def latest_meta(self) -> CheckpointMeta | None:
         """Return the progress of the latest checkpoint; None if there is no checkpoint.
 
@@ -138,12 +100,17 @@ class Checkpoints:
         with _reading(latest):
             return Checkpoint.meta_in(latest)
 
-    def best_of(self, meta: CheckpointMeta) -> Best | None:
-        """Return the best step according to a checkpoint; None if nothing was evaluated yet.
+    def best(self) -> Best | None:
+        """Return the best step according to the latest checkpoint.
 
-        If the checkpoint of that step is missing, log a warning and return None.
+        If nothing was evaluated yet, return None. If the checkpoint of that step is missing, log a
+        warning and return None.
+
+        Raises:
+            ResumeError: The latest checkpoint is damaged.
         """
-        best = meta.best
+        meta = self.latest_meta()
+        best = meta.best if meta else None
         if best is None or self.path(best.step).is_dir():
             return best
         _log.warning(
@@ -157,9 +124,7 @@ class Checkpoints:
         Raises:
             ResumeError: There are no checkpoints, or the one to read is damaged.
         """
-        latest = self.to_resume()
-        with _reading(latest):
-            best = self.best_of(Checkpoint.meta_in(latest))
+        best = self.best()
         return best, self.open(best.step if best else None)
 
     def open(self, step: int | None = None) -> Checkpoint:
@@ -172,37 +137,6 @@ class Checkpoints:
         with _reading(path):
             return _verified(path)
 
-    def write(self, snapshot: Snapshot, keep: int) -> None:
-        """Write a checkpoint. Then delete all but the latest `keep` checkpoints and the best one.
-
-        If several ranks save, each rank writes its shards into the same folder. Rank 0 does the
-        rest.
-
-        Raises:
-            OSError: Writing failed on one of the ranks. Earlier checkpoints are unchanged.
-        """
-        final = self.path(snapshot.meta.step)
-        temporary = _unfinished(final)
-        try:
-            _on_all_ranks(snapshot, lambda: self._make(temporary, snapshot.rank))
-            files = _on_all_ranks(snapshot, lambda: _write_shards(temporary, snapshot))
-            if snapshot.rank:
-                return
-            for name, _ in files:
-                if not (temporary / name).exists():  # on the disk of another machine
-                    missing = f"rank 0 does not find {name}: all ranks need the same --run-dir"
-                    raise OSError(errno.ENOENT, missing)
-            write_content(temporary, snapshot.meta, snapshot.rest, snapshot.tensors, dict(files))
-            temporary.rename(final)
-            sync_folder(self._folder)
-        except OSError as error:
-            if snapshot.rank == 0:
-                self.delete_unfinished()  # frees space on a full disk
-            reason = f"{error.strerror}. After fixing this, {self.way_on()}"
-            raise OSError(error.errno, reason, str(final)) from error
-        self.delete_old(keep)
-        self._changed()
-
     def damage(self, step: int) -> str | None:
         """Read all bytes of a checkpoint; return what is wrong with them, or None."""
         try:
@@ -212,16 +146,37 @@ class Checkpoints:
         return None
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[Held]:
-        """Protect the latest and the best checkpoint from deletion within the block.
+    def new(self, step: int) -> Iterator[Path]:
+        """Yield an empty folder, `temporary(step)`. Afterwards the folder becomes the checkpoint.
 
-        Only one block may be open at a time.
+        An existing checkpoint of this step is renamed, as by `set_aside`. If the block raises,
+        nothing changes.
+        """
+        final, temporary = self.path(step), self.temporary(step)
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            if final.exists():
+                self.set_aside(step)
+            temporary.rename(final)
+            sync_folder(self._folder)
+        except Exception:
+            shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
+            raise
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[tuple[int | None, list[int]]]:
+        """Protect the best and the latest checkpoint from deletion within the block.
+
+        Yield the best step, and both steps in order. Only one block may be open at a time.
         """
         with self._lock:
-            held = Held(max(self.steps(), default=None), self.best())
-            self._held = {step for step in (held.latest, held.best and held.best.step) if step}
+            best = self.best()
+            step = best.step if best else None
+            self._held = {*self.steps()[-1:], *([] if step is None else [step])}
         try:
-            yield held
+            yield step, sorted(self._held)
         finally:
             self._held = set()
 
@@ -236,10 +191,15 @@ class Checkpoints:
             return
         with self._lock:
             kept = {*self._held, best and best.step}
-            old = [self.path(step) for step in self.steps()[:-keep] if step not in kept]
-            unnamed = [path.rename(_unfinished(path)) for path in old]
+            old = [step for step in self.steps()[:-keep] if step not in kept]
+            unnamed = [self.path(step).rename(self.temporary(step)) for step in old]
         for path in unnamed:  # renamed first: a kill half-way leaves no damaged checkpoint
             shutil.rmtree(path)
+
+    def delete_unfinished(self) -> None:
+        """Delete what a killed process left of checkpoints that it wrote or deleted."""
+        for path in self._folder.glob(f"step-*{TEMPORARY_SUFFIX}"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint, so that it is ignored from now on; return the new path."""
@@ -248,69 +208,12 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         return path.rename(aside)
 
-    @contextlib.contextmanager
-    def receive(self, step: int) -> Iterator[Path]:
-        """Yield an empty folder to copy a checkpoint into. Afterwards the folder becomes the
-        checkpoint.
-
-        An existing checkpoint of this step is renamed, as by `set_aside`. If the block raises,
-        nothing changes.
-        """
-        final = self.path(step)
-        temporary = _unfinished(final)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        if final.exists():
-            self.set_aside(step)
-        temporary.rename(final)
-        sync_folder(self._folder)
-
-    def _make(self, temporary: Path, rank: int) -> None:
-        """Make an empty folder, on rank 0."""
-        if rank == 0:
-            self.delete_unfinished()
-            temporary.mkdir(parents=True)
-
-    def delete_unfinished(self) -> None:
-        """Delete what a killed process left of checkpoints that it wrote or deleted."""
-        for path in self._folder.glob(f"step-*{TEMPORARY_SUFFIX}"):
-            shutil.rmtree(path, ignore_errors=True)
-
 
 def _verified(path: Path) -> Checkpoint:
     checkpoint = Checkpoint.open(path)
     if name_of(checkpoint.meta.step) != path.name:
         raise ValueError(f"its checkpoint.json is of step {checkpoint.meta.step}")
     return checkpoint
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(path.name + TEMPORARY_SUFFIX)
-
-
-def _on_all_ranks(snapshot: Snapshot, job: Callable[[], Result]) -> list[Result]:
-    """Run a job on each rank that saves; return its results, by rank.
-
-    Raises:
-        OSError: What a job raised, on all ranks.
-    """
-    own: Result | OSError
-    try:
-        own = job()
-    except OSError as error:
-        own = error
-    results: list[Result | OSError] = snapshot.gather(own)
-    for result in results:
-        if isinstance(result, OSError):
-            raise result
-    return cast(list[Result], results)
-
-
-def _write_shards(folder: Path, snapshot: Snapshot) -> tuple[str, str]:
-    """Write a rank's file; return its name and checksum."""
-    name = f"state-{snapshot.rank}.safetensors"
-    return name, write_tensors(folder / name, snapshot.copy)
 
 
 @contextlib.contextmanager

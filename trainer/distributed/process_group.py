@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
 from tokenfeed.trainer.distributed.launcher import Launch
-from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.distributed.world import Gather, World
 
 __all__ = ["ProcessGroup", "RankError", "device_named", "join_world"]
 
@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 TIMEOUT = datetime.timedelta(minutes=10)
 """A rank that sends nothing for this long counts as hung."""
+_LONGEST_DISK_WAIT = datetime.timedelta(days=1)
+"""Writing or reading a large checkpoint may take longer than `TIMEOUT`."""
 _MOST_ELEMENTS = 1 << 26
 """Elements summed over ranks at once. Each sum needs a copy of its tensors."""
 _FAILURE = "tokenfeed/failure"
@@ -60,6 +62,7 @@ class ProcessGroup(World):
             device_id=None if device.type == "cpu" else device,
         )
         self._control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._wait_for_all = self.slow_gather()
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Sum copies of the tensors, concatenated into a few large ones. Write the sums back."""
@@ -95,6 +98,28 @@ class ProcessGroup(World):
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def slow_gather(self) -> Gather:
+        """Gather by gloo, in a new group: messages of two threads of a group could be mistaken for
+        each other. If a rank dies, its connections close and the function raises."""
+        group = dist.new_group(backend="gloo", timeout=_LONGEST_DISK_WAIT)
+
+        def gather(value: Any) -> list[Any]:
+            values: list[Any] = [None] * self.size
+            dist.all_gather_object(values, value, group=group)
+            return values
+
+        return gather
+
+    def run_slow(self, job: Callable[[], T]) -> T:
+        """Run a job. Then wait for the other ranks in a group of its own."""
+        try:
+            result = job()
+        except Exception:
+            self._wait_for_all(None)
+            raise
+        self._wait_for_all(None)
+        return result
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
         """Broadcast by gloo, as a pickle."""

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["State", "StepSync", "World"]
+__all__ = ["Gather", "State", "StepSync", "World"]
 
 State = dict[str, Any]
 """Nested dicts and lists of tensors and JSON values."""
-
+Gather = Callable[[Any], list[Any]]
+"""A function that returns the values of all ranks, by rank."""
 
 T = TypeVar("T")
 
@@ -55,6 +56,19 @@ class World:
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank."""
         return [value]
+
+    def slow_gather(self) -> Gather:
+        """Return a function that gathers values of ranks that may wait for a disk for hours. One
+        thread of each rank may call it."""
+        return lambda value: [value]
+
+    def run_slow(self, job: Callable[[], T]) -> T:
+        """Run a job that waits for a disk. All ranks call this, and return when all jobs are done.
+
+        Raises:
+            Exception: What this rank's job raised. Other ranks return.
+        """
+        return job()
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
         """Return on all ranks what `make` returns on rank 0. If it raises, all ranks end."""

@@ -25,7 +25,6 @@ from tokenfeed.pipeline.facts import count_of
 from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
-from tokenfeed.trainer.checkpoints.ranks import run_slow, thread_gather
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -91,7 +90,7 @@ class Trainer:
         self.saver: Saver | None = None
         self.interim: InterimReports | None = None
         if config.shard_model and self.world.size > 1:
-            gather = thread_gather(self.world)
+            gather = self.world.slow_gather()
             self.saver = Saver(self.checkpoints, config.keep, self.device, self.world.rank, gather)
         elif self.world.is_main:
             self.saver = Saver(self.checkpoints, config.keep, self.device)
@@ -453,7 +452,7 @@ class Trainer:
 
     def _wait_for_save(self) -> None:
         """Wait until the previous checkpoint is on the disk, on all ranks."""
-        run_slow(self.world, self.saver.wait if self.saver else lambda: None)
+        self.world.run_slow(self.saver.wait if self.saver else lambda: None)
 
     def _check_weights(self) -> None:
         with self.stall.cause("checkpoint"):
@@ -520,7 +519,7 @@ class Trainer:
         self.learner.load(checkpoint)
         self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step
-        self.evaluator.best = self.world.from_rank_0(lambda: self.checkpoints.best_of(progress))
+        self.evaluator.best = self.world.from_rank_0(self.checkpoints.best)
         self.step_sync.begin(progress.tokens, progress.slots)
 
     def _open_checkpoint(self, step: int | None = None) -> Checkpoint:
@@ -529,7 +528,7 @@ class Trainer:
         def verify() -> Checkpoint | None:
             return self.checkpoints.open(step) if self.world.is_main else None
 
-        verified = run_slow(self.world, verify)
+        verified = self.world.run_slow(verify)
         return self.world.from_rank_0(lambda: cast(Checkpoint, verified))
 
 

@@ -26,7 +26,7 @@ from support.programs.killed_training import STEPS, slow_down
 from support.programs.ranked_training import free_port, in_a_fork, train
 from support.training import assert_same_run, load_weights, read_metrics
 
-from tokenfeed.trainer.checkpoints import retention
+from tokenfeed.trainer.checkpoints import async_saver
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.report.run_report import Report
 
@@ -112,7 +112,7 @@ def main(shards: Path, folder: Path, kills: int) -> None:
     for name, kind in KINDS.items():
         settings = settings_of(kind, shards, folder / name / "undisturbed")
         assert not any(codes_of(started(settings, kind.undisturbed)))
-    slow_down(retention)
+    slow_down(async_saver)
     seen = {"kills": 0, "during_saves": 0, "same": 0, "changing": 0}
     while seen["kills"] < kills:
         name = min(KINDS, key=seen.__getitem__)

@@ -28,7 +28,7 @@ from support.training import assert_same_run, load_state, make_config, run
 
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.pipeline.format.store import LocalStore
-from tokenfeed.trainer.checkpoints import retention
+from tokenfeed.trainer.checkpoints import async_saver
 from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
@@ -129,7 +129,7 @@ def main(shards: Path, folder: Path, kills: int) -> None:
     torch.set_num_threads(1)  # no threads, which forks would lack
     SIZES["tiny"] = ModelSize(layers=1, width=32, heads=2)
     train(shards, undisturbed)  # not in a fork: each would import anew what is imported late
-    slow_down(retention)
+    slow_down(async_saver)
     LocalStore.write = upload_slowly  # type: ignore[method-assign]
     gc.freeze()  # else collections of each fork would look at, and copy, all that was imported
     seen = {"kills": 0, "during_saves": 0, "during_uploads": 0, "runs": 0}

@@ -15,13 +15,11 @@ from support.training import make_config, run, write_counting
 from torch import nn
 
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.trainer.checkpoints import retention
+from tokenfeed.trainer.checkpoints import async_saver
 from tokenfeed.trainer.checkpoints.async_saver import Saver
-from tokenfeed.trainer.checkpoints.ranks import run_slow
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.tensor_file import HostCopy
 from tokenfeed.trainer.config.run_config import OptimizerName
-from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.optim.optimizer_io import make_moments, optimizer_state
@@ -34,8 +32,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator["Disk"]:
-    disk = Disk(retention.write_tensors)
-    monkeypatch.setattr(retention, "write_tensors", disk.write)
+    disk = Disk(async_saver.write_tensors)
+    monkeypatch.setattr(async_saver, "write_tensors", disk.write)
     yield disk
     disk.opened.set()
 
@@ -142,7 +140,7 @@ def test_steps_go_on_while_a_disk_writes_nothing(shards: Path, tmp_path: Path, d
 def test_a_slow_disk_delays_steps_by_what_the_report_says(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, wait = retention.write_tensors, Saver.wait
+    write, wait = async_saver.write_tensors, Saver.wait
     waits: list[float] = []
 
     def slow(*args: Any) -> str:
@@ -154,7 +152,7 @@ def test_a_slow_disk_delays_steps_by_what_the_report_says(
         wait(saver)
         waits.append(time.perf_counter() - started)
 
-    monkeypatch.setattr(retention, "write_tensors", slow)
+    monkeypatch.setattr(async_saver, "write_tensors", slow)
     monkeypatch.setattr(Saver, "wait", timed)
     report = run(make_config(shards, tmp_path, steps=12, save_every=3, num_workers=0))
     of_window = waits[2:6]  # behind steps 6 and 9: of the last steps, and followed by some
@@ -175,14 +173,14 @@ def test_a_step_that_is_told_to_save_saves_and_the_run_goes_on(
 def test_ranks_that_save_together_all_fail_or_make_one_checkpoint(
     failing: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = retention.write_tensors
+    write = async_saver.write_tensors
 
     def write_or_fail(path: Path, copy: HostCopy) -> str:
         if path.name == f"state-{failing}.safetensors":
             raise OSError(28, "No space left on device")
         return write(path, copy)
 
-    monkeypatch.setattr(retention, "write_tensors", write_or_fail)
+    monkeypatch.setattr(async_saver, "write_tensors", write_or_fail)
     gathers = Gathers(2)
     savers = [
         Saver(Checkpoints(folder), 2, CPU, rank, gathers.of(rank)) for rank in range(gathers.size)
@@ -231,41 +229,6 @@ class Gathers:
             return values
 
         return gather
-
-
-class Messages(World):
-    """A rank of two. The other rank is done with its disk at once."""
-
-    size = 2
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.sent: list[Any] = []
-        self.was_patient = threading.Event()
-
-    def all_gather(self, value: Any) -> list[Any]:
-        self.sent.append(value)
-        if len(self.sent) == 3:
-            self.was_patient.set()
-        return [value, True]
-
-
-def test_ranks_exchange_messages_while_one_waits_for_its_disk() -> None:
-    world = Messages()
-    assert run_slow(world, lambda: world.was_patient.wait(60), message_s=0.01)
-    assert world.sent[:3] == [False] * 3
-    assert world.sent[-1] is True
-
-
-def test_error_of_a_slow_job_is_raised_after_the_ranks_are_done() -> None:
-    world = Messages()
-
-    def fail() -> None:
-        raise ResumeError("damaged")
-
-    with pytest.raises(ResumeError, match="damaged"):
-        run_slow(world, fail)
-    assert world.sent == [True]
 
 
 class Reordered(nn.Module):

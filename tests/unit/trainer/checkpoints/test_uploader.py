@@ -32,12 +32,12 @@ from support.stores import URL, FaultyStore
 from support.training import assert_same_run, run
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.checkpoints import remote_copy as remote_module
 from tokenfeed.trainer.checkpoints import uploader as uploads_module
 from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
 from tokenfeed.trainer.checkpoints.resume import download_newest
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
-from tokenfeed.trainer.checkpoints.uploader import Uploads
+from tokenfeed.trainer.checkpoints.uploader import Uploads, check_upload
+from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.report.run_folder import RunData
 from tokenfeed.trainer.report.run_report import Report
@@ -151,7 +151,7 @@ def test_a_finished_report_at_a_url_promises_the_last_checkpoint_and_the_best(
 
         store.before = staticmethod(break_off)
         with contextlib.suppress(ConnectionError):
-            Uploads(config, ends)._copy()
+            Uploads(config, ends)._copy(RemoteRun(URL))
         store.before = staticmethod(lambda operation, path: None)
         there = json.loads(RemoteRun(URL).get("report.json") or b'{"finished": false}')
         finished.append(there["finished"])
@@ -207,7 +207,7 @@ def test_what_is_being_copied_is_kept_and_then_deleted(tmp_path: Path) -> None:
     save(folder, 1)
     with checkpoints.hold() as held:
         save_beside(checkpoints, 2)
-        assert held.latest == 1
+        assert held == (None, [1])
         assert checkpoints.steps() == [1, 2]
     save_beside(checkpoints, 3)
     assert checkpoints.steps() == [3]
@@ -256,7 +256,7 @@ def test_a_store_that_fails_for_a_while_has_all_at_the_end(
 
     def fail_often(operation: str, path: str) -> None:
         asked[operation, path] += 1
-        is_first = remote_module.PROBE in path  # before training it is waited for, for a while
+        is_first = uploads_module.PROBE in path  # before training it is waited for, for a while
         if operation != "find" and not is_first and asked[operation, path] in (1, 2):
             refuse(operation, path)
 
@@ -295,7 +295,7 @@ def test_a_dead_store_delays_the_end_by_its_bound_and_does_not_fail_the_run(
     monkeypatch.setattr(uploads_module, "FINISH_S", 0.5)
 
     def refuse_later_writes(operation: str, path: str) -> None:
-        if operation != "find" and remote_module.PROBE not in path:
+        if operation != "find" and uploads_module.PROBE not in path:
             refuse(operation, path)
 
     store.before = staticmethod(refuse_later_writes)
@@ -362,7 +362,7 @@ def test_upload_to_bucket_survives_the_loss_of_the_folder(
 
 
 def test_trying_to_write_leaves_nothing(tmp_path: Path, store: type[FaultyStore]) -> None:
-    RemoteRun(URL).check_writable()
+    check_upload(TrainConfig(shards="out", run_dir=tmp_path, upload=URL))
     assert files_at(URL) == {}
 
 
@@ -377,7 +377,7 @@ def test_a_hanging_store_delays_the_end_by_its_bound(
     opened = threading.Event()
 
     def hang(operation: str, path: str) -> None:
-        if operation == "pipe" and remote_module.PROBE not in path:
+        if operation == "pipe" and uploads_module.PROBE not in path:
             opened.wait(60)
 
     store.before = staticmethod(hang)
