@@ -62,46 +62,34 @@ def split(state: State) -> tuple[State, dict[str, Tensor]]:
     names: dict[Any, str] = {}
     tensors: dict[str, Tensor] = {}
 
-    def name_of(tensor: Tensor, path: str) -> str:
-        identity = _identity(tensor)
-        if identity not in names:
-            while path in tensors:  # keys ("a.b", "c") and ("a", "b.c") have the same path
-                path += "_"
-            names[identity], tensors[path] = path, tensor
-        return names[identity]
-
     def walk(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            return {_TENSOR: name_of(value, path)}
+            identity = _identity(value)
+            if identity not in names:
+                while path in tensors:  # keys ("a.b", "c") and ("a", "b.c") have the same path
+                    path += "_"
+                names[identity], tensors[path] = path, value
+            return {_TENSOR: names[identity]}
         if isinstance(value, Mapping):
-            return {_key(key, path): walk(inner, f"{path}.{key}") for key, inner in value.items()}
+            for key in value:
+                if not isinstance(key, str) or key == _TENSOR:
+                    raise _refused(f"the key {key!r}", path)
+            return {key: walk(inner, f"{path}.{key}") for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
             return [walk(inner, f"{path}.{index}") for index, inner in enumerate(value)]
-        return _plain(value, path)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise _refused(f"a {type(value).__name__}", path)
 
     return {key: walk(value, key) for key, value in state.items()}, tensors
 
 
-def _identity(tensor: Tensor) -> Any:
+def _identity(tensor: Any) -> Any:
     """Return a key that is equal for tensors that share memory, shape and strides."""
-    own: Any = tensor
-    if is_sharded_tensor(tensor):
-        own = own.to_local()
+    own = tensor.to_local() if is_sharded_tensor(tensor) else tensor
     if own.numel() == 0:
         return id(tensor)
     return own.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _key(key: Any, path: str) -> str:
-    if not isinstance(key, str) or key == _TENSOR:
-        raise _refused(f"the key {key!r}", path)
-    return key
-
-
-def _plain(value: Any, path: str) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise _refused(f"a {type(value).__name__}", path)
 
 
 def _refused(what: str, path: str) -> ConfigError:
@@ -224,13 +212,22 @@ class Checkpoint:
         Raises:
             OSError, ValueError, KeyError, TypeError: The checkpoint is damaged.
         """
+        _, lives = split(live or {})
         tensors: dict[str, Tensor] = {}
-        rest = self.content.state
-        state = {
-            key: self._bound(value, (live or {}).get(key), tensors)
-            for key, value in rest.items()
-            if only in (None, key)
-        }
+
+        def bind(value: Any) -> Any:
+            """Return a part of the state with tensors to read into, and add these to `tensors`."""
+            if (kind := self.kind(value)) is not None:
+                name = value[_TENSOR]
+                if name not in tensors:  # else a tied weight
+                    tensors[name] = lives[name] if name in lives else kind.empty()
+                return tensors[name]
+            if isinstance(value, dict):
+                return {key: bind(each) for key, each in value.items()}
+            return [*map(bind, value)] if isinstance(value, list) else value
+
+        parts = {key: part for key, part in self.content.state.items() if only in (None, key)}
+        state: State = bind(parts)
         world = world or World(torch.device("cpu"))
         is_sharded = any(map(is_sharded_tensor, tensors.values()))
         reads = is_sharded or world.is_main
@@ -238,23 +235,6 @@ class Checkpoint:
         if not is_sharded:
             world.broadcast([*tensors.values()])
         return state
-
-    def _bound(self, value: Any, live: Any, tensors: dict[str, Tensor]) -> Any:
-        """Return a part of the state with tensors to read into, and add these to `tensors`."""
-        kind = self.kind(value)
-        if kind is not None:
-            name = value[_TENSOR]
-            if name not in tensors:  # else a tied weight
-                tensors[name] = live if isinstance(live, Tensor) else kind.empty()
-            return tensors[name]
-        if isinstance(value, dict):
-            lives = live if isinstance(live, Mapping) else {}
-            return {key: self._bound(each, lives.get(key), tensors) for key, each in value.items()}
-        if isinstance(value, list):
-            parts = live if isinstance(live, list) else [None] * len(value)
-            pairs = zip(value, parts, strict=True)
-            return [self._bound(each, part, tensors) for each, part in pairs]
-        return value
 
     @torch.no_grad()
     def _read_into(self, tensors: Mapping[str, Tensor]) -> None:

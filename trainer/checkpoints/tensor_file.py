@@ -188,21 +188,17 @@ class HostCopy:
 def write_tensors(path: Path, copy: HostCopy) -> str:
     """Wait for a copy. Write it to a file and sync the file. Return the xxh3-64 of its bytes."""
     copy.wait()
-    digest = xxhash.xxh3_64()
+    header, data = _header(copy.places), copy.memory.numpy().data
+    digest = xxhash.xxh3_64(header)
     with open(path, "wb") as file:
-        for block in _blocks(copy):
+        file.write(header)
+        for begin in range(0, len(data), _BLOCK_BYTES):
+            block = data[begin : begin + _BLOCK_BYTES]
             file.write(block)
             digest.update(block)
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
-
-
-def _blocks(copy: HostCopy) -> Iterator[bytes | memoryview]:
-    yield _header(copy.places)
-    data = copy.memory.numpy().data
-    for begin in range(0, len(data), _BLOCK_BYTES):
-        yield data[begin : begin + _BLOCK_BYTES]
 
 
 def _header(places: Mapping[str, _Place]) -> bytes:
