@@ -64,9 +64,7 @@ def line_of(result: subprocess.CompletedProcess[str], code: int) -> str:
 
 
 @contextlib.contextmanager
-def crew_of_two(
-    corpus: Path, out: Path, tokenizer: Path, executor: ForkExecutor
-) -> Iterator[Crew[Any, Any]]:
+def crew_of_two(corpus: Path, out: Path, tokenizer: Path, executor: ForkExecutor) -> Iterator[Crew]:
     """Have two workers of `executor` encode every unit of a corpus."""
     options = Options(paths=(str(corpus), str(out)), shard_size="30KB")
     plan = Inputs.listed(options).planned(options)

@@ -11,9 +11,9 @@ import pytest
 
 from tokenfeed.tools.jobs.executors import CLUSTERS, Cluster
 from tokenfeed.tools.pretokenizing import prepare, runner
-from tokenfeed.tools.pretokenizing.make import PartSummary, make_dataset, make_part
+from tokenfeed.tools.pretokenizing.make import make_dataset, make_part
 from tokenfeed.tools.pretokenizing.options import Options
-from tokenfeed.tools.pretokenizing.summary import Summary
+from tokenfeed.tools.pretokenizing.summary import PartSummary, Summary
 
 __all__ = ["CarelessExecutor", "make", "on_cluster", "part", "with_fast_engine"]
 

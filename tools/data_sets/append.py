@@ -9,9 +9,9 @@ from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.data_sets.merge import Opened, grow
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.pretokenizing.append import NothingNew, Onto
-from tokenfeed.tools.pretokenizing.make import Made, make_rows
+from tokenfeed.tools.pretokenizing.make import make_rows
 from tokenfeed.tools.pretokenizing.options import Options
-from tokenfeed.tools.pretokenizing.summary import Summary
+from tokenfeed.tools.pretokenizing.summary import Figures, Summary
 
 __all__ = ["append_rows"]
 
@@ -35,27 +35,13 @@ def append_rows(options: Options, spooled: Sequence[Spooled] = ()) -> Summary:
         chosen = onto.options(options)
         chosen.check()
         try:
-            made = make_rows(chosen, spooled, onto)
+            _, figures = make_rows(chosen, spooled, onto)
             manifest = grow(onto.store, Opened.read(str(onto.hidden.folder)))
         except NothingNew:
             logger.info("the data set has all input files already")
-            made, manifest = _nothing(onto), onto.manifest
+            manifest, info = onto.manifest, onto.manifest.tokenizer
+            json_bytes, origin = read_checked(onto.store, info), onto.store.path(info.file)
+            tokenizer = TextTokenizer.load(json_bytes, origin=origin)
+            figures = Figures(tokenizer, skipped_known=onto.skipped, already_finished=True)
         onto.remove_hidden()
-    return Made(manifest, made.figures).summary(str(options.output), started)
-
-
-def _nothing(onto: Onto) -> Made:
-    """Return the result of a run without new input files."""
-    info = onto.manifest.tokenizer
-    json_bytes, origin = read_checked(onto.store, info), onto.store.path(info.file)
-    figures = {
-        "skipped_binary": 0,
-        "skipped_known": onto.skipped,
-        "tokenizer": TextTokenizer.load(json_bytes, origin=origin),
-        "units": 0,
-        "resumed_units": 0,
-        "new_bytes": 0,
-        "already_finished": True,
-        "tokenizer_seconds": 0.0,
-    }
-    return Made(onto.manifest, figures)
+    return Summary.of(options, manifest, figures, started)

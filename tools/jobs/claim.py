@@ -9,7 +9,6 @@ this machine.
 import contextlib
 import json
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -80,24 +79,16 @@ def _is_folder(folder: Path) -> bool:
     Raises:
         ConfigError: The path is not a folder, or the folder cannot be made.
     """
-    if folder.parts[:1] and re.fullmatch("[a-z][a-z0-9+.-]*:", folder.parts[0]):
-        raise ConfigError(
-            f"{folder}: looks like an address of another place. Give a folder of this machine, and "
-            "copy it there afterwards."
-        )
     if not os.path.lexists(folder):
-        _check_can_be_made(folder)
+        nearest = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{folder}: cannot be made, for {nearest} is no folder to write into."
+            )
         return False
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder. Give a new or empty folder for the output.")
     return True
-
-
-def _check_can_be_made(folder: Path) -> None:
-    """Reject a folder that cannot be made, before the input is read."""
-    nearest = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"{folder}: cannot be made, for {nearest} is no folder to write into.")
 
 
 def remember(

@@ -16,12 +16,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.pipeline.format.manifest import FileInfo
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, FileInfo
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.jobs import executors
 from tokenfeed.tools.jobs.executors import (
@@ -36,12 +36,8 @@ from tokenfeed.tools.jobs.run_records import versions
 
 __all__ = [
     "PROBES",
-    "Begin",
     "Crew",
-    "OnProgress",
     "Progress",
-    "ResultT",
-    "UnitT",
     "Weighed",
     "Work",
     "Worker",
@@ -70,22 +66,15 @@ class Weighed(Protocol):
         ...
 
 
-UnitT = TypeVar("UnitT", bound=Weighed)
-ResultT = TypeVar("ResultT")
-_TakenT = TypeVar("_TakenT", bound=Weighed, contravariant=True)
-_GivenT = TypeVar("_GivenT", covariant=True)
-
-Begin = Callable[[Callable[[float, int, str], None]], Callable[[UnitT], ResultT]]
-"""Loads the data for all units, and returns the function that does a unit. Its argument is called
-with the weight, the tokens and the last record of each finished part of a unit."""
-
-
-class Work(Protocol[_TakenT, _GivenT]):
+class Work(Protocol):
     """The work on all units."""
 
-    @property
-    def begin(self) -> Begin[_TakenT, _GivenT]:
-        """Called once by each worker, or once before the workers are forked."""
+    def begin(self, on_progress: Callable[[float, int, str], None], /) -> Callable[[Any], Any]:
+        """Load the data for all units, and return the function that does a unit.
+
+        Each worker calls it once, or the program that is then forked. `on_progress` is called with
+        the weight, the tokens and the last record of each finished part of a unit.
+        """
         ...
 
 
@@ -98,23 +87,22 @@ class Progress(NamedTuple):
     """The last record of the part."""
 
 
-OnProgress = Callable[[Progress], None]
-
-
 class WorkerDied(TokenfeedError):
     """A worker ended before it finished its unit."""
 
 
-class Worker(Generic[UnitT, ResultT]):
+class Worker:
     """A worker that does units and reports progress."""
 
-    def __init__(self, begin: Begin[UnitT, ResultT]) -> None:
+    def __init__(
+        self, begin: Callable[[Callable[[float, int, str], None]], Callable[[Any], Any]]
+    ) -> None:
         """Load the data for all units by calling `begin`."""
-        self.on_progress: OnProgress = lambda progress: None
+        self.on_progress: Callable[[Progress], None] = lambda progress: None
         self._left_bytes = 0.0
         self._do = begin(self._count)
 
-    def do(self, unit: UnitT) -> ResultT:
+    def do(self, unit: Weighed) -> Any:
         """Return the result of a unit."""
         self._left_bytes = unit.weight_bytes
         result = self._do(unit)
@@ -142,7 +130,7 @@ class _Failure(NamedTuple):
 class Job:
     """The work, and the facts that a worker checks before its first unit."""
 
-    work: Work[Any, Any]
+    work: Work
     output: Place | None = None
     """The output, with an absolute path, for workers of a cluster. None for workers of this
     machine."""
@@ -179,7 +167,7 @@ _own = threading.local()
 """The job of a thread. An encoder works in one thread only."""
 
 
-def _begin(job: bytes) -> Worker[Any, Any]:
+def _begin(job: bytes) -> Worker:
     """Return this thread's worker for a pickled job; the first call begins it."""
     if getattr(_own, "job", None) != job:
         os.environ.update(ENVIRONMENT)
@@ -187,12 +175,8 @@ def _begin(job: bytes) -> Worker[Any, Any]:
         asked.check()
         _own.worker = Worker(asked.work.begin)
         _own.job = job
-    worker: Worker[Any, Any] = _own.worker
+    worker: Worker = _own.worker
     return worker
-
-
-def _begin_in_program(job: bytes) -> None:
-    _begin(job)
 
 
 def _do_unit(job: bytes, unit: Any) -> _Finished | _Failure:
@@ -217,20 +201,24 @@ def _do_unit(job: bytes, unit: Any) -> _Finished | _Failure:
         return _Failure(sendable(error))
 
 
-class Crew(Generic[UnitT, ResultT]):
+class Crew:
     """The workers of an executor, which do units in order, and the results."""
 
     def __init__(
-        self, cluster: Cluster, job: bytes, units: Sequence[UnitT], on_progress: OnProgress
+        self,
+        cluster: Cluster,
+        job: bytes,
+        units: Sequence[Weighed],
+        on_progress: Callable[[Progress], None],
     ) -> None:
         self._cluster, self._job, self._on_progress = cluster, job, on_progress
         self._waiting = iter(units)
-        self._given: dict[Future[_Finished | _Failure], UnitT] = {}
+        self._given: dict[Future[_Finished | _Failure], Weighed] = {}
         self._is_waited_for = False
         self.reports: SimpleQueue[Progress] = SimpleQueue()
         """Reports of progress, from other threads."""
 
-    def start(self, first: UnitT | None = None) -> None:
+    def start(self, first: Weighed | None = None) -> None:
         """Start the workers of this machine, before the first result is needed.
 
         Args:
@@ -242,7 +230,7 @@ class Crew(Generic[UnitT, ResultT]):
         if self._cluster.is_local:
             self._give_all()
 
-    def __iter__(self) -> Iterator[ResultT]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield the results, in the order of their completion.
 
         Raises:
@@ -271,10 +259,10 @@ class Crew(Generic[UnitT, ResultT]):
         for _, unit in zip(range(room), self._waiting, strict=False):
             self._give(unit)
 
-    def _give(self, unit: UnitT) -> None:
+    def _give(self, unit: Weighed) -> None:
         self._given[self._cluster.executor.submit(_do_unit, self._job, unit)] = unit
 
-    def _result(self, future: "Future[_Finished | _Failure]", unit: UnitT) -> ResultT:
+    def _result(self, future: "Future[_Finished | _Failure]", unit: Weighed) -> Any:
         try:
             answer = future.result()
         except WorkerLost as lost:
@@ -290,14 +278,16 @@ class Crew(Generic[UnitT, ResultT]):
             raise answer.error
         if not self._cluster.is_local:
             self._on_progress(Progress(unit.weight_bytes, answer.num_tokens))
-        result: ResultT = answer.result
-        return result
+        return answer.result
 
 
 @contextlib.contextmanager
 def local_crew(
-    work: Work[UnitT, ResultT], units: Sequence[UnitT], num_workers: int, on_progress: OnProgress
-) -> Iterator[Crew[UnitT, ResultT]]:
+    work: Work,
+    units: Sequence[Weighed],
+    num_workers: int,
+    on_progress: Callable[[Progress], None],
+) -> Iterator[Crew]:
     """Start processes of this machine for `units`. They end with the block.
 
     Raises:
@@ -307,11 +297,11 @@ def local_crew(
     try:
         job = pickle.dumps(Job(work=work))
         try:
-            executor.fork(partial(_begin_in_program, job), num_workers)
+            executor.fork(partial(_begin, job), num_workers)
         except WorkerLost:
             raise _killed() from None
         cluster = Cluster(executor, lambda: num_workers, is_local=True)
-        crew: Crew[UnitT, ResultT] = Crew(cluster, job, units, on_progress)
+        crew = Crew(cluster, job, units, on_progress)
         executor.on_progress = crew.reports.put
         yield crew
     finally:
@@ -321,19 +311,17 @@ def local_crew(
 @contextlib.contextmanager
 def cluster_crew(
     runner: Runner,
-    work: Work[UnitT, ResultT],
+    work: Work,
     output: Place,
-    files: Sequence[str],
-    units: Sequence[UnitT],
-    on_progress: OnProgress,
-) -> Iterator[Crew[UnitT, ResultT]]:
+    units: Sequence[Weighed],
+    on_progress: Callable[[Progress], None],
+) -> Iterator[Crew]:
     """Let the workers of a cluster do `units`.
 
     Args:
         runner: The kind of cluster.
         work: The work on each unit.
-        output: Absolute path. All workers must share the folder.
-        files: Files in the output that every worker must find.
+        output: Absolute path. All workers must share the folder, which has the tokenizer.
         units: The units.
         on_progress: Called while this process waits for results.
     """
@@ -346,8 +334,8 @@ def cluster_crew(
     with CLUSTERS[runner]() as cluster:
         output.write(probe, os.urandom(16))
         try:
-            files_there = tuple(map(info, (probe, *files)))
-            job = Job(work=work, output=output, files=files_there, versions=tuple(versions()))
+            files = (info(probe), info(TOKENIZER_FILE))
+            job = Job(work=work, output=output, files=files, versions=tuple(versions()))
             yield Crew(cluster, pickle.dumps(job), units, on_progress)
         finally:
             cluster.executor.shutdown(wait=False)

@@ -142,7 +142,7 @@ class ForkExecutor(Executor):
         with contextlib.suppress(ConnectionError):  # it is gone: forking raises
             self._control.send(load)
 
-    def fork(self, initializer: Callable[[], None], num_workers: int) -> None:
+    def fork(self, initializer: Callable[[], object], num_workers: int) -> None:
         """Call `initializer` in the program, then fork the workers.
 
         If the initializer raises, each task ends with its exception.
@@ -455,13 +455,9 @@ class RayExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See `Executor`. Without `wait`, tasks are cancelled, as by Dask's."""
-        given = list(self._given)
-        if not wait or cancel_futures:
-            for reference in given:
-                self._ray.cancel(reference)
-        if wait and given:
-            self._ray.wait(given, num_returns=len(given))
+        """Cancel all tasks, as Dask's executor does without `wait`."""
+        for reference in list(self._given):
+            self._ray.cancel(reference)
 
 
 CLUSTERS: dict[Runner, Callable[[], AbstractContextManager[Cluster]]] = {

@@ -127,33 +127,29 @@ class JobPart:
         return number % self.count == self.index
 
 
-_ALL = JobPart(0, 1)
-
-
 class RunRecords(Generic[ResultT]):
-    """The records of a run. A folder is locked until they are closed. Parts share the lock."""
+    """The records of a run."""
 
     def __init__(self, output: Place, kind: type[ResultT]) -> None:
         """Use `begin`."""
         self.results: dict[int, ResultT] = {}
         """Finished units by number. A part has only its own units."""
-        self.is_new = False
-        """Whether this process created the run."""
         self.made_folders: list[Path] = []
         """Folders above the output that this process made, the innermost first."""
         self._output = output
         self._kind = kind
-        self._lock: int | None = None
 
     @classmethod
+    @contextlib.contextmanager
     def begin(
         cls,
         output: Place,
         recipe: dict[str, Any],
         kind: type[ResultT],
         part: JobPart | None = None,
-    ) -> Self:
-        """Begin a run in an output, or continue its unfinished run.
+    ) -> Iterator[Self]:
+        """Begin a run in an output, or continue its unfinished run. A folder is locked until the
+        block ends; parts share the lock.
 
         Args:
             output: Folder or store of the data set. A missing folder is made.
@@ -167,22 +163,21 @@ class RunRecords(Generic[ResultT]):
         """
         records = cls(output, kind)
         records.made_folders = output.prepare()
-        try:
-            if isinstance(output, LocalStore):
-                records._lock = _held(output, is_shared=part is not None)
-            records.is_new = _create_job(output, _named(recipe))
-            if records.is_new and output.exists(MANIFEST_FILE):
-                raise ConfigError(
-                    f"{output}: already holds a finished data set, which another run has just made."
-                )
-            check_recipe(output, recipe)
-            records._load(part or _ALL)
-        except BaseException:
-            if records.is_new:
-                records.remove()
-            records.close()
-            raise
-        return records
+        with alone_in_folder(output, is_shared=part is not None):
+            is_new = _create_job(output, _named(recipe))
+            try:
+                if is_new and output.exists(MANIFEST_FILE):
+                    raise ConfigError(
+                        f"{output}: already holds a finished data set, which another run has just "
+                        "made."
+                    )
+                check_recipe(output, recipe)
+                records._load(part or JobPart(0, 1))
+            except BaseException:
+                if is_new:
+                    records.remove()
+                raise
+            yield records
 
     @property
     def engine_rejected(self) -> bool:
@@ -242,18 +237,6 @@ class RunRecords(Generic[ResultT]):
         for made in self.made_folders:
             with contextlib.suppress(OSError):
                 made.rmdir()
-
-    def close(self) -> None:
-        """Release the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         self.check()  # or the folder would be made anew
@@ -320,32 +303,37 @@ def claimed(output: LocalStore, recipe: dict[str, Any]) -> Iterator[None]:
         ConfigError: Another command is writing to the folder, or has left an unfinished run.
     """
     output.prepare()
-    lock = _held(output)
-    try:
-        if not _create_job(output, recipe) and not _is_job(output, recipe):
+    with alone_in_folder(output):
+        if not _create_job(output, recipe) and _job_of(output)["recipe"] != recipe:
             raise ConfigError(f"{output}: holds an unfinished run. Give another place.")
         try:
             yield
         finally:
             remove_records(output)
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 @contextlib.contextmanager
-def alone_in_folder(output: LocalStore) -> Iterator[None]:
-    """Lock a finished data set until the block ends.
+def alone_in_folder(output: Place, *, is_shared: bool = False) -> Iterator[None]:
+    """Lock a folder until the block ends. Parts of a run share the lock.
+
+    The lock only avoids double work: two runs of one command write the same bytes. Stores and
+    Windows have no such lock.
 
     Raises:
         ConfigError: Another command is writing to the folder.
     """
-    lock = _held(output)
+    if not isinstance(output, LocalStore) or not hasattr(os, "O_DIRECTORY"):
+        yield
+        return
+    descriptor = os.open(output.folder, os.O_RDONLY)
     try:
+        if not hold(descriptor, is_shared=is_shared):
+            raise ConfigError(
+                f"{output}: another run is writing here, or a part of a run. Wait for it or end it."
+            )
         yield
     finally:
-        if lock is not None:
-            os.close(lock)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -415,34 +403,10 @@ def _named(recipe: dict[str, Any]) -> dict[str, Any]:
     return recipe | {"the packages": versions()}
 
 
-def _held(output: LocalStore, *, is_shared: bool = False) -> int | None:
-    """Lock a folder, and return the descriptor of the lock.
-
-    Parts of a run share the lock. The lock only avoids double work: two runs of one command write
-    the same bytes.
-    """
-    if not hasattr(os, "O_DIRECTORY"):  # Windows
-        return None
-    descriptor = os.open(output.folder, os.O_RDONLY)
-    if hold(descriptor, is_shared=is_shared):
-        return descriptor
-    os.close(descriptor)
-    raise ConfigError(
-        f"{output}: another run is writing here, or a part of a run. Wait for it or end it."
-    )
-
-
 def _create_job(output: Place, recipe: dict[str, Any]) -> bool:
     """Create job.json unless it exists. Return whether this call wrote it."""
     own = os.urandom(8).hex()  # a store compares contents: no two processes write the same
     return output.create(JOB_FILE, json.dumps({"recipe": recipe, "by": own}).encode())
-
-
-def _is_job(output: Place, recipe: dict[str, Any]) -> bool:
-    try:
-        return bool(_job_of(output)["recipe"] == recipe)
-    except ConfigError:
-        return False
 
 
 def _job_of(output: Place) -> dict[str, Any]:

@@ -6,58 +6,27 @@ and the manifest last, so an output is always new, unfinished or finished.
 """
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
-from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import REJECTS_FILE, TOKENIZER_FILE, Manifest
 from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
-from tokenfeed.tools.jobs.run_records import JobPart, RunRecords, planning_alone, remove_records
+from tokenfeed.tools.jobs.run_records import RunRecords, planning_alone, remove_records
 from tokenfeed.tools.pretokenizing.append import Onto
 from tokenfeed.tools.pretokenizing.commit import commit
 from tokenfeed.tools.pretokenizing.options import Options
-from tokenfeed.tools.pretokenizing.prepare import Listed, Prepared
-from tokenfeed.tools.pretokenizing.runner import EngineRefused, run_units
-from tokenfeed.tools.pretokenizing.summary import Summary
+from tokenfeed.tools.pretokenizing.prepare import Listed, prepared
+from tokenfeed.tools.pretokenizing.runner import EngineRefused, Run, run_units
+from tokenfeed.tools.pretokenizing.summary import Figures, PartSummary, Summary
 
-__all__ = ["Made", "PartSummary", "begin_writing", "make_dataset", "make_part", "make_rows"]
+__all__ = ["begin_writing", "make_dataset", "make_part", "make_rows"]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartSummary:
-    """The figures of a part of a run."""
-
-    out: str
-    part: str
-    """The value of `--part`."""
-    units: int
-    """Units of this part."""
-    resumed_units: int
-    """Units of this part that were finished before."""
-    already_finished: bool
-    """Whether the data set was already finished."""
-    seconds: float
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all fields as a JSON object."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        if self.already_finished:
-            return f"part {self.part} of {self.out}: the data set is already finished"
-        resumed = f", {self.resumed_units:,} of them before" if self.resumed_units else ""
-        return (
-            f"part {self.part} of {self.out}: {count_of(self.units, 'unit')} finished{resumed}, in "
-            f"{self.seconds:,.1f} s; `--finish` makes the data set when the parts have ended"
-        )
+logger = logging.getLogger(__name__)
 
 
 def make_part(options: Options) -> PartSummary:
@@ -71,21 +40,21 @@ def make_part(options: Options) -> PartSummary:
     """
     started = time.perf_counter()
     options.check()
-    output, part = options.output, JobPart.from_text(str(options.part))
+    output, part = options.output, options.job_part
     state = state_of(output)
-    listed = Listed.from_options(options, output, state)
+    listed = Listed.from_options(options, state)
     if state == "finished":
         _, num_units = recognise(output, listed.recipe)
         num_units = resumed_units = sum(map(part.has, range(num_units)))
     else:
         with contextlib.ExitStack() as stack:
             with planning_alone(output) if listed.plan is None else contextlib.nullcontext():
-                prepared = Prepared.from_listed(listed)
+                run = prepared(listed)
                 begun = RunRecords.begin(output, listed.recipe, UnitResult, part)
                 records = stack.enter_context(begun)
-                begin_writing(prepared, records)
-            num_units, resumed_units = len(prepared.run.units), len(records.results)
-            run_units(prepared.run, records)
+                begin_writing(run, records)
+            num_units, resumed_units = len(run.units), len(records.results)
+            run_units(run, records)
     return PartSummary(
         out=str(output),
         part=str(options.part),
@@ -96,17 +65,13 @@ def make_part(options: Options) -> PartSummary:
     )
 
 
-def begin_writing(prepared: Prepared, records: RunRecords[UnitResult]) -> None:
+def begin_writing(run: Run, records: RunRecords[UnitResult]) -> None:
     """Store the plan, and the tokenizer for workers, unless another process has stored them."""
-    if not prepared.is_kept:
-        records.keep_plan(prepared.plan)
-    output, json_bytes = prepared.run.settings.output, prepared.run.tokenizer.json_bytes
-    there = output.exists(TOKENIZER_FILE)
-    if not there or output.read(TOKENIZER_FILE) != json_bytes:
+    if not run.has_kept_plan:
+        records.keep_plan(run.plan)
+    output, json_bytes = run.settings.output, run.tokenizer.json_bytes
+    if not output.exists(TOKENIZER_FILE) or output.read(TOKENIZER_FILE) != json_bytes:
         output.write(TOKENIZER_FILE, json_bytes)
-
-
-logger = logging.getLogger(__name__)
 
 
 def make_dataset(options: Options, spooled: Sequence[Spooled] = ()) -> Summary:
@@ -122,31 +87,13 @@ def make_dataset(options: Options, spooled: Sequence[Spooled] = ()) -> Summary:
     """
     started = time.perf_counter()
     options.check()
-    made = make_rows(options, spooled)
-    wanted = None if options.tokenizer else options.vocab_size
-    return made.summary(str(options.output), started, vocabulary_wanted=wanted)
+    return Summary.of(options, *make_rows(options, spooled), started)
 
 
-class Made(NamedTuple):
-    """A finished data set, and the figures of the run."""
-
-    manifest: Manifest
-    figures: dict[str, Any]
-    """Arguments of `Summary.from_manifest`."""
-
-    def summary(self, out: str, started: float, *, vocabulary_wanted: int | None = None) -> Summary:
-        """Return the figures at the end of a run that was started at `time.perf_counter()`."""
-        return Summary.from_manifest(
-            self.manifest,
-            out=out,
-            vocabulary_wanted=vocabulary_wanted,
-            seconds=time.perf_counter() - started,
-            **self.figures,
-        )
-
-
-def make_rows(options: Options, spooled: Sequence[Spooled] = (), onto: Onto | None = None) -> Made:
-    """Make or finish a data set; see `make_dataset`.
+def make_rows(
+    options: Options, spooled: Sequence[Spooled] = (), onto: Onto | None = None
+) -> tuple[Manifest, Figures]:
+    """Make or finish a data set; see `make_dataset`. Return its manifest, and figures of the run.
 
     Args:
         options: The options of the command, checked.
@@ -162,32 +109,34 @@ def make_rows(options: Options, spooled: Sequence[Spooled] = (), onto: Onto | No
         raise ConfigError(
             f"`--finish`: {output} holds nothing to finish. Run `--part I/N` for every I first."
         )
-    listed = Listed.from_options(options, output, state, spooled, onto)
+    listed = Listed.from_options(options, state, spooled, onto)
+    skipped_binary = len(listed.inputs.corpus.binary)
+    skipped_known = onto.skipped if onto else 0
     if state == "finished":
         manifest, num_units = recognise(output, listed.recipe)
         _check_rejects(options, manifest)
         logger.info("already finished: the same command and input made this data set")
-        tokenizer, tokenizer_seconds = listed.finished_tokenizer(), 0.0
-        resumed_units, new_bytes = num_units, 0
-    else:
-        prepared = Prepared.from_listed(listed)
-        tokenizer, tokenizer_seconds = prepared.run.tokenizer, prepared.tokenizer_seconds
-        with RunRecords.begin(output, listed.recipe, UnitResult) as records:
-            resumed_units, resumed_bytes = len(records.results), _text_bytes(records)
-            manifest = _encode(prepared, records, listed.recipe)
-        num_units = len(prepared.run.inputs.units)
-        new_bytes = manifest.ledger.bytes - resumed_bytes
-    figures = {
-        "skipped_binary": len(listed.inputs.corpus.binary),
-        "skipped_known": onto.skipped if onto else 0,
-        "tokenizer": tokenizer,
-        "units": num_units,
-        "resumed_units": resumed_units,
-        "new_bytes": new_bytes,
-        "already_finished": state == "finished",
-        "tokenizer_seconds": tokenizer_seconds,
-    }
-    return Made(manifest, figures)
+        return manifest, Figures(
+            listed.finished_tokenizer(),
+            skipped_binary,
+            skipped_known,
+            units=num_units,
+            resumed_units=num_units,
+            already_finished=True,
+        )
+    run = prepared(listed)
+    with RunRecords.begin(output, listed.recipe, UnitResult) as records:
+        resumed_units, resumed_bytes = len(records.results), _text_bytes(records)
+        manifest = _encode(run, records, listed)
+    return manifest, Figures(
+        run.tokenizer,
+        skipped_binary,
+        skipped_known,
+        units=len(run.units),
+        resumed_units=resumed_units,
+        new_bytes=manifest.ledger.bytes - resumed_bytes,
+        tokenizer_seconds=run.tokenizer_seconds,
+    )
 
 
 def _check_rejects(options: Options, manifest: Manifest) -> None:
@@ -208,14 +157,11 @@ def _text_bytes(records: RunRecords[UnitResult]) -> int:
     return sum(counts.bytes for result in results for counts in result.sources)
 
 
-def _encode(
-    prepared: Prepared, records: RunRecords[UnitResult], recipe: dict[str, Any]
-) -> Manifest:
+def _encode(run: Run, records: RunRecords[UnitResult], listed: Listed) -> Manifest:
     """Encode the units and write the data set."""
-    run = prepared.run
     output, inputs = run.settings.output, run.inputs
     try:
-        begin_writing(prepared, records)
+        begin_writing(run, records)
         settings = run_units(run, records)
     except TokenizerError as error:  # another command may do better, here too
         if isinstance(error, EngineRefused) or not records.results:
@@ -226,7 +172,7 @@ def _encode(
         withdraw(output, records, inputs.splits)
         raise _no_document(inputs.corpus, results)
     files = ((source.name, source.bytes, source.state) for source in inputs.corpus.sources)
-    remember(output, recipe, len(inputs.units), files)
+    remember(output, listed.recipe, len(inputs.units), files)
     manifest = commit(settings, inputs.corpus.sources, run.tokenizer, run.audit, results)
     remove_records(output, job_first=True)
     return manifest

@@ -177,6 +177,11 @@ class Options:
         return usable_cores() if self.workers == "auto" else self.workers
 
     @property
+    def job_part(self) -> JobPart:
+        """The units of this process: a part of them, or all."""
+        return JobPart.from_text(self.part or "0/1")
+
+    @property
     def splits(self) -> tuple[tuple[str, str], ...]:
         """Splits, each with the pattern of its files."""
         parted = (given.partition("=") for given in self.split)
@@ -310,8 +315,7 @@ class Options:
         if not used:
             return
         check_installed(self.runner)
-        if self.part is not None:
-            JobPart.from_text(self.part)
+        _ = self.job_part  # raises if wrong
         if self.append and self.runner == "local":
             used.append("--append")
         if used[1:]:

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -35,14 +35,14 @@ from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs.claim import State
 from tokenfeed.tools.jobs.executors import prepare_early
-from tokenfeed.tools.jobs.run_records import JobPart, check_recipe, is_begun, kept_plan
+from tokenfeed.tools.jobs.run_records import check_recipe, is_begun, kept_plan
 from tokenfeed.tools.pretokenizing.append import Onto
 from tokenfeed.tools.pretokenizing.commit import described
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.runner import Run, is_small
 
-__all__ = ["Listed", "Prepared"]
+__all__ = ["Listed", "prepared"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +52,12 @@ class Listed:
     """A command and its input files, before any record is read."""
 
     options: Options
-    output: Place
     inputs: Inputs
     """The inputs without a plan."""
     tokenizer: TextTokenizer | None
     """The tokenizer that `--tokenizer` names; None to train one."""
     recipe: dict[str, Any]
     """Everything that the output depends on, in words that a user can compare."""
-
     plan: dict[str, Any] | None
     """The plan of the unfinished run in the output, by this or another command."""
     onto: Onto | None
@@ -69,7 +67,6 @@ class Listed:
     def from_options(
         cls,
         options: Options,
-        output: Place,
         state: State,
         spooled: Sequence[Spooled] = (),
         onto: Onto | None = None,
@@ -78,7 +75,6 @@ class Listed:
 
         Args:
             options: The options of the command.
-            output: Folder or store of the data set.
             state: The state of the output.
             spooled: Records of this process, instead of the files of the options.
             onto: The data set that the rows are for.
@@ -87,8 +83,10 @@ class Listed:
         if options.tokenizer:
             json_bytes = fetch_tokenizer_json(options.tokenizer)
             tokenizer = _load(options, json_bytes, public(options.tokenizer))
-            prepare_early(_preloading(options.tokenizer, tokenizer))
-        plan = kept_plan(output) if state == "unfinished" else None
+            special = tokenizer.splits_special
+            vocabulary = tokenizer.vocabulary_size
+            prepare_early(partial(preload, options.tokenizer, vocabulary, splits_special=special))
+        plan = kept_plan(options.output) if state == "unfinished" else None
         inputs = Inputs.listed(options, plan, spooled, onto)
         if isinstance(inputs.task, ChatEncoder):
             assert tokenizer, "`Options.check` asks for one"
@@ -96,7 +94,6 @@ class Listed:
             inputs = replace(inputs, task=task)
         return cls(
             options=options,
-            output=output,
             inputs=inputs,
             tokenizer=tokenizer,
             recipe=_recipe(options, inputs, tokenizer),
@@ -108,65 +105,35 @@ class Listed:
         """Return the tokenizer of the finished data set in the output."""
         if self.tokenizer:
             return self.tokenizer
-        info = Manifest.read(self.output).tokenizer
-        return _load(self.options, read_checked(self.output, info), self.output.path(info.file))
+        output = self.options.output
+        info = Manifest.read(output).tokenizer
+        return _load(self.options, read_checked(output, info), output.path(info.file))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
-    """A run that can begin. It is the same on every machine with the same input."""
+def prepared(listed: Listed) -> Run:
+    """Plan the run and train a tokenizer, or read the plan of the unfinished run in the output.
 
-    run: Run
-    plan: dict[str, Any]
-    """The facts that take a pass over the corpus."""
-    is_kept: bool
-    """Whether the plan was read from the output."""
-    tokenizer_seconds: float
-    """Seconds spent on training a tokenizer."""
-
-    @classmethod
-    def from_listed(cls, listed: Listed) -> Self:
-        """Plan the run and train a tokenizer, or read the plan of the unfinished run there.
-
-        Raises:
-            ConfigError: The unfinished run has another command or input.
-        """
-        options, output, inputs, kept = listed.options, listed.output, listed.inputs, None
-        if is_begun(output):
-            kept = listed.plan or kept_plan(output)
-            check_recipe(output, listed.recipe, inputs.changed_file(kept) if kept else "")
-        inputs = inputs.as_planned(kept) if kept else inputs.planned(options, listed.onto)
-        started = time.perf_counter()
-        tokenizer = listed.tokenizer
-        tokenizer = tokenizer or _trained_tokenizer(options, inputs, output, kept)
-        tokenizer_seconds = time.perf_counter() - started
-        _advise(options, tokenizer)
-        run = _plan_run(options, inputs, tokenizer, output)
-        if listed.onto:
-            listed.onto.check(described(run.settings, tokenizer))
-        return cls(
-            run=run,
-            plan=kept or inputs.plan | {"tokenizer": tokenizer.xxh3},
-            is_kept=kept is not None,
-            tokenizer_seconds=tokenizer_seconds,
-        )
-
-
-def _plan_run(
-    options: Options,
-    inputs: Inputs,
-    tokenizer: TextTokenizer,
-    output: Place,
-) -> Run:
-    """Return the run. The reference encodes small inputs, and any input if the options say so.
+    The reference encodes small inputs, and any input if the options say so.
 
     Raises:
+        ConfigError: The unfinished run has another command or input.
         TokenizerError: The tokenizer has no template for the task.
     """
-    falls_back = options.engine == "auto"
-    is_reference = options.engine == ReferenceEngine.name or options.task == "ids"
-    is_reference = is_reference or (falls_back and is_small(inputs.units))
-    sample_seed = 0 if options.tokenizer else options.seed  # another order is no other sample
+    options, inputs, kept = listed.options, listed.inputs, None
+    output = options.output
+    if is_begun(output):
+        kept = listed.plan or kept_plan(output)
+        check_recipe(output, listed.recipe, inputs.changed_file(kept) if kept else "")
+    inputs = inputs.as_planned(kept) if kept else inputs.planned(options, listed.onto)
+    started = time.perf_counter()
+    tokenizer = listed.tokenizer or _trained_tokenizer(options, inputs, output, kept)
+    tokenizer_seconds = time.perf_counter() - started
+    _advise(options, tokenizer)
+    is_reference = (
+        options.engine == ReferenceEngine.name
+        or options.task == "ids"
+        or (options.engine == "auto" and is_small(inputs.units))
+    )
     settings = EncodeSettings(
         output=output,
         task=inputs.task,
@@ -180,15 +147,18 @@ def _plan_run(
         audits=not is_reference,
         verifies=options.verify_ids and not is_reference,
     )
+    if listed.onto:
+        listed.onto.check(described(settings, tokenizer))
+    sample_seed = 0 if options.tokenizer else options.seed  # another order is no other sample
     return Run(
-        settings=settings,
+        options=options,
         inputs=inputs,
+        settings=settings,
         tokenizer=tokenizer,
-        workers=options.num_workers,
         audit=Audit(tokenizer, inputs.units, inputs.task.fields, sample_seed),
-        falls_back=falls_back,
-        runner=options.runner,
-        part=JobPart.from_text(options.part) if options.part else None,
+        plan=kept or inputs.plan | {"tokenizer": tokenizer.xxh3},
+        has_kept_plan=kept is not None,
+        tokenizer_seconds=tokenizer_seconds,
     )
 
 
@@ -283,12 +253,6 @@ def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
     return template
 
 
-def _preloading(name: str, tokenizer: TextTokenizer) -> Callable[[], None]:
-    """Return a function that loads the fast engine for the given tokenizer in another process."""
-    special = tokenizer.splits_special
-    return partial(preload, name, tokenizer.vocabulary_size, splits_special=special)
-
-
 def _advise(options: Options, tokenizer: TextTokenizer) -> None:
     """Log properties of the tokenizer that a user may not expect."""
     if tokenizer.dropout:
@@ -308,20 +272,13 @@ def _advise(options: Options, tokenizer: TextTokenizer) -> None:
         )
 
 
-def _chat_recipe(inputs: Inputs) -> list[Any] | None:
-    """Return the chat template and its variables, for the recipe."""
-    template = inputs.task.chat_template if isinstance(inputs.task, ChatEncoder) else None
-    if not template:
-        return None
-    return [xxhash.xxh3_64_hexdigest(template.source.encode()), template.variables]
-
-
 def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -> dict[str, Any]:
     """All that the output depends on, in words a user can compare."""
     sources = inputs.corpus.sources
     states = [(source.name, source.bytes, source.state, source.split) for source in sources]
     states_xxh3 = xxhash.xxh3_64_hexdigest(repr(states).encode())
     training = None if options.tokenizer else [options.vocab_size, options.seed]
+    chat = inputs.task.chat_template if isinstance(inputs.task, ChatEncoder) else None
     return {
         "CORPUS": list(map(public, options.corpus)),
         "--exclude": list(map(public, options.exclude)),
@@ -343,7 +300,9 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -
         "the tokenizer's checksum": tokenizer.xxh3 if tokenizer else None,
         "--engine": options.engine,
         "--verify-ids": options.verify_ids,
-        "the chat template": _chat_recipe(inputs),
+        "the chat template": (
+            [xxhash.xxh3_64_hexdigest(chat.source.encode()), chat.variables] if chat else None
+        ),
         "the engines": installed_engines(),
         "the number of input files": len(states),
         "the bytes of the input": sum(source.bytes for source in sources),

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
-from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers, Audit, Questions
 from tokenfeed.tools.encoding.engines import (
@@ -37,42 +37,42 @@ from tokenfeed.tools.jobs.crew import (
     cluster_crew,
     local_crew,
 )
-from tokenfeed.tools.jobs.executors import SMALL_BYTES, Runner
+from tokenfeed.tools.jobs.executors import SMALL_BYTES
 from tokenfeed.tools.jobs.progress_bar import Bar
-from tokenfeed.tools.jobs.run_records import JobPart, RunRecords
+from tokenfeed.tools.jobs.run_records import RunRecords
 from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.options import Options
 
 __all__ = ["EngineRefused", "Run", "is_small", "run_units"]
 
 logger = logging.getLogger(__name__)
 
 _Work = Unit | Questions
-_Result = Encoded | Answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """The units of a run, with the settings and the number of workers."""
+    """A run that can begin. It is the same on every machine with the same input."""
 
+    options: Options
+    inputs: Inputs
     settings: EncodeSettings
     """The settings with the engine that is tried first."""
-    inputs: Inputs
     tokenizer: TextTokenizer
-    workers: int
     audit: Audit
     """The comparison of the engines, if the settings have one."""
-    falls_back: bool
-    """Whether the reference replaces a rejected engine."""
-    runner: Runner = "local"
-    """The kind of workers: processes of this machine or of a cluster."""
-    part: JobPart | None = None
-    """The units of this part; None: all units."""
+    plan: dict[str, Any]
+    """The facts that take a pass over the corpus."""
+    has_kept_plan: bool
+    """Whether the plan was read from the output."""
+    tokenizer_seconds: float
+    """Seconds spent on training a tokenizer."""
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """The units to encode."""
-        units = self.inputs.units
-        return units if self.part is None else tuple(u for u in units if self.part.has(u.number))
+        """The units to encode: those of `--part`, or all."""
+        part = self.options.job_part
+        return tuple(unit for unit in self.inputs.units if part.has(unit.number))
 
 
 class EngineRefused(TokenizerError):
@@ -104,7 +104,7 @@ def run_units(run: Run, records: RunRecords[UnitResult]) -> EncodeSettings:
         audits = records.engine_rejected  # so that the run's figures depend on the input alone
         reference = replace(run.settings, engine=ReferenceEngine.name, audits=audits)
         settings = _encode_all(run, reference, records)
-        while run.runner != "local" and audits and records.drop_damaged():
+        while run.options.runner != "local" and audits and records.drop_damaged():
             settings = _encode_all(run, reference, records)  # some worker was late with the other
         return settings
 
@@ -137,9 +137,7 @@ def _saying_what_is_kept(num_units: int, records: RunRecords[UnitResult]) -> Ite
 def _reject_engine(run: Run, why: EngineRejected, records: RunRecords[UnitResult]) -> None:
     """Use the reference from now on. If the ids were wrong, record this for other processes."""
     is_wrong = not isinstance(why, EngineUnavailable)
-    if not run.falls_back and is_wrong:
-        raise EngineRefused(f"{why}. Leave out `--engine`.") from None
-    if not run.falls_back:
+    if run.options.engine != "auto":
         raise EngineRefused(f"`--engine {run.settings.engine}`: {why}. Leave it out.") from None
     if is_wrong:
         logger.warning("%s: `tokenizers` encodes everything, which takes longer", why)
@@ -164,7 +162,7 @@ def _encode_all(
         FastEngine.check(run.tokenizer)  # before it may write over what the reference has made
     _check(run, settings, records, *done.values())
     missing = [unit for unit in run.units if unit.number not in done]
-    has_audit = not settings.audits or run.part is not None
+    has_audit = not settings.audits or run.options.part is not None
     if not missing and (has_audit or run.audit.take_over(records.kept_audit())):
         return settings
     missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
@@ -191,7 +189,7 @@ def _encode_all(
 class _Alone:
     """A crew of this process only."""
 
-    def __init__(self, worker: Worker[_Work, _Result], units: list[_Work]) -> None:
+    def __init__(self, worker: Worker, units: list[_Work]) -> None:
         self._worker, self._units = worker, deque(units)
 
     def start(self, first: _Work | None = None) -> None:
@@ -199,14 +197,14 @@ class _Alone:
         if first is not None:
             self._units.appendleft(first)
 
-    def __iter__(self) -> Iterator[_Result]:
+    def __iter__(self) -> Iterator[Any]:
         yield from map(self._worker.do, self._units)
 
 
 @contextlib.contextmanager
 def _crew(
     run: Run, settings: EncodeSettings, units: list[_Work], bar: Bar
-) -> Iterator[Crew[_Work, _Result] | _Alone]:
+) -> Iterator[Crew | _Alone]:
     """Start the workers that encode `units`. All processes end with the block."""
     if is_small(run.inputs.units) or not units:
         is_reference = settings.engine == ReferenceEngine.name
@@ -215,14 +213,13 @@ def _crew(
         worker.on_progress = bar.advance
         yield _Alone(worker, units)
         return
-    if run.runner != "local":
+    if run.options.runner != "local":
         work = replace(settings, output=settings.output.absolute())
-        with cluster_crew(
-            run.runner, work, work.output, (TOKENIZER_FILE,), units, bar.advance
-        ) as crew:
+        with cluster_crew(run.options.runner, work, work.output, units, bar.advance) as crew:
             yield crew
         return
-    with local_crew(settings, units, min(run.workers, len(units)), bar.advance) as crew:
+    num_workers = min(run.options.num_workers, len(units))
+    with local_crew(settings, units, num_workers, bar.advance) as crew:
         yield crew
 
 

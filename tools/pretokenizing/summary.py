@@ -1,15 +1,60 @@
 """The figures at the end of `pretokenize`, for people and for scripts."""
 
 import dataclasses
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import REJECTS_FILE, Manifest
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.pretokenizing.options import Options
 
-__all__ = ["Summary"]
+__all__ = ["Figures", "PartSummary", "Summary"]
+
+
+class Figures(NamedTuple):
+    """The figures of a run that its data set does not have."""
+
+    tokenizer: TextTokenizer
+    skipped_binary: int = 0
+    skipped_known: int = 0
+    units: int = 0
+    resumed_units: int = 0
+    new_bytes: int = 0
+    """Bytes of text that this run encoded."""
+    already_finished: bool = False
+    tokenizer_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartSummary:
+    """The figures of a part of a run."""
+
+    out: str
+    part: str
+    """The value of `--part`."""
+    units: int
+    """Units of this part."""
+    resumed_units: int
+    """Units of this part that were finished before."""
+    already_finished: bool
+    """Whether the data set was already finished."""
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all fields as a JSON object."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        if self.already_finished:
+            return f"part {self.part} of {self.out}: the data set is already finished"
+        resumed = f", {self.resumed_units:,} of them before" if self.resumed_units else ""
+        return (
+            f"part {self.part} of {self.out}: {count_of(self.units, 'unit')} finished{resumed}, in "
+            f"{self.seconds:,.1f} s; `--finish` makes the data set when the parts have ended"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,31 +111,20 @@ class Summary:
     """Text that this run encoded, in 10^6 bytes, per second outside `tokenizer_seconds`."""
 
     @classmethod
-    def from_manifest(
-        cls,
-        manifest: Manifest,
-        *,
-        out: str,
-        skipped_binary: int,
-        skipped_known: int,
-        tokenizer: TextTokenizer,
-        vocabulary_wanted: int | None,
-        units: int,
-        resumed_units: int,
-        new_bytes: int,
-        already_finished: bool,
-        seconds: float,
-        tokenizer_seconds: float,
+    def of(
+        cls, options: Options, manifest: Manifest, figures: Figures, started: float
     ) -> "Summary":
-        """Add up the figures of a data set."""
+        """Add up the figures of a run that was started at `time.perf_counter()`."""
         ledger, splits, info = manifest.ledger, manifest.splits, manifest.tokenizer
         tokens = sum(split.tokens for split in splits.values())
         shard_bytes = sum(shard.bytes for split in splits.values() for shard in split.shards)
+        histograms = (split.length_histogram for split in splits.values())
+        seconds, tokenizer_seconds = time.perf_counter() - started, figures.tokenizer_seconds
         return cls(
-            out=out,
+            out=str(options.output),
             files=ledger.files,
-            skipped_binary=skipped_binary,
-            skipped_known=skipped_known,
+            skipped_binary=figures.skipped_binary,
+            skipped_known=figures.skipped_known,
             documents=ledger.written,
             splits={name: split.rows for name, split in splits.items()},
             empty=ledger.empty,
@@ -100,9 +134,9 @@ class Summary:
             shard_bytes=shard_bytes,
             text_bytes_per_token=round(ledger.bytes / tokens, 3),
             shard_bytes_per_token=round(shard_bytes / tokens, 3),
-            vocabulary_size=tokenizer.vocabulary_size,
-            vocabulary_wanted=vocabulary_wanted,
-            end_token=tokenizer.end_token,
+            vocabulary_size=figures.tokenizer.vocabulary_size,
+            vocabulary_wanted=(None if options.tokenizer or options.append else options.vocab_size),
+            end_token=figures.tokenizer.end_token,
             task=manifest.task,
             labels=list(manifest.label_names),
             engine=f"{info.engine} {info.engine_version}",
@@ -110,16 +144,13 @@ class Summary:
             differences=info.differences,
             routed=info.routed or 0,
             verified=bool(info.verified),
-            length_histogram=[
-                sum(counts)
-                for counts in zip(*(s.length_histogram for s in splits.values()), strict=True)
-            ],
-            already_finished=already_finished,
-            units=units,
-            resumed_units=resumed_units,
+            length_histogram=[sum(counts) for counts in zip(*histograms, strict=True)],
+            already_finished=figures.already_finished,
+            units=figures.units,
+            resumed_units=figures.resumed_units,
             seconds=round(seconds, 2),
             tokenizer_seconds=round(tokenizer_seconds, 2),
-            mb_per_s=round(new_bytes / 1e6 / (seconds - tokenizer_seconds), 2),
+            mb_per_s=round(figures.new_bytes / 1e6 / (seconds - tokenizer_seconds), 2),
         )
 
     def as_json(self) -> dict[str, Any]:
