@@ -65,16 +65,8 @@ GROUPS = {
     ),
     "device": ("device", "precision", "compile", "recompute", "shard_model"),
     "evaluation and checkpoint": (
-        *(
-            "eval_every",
-            "eval_tokens",
-            "patience",
-            "samples",
-            "save_every",
-            "keep",
-            "log_every",
-            "track",
-        ),
+        *("eval_every", "eval_tokens", "patience", "samples", "save_every", "keep"),
+        *("log_every", "track"),
     ),
     "output": ("run_dir", "resume", "export", "upload", "json"),
     "configuration and planning": (

@@ -30,7 +30,7 @@ REPEATS = 5
 MAP_MEGABYTES = 30
 """Beyond this `datasets.map` takes long, and its rate is known."""
 
-IMPORTS = "import numpy, pyarrow.compute, pyarrow.parquet, tokenizers, tyro"
+IMPORTS = "import numpy, pyarrow.compute, pyarrow.parquet, tokenizers"
 DATASETS_MAP = """
 import sys
 path, tokenizer, cache, out = sys.argv[1:5]

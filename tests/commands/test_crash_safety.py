@@ -170,7 +170,7 @@ def test_a_file_that_vanishes_is_named_and_the_run_goes_on_when_it_is_back(
     options = ("--tokenizer", tokenizer, "--shard-size", "50KB", "--workers", "1")
     append = RunRecords.append
 
-    def take_away(records: RunRecords[Any], result: Any) -> None:
+    def take_away(records: RunRecords, result: Any) -> None:
         append(records, result)
         if (corpus / "z.txt").exists():
             (corpus / "z.txt").rename(tmp_path / "away.txt")

@@ -8,7 +8,7 @@ from support import warm
 POORER = """
 import datasets, errno, mmap, msgspec, numpy, os, psutil, pyarrow.ipc, safetensors.torch, shutil
 import signal
-import socket, subprocess, sys, tempfile, threading, tokenizers, torch, tyro, yaml
+import socket, subprocess, sys, tempfile, threading, tokenizers, torch, yaml
 import torch.optim, torch._dynamo, torch.distributed.checkpoint, pkgutil, importlib
 
 for name in ("memfd_create", "sched_getaffinity", "sched_setaffinity", "register_at_fork", "fork",

@@ -23,7 +23,6 @@ from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.encoding.engines import EngineUnavailable, FastEngine
-from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tasks import LmEncoder
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import EncodeSettings
@@ -146,7 +145,7 @@ def test_an_error_in_a_worker_arrives_as_itself(
     write_ballast(corpus)
     options = Options(paths=(str(corpus), str(tmp_path / "out")), tokenizer=str(tokenizer))
 
-    def run_units(run: Run, records: RunRecords[UnitResult]) -> EncodeSettings:
+    def run_units(run: Run, records: RunRecords) -> EncodeSettings:
         (tmp_path / "out/train").write_text("no folder")
         return really(run, records)
 

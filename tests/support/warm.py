@@ -33,7 +33,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-        *("numpy", "pyarrow.ipc", "msgspec", "safetensors.torch", "tokenizers", "tyro", "yaml"),
+        *("numpy", "pyarrow.ipc", "msgspec", "safetensors.torch", "tokenizers", "yaml"),
         *("transformers.trainer", "transformers.models.llama.modeling_llama"),
     ]
 )

@@ -177,7 +177,7 @@ def changed_file(output: Place, manifest: Manifest) -> str | None:
     return next((info.file for info, size in pairs if size != info.bytes), None)
 
 
-def withdraw(output: Place, records: RunRecords[Any], splits: Iterable[str]) -> None:
+def withdraw(output: Place, records: RunRecords, splits: Iterable[str]) -> None:
     """Delete all files of a run that failed, and the folders that are empty then."""
     for split in splits:
         output.delete(*(f"{split}/{name}" for name in output.names(split) if ".arrow" in name))

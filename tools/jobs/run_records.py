@@ -20,25 +20,26 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.manifest import JOB_FILE, MANIFEST_FILE, PARTS_FOLDER, FileInfo
+from tokenfeed.pipeline.format.manifest import JOB_FILE, MANIFEST_FILE, PARTS_FOLDER
 from tokenfeed.pipeline.format.storage import hold, waited_for
 from tokenfeed.pipeline.format.store import LocalStore, Place
 from tokenfeed.pipeline.remote.retrying import results_of
 
+if TYPE_CHECKING:
+    from tokenfeed.tools.encoding.record_blocks import UnitResult
+
 __all__ = [
     "JobPart",
-    "Result",
-    "ResultT",
     "RunRecords",
     "alone_in_folder",
     "check_recipe",
@@ -81,23 +82,6 @@ _LOCK_FILE = f"{PARTS_FOLDER}/lock"
 _DISTRUSTED_FILE = f"{PARTS_FOLDER}/distrusted.json"
 
 
-class Result(Protocol):
-    """The record of a finished unit: a dataclass."""
-
-    @property
-    def unit(self) -> int:
-        """The number of the unit."""
-        ...
-
-    @property
-    def files(self) -> Iterable[FileInfo]:
-        """The files of the unit. The record counts while they are unchanged."""
-        ...
-
-
-ResultT = TypeVar("ResultT", bound=Result)
-
-
 @dataclass(frozen=True, slots=True)
 class JobPart:
     """One of several processes that share the units of a run."""
@@ -127,17 +111,16 @@ class JobPart:
         return number % self.count == self.index
 
 
-class RunRecords(Generic[ResultT]):
+class RunRecords:
     """The records of a run."""
 
-    def __init__(self, output: Place, kind: type[ResultT]) -> None:
+    def __init__(self, output: Place) -> None:
         """Use `begin`."""
-        self.results: dict[int, ResultT] = {}
+        self.results: dict[int, UnitResult] = {}
         """Finished units by number. A part has only its own units."""
         self.made_folders: list[Path] = []
         """Folders above the output that this process made, the innermost first."""
         self._output = output
-        self._kind = kind
 
     @classmethod
     @contextlib.contextmanager
@@ -145,7 +128,6 @@ class RunRecords(Generic[ResultT]):
         cls,
         output: Place,
         recipe: dict[str, Any],
-        kind: type[ResultT],
         part: JobPart | None = None,
     ) -> Iterator[Self]:
         """Begin a run in an output, or continue its unfinished run. A folder is locked until the
@@ -154,14 +136,13 @@ class RunRecords(Generic[ResultT]):
         Args:
             output: Folder or store of the data set. A missing folder is made.
             recipe: Everything that the output depends on, by the names that users know.
-            kind: The dataclass of a finished unit.
             part: The units of this process; None: all units.
 
         Raises:
             ConfigError: The unfinished run has another recipe, or another process has locked the
                 folder or has just finished the data set.
         """
-        records = cls(output, kind)
+        records = cls(output)
         records.made_folders = output.prepare()
         with alone_in_folder(output, is_shared=part is not None):
             is_new = _create_job(output, _named(recipe))
@@ -192,11 +173,11 @@ class RunRecords(Generic[ResultT]):
         """
         _job_of(self._output)
 
-    def append(self, result: ResultT) -> None:
+    def append(self, result: "UnitResult") -> None:
         """Record a finished unit."""
         written_at = {info.file: self._output.written_at(info.file) for info in result.files}
         content = {
-            "result": dataclasses.asdict(result),  # type: ignore[call-overload]
+            "result": dataclasses.asdict(result),
             "written_at": written_at,
         }
         self._write(f"{PARTS_FOLDER}/{result.unit:05d}.json", content)
@@ -249,18 +230,20 @@ class RunRecords(Generic[ResultT]):
         self.results = {result.unit: result for result, _ in records}
         self._keep_whole({file: time for _, times in records for file, time in times.items()})
 
-    def _record(self, name: str) -> tuple[ResultT, dict[str, int | None]] | None:
+    def _record(self, name: str) -> "tuple[UnitResult, dict[str, int | None]] | None":
         """Read a record; None if it is damaged. Its unit is then done again."""
+        from tokenfeed.tools.encoding.record_blocks import UnitResult  # which `shards` does without
+
         with contextlib.suppress(*_DAMAGED, FileNotFoundError):
             content = json.loads(self._output.read(f"{PARTS_FOLDER}/{name}"))
-            result = msgspec.convert(content["result"], self._kind)
+            result = msgspec.convert(content["result"], UnitResult)
             return result, msgspec.convert(content["written_at"], dict[str, int | None])
         return None
 
     def _keep_whole(self, written_at: dict[str, int | None]) -> bool:
         """Drop the records of units with missing or changed files. Return whether there are any."""
 
-        def is_whole(result: ResultT) -> bool:
+        def is_whole(result: "UnitResult") -> bool:
             return all(self._output.has(info, written_at.get(info.file)) for info in result.files)
 
         found = list(self.results.values())

@@ -6,7 +6,8 @@ moment does not matter: the same command finishes with the same bytes.
 
 import fnmatch
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,19 +63,14 @@ def commit(
     """
     ledgers = _source_ledgers(sources, results)
     output = settings.output
-    if template := _chat_template_bytes(settings):
+    if template := _chat_template(settings):
         output.write(CHAT_TEMPLATE_FILE, template)
-    manifest = Manifest(
-        format_version=FORMAT_VERSION,
-        task=settings.task.name,
-        columns=settings.task.columns,
-        label_names=settings.task.label_names,
-        tokenizer=_tokenizer_info(settings, tokenizer, audit, results),
+    manifest = replace(
+        described(settings, tokenizer, audit, results),
         splits=_splits(results),
         ledger=RecordCounts.of(ledgers),
         sources=_write_lines(output, SOURCES_FILE, ledgers),
         rejects=_join_rejects(output, results),
-        chat_template=_chat_template(settings),
         counts=_counts(results),
     )
     _clear_away(settings, results)
@@ -87,36 +83,36 @@ def commit(
     return manifest
 
 
-def described(settings: EncodeSettings, tokenizer: TextTokenizer) -> Manifest:
+def described(
+    settings: EncodeSettings,
+    tokenizer: TextTokenizer,
+    audit: Audit | None = None,
+    results: Sequence[UnitResult] = (),
+) -> Manifest:
     """Return the manifest of a run without rows, to compare it with the manifest of other rows."""
-    empty = FileInfo(file=SOURCES_FILE, bytes=0, xxh3="")
+    template = _chat_template(settings)
     return Manifest(
         format_version=FORMAT_VERSION,
         task=settings.task.name,
         columns=settings.task.columns,
         label_names=settings.task.label_names,
-        tokenizer=_tokenizer_info(settings, tokenizer, None, []),
+        tokenizer=_tokenizer_info(settings, tokenizer, audit, results),
         splits={},
         ledger=RecordCounts.of([]),
-        sources=empty,
-        rejects=empty,
-        chat_template=_chat_template(settings),
+        sources=_file_info(SOURCES_FILE, b""),
+        rejects=_file_info(REJECTS_FILE, b""),
+        chat_template=_file_info(CHAT_TEMPLATE_FILE, template) if template else None,
     )
 
 
-def _chat_template(settings: EncodeSettings) -> FileInfo | None:
-    """Return the entry of the template of conversations, if there are any."""
-    content = _chat_template_bytes(settings)
-    if not content:
-        return None
-    xxh3 = xxhash.xxh3_64_hexdigest(content)
-    return FileInfo(file=CHAT_TEMPLATE_FILE, bytes=len(content), xxh3=xxh3)
-
-
-def _chat_template_bytes(settings: EncodeSettings) -> bytes:
+def _chat_template(settings: EncodeSettings) -> bytes:
     if not isinstance(settings.task, ChatEncoder) or not settings.task.chat_template:
         return b""
     return settings.task.chat_template.with_variables.encode()
+
+
+def _file_info(name: str, content: bytes) -> FileInfo:
+    return FileInfo(file=name, bytes=len(content), xxh3=xxhash.xxh3_64_hexdigest(content))
 
 
 def _counts(results: list[UnitResult]) -> dict[str, int] | None:
@@ -160,26 +156,22 @@ def _source_ledgers(
 
 def _splits(results: list[UnitResult]) -> dict[str, SplitInfo]:
     """Return the splits with rows, and always `train`."""
-    names = sorted({TRAIN}.union(*(result.shards for result in results)))
-    return {name: _split(name, results) for name in names}
-
-
-def _split(name: str, results: list[UnitResult]) -> SplitInfo:
-    having = [result for result in results if name in result.shards]
-    histogram = length_histogram(np.empty(0))
-    for result in having:
-        histogram += result.histograms[name]
-    return SplitInfo(
-        shards=tuple(result.shards[name] for result in having),
-        length_histogram=tuple(histogram.tolist()),
-    )
+    found: dict[str, SplitInfo] = {}
+    for name in sorted({TRAIN}.union(*(result.shards for result in results))):
+        having = [result for result in results if name in result.shards]
+        histogram = length_histogram(np.empty(0))
+        for result in having:
+            histogram += result.histograms[name]
+        shards = tuple(result.shards[name] for result in having)
+        found[name] = SplitInfo(shards=shards, length_histogram=tuple(histogram.tolist()))
+    return found
 
 
 def _tokenizer_info(
     settings: EncodeSettings,
     tokenizer: TextTokenizer,
     audit: Audit | None,
-    results: list[UnitResult],
+    results: Sequence[UnitResult],
 ) -> TokenizerInfo:
     is_fast, task = settings.engine != ReferenceEngine.name, settings.task
     splits_special = settings.splits_special  # for a chat template, whatever the user asked for
@@ -220,4 +212,4 @@ def _join_rejects(output: Place, results: list[UnitResult]) -> FileInfo:
 def _write_lines(output: Place, name: str, rows: Iterable[dict[str, Any]]) -> FileInfo:
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     output.write(name, content)
-    return FileInfo(file=name, bytes=len(content), xxh3=xxhash.xxh3_64_hexdigest(content))
+    return _file_info(name, content)

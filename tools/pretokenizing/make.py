@@ -50,7 +50,7 @@ def make_part(options: Options) -> PartSummary:
         with contextlib.ExitStack() as stack:
             with planning_alone(output) if listed.plan is None else contextlib.nullcontext():
                 run = prepared(listed)
-                begun = RunRecords.begin(output, listed.recipe, UnitResult, part)
+                begun = RunRecords.begin(output, listed.recipe, part)
                 records = stack.enter_context(begun)
                 begin_writing(run, records)
             num_units, resumed_units = len(run.units), len(records.results)
@@ -65,7 +65,7 @@ def make_part(options: Options) -> PartSummary:
     )
 
 
-def begin_writing(run: Run, records: RunRecords[UnitResult]) -> None:
+def begin_writing(run: Run, records: RunRecords) -> None:
     """Store the plan, and the tokenizer for workers, unless another process has stored them."""
     if not run.has_kept_plan:
         records.keep_plan(run.plan)
@@ -125,7 +125,7 @@ def make_rows(
             already_finished=True,
         )
     run = prepared(listed)
-    with RunRecords.begin(output, listed.recipe, UnitResult) as records:
+    with RunRecords.begin(output, listed.recipe) as records:
         resumed_units, resumed_bytes = len(records.results), _text_bytes(records)
         manifest = _encode(run, records, listed)
     return manifest, Figures(
@@ -151,13 +151,13 @@ def _check_rejects(options: Options, manifest: Manifest) -> None:
         )
 
 
-def _text_bytes(records: RunRecords[UnitResult]) -> int:
+def _text_bytes(records: RunRecords) -> int:
     """Return the bytes of text in finished units."""
     results = records.results.values()
     return sum(counts.bytes for result in results for counts in result.sources)
 
 
-def _encode(run: Run, records: RunRecords[UnitResult], listed: Listed) -> Manifest:
+def _encode(run: Run, records: RunRecords, listed: Listed) -> Manifest:
     """Encode the units and write the data set."""
     output, inputs = run.settings.output, run.inputs
     try:

@@ -51,6 +51,11 @@ _KEPT_TYPES = ("float32", "int8", "int16", "int32")
 """Types of kept columns, the default first."""
 _TRAINING = ("vocab_size", "seed")
 """Options of the trained tokenizer."""
+_NEEDED = {
+    "chat": "the one of the model that you train, with the special tokens of its chat template",
+    "ids": "the one that made the ids",
+}
+"""The tokenizers of tasks that train none."""
 
 _VocabSize = Annotated[
     int,
@@ -237,8 +242,7 @@ class Options:
         self._check_fields()
         check_types(self)
         self._check_together()
-        for given in self.split:
-            name, _, glob = given.partition("=")
+        for given, (name, glob) in zip(self.split, self.splits, strict=True):
             if len(os.fsencode(name)) > _LONGEST_SPLIT:
                 raise ConfigError(
                     f"`--split` {name[:40]}...: the name has {len(os.fsencode(name))} bytes, at "
@@ -289,7 +293,8 @@ class Options:
 
     def _check_together(self) -> None:
         """Reject options that contradict each other, or have no effect on this command."""
-        given = {field.name for field in dataclasses.fields(self) if self._is_given(field)}
+        fields = dataclasses.fields(self)
+        given = {field.name for field in fields if getattr(self, field.name) != field.default}
         for name in _TRAINING:
             if name in given and self.tokenizer and not (name == "seed" and self.fim_rate):
                 raise ConfigError(
@@ -341,18 +346,8 @@ class Options:
             raise ConfigError(
                 f"`{flag_of(name)}` has no effect with `--task {self.task}`. Leave it out."
             )
-        if self.append:
-            return
-        if self.task == "chat" and not self.tokenizer:
-            raise ConfigError(
-                "`--task chat` needs `--tokenizer`: the tokenizer of the model that you train, "
-                "with the special tokens of its chat template."
-            )
-        if self.task == "ids" and not self.tokenizer:
-            raise ConfigError("`--task ids` needs `--tokenizer`: the tokenizer that made the ids.")
-
-    def _is_given(self, field: "dataclasses.Field[Any]") -> bool:
-        return bool(getattr(self, field.name) != field.default)
+        if self.task in _NEEDED and not (self.tokenizer or self.append):
+            raise ConfigError(f"`--task {self.task}` needs `--tokenizer`: {_NEEDED[self.task]}.")
 
     def _check_tokenizer(self) -> None:
         """Reject a tokenizer that is not a regular file: reading a pipe might never end."""

@@ -84,7 +84,7 @@ def is_small(units: Iterable[Unit]) -> bool:
     return sum(unit.weight_bytes for unit in units) <= SMALL_BYTES
 
 
-def run_units(run: Run, records: RunRecords[UnitResult]) -> EncodeSettings:
+def run_units(run: Run, records: RunRecords) -> EncodeSettings:
     """Encode every unit without a record, and record each finished unit.
 
     Returns:
@@ -110,7 +110,7 @@ def run_units(run: Run, records: RunRecords[UnitResult]) -> EncodeSettings:
 
 
 @contextlib.contextmanager
-def _saying_what_is_kept(num_units: int, records: RunRecords[UnitResult]) -> Iterator[None]:
+def _saying_what_is_kept(num_units: int, records: RunRecords) -> Iterator[None]:
     """Add the number of recorded units to an interruption and to the death of a worker.
 
     Raises:
@@ -134,7 +134,7 @@ def _saying_what_is_kept(num_units: int, records: RunRecords[UnitResult]) -> Ite
         raise
 
 
-def _reject_engine(run: Run, why: EngineRejected, records: RunRecords[UnitResult]) -> None:
+def _reject_engine(run: Run, why: EngineRejected, records: RunRecords) -> None:
     """Use the reference from now on. If the ids were wrong, record this for other processes."""
     is_wrong = not isinstance(why, EngineUnavailable)
     if run.options.engine != "auto":
@@ -148,9 +148,7 @@ def _reject_engine(run: Run, why: EngineRejected, records: RunRecords[UnitResult
         logger.info("the slow engine will do the work: %s", why)
 
 
-def _encode_all(
-    run: Run, settings: EncodeSettings, records: RunRecords[UnitResult]
-) -> EncodeSettings:
+def _encode_all(run: Run, settings: EncodeSettings, records: RunRecords) -> EncodeSettings:
     """Encode the missing units.
 
     Raises:
@@ -234,9 +232,7 @@ def _audited(run: Run, done: Encoded) -> UnitResult:
     )
 
 
-def _check(
-    run: Run, settings: EncodeSettings, records: RunRecords[UnitResult], *results: UnitResult
-) -> None:
+def _check(run: Run, settings: EncodeSettings, records: RunRecords, *results: UnitResult) -> None:
     """Check the ids of finished units, and the number of rejects so far."""
     if settings.engine != ReferenceEngine.name:
         if records.engine_rejected:

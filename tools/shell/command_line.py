@@ -1,33 +1,34 @@
-"""Read a command line with tyro: the options that the user wrote, and nothing else.
+"""Read a command line: the options that the user wrote, and nothing else.
 
-The options of a command are the fields of a dataclass, whose docstrings are the help. tyro splits
-the command line into options and prints the help. `setting_of` converts the words of each option,
-as it converts the settings in a file. Every error is one line.
+The options of a command are the fields of a dataclass, whose docstrings are the help. argparse
+splits the command line into options and prints the help. `setting_of` converts the words of each
+option, as it converts the settings in a file. Every error is one line.
 """
 
+import argparse
 import ast
-import contextlib
 import dataclasses
 import inspect
-import io
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING
 from itertools import pairwise
 from pathlib import Path
 from typing import (
     Annotated,
     Any,
     Literal,
+    NoReturn,
     Protocol,
-    TypedDict,
     TypeVar,
     get_args,
     get_origin,
     get_type_hints,
 )
 
-import tyro
 from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -43,8 +44,6 @@ __all__ = [
     "text",
 ]
 
-_typed_dict: Any = TypedDict
-"""Type checkers reject a TypedDict whose fields are known only at run time."""
 OptionsT = TypeVar("OptionsT")
 WholeNumber = Annotated[int, Meta(title="N", description="a whole number")]
 
@@ -127,112 +126,78 @@ def read_command_line(
         ConfigError: An option is unknown, a word is missing or unexpected, or an option does not
             take its value.
     """
-    words = sys.argv[1:] if words is None else words
+    words = list(sys.argv[1:] if words is None else words)
     kinds = get_type_hints(options, include_extras=True)
-    required, optional = _fields(options)
-    groups = groups or {"": optional}
-    grouped = {name for names in groups.values() for name in names}
-    positional = [name for name in required if name not in grouped]
+    fields = dataclasses.fields(options)
+    groups = groups or {"": [field.name for field in fields if field.default is not MISSING]}
+    optional = {name: flag_of(name) for names in groups.values() for name in names}
+    positional = {
+        field.name: kinds[field.name]
+        for field in fields
+        if field.default is MISSING and field.name not in optional
+    }
+    placeholders = " ".join(map(_placeholder, positional.values()))
     help_of = _helps(options, more_help or {})
-    boxes: dict[str, Any] = {}
-    absent: dict[str, Any] = {}
-    """What tyro returns for options that are not on the command line, unless it leaves them out."""
-    for name in positional:
-        shown = tyro.conf.arg(
-            metavar=_placeholder(kinds[name]), help=help_of[name], help_behavior_hint=""
-        )
-        boxes[name] = tyro.conf.Positional[Annotated[tuple[str, ...], shown]]
-    for title, names in groups.items():
-        fields = {name: _option(kinds[name], help_of[name], name in reversible) for name in names}
-        left_out: dict[str, Any] = {name: False for name in names if kinds[name] is bool}
-        left_out |= {name: () for name in names if get_origin(kinds[name]) is tuple}
-        for name in reversible:
-            left_out.pop(name, None)
-        if title:
-            box = _typed_dict(title, fields, total=False)
-            boxes[title] = Annotated[box, tyro.conf.arg(name=title)]
-            absent[title] = left_out
-        else:
-            boxes |= fields
-            absent |= left_out
-    box = _typed_dict(prog, boxes, total=False)
-    found, others = _parsed(
-        box, prog, description or str(inspect.getdoc(options)), absent, [*words]
+    paragraphs = (description or str(inspect.getdoc(options))).split("\n\n")
+    width = shutil.get_terminal_size().columns - 2
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [-h] [OPTIONS] {placeholders}".strip(),
+        description="\n\n".join(textwrap.fill(text, width) for text in paragraphs),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
-    known = {flag_of(name): kinds[name] for names in groups.values() for name in names}
-    _check_words(words, others, known, prog, other_names or {}, takes_words=bool(positional))
-    alone = [*(word for name in positional for word in found.get(name, ())), *others]
-    given = _positional(alone, {name: kinds[name] for name in positional}, prog)
+    if {"-h", "--help"} & {*words}:  # else `words` may stand anywhere between the options
+        for name, kind in positional.items():
+            parser.add_argument(name, metavar=_placeholder(kind), help=help_of[name])
     for title, names in groups.items():
-        in_group, left_out = (found[title], absent[title]) if title else (found, absent)
+        group = parser.add_argument_group(f"{title} options") if title else parser
         for name in names:
-            if name in in_group and (name not in left_out or in_group[name] != left_out[name]):
-                given[name] = _value(kinds[name], in_group[name], f"`{flag_of(name)}`")
+            how = _reading(kinds[name], is_reversible=name in reversible)
+            group.add_argument(optional[name], dest=name, help=help_of[name], **how)
+    found, others = parser.parse_known_args([_with_hyphens(word) for word in words])
+    _check_others(others, optional.values(), prog, other_names or {}, takes_words=bool(positional))
+    given = _positional(others, positional, prog)
+    for name, value in vars(found).items():
+        given[name] = _value(kinds[name], value, f"`{optional[name]}`")
     return given
 
 
-def _fields(options: type[Any]) -> tuple[list[str], list[str]]:
-    """Return the names of the fields without a default, and of those with one."""
-    required: list[str] = []
-    optional: list[str] = []
-    for field in dataclasses.fields(options):
-        (required if field.default is dataclasses.MISSING else optional).append(field.name)
-    return required, optional
+class _Parser(argparse.ArgumentParser):
+    """A parser of options that take any text, so its only errors are missing and extra values."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error as a ConfigError."""
+        flag = re.split("[/:]", message.removeprefix("argument "))[0]
+        problem = "takes no value" if "ignored explicit" in message else "expected a value"
+        raise ConfigError(f"`{flag}`: {problem}. See {self.prog} --help.")
 
 
-def _parsed(
-    box: Any, prog: str, description: str, absent: dict[str, Any], words: list[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Parse words with tyro. Return the options, and the words that it does not know.
-
-    Raises:
-        ConfigError: An option without its value: all other errors of tyro are excluded, since every
-            option takes text.
-    """
-    shown = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(shown):
-            return tyro.cli(
-                box,
-                prog=prog,
-                description=description,
-                args=words,
-                default=absent,
-                return_unknown_args=True,
-                config=[tyro.conf.HelptextFromCommentsOff],  # else it looks for comments in sources
-            )
-    except SystemExit as ended:
-        if not ended.code:  # after --help
-            raise
-        said = " ".join(re.sub("[│╭╮╰╯─]", " ", shown.getvalue()).split())
-        missing = re.search(r"Missing value for argument '(--[\w-]+)", said)
-        what = f"`{missing[1]}`: expected a value." if missing else said
-        raise ConfigError(f"{what} See {prog} --help.") from None
+def _with_hyphens(word: str) -> str:
+    """Return a word with the usual spelling of an option: `--shard_size=1MB`."""
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
 
 
-def _check_words(
-    words: Sequence[str],
+def _check_others(
     others: Sequence[str],
-    known: Mapping[str, Any],
+    flags: Collection[str],
     prog: str,
     other_names: Mapping[str, str],
     *,
     takes_words: bool,
 ) -> None:
-    """Reject unknown options, values of switches, and words if the command takes none."""
-    for word in words:
-        flag, equals, _ = word.partition("=")
-        if equals and known.get(flag.replace("_", "-")) is bool:
-            raise ConfigError(f"`{word}`: {flag} takes no value. See {prog} --help.")
+    """Reject unknown options, and words if the command takes none."""
     for word in others:
         flag = word.split("=")[0]
         if word.startswith("-") and word != "-":
             other = other_names.get(flag)
-            meant = f" Did you mean {other}?" if other else nearest(flag, known)
+            meant = f" Did you mean {other}?" if other else nearest(flag, flags)
             raise ConfigError(f"Unknown option `{flag}`.{meant} See {prog} --help.")
         if not takes_words:
             other = other_names.get("")
-            meant = f" Did you mean {other} {word}?" if other and other not in words else ""
+            meant = f" Did you mean {other} {word}?" if other else ""
             raise ConfigError(f"`{word}`: unexpected word.{meant} See {prog} --help.")
 
 
@@ -260,27 +225,27 @@ def _positional(words: list[str], kinds: Mapping[str, Any], prog: str) -> dict[s
     return {name: setting_of(kind, word, _placeholder(kind)) for (name, kind), word in given}
 
 
-def _option(kind: Any, doc: str, is_reversible: bool) -> Any:
-    """Return the type by which tyro reads an option: a switch, one word, or several words."""
-    metavar = None if kind is bool else _placeholder(kind)
-    shown = tyro.conf.arg(help=doc, metavar=metavar, prefix_name=False, help_behavior_hint="")
+def _reading(kind: Any, *, is_reversible: bool) -> dict[str, Any]:
+    """Return how the parser reads an option: as a switch, one word, or several words."""
     if kind is bool:
-        switch = Annotated[bool, shown]
-        return switch if is_reversible else tyro.conf.FlagCreatePairsOff[switch]
+        return {"action": argparse.BooleanOptionalAction if is_reversible else "store_true"}
+    how: dict[str, Any] = {"metavar": _placeholder(kind).split()[0]}
     if get_origin(kind) is tuple:  # each time that the option is given adds a value
-        inner: Any = tuple[str, ...] if get_origin(get_args(kind)[0]) is tuple else str
-        return tyro.conf.UseAppendAction[Annotated[tuple[inner, ...], shown]]
-    takes_words = bool in kinds_of(kind) or Shards in kinds_of(kind)
-    return Annotated[tuple[str, ...] if takes_words else str, shown]
+        how["action"] = "append"
+        if get_origin(get_args(kind)[0]) is tuple:
+            how["nargs"] = "*"
+    elif bool in kinds_of(kind):  # a switch that may have a word
+        how |= {"nargs": "?", "const": None}
+    elif Shards in kinds_of(kind):
+        how["nargs"] = "*"
+    return how
 
 
 def _value(kind: Any, words: Any, flag: str) -> Any:
     """Return the value that the words of an option mean."""
-    if kind is bool:
-        return words
-    if bool in kinds_of(kind) and len(words) < 2:  # a switch that may have a word
-        return setting_of(kind, words[0], flag) if words else True
-    value = setting_of(kind, list(words) if isinstance(words, tuple) else words, flag)
+    if kind is bool or words is None:
+        return words is not False
+    value = setting_of(kind, words, flag)
     if value == "":
         raise empty(kind, flag)
     return value
@@ -296,9 +261,7 @@ def _placeholder(kind: Any) -> str:
         return "|".join(get_args(kind))
     if kind in (str, Path):
         return "PATH" if kind is Path else "TEXT"
-    optional = bool in (kinds := kinds_of(kind))
-    shown = "|".join(_placeholder(each) for each in kinds if each is not bool)
-    return f"[{shown}]" if optional else shown
+    return "|".join(_placeholder(each) for each in kinds_of(kind) if each is not bool)
 
 
 def _helps(options: type[Any], more: Mapping[str, str]) -> dict[str, str]:
@@ -313,6 +276,6 @@ def _helps(options: type[Any], more: Mapping[str, str]) -> dict[str, str]:
                 found[one.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
     for field in dataclasses.fields(options):
         found[field.name] += more.get(field.name, "")
-        if not (field.default in (None, (), dataclasses.MISSING) or field.default is False):
+        if not (field.default in (None, (), MISSING) or field.default is False):
             found[field.name] += f" Default: {field.default}."
-    return found
+    return {name: help_.replace("%", "%%") for name, help_ in found.items()}

@@ -22,7 +22,6 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
-from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.run_records import JobPart, RunRecords
 
 
@@ -48,7 +47,7 @@ def stopped_after(units: int) -> Callable[..., None]:
     """`Records.append`, and an interruption after so many calls."""
     append, left = RunRecords.append, [units]
 
-    def stopping(parts: RunRecords[Any], result: Any) -> None:
+    def stopping(parts: RunRecords, result: Any) -> None:
         if not left[0]:
             raise KeyboardInterrupt  # its shards are there, its record is not
         left[0] -= 1
@@ -134,7 +133,7 @@ def test_finish_is_rejected_while_a_part_is_at_work(
     part("0/3", lines, out, tokenizer)
     recipe = json.loads((out / ".parts/job.json").read_bytes())["recipe"]
     recipe.pop("the packages")
-    with RunRecords.begin(LocalStore(out), recipe, UnitResult, JobPart(1, 3)):
+    with RunRecords.begin(LocalStore(out), recipe, JobPart(1, 3)):
         part("2/3", lines, out, tokenizer)
         with pytest.raises(ConfigError, match="writing here, or a part of a run"):
             make(lines, out, tokenizer, finish=True)
