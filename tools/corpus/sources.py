@@ -134,7 +134,8 @@ class Corpus:
     @property
     def known(self) -> list[Known]:
         """The files that were opened, for `find_corpus`."""
-        return [*map(_known, self.sources), *self.binary]
+        opened = (Known(file.name, file.bytes, file.state, file.format) for file in self.sources)
+        return [*opened, *self.binary]
 
 
 def find_corpus(
@@ -451,21 +452,13 @@ class _InputSearch:
         return InputFile(
             index=len(self.sources),
             name=name,
-            path=_from_root(path) if isinstance(path, str) else path,
+            path=os.path.join(os.getcwd(), path) if isinstance(path, str) else path,
             bytes=size,
             text_bytes=size * ratio,
             state=state,
             format=format_.name,
             compression=compression,
         )
-
-
-def _known(source: InputFile) -> Known:
-    return Known(source.name, source.bytes, source.state, source.format)
-
-
-def _from_root(path: str) -> str:
-    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
 def _size_and_state(path: Location) -> tuple[int, int | str]:

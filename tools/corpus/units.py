@@ -6,7 +6,6 @@ only on the input and the shard size, and not on the workers.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, groupby
 
 from tokenfeed.pipeline.remote.retrying import results_of
@@ -72,18 +71,15 @@ def cut_units(sources: Iterable[InputFile], shard_bytes: int) -> tuple[Unit, ...
 
 def _parts(sources: Iterable[InputFile], shard_bytes: int) -> Iterator[FilePart]:
     """Yield the parts of each file. Neighbouring objects of a store are cut at the same time."""
-    for (name, is_remote), alike in groupby(sources, key=_kind):
+    for (name, is_remote), group in groupby(
+        sources, key=lambda source: (source.format, isinstance(source.path, RemoteFile))
+    ):
         format_ = FORMATS[name]
-        if is_remote and format_.cut_at_once > 1:
-            cut = partial(_cut_now, format_, shard_bytes)
-            yield from chain.from_iterable(results_of(cut, [*alike], format_.cut_at_once))
-        else:
-            yield from chain.from_iterable(format_.cut(source, shard_bytes) for source in alike)
 
+        def cut(source: InputFile, format_: Format = format_) -> list[FilePart]:
+            return list(format_.cut(source, shard_bytes))
 
-def _kind(source: InputFile) -> tuple[str, bool]:
-    return source.format, isinstance(source.path, RemoteFile)
-
-
-def _cut_now(format_: Format, shard_bytes: int, source: InputFile) -> list[FilePart]:
-    return list(format_.cut(source, shard_bytes))
+        at_once = format_.cut_at_once if is_remote else 1
+        alike = [*group]
+        found = results_of(cut, alike, at_once) if at_once > 1 else map(cut, alike)
+        yield from chain.from_iterable(found)

@@ -157,7 +157,9 @@ def read_command_line(
             how = _reading(kinds[name], is_reversible=name in reversible)
             group.add_argument(optional[name], dest=name, help=help_of[name], **how)
     found, others = parser.parse_known_args([_with_hyphens(word) for word in words])
-    _check_others(others, optional.values(), prog, other_names or {}, takes_words=bool(positional))
+    _check_others(
+        others, words, optional.values(), prog, other_names or {}, takes_words=bool(positional)
+    )
     given = _positional(others, positional, prog)
     for name, value in vars(found).items():
         given[name] = _value(kinds[name], value, f"`{optional[name]}`")
@@ -182,6 +184,7 @@ def _with_hyphens(word: str) -> str:
 
 def _check_others(
     others: Sequence[str],
+    words: Sequence[str],
     flags: Collection[str],
     prog: str,
     other_names: Mapping[str, str],
@@ -197,7 +200,7 @@ def _check_others(
             raise ConfigError(f"Unknown option `{flag}`.{meant} See {prog} --help.")
         if not takes_words:
             other = other_names.get("")
-            meant = f" Did you mean {other} {word}?" if other else ""
+            meant = f" Did you mean {other} {word}?" if other and other not in words else ""
             raise ConfigError(f"`{word}`: unexpected word.{meant} See {prog} --help.")
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +213,7 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
         (["--config", "nowhere.yaml"], "`--config`: nowhere.yaml: No such file or directory"),
         (["--shards", ""], "`--shards` is empty"),
         (["--upload", ""], r"`--upload` is empty: expected text\. Is a shell variable unset"),
-        (["--compile=yes"], r"`--compile=yes`: --compile takes no value\. See train --help"),
+        (["--compile=yes"], r"`--compile`: takes no value\. See train --help"),
         (["--compile", "yes"], "`yes`: unexpected word"),
         (["--resume", "perhaps"], "`--resume`: expected true or false or auto, got perhaps"),
         (["--shards"], "`--shards` is empty"),
@@ -314,11 +313,11 @@ def test_help_shows_every_option_with_its_default(
     with pytest.raises(SystemExit, match="0"):
         told("--help")
     printed = capsys.readouterr().out
-    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", printed).split())
+    shown = " ".join(printed.split())
     for field in dataclasses.fields(Command):
         if field.name not in OF_FILES:
             assert f" --{field.name.replace('_', '-')}" in shown
-    assert all(f" {title} options " in shown for title in GROUPS)
+    assert all(f" {title} options: " in shown for title in GROUPS)
     assert " --compile, --no-compile " in shown
     assert " --dry-run, " not in shown  # a file cannot turn it on
     assert "Tokens of one optimizer step, padding included. Default: 2048." in shown

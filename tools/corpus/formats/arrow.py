@@ -8,22 +8,13 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 
 from tokenfeed.tools.corpus.blocks import DAMAGE, damage_reason
-from tokenfeed.tools.corpus.formats.base import Format
-from tokenfeed.tools.corpus.formats.tables import (
-    BATCH_ROWS,
-    OpenTable,
-    cut_table,
-    numbered,
-    read_table,
-    table_schema,
-)
+from tokenfeed.tools.corpus.formats.tables import BATCH_ROWS, numbered, table_format
 from tokenfeed.tools.corpus.locations import Location, local_copy
 from tokenfeed.tools.corpus.records import Fields, Records, rejected
 
@@ -145,11 +136,4 @@ def _open(place: Location) -> Iterator[_ArrowTable]:
         yield _ArrowTable(path)
 
 
-_OPEN: OpenTable = _open
-ARROW = Format(
-    name="arrow",
-    endings=(".arrow", ".feather"),
-    read=partial(read_table, open_table=_OPEN),
-    cut=partial(cut_table, open_table=_OPEN),
-    schema=partial(table_schema, open_table=_OPEN),
-)
+ARROW = table_format("arrow", (".arrow", ".feather"), _open)

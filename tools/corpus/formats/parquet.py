@@ -7,22 +7,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from tokenfeed.pipeline.remote.object_file import SeekableFile, Span, SpansFile
 from tokenfeed.tools.corpus.blocks import DAMAGE, damage_reason
-from tokenfeed.tools.corpus.formats.base import Format
-from tokenfeed.tools.corpus.formats.tables import (
-    BATCH_ROWS,
-    OpenTable,
-    cut_table,
-    numbered,
-    read_table,
-    table_schema,
-)
+from tokenfeed.tools.corpus.formats.tables import BATCH_ROWS, numbered, table_format
 from tokenfeed.tools.corpus.locations import Location, open_spans
 from tokenfeed.tools.corpus.records import Fields, Records, rejected
 
@@ -176,13 +167,4 @@ def _open(place: Location) -> Iterator[_ParquetTable]:
         yield _ParquetTable(file, place.info.size, source)
 
 
-_OPEN: OpenTable = _open
-PARQUET = Format(
-    name="parquet",
-    endings=(".parquet",),
-    read=partial(read_table, open_table=_OPEN),
-    cut=partial(cut_table, open_table=_OPEN),
-    cut_at_once=32,
-    schema=partial(table_schema, open_table=_OPEN),
-    text_ratio=4,
-)
+PARQUET = table_format("parquet", (".parquet",), _open, cut_at_once=32, text_ratio=4)

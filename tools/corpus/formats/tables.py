@@ -8,12 +8,14 @@ row groups of Parquet, the record batches of Arrow.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.records import (
@@ -36,10 +38,8 @@ __all__ = [
     "Table",
     "batch_records",
     "column_problem",
-    "cut_table",
     "numbered",
-    "read_table",
-    "table_schema",
+    "table_format",
 ]
 
 _ARRAYS: dict[FieldKind, type[np.generic]] = {
@@ -156,10 +156,21 @@ def cut_table(source: InputFile, shard_bytes: int, *, open_table: OpenTable) -> 
         start, first_record, num_rows = stop, first_record + num_rows, 0
 
 
-def table_schema(place: Location, *, open_table: OpenTable) -> pa.Schema:
-    """The schema of the table at a place."""
-    with open_table(place) as table:
-        return table.schema
+def table_format(name: str, endings: tuple[str, ...], open_table: OpenTable, **more: Any) -> Format:
+    """Return the format of files with tables, which `open_table` opens."""
+
+    def schema(place: Location) -> pa.Schema:
+        with open_table(place) as table:
+            return table.schema
+
+    return Format(
+        name=name,
+        endings=endings,
+        read=partial(read_table, open_table=open_table),
+        cut=partial(cut_table, open_table=open_table),
+        schema=schema,
+        **more,
+    )
 
 
 def column_problem(schema: pa.Schema, fields: Fields) -> str | None:

@@ -80,7 +80,7 @@ def test_what_was_just_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         (shards.main, "copy a", "`TO` is missing: expected FROM TO. See shards copy --help."),
         (shards.main, "copy a b c", "`c`: unexpected word, expected FROM TO. See shards copy"),
         (shards.main, "cat o --rows", "`--rows`: expected a value. See shards cat --help."),
-        (shards.main, "cat o --json=1", "`--json=1`: --json takes no value. See shards cat"),
+        (shards.main, "cat o --json=1", "`--json`: takes no value. See shards cat"),
         (shards.main, "cat o --rows abc", "`--rows`: expected a whole number, got abc."),
         (
             shards.main,
@@ -117,7 +117,7 @@ def test_wrong_words_are_one_line(
         ("--max-rejects -1", "`--max-rejects`: expected a whole number of at least 0, got -1."),
         ("--max-rejects 1 --strict", "`--max-rejects` 1 and `--strict`: leave one of them out."),
         ("--tokenizer=", "`--tokenizer` is empty: expected text. Is a shell variable unset?"),
-        ("--strict=yes", "`--strict=yes`: --strict takes no value."),
+        ("--strict=yes", "`--strict`: takes no value."),
         ("--shard-size 5G", "`--shard-size` '5G': expected a size like 256MB, or auto."),
     ],
 )
