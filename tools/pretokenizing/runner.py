@@ -70,7 +70,7 @@ class Run:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """The units to encode: those of `--part`, or all."""
+        """The units of `--part`, or all units."""
         part = self.options.job_part
         return tuple(unit for unit in self.inputs.units if part.has(unit.number))
 
