@@ -92,22 +92,21 @@ def test_installed_formats_are_read_like_built_in_formats(
 
 
 @pytest.mark.slow
-def test_a_package_that_cannot_be_imported_is_named(
-    tmp_path: Path, environment: dict[str, str]
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        ("broken", "broken = pages_package:missing: cannot be imported"),
+        ("twice", "pages_package:read_pages and pages_package:x both read .twice"),
+    ],
+)
+def test_packages_that_cannot_be_used_are_named(
+    tmp_path: Path, environment: dict[str, str], ending: str, words: str
 ) -> None:
-    (tmp_path / "x.broken").write_text("text")
-    made = pretokenize(environment, tmp_path, "x.broken", "out")
+    (tmp_path / f"x.{ending}").write_text("text")
+    made = pretokenize(environment, tmp_path, f"x.{ending}", "out")
     assert made.returncode == 2
-    assert "broken = pages_package:missing: cannot be imported" in made.stderr
+    assert words in made.stderr
     assert made.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_two_packages_for_one_ending_are_named(tmp_path: Path, environment: dict[str, str]) -> None:
-    (tmp_path / "x.twice").write_text("text")
-    made = pretokenize(environment, tmp_path, "x.twice", "out")
-    assert made.returncode == 2
-    assert "pages_package:read_pages and pages_package:x both read .twice" in made.stderr
 
 
 @pytest.mark.slow

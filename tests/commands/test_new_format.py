@@ -1,6 +1,5 @@
 """A format is one file and one line: all of `pretokenize` reads one that was only registered."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +33,6 @@ def made(corpus: Path, out: Path, tokenizer: Path, **options: Any) -> Manifest:
     paths = (str(corpus), str(out))
     make_dataset(Options(paths=paths, tokenizer=str(tokenizer), **options))
     return Manifest.read(out)
-
-
-def test_a_new_format_gives_the_rows_of_an_old_one(tmp_path: Path, tokenizer: Path) -> None:
-    (tmp_path / "new").mkdir()
-    (tmp_path / "old").mkdir()
-    write_fasta(tmp_path / "new/a.fasta", texts(50))
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts(50))
-    (tmp_path / "old/a.jsonl").write_text(lines)
-    splits = [
-        made(tmp_path / name, tmp_path / f"out-{name}", tokenizer, validation=0.2).splits
-        for name in ("new", "old")
-    ]
-    assert splits[0] == splits[1]
-    assert splits[0]["validation"].rows > 2
 
 
 def test_workers_read_parts_of_a_file_of_a_new_format(tmp_path: Path, tokenizer: Path) -> None:

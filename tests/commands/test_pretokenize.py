@@ -112,16 +112,6 @@ def test_bad_input_is_one_line_and_writes_nothing(
         assert not out.exists(), arguments
 
 
-def test_a_finished_data_set_is_not_touched(corpus: Path, tmp_path: Path, tokenizer: Path) -> None:
-    out = tmp_path / "out"
-    run(corpus, out, "--tokenizer", tokenizer)
-    before = files_of(out)
-    run(corpus, out, "--tokenizer", tokenizer)
-    other = (corpus, out, "--tokenizer", tokenizer, "--shard-size", "1MB")
-    assert "finished data set" in error_of(*other, expect=2)
-    assert files_of(out) == before
-
-
 def test_help_needs_no_torch() -> None:
     script = (
         "import runpy, sys, atexit\n"

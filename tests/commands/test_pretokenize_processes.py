@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import psutil
@@ -18,6 +17,7 @@ import pytest
 from support.commands import COMMAND
 from support.corpora import write_ballast, write_long_corpus
 from support.data_sets import files_of
+from support.pretokenizing import make
 
 from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -36,7 +36,6 @@ from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.runner import Run
-from tokenfeed.tools.pretokenizing.summary import Summary
 
 Environment = dict[str, str]
 
@@ -251,11 +250,6 @@ def test_only_much_input_starts_the_workers_program_early(corpus: Path, tokenize
     write_ballast(corpus)
     assert not needs_workers(["--tokenizer", str(large), str(corpus / "00.txt"), "out"])
     assert needs_workers(["--tokenizer", str(tokenizer), str(corpus), "out"])
-
-
-def make(corpus: Path, out: Path, tokenizer: Path, **options: Any) -> Summary:
-    paths = (str(corpus), str(out))
-    return make_dataset(Options(paths=paths, tokenizer=str(tokenizer), **options))
 
 
 def test_workers_that_have_begun_leave_nothing_when_the_engine_is_refused(

@@ -6,6 +6,7 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +16,7 @@ from tokenfeed.tools.pretokenizing.make import make_dataset, make_part
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.summary import PartSummary, Summary
 
-__all__ = ["CarelessExecutor", "make", "on_cluster", "part", "with_fast_engine"]
+__all__ = ["CarelessExecutor", "interrupt", "make", "on_cluster", "part", "with_fast_engine"]
 
 
 def make(corpus: Path | str, out: Path | str, tokenizer: Path | None, **options: Any) -> Summary:
@@ -36,6 +37,15 @@ def _options(
     given = {"shard_size": "30KB", **options}
     named = str(tokenizer) if tokenizer else None
     return Options(paths=(str(corpus), str(out)), tokenizer=named, **given)
+
+
+def interrupt(corpus: Path | str, out: Path | str, tokenizer: Path | None, **options: Any) -> None:
+    """Run `make`, and interrupt it when all units are finished."""
+    with (
+        patch("tokenfeed.tools.pretokenizing.make.commit", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        make(corpus, out, tokenizer, **options)
 
 
 def with_fast_engine(monkeypatch: pytest.MonkeyPatch, *, crew: bool = False) -> None:

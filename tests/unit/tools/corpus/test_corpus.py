@@ -192,19 +192,6 @@ def test_missing_and_empty_input_is_one_error(tmp_path: Path) -> None:
         find(tmp_path / "empty")
 
 
-def test_every_container_gives_the_same_documents(tmp_path: Path) -> None:
-    lines = json_lines(TEXTS)
-    (tmp_path / "plain.jsonl").write_bytes(lines)
-    for ending, pack in PACK.items():
-        (tmp_path / f"two_members.jsonl.{ending}").write_bytes(pack(lines[:20]) + pack(lines[20:]))
-    table = pa.table({"id": range(len(TEXTS)), "text": TEXTS})
-    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=2)
-    expected = [Document(i, text.encode()) for i, text in enumerate(TEXTS)]
-    for path in sorted(tmp_path.iterdir()):
-        assert read(path) == expected, path.name
-        assert read(path, shard_bytes=10) == expected, path.name
-
-
 def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
     text = "line\r\nother\rlast\n\ufeff"
     for name, data in {
@@ -215,19 +202,6 @@ def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
     }.items():
         (tmp_path / name).write_bytes(data)
         assert read(tmp_path / name) == [Document(0, text.encode())]
-
-
-@pytest.mark.parametrize(
-    "kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
-)
-def test_parquet_text_of_every_string_type_is_read(tmp_path: Path, kind: pa.DataType) -> None:
-    column = pa.array(["x", None, "yé"], pa.string()).cast(kind)
-    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    assert read(tmp_path / "a.parquet") == [
-        Document(0, b"x"),
-        Reject(1, "field `text` is null, expected text"),
-        Document(2, "yé".encode()),
-    ]
 
 
 def test_bad_records_are_rejected_by_line_and_the_others_go_on(tmp_path: Path) -> None:
@@ -317,12 +291,6 @@ def test_utf16_files_in_a_folder_are_rejected_as_such(
     (tmp_path / "in" / name).write_bytes('\ufeff{"text": "plain words"}'.encode(encoding))
     assert not find(tmp_path / "in").binary
     assert read(tmp_path / "in") == [Reject(0, "the file is UTF-16; convert it to UTF-8")]
-
-
-def test_invalid_utf8_in_parquet_costs_one_row(tmp_path: Path) -> None:
-    column = pa.array([b"good", b"\xff", b"too"]).view(pa.string())
-    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    assert [type(record) for record in read(tmp_path / "a.parquet")] == [Document, Reject, Document]
 
 
 def test_a_vanished_or_changed_file_is_an_error(tmp_path: Path) -> None:

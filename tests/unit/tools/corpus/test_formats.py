@@ -110,7 +110,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub/datasets")
 
 
-@pytest.mark.parametrize("name", ["a.csv", "list.json", "file.arrow", "saved", "loadable"])
+@pytest.mark.parametrize("name", ["a.csv", "loadable"])
 @pytest.mark.usefixtures("hub_cache")
 def test_the_same_texts_give_the_same_shards_in_every_format(
     tmp_path: Path, tokenizer: Path, name: str
@@ -303,11 +303,6 @@ def test_arrow_text_of_every_string_type_is_read(tmp_path: Path, kind: pa.DataTy
     assert read(tmp_path / "a.feather") == ({0: b"x", 1: "yé".encode()}, {})
 
 
-def test_a_table_without_the_column_is_one_reject(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"body": ["x"] * 6}), tmp_path / "a.parquet", row_group_size=2)
-    assert read(tmp_path / "a.parquet") == ({}, {0: "no column `text`; it has: body"})
-
-
 def test_a_doubled_column_is_no_crash(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["text", "text"])
     feather.write_feather(table, str(tmp_path / "a.feather"))
@@ -406,14 +401,6 @@ def test_json_records_without_the_field_are_rejected(
         assert read(path) == ({1: b"b"}, {0: "no field `text`; it has: content, id"})
 
 
-def test_an_error_for_a_wrong_field_names_the_fields(tmp_path: Path, tokenizer: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/a.json.gz").write_bytes(gzip.compress(b'{"content": "a", "id": 1}\n' * 99))
-    for options in ((), ("--tokenizer", tokenizer)):
-        message = error_of(tmp_path / "in", tmp_path / "out", *options)
-        assert "no field `text`; it has: content, id" in message
-
-
 def test_saved_splits_become_the_splits_of_the_output(tmp_path: Path, tokenizer: Path) -> None:
     counts = {"train": 30, "test": 7, "validation": 5}
     made = {s: datasets.Dataset.from_dict({"text": texts(n)}) for s, n in counts.items()}
@@ -490,13 +477,6 @@ def test_a_saved_set_cannot_name_files_outside_its_folder(tmp_path: Path) -> Non
         (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
         with pytest.raises(CorpusError, match="which is not in this folder"):
             read(path)
-
-
-def test_a_split_that_no_file_is_of_is_a_slip(tmp_path: Path, tokenizer: Path) -> None:
-    (tmp_path / "a.test.txt").write_text("text")
-    options = ("--tokenizer", tokenizer, "--split", "test=*.tset.txt")
-    message = error_of(tmp_path / "a.test.txt", tmp_path / "out", *options, expect=2)
-    assert "`--split test=*.tset.txt`: no input file matches it" in message
 
 
 def test_files_of_two_splits_in_turn_share_two_shards(tmp_path: Path, tokenizer: Path) -> None:

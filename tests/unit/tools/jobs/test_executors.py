@@ -94,7 +94,6 @@ def test_a_cluster_without_workers_is_said_once(
 
 def test_paths_from_the_working_directory_mean_the_same_to_workers_elsewhere(
     documents: Path,
-    tmp_path: Path,
     fast_tokenizer: Path,
     undisturbed: dict[str, bytes],
     monkeypatch: pytest.MonkeyPatch,

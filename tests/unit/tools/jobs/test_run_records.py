@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.corpora import texts
 from support.data_sets import files_of
-from support.pretokenizing import make, part
+from support.pretokenizing import interrupt, make, part
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
 from tokenfeed.pipeline.format import storage
@@ -46,18 +46,6 @@ def lines(tmp_path: Path) -> Path:
     return folder
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> None:
-    """A run that is interrupted when all its units are finished."""
-
-    def stop(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(make_module, "commit", stop)
-        with pytest.raises(KeyboardInterrupt):
-            make(*arguments, **options)
-
-
 def opens_of(folder: Path) -> list[str]:
     """Files below a folder that were opened since `opened` was cleared."""
     return [name for name in opened if name.startswith(f"{folder}{os.sep}")]
@@ -84,10 +72,10 @@ def test_parts_and_finish_read_only_their_own_units(
 
 
 def test_resumed_run_reads_neither_corpus_nor_shards(
-    lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    lines: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     out = tmp_path / "out"
-    interrupt(monkeypatch, lines, out, tokenizer, **LABELLED)
+    interrupt(lines, out, tokenizer, **LABELLED)
     opened.clear()
     summary = make(lines, out, tokenizer, **LABELLED)
     assert summary.resumed_units == summary.units >= 7
@@ -96,10 +84,10 @@ def test_resumed_run_reads_neither_corpus_nor_shards(
 
 
 def test_shard_of_another_time_is_compared_and_kept(
-    lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    lines: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     out = tmp_path / "out"
-    interrupt(monkeypatch, lines, out, tokenizer)
+    interrupt(lines, out, tokenizer)
     os.utime(out / "train/00002.arrow", ns=(1, 1))
     opened.clear()
     summary = make(lines, out, tokenizer)
@@ -109,23 +97,21 @@ def test_shard_of_another_time_is_compared_and_kept(
 
 @pytest.mark.parametrize("spoil", [lambda plan: plan[:-9], lambda plan: plan.replace(b"0", b"1")])
 def test_damaged_plan_is_made_again(
-    lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any
+    lines: Path, tmp_path: Path, tokenizer: Path, spoil: Any
 ) -> None:
     make(lines, tmp_path / "plain", tokenizer)
     out = tmp_path / "out"
-    interrupt(monkeypatch, lines, out, tokenizer)
+    interrupt(lines, out, tokenizer)
     plan = out / ".parts/plan.json"
     plan.write_bytes(spoil(plan.read_bytes()))
     make(lines, out, tokenizer)
     assert files_of(out) == files_of(tmp_path / "plain")
 
 
-def test_trained_tokenizer_that_is_lost_is_trained_again(
-    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trained_tokenizer_that_is_lost_is_trained_again(lines: Path, tmp_path: Path) -> None:
     make(lines, tmp_path / "plain", None, vocab_size=300)
     out = tmp_path / "out"
-    interrupt(monkeypatch, lines, out, None, vocab_size=300)
+    interrupt(lines, out, None, vocab_size=300)
     (out / "tokenizer.json").write_bytes((out / "tokenizer.json").read_bytes() + b" ")
     make(lines, out, None, vocab_size=300)
     assert files_of(out) == files_of(tmp_path / "plain")
@@ -152,7 +138,7 @@ def test_refused_resume_names_the_first_file_that_differs(
 def test_resume_with_other_packages_is_refused(
     lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupt(monkeypatch, lines, tmp_path / "out", tokenizer)
+    interrupt(lines, tmp_path / "out", tokenizer)
     monkeypatch.setattr(records, "versions", lambda: ["pyarrow 1.0"])
     with pytest.raises(ConfigError, match=r"the packages was tokenfeed .* is pyarrow 1\.0"):
         make(lines, tmp_path / "out", tokenizer)
@@ -198,12 +184,12 @@ def test_shard_deleted_during_the_run_is_no_data_set(
 
 
 def test_rejects_are_kept_in_files_not_in_records(
-    lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    lines: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     good = (lines / "lines.jsonl").read_text()
     (lines / "lines.jsonl").write_text(good + '{"text": 1}\n' * 500)
     out = tmp_path / "out"
-    interrupt(monkeypatch, lines, out, tokenizer)
+    interrupt(lines, out, tokenizer)
     kept = [json.loads(file.read_bytes()) for file in (out / ".parts").glob("0*.json")]
     assert 0 < sum(len(record["result"]["rejects"]) for record in kept) < 20
     make(lines, out, tokenizer)

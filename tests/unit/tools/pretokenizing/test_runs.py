@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import run
 from support.data_sets import files_of
+from support.pretokenizing import interrupt, make
 from tokenizers import Tokenizer, models
 
 from tokenfeed.pipeline.arithmetic import Ragged
@@ -20,29 +20,8 @@ from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.encoding.audit import Answers, Audit
 from tokenfeed.tools.encoding.engines import ReferenceEngine
-from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.options import Options, parse_options
-from tokenfeed.tools.pretokenizing.summary import Summary
-
-
-def make(corpus: Path, out: Path, tokenizer: Path, **options: Any) -> Summary:
-    paths = (str(corpus), str(out))
-    return make_dataset(Options(paths=paths, tokenizer=str(tokenizer), **options))
-
-
-def interrupt_before_the_manifest(
-    monkeypatch: pytest.MonkeyPatch, *arguments: Path, **options: Any
-) -> None:
-    """A run that has finished every unit and was then interrupted."""
-
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(make_module, "commit", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            make(*arguments, **options)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +31,12 @@ def test_a_shard_damaged_before_the_run_goes_on_is_made_again(
     corpus: Path,
     tmp_path: Path,
     tokenizer: Path,
-    monkeypatch: pytest.MonkeyPatch,
     damage: Callable[[bytes], bytes],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     make(corpus, tmp_path / "undisturbed", tokenizer, shard_size="30KB")
     out = tmp_path / "out"
-    interrupt_before_the_manifest(monkeypatch, corpus, out, tokenizer, shard_size="30KB")
+    interrupt(corpus, out, tokenizer, shard_size="30KB")
     shard = out / "train/00001.arrow"
     shard.write_bytes(damage(shard.read_bytes()))
     summary = make(corpus, out, tokenizer, shard_size="30KB")
@@ -124,9 +102,7 @@ def test_memory_error_names_the_unit(
         make(corpus, tmp_path / "out", tokenizer)
 
 
-def test_an_engine_that_cannot_be_had_leaves_nothing(
-    corpus: Path, tmp_path: Path, tokenizer: Path
-) -> None:
+def test_an_engine_that_cannot_be_had_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
     unknown = Tokenizer(models.WordLevel({"the": 0}, unk_token="the"))
     unknown.save(str(tmp_path / "unknown.json"))
     out = tmp_path / "new/folders/out"
@@ -162,36 +138,20 @@ UNIT = {"shards": {}, "histograms": {}, "sources": [], "rejects": []}
     "content",
     [
         [],
-        3,
-        {"unit": 0},
-        {"result": {"unit": 0}, "written_at": {}},
         {"result": UNIT | {"unit": "0"}, "written_at": {}},
         {"result": UNIT | {"unit": 0}, "written_at": []},
-        {"result": UNIT | {"unit": 0, "sources": [{"source": 0}]}, "written_at": {}},
-        {"result": UNIT | {"unit": 0, "rejects": [[0, 1]]}, "written_at": {}},
     ],
 )
 def test_unit_with_damaged_record_is_made_again(
     corpus: Path,
     tmp_path: Path,
     tokenizer: Path,
-    monkeypatch: pytest.MonkeyPatch,
     content: Any,
 ) -> None:
     out = tmp_path / "out"
-    interrupt_before_the_manifest(monkeypatch, corpus, out, tokenizer)
+    interrupt(corpus, out, tokenizer)
     (out / ".parts/00000.json").write_text(json.dumps(content))
     assert make(corpus, out, tokenizer).resumed_units == 0
-
-
-def test_damaged_job_is_named(
-    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    interrupt_before_the_manifest(monkeypatch, corpus, out, tokenizer)
-    (out / ".parts/job.json").write_text("[1]\n")
-    with pytest.raises(ConfigError, match=r"job\.json: is damaged"):
-        make(corpus, out, tokenizer)
 
 
 def check(tokenizer: str | None = None, **options: Any) -> None:
@@ -246,25 +206,6 @@ def test_a_field_that_the_task_does_not_read_is_refused(
         check(task=task, field=((),))
 
 
-def test_folders_of_a_thousand_levels_are_read(tmp_path: Path, tokenizer: Path) -> None:
-    (tmp_path / "corpus").mkdir()
-    here, levels = os.getcwd(), 1200
-    try:
-        os.chdir(tmp_path / "corpus")
-        for _ in range(levels):  # a path of so many levels is too long to be made at once
-            os.mkdir("d")
-            os.chdir("d")
-        Path("text.txt").write_text("deep down")
-        os.chdir(here)
-        run(tmp_path / "corpus", tmp_path / "out", "--tokenizer", tokenizer)
-        assert Manifest.read(tmp_path / "out").ledger.written == 1
-    finally:
-        deepest = tmp_path / "corpus" / "/".join("d" * levels)
-        (deepest / "text.txt").unlink()
-        os.removedirs(deepest)  # pytest could not remove them
-        os.chdir(here)
-
-
 def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Options:
     monkeypatch.setattr(sys, "argv", ["pretokenize", "corpus", "out", *arguments])
     return parse_options()
@@ -282,35 +223,31 @@ def test_fields_are_named_together_or_one_by_one(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_corpus_whose_name_is_no_utf_8_continues(
-    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     odd, out = tmp_path / os.fsdecode(b"n\xff"), tmp_path / "out"
     corpus.rename(odd)
     make(odd, tmp_path / "undisturbed", tokenizer)
-
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(make_module, "commit", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            make(odd, out, tokenizer)
+    interrupt(odd, out, tokenizer)
     summary = make(odd, out, tokenizer)
     assert summary.resumed_units == summary.units
     assert files_of(out) == files_of(tmp_path / "undisturbed")
     assert make(odd, out, tokenizer).already_finished
 
 
-@pytest.mark.parametrize("name", ["train/00000.arrow", "tokenizer.json", "sources.jsonl"])
-@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"")])
 def test_a_finished_data_set_that_has_lost_a_file_is_not_called_finished(
-    corpus: Path, tmp_path: Path, tokenizer: Path, name: str, spoil: Callable[[Path], object]
+    corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     out = tmp_path / "out"
     make(corpus, out, tokenizer)
-    spoil(out / name)
-    with pytest.raises(ManifestError, match=rf"{name}: is missing or of another size"):
-        make(corpus, out, tokenizer)
+    for name in ("train/00000.arrow", "tokenizer.json", "sources.jsonl"):
+        content = (out / name).read_bytes()
+        for spoil in (Path.unlink, lambda path: path.write_bytes(b"")):
+            spoil(out / name)
+            with pytest.raises(ManifestError, match=rf"{name}: is missing or of another size"):
+                make(corpus, out, tokenizer)
+        (out / name).write_bytes(content)
+    assert make(corpus, out, tokenizer).already_finished
 
 
 def test_a_finished_data_set_is_held_to_the_rejects_that_are_allowed_now(
