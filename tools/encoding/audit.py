@@ -87,7 +87,7 @@ class Answers:
 
         Loading the reference in a worker would take longer than encoding all other texts.
         """
-        routed = np.isin(np.arange(len(texts)), engine.routed_of(texts))
+        routed = np.isin(np.arange(len(texts)), engine.routes.find(texts))
         pairs = zip(texts, routed, strict=True)
         answers = cls.from_engine(engine, [b"" if is_routed else text for text, is_routed in pairs])
         return cls(texts, answers.ids, answers.failed, routed)

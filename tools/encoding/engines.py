@@ -9,12 +9,11 @@ import contextlib
 import importlib.metadata
 import itertools
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
 import psutil
-import tokenizers
 
 from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import TokenizerError
@@ -26,7 +25,6 @@ from tokenfeed.tools.encoding.tokenizer import (
     NOT_FAILURES,
     TextTokenizer,
     fetch_tokenizer_json,
-    panics_unprinted,
 )
 from tokenfeed.tools.encoding.words import Words
 from tokenfeed.tools.shell.signals import signals_held
@@ -41,8 +39,6 @@ __all__ = [
     "FastEngine",
     "ReferenceEngine",
     "Unencodable",
-    "check_tokenizer",
-    "engine_version",
     "fast_engine",
     "fast_json",
     "installed_engines",
@@ -73,24 +69,6 @@ def proved_shape(json_bytes: bytes) -> Shape:
                 f"`pip install '{requirement}'` makes this run many times as fast"
             )
     return shape
-
-
-def check_tokenizer(tokenizer: TextTokenizer) -> None:
-    """Check vocabulary, merges and added tokens, once per run: workers skip this slow check.
-
-    Raises:
-        Unproved: The message names the unusual property.
-    """
-    shape = proved_shape(tokenizer.json_bytes)
-    model, added = shape.model, shape.added_tokens
-    known = tokenizer.tokenizer.get_added_tokens_decoder()
-    for token in added:
-        if token.id not in known or known[token.id].content != token.content:
-            raise Unproved(
-                f"the added token {token.content!r}, to which the reference gives another id"
-            )
-    findable = {token.content for token in added} if model.ignore_merges else None
-    check_vocabulary(shape.kind, bytes(model.vocab), bytes(model.merges), findable=findable)
 
 
 def fast_json(shape: Shape, *, splits_special: bool) -> bytes:
@@ -148,24 +126,6 @@ class EngineUntested(EngineUnavailable):
     """No test compared the engines with the installed version of a package."""
 
 
-class Engine(Protocol):
-    """Turns batches of texts into ids."""
-
-    name: EngineName
-
-    def encode(self, texts: list[bytes]) -> Ragged:
-        """Encode UTF-8 texts.
-
-        Returns:
-            The ids of each text, uint16 or uint32. A text may have no ids.
-
-        Raises:
-            Unencodable: The reference cannot encode some of the texts.
-            EngineFailure: The fast engine failed.
-        """
-        ...
-
-
 class ReferenceEngine:
     """The `tokenizers` package. Its ids are correct by definition."""
 
@@ -177,7 +137,14 @@ class ReferenceEngine:
         self._words = Words.of_tokenizer(tokenizer, self._encode_whole)
 
     def encode(self, texts: list[bytes]) -> Ragged:
-        """See `Engine`."""
+        """Encode UTF-8 texts.
+
+        Returns:
+            The ids of each text, uint16 or uint32. A text may have no ids.
+
+        Raises:
+            Unencodable: Some of the texts cannot be encoded.
+        """
         if self._words is not None:
             try:
                 made = self._words.encode(texts)
@@ -198,8 +165,7 @@ class ReferenceEngine:
         """Encode texts of a batch, of which the first has the index `first`."""
         decoded = [text.decode() for text in texts]
         try:
-            with panics_unprinted():
-                encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         except BaseException as error:  # the library raises what its Rust side gives, panics too
             if isinstance(error, NOT_FAILURES):
                 raise
@@ -217,8 +183,7 @@ class ReferenceEngine:
         reasons = {}
         for index, text in enumerate(texts):
             try:
-                with panics_unprinted():
-                    self._tokenizer.encode(text, add_special_tokens=False)
+                self._tokenizer.encode(text, add_special_tokens=False)
             except BaseException as error:
                 if isinstance(error, NOT_FAILURES):
                     raise
@@ -281,20 +246,31 @@ class FastEngine:
 
     @staticmethod
     def check(tokenizer: TextTokenizer) -> None:
-        """Check a whole tokenizer, including its vocabulary.
+        """Check vocabulary, merges and added tokens, once per run: workers skip this slow check.
 
         Raises:
             EngineUnavailable: The fast engine cannot be used for this tokenizer.
         """
         with _raising(EngineUnavailable):
-            check_tokenizer(tokenizer)
-
-    def routed_of(self, texts: list[bytes]) -> np.ndarray:
-        """Return the indexes of the texts that the reference would encode, ascending."""
-        return self.routes.find(texts)
+            shape = proved_shape(tokenizer.json_bytes)
+            model, added = shape.model, shape.added_tokens
+            known = tokenizer.tokenizer.get_added_tokens_decoder()
+            for token in added:
+                if token.id not in known or known[token.id].content != token.content:
+                    raise Unproved(
+                        f"the added token {token.content!r}, to which the reference gives another "
+                        "id"
+                    )
+            findable = {token.content for token in added} if model.ignore_merges else None
+            check_vocabulary(shape.kind, bytes(model.vocab), bytes(model.merges), findable=findable)
 
     def encode(self, texts: list[bytes]) -> Ragged:
-        """See `Engine`."""
+        """Encode UTF-8 texts like `ReferenceEngine.encode`.
+
+        Raises:
+            Unencodable: The reference cannot encode some of the texts.
+            EngineFailure: The fast engine failed.
+        """
         routed = self.routes.find(texts)
         self.routed = len(routed)
         if not self.routed:
@@ -378,6 +354,9 @@ class FastEngine:
         return gigatoken.Tokenizer.from_json(fast_json(shape, splits_special=self._splits_special))
 
 
+Engine = ReferenceEngine | FastEngine
+
+
 class _raising:
     """Convert every error of the fast engine into one exception, including panics of Rust."""
 
@@ -409,17 +388,11 @@ def _resident_bytes() -> int:
 
 def installed_engines() -> list[str]:
     """Return names and versions of the installed engines."""
-    engines: tuple[EngineName, ...] = ("tokenizers", "gigatoken")
     found = []
-    for name in engines:
+    for name in ("tokenizers", "gigatoken"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {engine_version(name)}")
+            found.append(f"{name} {importlib.metadata.version(name)}")
     return found
-
-
-def engine_version(name: EngineName) -> str:
-    """Return the version of an engine's package."""
-    return tokenizers.__version__ if name == "tokenizers" else importlib.metadata.version(name)
 
 
 _loaded: list[FastEngine] = []

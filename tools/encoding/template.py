@@ -1,102 +1,20 @@
 """The template of a tokenizer: special tokens around texts, as in `[CLS] A [SEP] B [SEP]`.
 
-The template is read from the post-processor in tokenizer.json.
+The tokenizer itself frames two texts of one token each, which shows where its special tokens stand.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
 import numpy as np
+from tokenizers import Tokenizer, models
 
 from tokenfeed.pipeline.arithmetic import Ragged, join
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["Piece", "Template", "read_template"]
-
-_ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One element of a template: special tokens or a text."""
-
-    type: int
-    """The value of `token_type_ids`."""
-    ids: tuple[int, ...] = ()
-    text: int | None = None
-    """0 for the first text, 1 for the second; None for special tokens."""
-
-
-class _TemplateFile(msgspec.Struct):
-    """The part of a tokenizer.json with the template. The rest would take 100 times as long."""
-
-    post_processor: dict[str, Any] | None = None
-
-
-def read_template(json_bytes: bytes, num_texts: int) -> list[Piece]:
-    """Return the elements of the template for one or two texts.
-
-    Raises:
-        TokenizerError: The template lacks a text, or has it twice or in another order.
-    """
-    found = _adding(msgspec.json.decode(json_bytes, type=_TemplateFile).post_processor)
-    if len(found) > 1:
-        raise TokenizerError(
-            "the tokenizer's post_processor has more than one template. Leave one of them there."
-        )
-    processor = found[0] if found else {"type": None}
-    if processor["type"] == "TemplateProcessing":
-        pieces = _read(processor, "pair" if num_texts > 1 else "single")
-    elif processor["type"] in _ADDING:
-        pieces = _bert(processor, num_texts)
-    else:
-        pieces = [Piece(type=text, text=text) for text in range(num_texts)]
-    texts = [piece.text for piece in pieces if piece.text is not None]
-    if texts != list(range(num_texts)):
-        order = " ".join("AB"[text] for text in texts) or "none of them"
-        raise TokenizerError(
-            f"the tokenizer's template for {num_texts} text(s) has {order} where "
-            f"{'A B' if num_texts > 1 else 'A'} can be understood: change its post_processor."
-        )
-    return pieces
-
-
-def _adding(processor: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the post-processors that add tokens, flattened. The others change offsets only."""
-    if processor is None:
-        return []
-    if processor["type"] == "Sequence":
-        return [found for inner in processor["processors"] for found in _adding(inner)]
-    return [processor] if processor["type"] in _ADDING else []
-
-
-def _read(processor: dict[str, Any], name: str) -> list[Piece]:
-    pieces = []
-    for part in processor[name]:
-        ((kind, piece),) = part.items()
-        if kind == "Sequence":
-            pieces.append(Piece(piece["type_id"], text="AB".index(piece["id"])))
-        else:
-            ids = processor["special_tokens"][piece["id"]]["ids"]
-            pieces.append(Piece(piece["type_id"], tuple(ids)))
-    return pieces
-
-
-def _bert(processor: dict[str, Any], num_texts: int) -> list[Piece]:
-    """Return BERT's template [CLS] A [SEP] B [SEP] or RoBERTa's <s> A </s></s> B </s>."""
-    (_, first), (_, last) = processor["cls"], processor["sep"]
-    is_bert = processor["type"] == "BertProcessing"
-    pieces = [Piece(0, (first,)), Piece(0, text=0), Piece(0, (last,))]
-    if num_texts > 1:
-        kind = 1 if is_bert else 0
-        between = [] if is_bert else [Piece(0, (last,))]
-        pieces += [*between, Piece(kind, text=1), Piece(kind, (last,))]
-    return pieces
-
+__all__ = ["Template"]
 
 _LARGEST_TYPE = 255
 """`token_type_ids` is stored as uint8."""
@@ -127,7 +45,9 @@ class Template:
             special: Whether rows have the special tokens of the tokenizer's template.
             end_id: The last id of a row, added if the template does not end with it. None: no id.
         """
-        ids, types, text_types = _template(tokenizer.json_bytes, num_texts, special)
+        inner = tokenizer.tokenizer
+        _template(inner, 1, special)  # the engines apply it to every text, if without its tokens
+        ids, types, text_types = _template(inner, num_texts, special)
         largest = max((id_ for part in ids for id_ in part), default=0)
         if largest >= (size := tokenizer.vocabulary_size):
             raise TokenizerError(
@@ -174,22 +94,41 @@ def _alternate(around: Sequence[np.ndarray], texts: Sequence[Ragged]) -> list[Ra
 
 
 def _template(
-    json_bytes: bytes, num_texts: int, special: bool
+    tokenizer: Tokenizer, num_texts: int, special: bool
 ) -> tuple[list[list[int]], list[list[int]], list[int]]:
-    """Return the special ids and their types, and the types of the texts."""
-    read_template(json_bytes, 1)  # the engines apply it to every text, if without its tokens
+    """Return the special ids and their types, and the types of the texts.
+
+    Raises:
+        TokenizerError: The template lacks a text, or has it twice or in another order.
+    """
+    if tokenizer.post_processor is None:
+        empty: list[list[int]] = [[] for _ in range(num_texts + 1)]
+        return empty, [part[:] for part in empty], [*range(num_texts)]
+    letters = Tokenizer(models.WordLevel({"A": 0, "B": 1}, "A"))
+    second = letters.encode("B") if num_texts > 1 else None
+    framed = tokenizer.post_process(letters.encode("A"), second, add_special_tokens=True)
     ids: list[list[int]] = [[]]
     types: list[list[int]] = [[]]
     text_types: list[int] = []
-    for piece in read_template(json_bytes, num_texts):
-        if piece.text is not None:
+    order = ""
+    for id_, kind, is_special in zip(
+        framed.ids, framed.type_ids, framed.special_tokens_mask, strict=True
+    ):
+        if not is_special:
             ids.append([])
             types.append([])
-            text_types.append(piece.type)
+            text_types.append(kind)
+            order += "AB"[id_] if id_ < num_texts else "?"  # of a second template
         elif special:
-            ids[-1] += piece.ids
-            types[-1] += [piece.type] * len(piece.ids)
-    largest = max((kind for part in (*types, text_types) for kind in part), default=0)
+            ids[-1].append(id_)
+            types[-1].append(kind)
+    if order != "AB"[:num_texts]:
+        raise TokenizerError(
+            f"the tokenizer's template for {num_texts} text(s) has "
+            f"{' '.join(order) or 'none of them'} where {' '.join('AB'[:num_texts])} can be "
+            "understood: change its post_processor."
+        )
+    largest = max(framed.type_ids, default=0)
     if largest > _LARGEST_TYPE:
         raise TokenizerError(
             f"the tokenizer's template has the type_id {largest:,}, expected at most "

@@ -10,8 +10,6 @@ import contextlib
 import itertools
 import json
 import logging
-import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +34,6 @@ __all__ = [
     "TextTokenizer",
     "fetch_beside",
     "fetch_tokenizer_json",
-    "panics_unprinted",
 ]
 
 _END_TOKENS = (
@@ -60,8 +57,6 @@ _PAD_TOKENS = (
 NOT_FAILURES = (KeyboardInterrupt, SystemExit, MemoryError)
 """Exceptions that do not come from a library. Every other exception does, even a panic in Rust."""
 _MOST_TRIED_WORDS = 1000
-_LONG_NUMBER = re.compile(rb":\s*[1-9]\d{7,}")
-"""Matches ids with as many digits as `ID_LIMIT`, and text that looks like such an id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +109,11 @@ class TextTokenizer:
         end_id = vocabulary[end_token] if end_token else 0
         pad_id = next((vocabulary[name] for name in _PAD_TOKENS if name in vocabulary), end_id)
         size = max(vocabulary.values()) + 1
+        if size > ID_LIMIT:
+            raise TokenizerError(
+                f"{origin}: has the id {size - 1:,}, but ids are below {ID_LIMIT:,}. Give another "
+                "tokenizer."
+            )
         return cls(json_bytes, tokenizer, size, end_token, pad_id, splits_special, dropout)
 
     @property
@@ -219,10 +219,8 @@ def _words(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
-    _check_ids(json_bytes, origin)
     try:
-        with panics_unprinted():
-            tokenizer = Tokenizer.from_buffer(json_bytes)
+        tokenizer = Tokenizer.from_buffer(json_bytes)
     except BaseException as error:  # the library raises what its Rust side gives: no narrower class
         if isinstance(error, NOT_FAILURES):
             raise
@@ -230,53 +228,6 @@ def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-@contextlib.contextmanager
-def panics_unprinted() -> Iterator[None]:
-    """Discard the output to stderr if the block fails, because a panic in Rust prints a backtrace.
-    If the block succeeds or is interrupted, print the output afterwards.
-    """
-    try:
-        stderr = os.dup(2)
-    except OSError:  # stderr is closed
-        yield
-        return
-    has_memory_files = hasattr(os, "memfd_create")  # on Linux
-    held = os.memfd_create("stderr") if has_memory_files else os.open(os.devnull, os.O_RDWR)
-    os.dup2(held, 2)
-    has_failed = False
-    try:
-        yield
-    except BaseException as error:
-        has_failed = not isinstance(error, NOT_FAILURES)
-        raise
-    finally:
-        os.dup2(stderr, 2)
-        os.lseek(held, 0, os.SEEK_SET)
-        while not has_failed and (text := os.read(held, 1 << 16)):
-            os.write(2, text)
-        os.close(held)
-        os.close(stderr)
-
-
-def _check_ids(json_bytes: bytes, origin: object) -> None:
-    """Reject large ids, because the library allocates tables as long as the largest id."""
-    if not _LONG_NUMBER.search(json_bytes):
-        return
-    # The library names what is wrong with a file that is no tokenizer.json.
-    with contextlib.suppress(ValueError, AttributeError, TypeError, KeyError, RecursionError):
-        content = json.loads(json_bytes)
-        vocab, added = content["model"]["vocab"], content.get("added_tokens") or []
-        ids = [
-            *(vocab.values() if isinstance(vocab, dict) else ()),
-            *(token["id"] for token in added),
-        ]
-        if (largest := max(ids, default=0)) >= ID_LIMIT:
-            raise TokenizerError(
-                f"{origin}: has the id {largest:,}, but ids are below {ID_LIMIT:,}. "
-                "Give another tokenizer."
-            )
 
 
 def _read_from_store(url: str) -> bytes:

@@ -8,11 +8,9 @@ is little. The same corpus, size and seed give the same tokenizer, byte for byte
 import logging
 import random
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from itertools import chain
-from typing import Self
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -60,41 +58,24 @@ def train_tokenizer_json(
         special_tokens=[END_TOKEN],
         show_progress=_is_terminal(),
     )
-    with _Progress() as progress:
-        tokenizer.train_from_iterator(progress.counted(chain([first], texts)), trainer)
+    tokenizer.train_from_iterator(_logged(chain([first], texts)), trainer)
     return tokenizer.to_str().encode()
 
 
-class _Progress:
-    """Logs how far training is, every few seconds; a terminal shows the bars of `tokenizers`."""
-
-    def __init__(self) -> None:
-        self._num_characters = 0
-        self._started = time.monotonic()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._log, daemon=True)
-
-    def counted(self, texts: Iterator[str]) -> Iterator[str]:
-        for text in texts:
-            self._num_characters += len(text)
-            yield text
-
-    def __enter__(self) -> Self:
-        if not _is_terminal():
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        if self._thread.ident:
-            self._thread.join()
-
-    def _log(self) -> None:
-        while not self._ended.wait(LOG_S):
+def _logged(texts: Iterator[str]) -> Iterator[str]:
+    """Yield the texts, and log every few seconds how much was read; a terminal shows bars."""
+    started = logged = time.monotonic()
+    num_characters = 0
+    for text in texts:
+        yield text
+        num_characters += len(text)
+        now = time.monotonic()
+        if now - logged >= LOG_S and not _is_terminal():
+            logged = now
             logger.info(
                 "training a tokenizer: %.0f M characters of text read, %.0f s",
-                self._num_characters / 1e6,
-                time.monotonic() - self._started,
+                num_characters / 1e6,
+                now - started,
             )
 
 

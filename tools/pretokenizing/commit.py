@@ -5,6 +5,7 @@ moment does not matter: the same command finishes with the same bytes.
 """
 
 import fnmatch
+import importlib.metadata
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.input_files import InputFile
 from tokenfeed.tools.encoding.audit import Audit
-from tokenfeed.tools.encoding.engines import ReferenceEngine, engine_version
+from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tasks import ChatEncoder
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -185,7 +186,7 @@ def _tokenizer_info(
         end_id=tokenizer.end_id,
         pad_id=tokenizer.pad_id,
         engine=settings.engine,
-        engine_version=engine_version(settings.engine),
+        engine_version=importlib.metadata.version(settings.engine),
         audited=(audit.audited if audit else 0) + sum(result.audited for result in results),
         differences=(len(audit.differing) if audit else 0)
         + sum(len(result.differing) for result in results),

@@ -94,7 +94,7 @@ def test_training_a_tokenizer_logs_its_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "tokenfeed")
-    monkeypatch.setattr(training, "LOG_S", 0.001)
+    monkeypatch.setattr(training, "LOG_S", 0.0)
     (tmp_path / "a.txt").write_text("the quick brown fox " * 60_000)
     make(tmp_path / "a.txt", tmp_path / "out", None, vocab_size=260)
     assert "training a tokenizer: 1 M characters of text read, " in caplog.text
