@@ -151,7 +151,7 @@ def by_train(
         slots = trainer.step_sync.slots
         first = phases_of(trainer.config)[0]
         loaders = trainer.loaders
-        with loaders.train_loader(first, goes_on=False) as loader:  # the same batches once more
+        with loaders.train_loader(first) as loader:  # the same batches once more
             tokens = [batch.num_tokens for batch in itertools.islice(loader, steps)]
     return Run(clock, tokens, slots, report.metrics["validation"]["loss"])
 
@@ -183,7 +183,7 @@ def by_bare_loop(
 ) -> Run:
     """Batches that are ready in memory, and nothing but the step: the bound."""
     config, task, loaders = parts(case, shards, steps)
-    with loaders.train_loader(phases_of(config)[0], goes_on=False) as loader:
+    with loaders.train_loader(phases_of(config)[0]) as loader:
         batches = list(itertools.islice(loader, steps))
     ready = [(loaders.shape(batch), batch.num_tokens) for batch in batches]
     model = model_of(task)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from support.data_sets import random_rows, write_rows
-from tokenfeed.pipeline.format.schema import Task, task_columns
+from tokenfeed.pipeline.format.schema import IGNORED, Task, task_columns
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.head import Head, HeadKind
@@ -159,7 +159,10 @@ def make_transformer(name: str = "tiny", vocabulary_size: int = VOCABULARY) -> T
 def one_document_a_row(ids_BT: torch.Tensor, labels_BT: torch.Tensor | None = None) -> MicroBatch:
     """Full rows, read forwards."""
     bare = MicroBatch.of_ids(ids_BT, causal=True)
-    return bare if labels_BT is None else dataclasses.replace(bare, labels=labels_BT)
+    if labels_BT is None:
+        return bare
+    targets_BT = torch.nn.functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
+    return dataclasses.replace(bare, targets=targets_BT)
 
 
 def small_model(head: Head) -> Transformer:

@@ -83,7 +83,7 @@ class Scope:
         if mask is not None:
             mask = mask.new_ones((rows, 1, length if mask.shape[2] > 1 else 1, length))
         if ends is not None:
-            ends = row_ends(0, rows, length, ends.device)
+            ends = row_ends(rows, length, ends.device)
             longest = size_only(length, ends.device)
         return Scope(self.causal, mask, ends, longest)
 
@@ -107,9 +107,9 @@ class Scope:
         return (mask_BHTT & near_11TT) | itself_TT
 
 
-def row_ends(start: int, rows: int, length: int, device: torch.device) -> Tensor:
-    """Return where rows of one segment begin, from the slot `start` on, and where they end."""
-    return start + torch.arange(rows + 1, dtype=torch.int32, device=device) * length
+def row_ends(rows: int, length: int, device: torch.device) -> Tensor:
+    """Return where rows of one segment begin, and where the last one ends."""
+    return torch.arange(rows + 1, dtype=torch.int32, device=device) * length
 
 
 def size_only(length: int, device: torch.device) -> Tensor:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Self
 
+from tokenizers import Tokenizer
+
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo, read_checked
 from tokenfeed.pipeline.format.store import StorePath, open_store
@@ -22,6 +25,7 @@ from tokenfeed.trainer.config.values import Shards
 __all__ = [
     "DataSets",
     "first_of",
+    "open_tokenizer",
     "read_chat_template",
     "read_manifest",
     "read_tokenizer",
@@ -99,6 +103,20 @@ def read_tokenizer(shards: StorePath) -> bytes:
         ManifestError: The file cannot be read, or its checksum differs from that in the manifest.
     """
     return read_checked(open_store(shards), Manifest.read(shards).tokenizer)
+
+
+def open_tokenizer(shards: StorePath) -> Tokenizer:
+    """Return the tokenizer that made the shards of a data set.
+
+    Raises:
+        ManifestError: The file cannot be read, or its checksum differs from that in the manifest.
+        ConfigError: The file is not a tokenizer.
+    """
+    content = read_tokenizer(shards)
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception as error:  # `tokenizers` raises nothing more exact
+        raise ConfigError(f"{shards}: tokenizer.json cannot be decoded ({error}).") from error
 
 
 def read_chat_template(shards: StorePath) -> bytes | None:

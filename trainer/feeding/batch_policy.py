@@ -11,6 +11,7 @@ rows with the lengths in the manifest, then cuts, sorts and packs them as one wi
 torch.
 """
 
+import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
 from tokenfeed.pipeline.planning.estimates import likely_lengths
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
-from tokenfeed.pipeline.planning.policy import ByLength, LongRows
+from tokenfeed.pipeline.planning.policy import LongRows
 from tokenfeed.trainer.config.run_config import MOST_SHAPES, TrainConfig
 from tokenfeed.trainer.config.values import check_multiple
 
@@ -43,11 +44,10 @@ __all__ = [
     "micro_batch_sizes",
     "padding_remedy",
     "possible_sizes",
-    "rows_of",
     "shapes",
 ]
 
-Policy = Packed | ByLength
+Policy = Packed | Padded | Fixed
 
 _TILE = 8  # lengths are multiples of the tiles of tensor cores
 
@@ -89,15 +89,16 @@ def make_policy(
     """
     if packed:
         check_multiple(config, "micro_batch_tokens", "sequence_length")
-        return Packed(config.sequence_length, batch_size=config.rows, long_rows=long_rows)
+        return Packed(config.sequence_length, config.rows, long_rows=long_rows, fill=config.compile)
     multiple_of = _multiple_of(config, on_gpu=on_gpu)
     if config.step_rows is not None:
-        return Fixed(config.rows, multiple_of=multiple_of)
+        return Fixed(config.rows, multiple_of=multiple_of, fill=config.compile)
     return Padded(
         config.micro_batch_slots,
         multiple_of=multiple_of,
         long_rows=long_rows,
         sequence_length=config.sequence_length,
+        fill=config.compile,
     )
 
 
@@ -114,11 +115,6 @@ def padding_remedy(config: TrainConfig, task: "Task") -> str:
         "rows with one label cannot be packed; lower `--micro-batch-tokens`: fewer rows of "
         "nearer lengths are padded together"
     )
-
-
-def rows_of(policy: Policy, length: int) -> int:
-    """Return the rows of a full micro-batch of some padded length."""
-    return policy.batch_size if isinstance(policy, Packed) else policy.rows_of(length)
 
 
 def shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
@@ -151,9 +147,9 @@ def largest_shape(policy: Policy, longest: int) -> tuple[int, int]:
 
 def _full_shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
     """Return rows and padded length, shortest first. Packed rows have one length."""
-    step = policy.multiple_of
+    policy, step = dataclasses.replace(policy, fill=True), policy.multiple_of
     last = round_up(min(longest, policy.longest_piece), step)
-    return [(rows_of(policy, length), length) for length in range(step, last + 1, step)]
+    return [(policy.rows_to_fill(length), length) for length in range(step, last + 1, step)]
 
 
 def possible_sizes(config: TrainConfig, task: "Task") -> list[int]:

@@ -1,15 +1,14 @@
-"""The loaders of a run's splits and phases, and how their batches form optimizer steps.
+"""The loaders of a run's splits and phases.
 
-A step has `accumulation` micro-batches over all ranks, and each rank gets its share. A step of the
-run is a step of the loader. If a resumed run has a higher --step-tokens, it is several steps of the
-loader. At the start of a phase, the loader of its data is opened, and its weights are trained.
+A step of the run is a step of the loader: `accumulation` micro-batches over all ranks, of which
+each rank gets its share. At the start of a phase, the loader of its data is opened, and its weights
+are trained.
 """
 
 import itertools
 import logging
 from collections.abc import Generator, Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,7 +30,6 @@ from tokenfeed.trainer.feeding.batch_policy import (
     largest_shape,
     long_rows_of,
     make_policy,
-    rows_of,
     shapes,
 )
 from tokenfeed.trainer.optim.train_state import Learner
@@ -40,10 +38,8 @@ from tokenfeed.trainer.tasks.task import Task
 __all__ = [
     "Curriculum",
     "SplitLoaders",
-    "StepBatch",
     "check_rows",
     "is_apart",
-    "step_feed",
 ]
 
 _SPLITS = ("train", "validation", "test")
@@ -68,35 +64,45 @@ class SplitLoaders:
         """
         check_rows(config, task)
         self._config, self._device, self._manifest = config, device, task.manifest
-        self._apart, self._causal = is_apart(config, task), task.causal
-        self._varlen = has_varlen(device, dtype)
         self._training = self._policy(packed=is_packed(config, task.manifest))
         self._evaluation = self._policy(packed=task.packs)
-        self.shape = self._shaper(self._training)
-        """Makes micro-batches from the batches of `train_loader`."""
-        self.shape_evaluation = self._shaper(self._evaluation)
-        """Makes micro-batches from the batches of `evaluation_loader`."""
+        self.shape = Shaper(
+            causal=task.causal,
+            apart=is_apart(config, task),
+            varlen=has_varlen(device, dtype),
+            compiled=config.compile,
+        )
+        """Makes micro-batches from the batches of the loaders."""
 
-    def train_loader(self, phase: Phase, *, goes_on: bool) -> ShardLoader:
+    def train_loader(self, phase: Phase) -> ShardLoader:
         """Return a loader of a phase's train split: shuffled, without end, its steps shared by
         ranks.
 
         If data occur again in a later phase, their order is another one.
 
-        Args:
-            phase: The phase with its data.
-            goes_on: Whether the caller will load a saved state, which has its own steps.
+        Raises:
+            ConfigError: A step has fewer micro-batches than there are ranks.
         """
-        config = self._config
-        return self._open(
+        config, on_cpu = self._config, self._device.type == "cpu"
+        workers = config.num_workers
+        if workers is None:  # on a CPU, workers would slow training down
+            workers = 0 if on_cpu else 2
+        loader = self._open(
             "train",
             self._training,
-            num_workers=self._num_workers(),
+            num_workers=workers,
             epochs=None,
-            step_size=None if goes_on else config.accumulation,
+            step_size=config.accumulation,
             source=training_source(phase.config),
             seed=config.seed + phase.changes,
         )
+        if loader.world_size > config.accumulation:
+            raise ConfigError(
+                f"`--micro-batch-tokens`: {loader.world_size} ranks share {config.accumulation} "
+                "micro-batches of a step, so some would have none. Lower it, as auto does, or "
+                f"start at most {config.accumulation} ranks."
+            )
+        return loader
 
     def evaluation_loader(self, split: str, folder: str | None = None) -> ShardLoader:
         """Return a loader that reads a split once, of all data sets or of one.
@@ -121,7 +127,7 @@ class SplitLoaders:
                 batch = next(batches, None) if most is None or first < most else None
                 if batch is None:
                     return
-                micro_batch = self.shape_evaluation(batch)
+                micro_batch = self.shape(batch)
                 if most is not None and first + feed.rank >= most:
                     micro_batch = micro_batch.without_targets()
                 yield (position.window << 32) + position.micro_batch + feed.rank, micro_batch
@@ -135,26 +141,21 @@ class SplitLoaders:
 
         Once the model is compiled for them, no step compiles again.
         """
-        found = self._blanks(self._training, self.shape)
-        if self._evaluation != self._training:
-            found += self._blanks(self._evaluation, self.shape_evaluation)
-        return found
+        longest = max(split.longest_row for split in self._manifest.splits.values())
+        return [
+            self._like(policy).blank_like(rows, length)
+            for policy in dict.fromkeys((self._training, self._evaluation))
+            for rows, length in shapes(policy, longest)
+        ]
 
     def largest_blank(self) -> MicroBatch:
         """Return an empty micro-batch of the largest shape in training."""
         longest = self._manifest.split("train").longest_row
-        return self._like(self._training, self.shape).blank_like(
-            *largest_shape(self._training, longest)
-        )
+        return self._like(self._training).blank_like(*largest_shape(self._training, longest))
 
-    def _blanks(self, policy: Policy, shape: Shaper) -> list[MicroBatch]:
-        longest = max(split.longest_row for split in self._manifest.splits.values())
-        like = self._like(policy, shape)
-        return [like.blank_like(rows, length) for rows, length in shapes(policy, longest)]
-
-    def _like(self, policy: Policy, shape: Shaper) -> MicroBatch:
+    def _like(self, policy: Policy) -> MicroBatch:
         with self._open("train", policy, num_workers=0, epochs=1) as feed:
-            return shape(next(iter(feed)))
+            return self.shape(next(iter(feed)))
 
     def _policy(self, *, packed: bool) -> Policy:
         return make_policy(
@@ -162,15 +163,6 @@ class SplitLoaders:
             packed=packed,
             on_gpu=self._device.type != "cpu",
             long_rows=long_rows_of(self._config, self._manifest),
-        )
-
-    def _shaper(self, policy: Policy) -> Shaper:
-        filled = self._config.compile
-        return Shaper(
-            causal=self._causal,
-            apart=self._apart,
-            varlen=self._varlen,
-            rows_of=partial(rows_of, policy) if filled else None,
         )
 
     def _open(
@@ -197,13 +189,6 @@ class SplitLoaders:
             cache_bytes=self._config.cache_bytes,
             targets=self._config.targets,
         )
-
-    def _num_workers(self) -> int:
-        """--num-workers, or 2 for a GPU, or 0 for the CPU, where workers would slow training
-        down."""
-        if self._config.num_workers is not None:
-            return self._config.num_workers
-        return 0 if self._device.type == "cpu" else 2
 
 
 def check_rows(config: TrainConfig, task: Task) -> None:
@@ -244,60 +229,11 @@ def is_apart(config: TrainConfig, task: Task) -> bool:
     return config.attention == "documents"
 
 
-class StepBatch(NamedTuple):
-    """A batch, and its place in the step."""
-
-    batch: Batch
-    part: int
-    """The number of the micro-batch in its step, over all ranks, from 0."""
-    ends_step: bool
-
-
-def step_feed(loader: ShardLoader, accumulation: int) -> Iterator[StepBatch]:
-    """Return the batches of a loader, from the start of a step on.
-
-    Example: the run began with 4 micro-batches per step, and now has 8 on 2 ranks. Then two steps
-        of the loader make one of the run, and rank 1 yields the parts 1, 3, 5 and 7 of each step.
-
-    Raises:
-        ConfigError: A step is not a whole number of the loader's steps, or has fewer micro-batches
-            than there are ranks.
-    """
-    of_loader = loader.micro_batches_per_step
-    if accumulation % of_loader:
-        raise ConfigError(
-            f"`--step-tokens`: makes steps of {accumulation} micro-batches, and the run was begun "
-            f"with {of_loader}. Give a multiple, or start a new run in another --run-dir."
-        )
-    if loader.world_size > of_loader:
-        raise ConfigError(
-            f"`--micro-batch-tokens`: {loader.world_size} ranks share {of_loader} micro-batches of "
-            "a step, so some would have none. Lower it, as auto does, or start "
-            f"at most {of_loader} ranks."
-        )
-    return _step_batches(loader, accumulation // of_loader, of_loader)
-
-
-def _step_batches(loader: ShardLoader, together: int, of_loader: int) -> Iterator[StepBatch]:
-    batches = iter(loader)
-    while True:
-        for nth in range(together):
-            part, ends = nth * of_loader + loader.rank, False
-            while not ends:
-                batch = next(batches)
-                ends = batch.ends_step
-                yield StepBatch(batch, part, ends and nth + 1 == together)
-                part += loader.world_size
-
-
 _log = logging.getLogger(__name__)
 
 
 class Curriculum:
     """Leads the training through the phases of a run."""
-
-    _loader: ShardLoader
-    _feed: Iterator[StepBatch] | None
 
     def __init__(self, config: TrainConfig, loaders: SplitLoaders, learner: Learner) -> None:
         """Open the loader of the first phase.
@@ -310,14 +246,11 @@ class Curriculum:
         self._config, self._loaders, self._learner = config, loaders, learner
         self._phases = phases_of(config)
         self.phase = self._phases[0]
-        self._open(goes_on=bool(config.resume))
+        self._loader = loaders.train_loader(self.phase)
 
-    @property
-    def feed(self) -> Iterator[StepBatch]:
-        """The loader's batches. After the first use, the loader accepts no saved state."""
-        if self._feed is None:
-            self._feed = step_feed(self._loader, self.phase.config.accumulation)
-        return self._feed
+    def batches(self) -> Iterator[Batch]:
+        """Return the loader's batches from here on."""
+        return iter(self._loader)
 
     def config_at(self, step: int) -> TrainConfig:
         """Return the settings of a step's phase."""
@@ -327,19 +260,12 @@ class Curriculum:
         """Return whether a step is after the current phase."""
         return step > self.phase.last
 
-    def enter(self, step: int, *, goes_on: bool = False) -> None:
-        """Enter the phase of a step.
-
-        If the data changes, they are read from their beginning.
-
-        Args:
-            step: The next step.
-            goes_on: Whether the caller will load a saved state of the loader.
-        """
+    def enter(self, step: int) -> None:
+        """Enter the phase of a step. If the data changes, they are read from their beginning."""
         before, self.phase = self.phase, phase_at(self._phases, step)
         if self.phase.changes != before.changes:
             self.close()
-            self._open(goes_on=goes_on)
+            self._loader = self._loaders.train_loader(self.phase)
         self._learner.begin_phase(self.phase)
         self.log_phase()
 
@@ -372,7 +298,3 @@ class Curriculum:
     def close(self) -> None:
         """End the loader's workers."""
         self._loader.close()
-
-    def _open(self, *, goes_on: bool) -> None:
-        self._feed = None
-        self._loader = self._loaders.train_loader(self.phase, goes_on=goes_on)

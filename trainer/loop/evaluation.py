@@ -4,11 +4,13 @@ Results go to the metrics file and the progress lines. The best step is noted.
 """
 
 import contextlib
+import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,7 +24,7 @@ from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.metrics import MetricsFile
-from tokenfeed.trainer.tasks.task import Loss, Metrics, Scores, Task
+from tokenfeed.trainer.tasks.task import Answers, Metrics, Task
 
 __all__ = ["Evaluator", "evaluate", "over_all"]
 
@@ -42,7 +44,7 @@ def evaluate(
 ) -> Metrics:
     """Return the metrics of a model on a split; empty if the split has no targets.
 
-    Waits for the device at the end, and where scores need it.
+    Waits for the device at the end, and for answers that are scored.
 
     Args:
         model: The model, in training mode, as it is again afterwards.
@@ -55,22 +57,29 @@ def evaluate(
     total = torch.zeros((), dtype=torch.float64, device=device)
     targets = torch.zeros((), dtype=torch.int64, device=device)
     num_bytes = torch.zeros((), dtype=torch.int64, device=device)
-    scores = task.scores(device)
+    answers: list[Answers] = []
     model.eval()
     for number, shown in micro_batches:
         micro_batch = task.prepare(shown, number)
         with precision.autocast():
-            loss = _loss(model, task, micro_batch, scores)
+            if task.kind == "vocabulary":
+                loss = task.loss(model, micro_batch)
+            else:
+                logits = model(micro_batch)
+                loss = task.loss_of(logits, micro_batch)
+                answers.append(Answers.of(micro_batch.targets, task.predict(logits)))
         total += loss.sum
         targets += loss.targets
         num_bytes += task.bytes_of_targets(micro_batch)
     model.train()
     reshard(model)
-    world.all_reduce([total, targets, num_bytes, *(scores.sums(world) if scores else [])])
+    world.all_reduce([total, targets, num_bytes])
     if not int(targets):
         return {}
-    mean = float(total) / int(targets)
-    found = scores.result() if scores else {}
+    mean, found = float(total) / int(targets), {}
+    if task.kind != "vocabulary":
+        parts = itertools.chain(*world.all_gather(answers))
+        found = task.scores(Answers(*map(np.concatenate, zip(*parts, strict=True))))
     if math.isnan(mean):  # then predictions are NaN too, and their scores mean nothing
         found = dict.fromkeys(found, math.nan)
     if int(num_bytes):
@@ -101,15 +110,6 @@ def over_all(found: Mapping[str, Metrics], data: DataSets, task: Task) -> Metric
     names = data.names
     each = {f"{m}/{names[folder]}": value for folder in known for m, value in known[folder].items()}
     return means | task.of_loss(means["loss"]) | each
-
-
-def _loss(model: nn.Module, task: Task, micro_batch: MicroBatch, scores: Scores | None) -> Loss:
-    """Return the loss. Logits are computed only if they are scored."""
-    if scores is None:
-        return task.loss(model, micro_batch)
-    logits = model(micro_batch)
-    scores.add(logits, task.targets(micro_batch.labels))
-    return task.loss_of(logits, micro_batch)
 
 
 class Evaluator:

@@ -29,7 +29,6 @@ from typing import Any
 import msgspec
 import safetensors.torch
 import torch
-from tokenizers import Tokenizer
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
@@ -42,6 +41,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.schedule import phase_at, phases_of
 from tokenfeed.trainer.data.datasets import (
     first_of,
+    open_tokenizer,
     read_chat_template,
     read_manifest,
     read_tokenizer,
@@ -65,7 +65,7 @@ from tokenfeed.trainer.models.weights import (
     given_weights,
     kept_weights,
 )
-from tokenfeed.trainer.tasks.language_modeling import SpecialIds
+from tokenfeed.trainer.tasks.language_modeling import mask_id
 from tokenfeed.trainer.tasks.registry import make_task
 
 __all__ = ["Exported", "check_export", "export_run", "load_exported"]
@@ -289,9 +289,8 @@ def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dic
     if theirs and all(theirs.get(id, token) == token for id, token in ours.items()):
         is_same = ours.keys() <= theirs.keys() and _rules(content) == _rules(own[TOKENIZER_FILE])
         return own if is_same else own | {TOKENIZER_FILE: content}
-    tokenizer = Tokenizer.from_buffer(content)
-    special = SpecialIds.from_shards(first_of(config.shards))
-    ids = {"eos_token": manifest.tokenizer.end_id, "mask_token": special.mask}
+    tokenizer = open_tokenizer(first_of(config.shards))
+    ids = {"eos_token": manifest.tokenizer.end_id, "mask_token": mask_id(tokenizer)}
     ids["pad_token"] = manifest.tokenizer.pad_id
     types = ["token_type_ids"] if head.pairs else []
     about: dict[str, Any] = {

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
@@ -19,7 +18,7 @@ from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS
 from tokenfeed.pipeline.planning.policies import Fixed
 from tokenfeed.pipeline.windows.rank_slice import TARGETS
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.data.datasets import DataSets, first_of, read_tokenizer
+from tokenfeed.trainer.data.datasets import DataSets, first_of, open_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.fsdp import reshard
 from tokenfeed.trainer.optim.train_state import Learner
@@ -50,7 +49,7 @@ class Sampler:
             )
         self._learner = learner
         self._end_ids = {task.manifest.tokenizer.end_id}
-        self._tokenizer = Tokenizer.from_buffer(read_tokenizer(first_of(config.shards)))
+        self._tokenizer = open_tokenizer(first_of(config.shards))
         chosen = "last" if config.targets == "last" else None
         self._prompts = [prompt for prompt, _ in _rows(config, chosen)]
         if task.manifest.task == "chat":

@@ -133,19 +133,23 @@ class Trainer:
         config, task, curriculum = self.config, self.task, self.curriculum
         learner, stall, shape = self.learner, self.stall, self.loaders.shape
         gradients, step_sync = StepGradients(learner, self.world, stall), self.step_sync
+        batches = curriculum.batches()
         for step in range(self.step + 1, config.steps + 1):
             if curriculum.ends_before(step):
                 with stall.cause("data"):
                     curriculum.enter(step)
-            feed, tally, rows, ends_step = curriculum.feed, Tally.zero(self.device), [], False
+                    batches = curriculum.batches()
+            tally, rows = Tally.zero(self.device), []
+            number, ends_step = step * config.accumulation + self.world.rank, False
             while not ends_step:
                 with stall.cause("data"):
-                    batch, part, ends_step = next(feed)
-                number = step * config.accumulation + part
+                    batch = next(batches)
+                ends_step = batch.ends_step
                 micro_batch = task.prepare(shape(batch), number)
                 loss = gradients.add(micro_batch, number, last=ends_step)
                 tally.add(loss, batch.num_tokens, 0 if batch.is_filler else micro_batch.num_slots)
                 rows.append(batch.rows)
+                number += self.world.size
             gradients.add_up(tally)
             if self.saver:
                 self.saver.before_update()
@@ -514,7 +518,7 @@ class Trainer:
         self.earlier = Report.of_run(config.run_dir)
         progress.check(config, self._meta())
         self.learner.base = progress.base
-        self.curriculum.enter(progress.step, goes_on=True)
+        self.curriculum.enter(progress.step)
         self.curriculum.load_state_dict(progress.loader)
         self.learner.load(checkpoint)
         self.skipped = int(self.learner.precision.skips[0])

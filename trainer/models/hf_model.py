@@ -8,7 +8,6 @@ Shapes: B rows, T slots, D width, C outputs.
 """
 
 import inspect
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,7 +25,7 @@ from tokenfeed.pipeline.arithmetic import ceil_div, round_up
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.trainer.config.run_config import BY_NUMBERS, TrainConfig
 from tokenfeed.trainer.data.attention import Reach, Scope
-from tokenfeed.trainer.data.datasets import first_of, read_tokenizer, shown
+from tokenfeed.trainer.data.datasets import first_of, open_tokenizer, shown
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.models.hf_attention import ATTENTION_NAME, irreplaceable
@@ -378,9 +377,8 @@ def _add_rows(model: Any, config: TrainConfig, head: Head) -> dict[str, list[int
 
 def _added_ids(config: TrainConfig) -> set[int]:
     """Return the ids of tokens that were added to the tokenizer of the shards."""
-    with suppress(TokenfeedError, ValueError):
-        content = json.loads(read_tokenizer(first_of(config.shards)))
-        return {int(entry["id"]) for entry in content.get("added_tokens") or ()}
+    with suppress(TokenfeedError):
+        return set(open_tokenizer(first_of(config.shards)).get_added_tokens_decoder())
     return set()
 
 

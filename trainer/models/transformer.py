@@ -18,15 +18,13 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from tokenfeed.pipeline.arithmetic import round_up
-from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.trainer.data.attention import Scope, attend
-from tokenfeed.trainer.data.datasets import read_tokenizer
+from tokenfeed.trainer.data.datasets import open_tokenizer
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 
@@ -265,8 +263,7 @@ def words_of(shards: StorePath) -> Tensor:
         ConfigError: The tokenizer of the shards cannot be read.
     """
     ids = list(range(Manifest.read(shards).tokenizer.vocabulary_size))
-    tokenizer = _read(shards)
-    texts = tokenizer.decode_batch([[id] for id in ids], skip_special_tokens=False)
+    texts = open_tokenizer(shards).decode_batch([[id] for id in ids], skip_special_tokens=False)
     first: dict[str, int] = {}
     words = [_fold(text) for text in texts]
     return torch.tensor(
@@ -276,14 +273,3 @@ def words_of(shards: StorePath) -> Tensor:
 
 def _fold(text: str) -> str:
     return "" if _BROKEN in text else text.strip().casefold()
-
-
-def _read(shards: StorePath) -> Tokenizer:
-    content = read_tokenizer(shards)
-    try:
-        return Tokenizer.from_buffer(content)
-    except Exception as error:  # `tokenizers` raises nothing more exact
-        raise ConfigError(
-            f"{shards}: its tokenizer cannot be read ({error}). Give another --model, which needs "
-            "none."
-        ) from error

@@ -15,80 +15,41 @@ stand for. Losses of different tokenizers can be compared by it. The end of a do
 of 0 bytes.
 """
 
-import json
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED
-from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.order import derive_key
-from tokenfeed.trainer.data.datasets import read_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = [
-    "Chat",
-    "Completion",
-    "LanguageModelling",
-    "Masked",
-    "SpecialIds",
-    "perplexity",
-    "token_bytes",
-]
+__all__ = ["Chat", "Completion", "LanguageModelling", "Masked", "mask_id", "token_bytes"]
 
 _MASKS = ("[MASK]", "<mask>", "<|mask|>")
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""A token of one byte, where characters that have no token are divided into bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpecialIds:
-    """Ids of special tokens, which stand for no text."""
-
-    all: tuple[int, ...]
-    mask: int | None
-    """The id of the mask token; None if the tokenizer has no mask token."""
-
-    @classmethod
-    def from_shards(cls, shards: StorePath) -> "SpecialIds":
-        """Return the special ids of the tokenizer that made the shards.
-
-        Raises:
-            ConfigError: The tokenizer's file cannot be read, or is not a tokenizer.
-        """
-        content = read_tokenizer(shards)
-        try:
-            added = json.loads(content).get("added_tokens") or []
-            ids = {entry["content"]: int(entry["id"]) for entry in added if entry["special"]}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{shards}: tokenizer.json cannot be decoded ({error}).") from error
-        masks = [ids[text] for text in _MASKS if text in ids]
-        return cls(tuple(ids.values()), masks[0] if masks else None)
+def mask_id(tokenizer: Tokenizer) -> int | None:
+    """Return the id of the mask token; None if the tokenizer has no mask token."""
+    return next((id for id in map(tokenizer.token_to_id, _MASKS) if id is not None), None)
 
 
-def token_bytes(content: bytes) -> Tensor:
-    """Return the bytes of text of each id of a tokenizer.json; 0 for special tokens.
+def token_bytes(tokenizer: Tokenizer) -> Tensor:
+    """Return the bytes of text of each id; 0 for special tokens.
 
     In a byte-level tokenizer, each character of a token is a byte. In others, a token has the bytes
     that it adds to the text of a token before it. Spaces that a tokenizer drops are not counted.
-
-    Raises:
-        ConfigError: The tokenizer cannot be decoded.
     """
-    try:
-        tokenizer, described = Tokenizer.from_buffer(content), json.loads(content)
-    except Exception as error:  # `tokenizers` raises nothing more exact
-        raise ConfigError(f"tokenizer.json cannot be decoded ({error}).") from error
-    vocabulary = tokenizer.get_vocab()
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
     sizes = torch.zeros(max(vocabulary.values(), default=-1) + 1, dtype=torch.int64)
-    added = {entry["id"]: entry for entry in described.get("added_tokens") or ()}
-    if '"ByteLevel"' in json.dumps(described.get("decoder")):
+    if "ByteLevel" in str(tokenizer.decoder):
         for token, id in vocabulary.items():
             sizes[id] = len(token)
     else:
@@ -98,13 +59,8 @@ def token_bytes(content: bytes) -> Tensor:
             both = len(tokenizer.decode([first, id]).encode())
             sizes[id] = 1 if _BYTE.fullmatch(token) else both - alone
     for id, entry in added.items():
-        sizes[id] = 0 if entry["special"] else len(entry["content"].encode())
+        sizes[id] = 0 if entry.special else len(entry.content.encode())
     return sizes
-
-
-_BYTE = re.compile("<0x[0-9A-F]{2}>")
-"""A token of one byte, where characters that have no token are divided into bytes."""
-_LARGEST_EXPONENT = 700.0  # of a float
 
 
 class LanguageModelling(Task):
@@ -127,20 +83,9 @@ class LanguageModelling(Task):
         """Return the bytes of text that the targets stand for."""
         if self.bytes_of_token is None:
             return 0
-        targets_BT = self.targets(micro_batch.labels)
+        targets_BT = micro_batch.targets
         bytes_BT = self.bytes_of_token.take(targets_BT.clamp(min=0))
         return (bytes_BT * (targets_BT != IGNORED)).sum()
-
-    def targets(self, labels: Tensor) -> Tensor:
-        """Return the next label of each position.
-
-        Shifting the labels copies 8 bytes per token. Shifting the logits would copy V floats.
-        """
-        return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-
-    def of_loss(self, loss: float) -> dict[str, float]:
-        """Return the perplexity."""
-        return perplexity(loss)
 
 
 class Completion(LanguageModelling):
@@ -154,11 +99,6 @@ class Chat(Completion):
     """Predict the tokens of conversations that --targets selects."""
 
     name = "chat"
-
-
-def perplexity(loss: float) -> dict[str, float]:
-    """Return the number of equally likely choices that would have this loss."""
-    return {"perplexity": math.exp(min(loss, _LARGEST_EXPONENT))}
 
 
 TARGET_SHARE, AS_MASK_SHARE, AT_RANDOM_SHARE = 0.15, 0.8, 0.1
@@ -177,13 +117,14 @@ class Masked(Task):
     packs = True
 
     def __init__(
-        self, manifest: Manifest, seed: int, special: SpecialIds, device: torch.device
+        self, manifest: Manifest, seed: int, tokenizer: Tokenizer, device: torch.device
     ) -> None:
         super().__init__(manifest, seed)
-        size = manifest.tokenizer.vocabulary_size
-        self._mask_id = size if special.mask is None else special.mask
+        size, mask = manifest.tokenizer.vocabulary_size, mask_id(tokenizer)
+        self._mask_id = size if mask is None else mask
+        added = tokenizer.get_added_tokens_decoder()
         is_special = torch.zeros(size + 1, dtype=torch.bool)
-        is_special[[*special.all, self._mask_id]] = True
+        is_special[[*(id for id, token in added.items() if token.special), self._mask_id]] = True
         self._is_special = is_special.to(device)
         self._random = torch.Generator(device)
 
@@ -194,7 +135,7 @@ class Masked(Task):
 
     def prepare(self, micro_batch: MicroBatch, number: int) -> MicroBatch:
         """Hide some tokens, and make them the only targets."""
-        ids_BT, labels_BT = micro_batch.ids_BT, micro_batch.labels
+        ids_BT, labels_BT = micro_batch.ids_BT, micro_batch.targets
         share_BT, as_what_BT, random_BT = self._draw(ids_BT, number)
         may_BT = (labels_BT != IGNORED) & ~self._is_special[ids_BT]
         target_BT = may_BT & (share_BT < TARGET_SHARE)
@@ -204,7 +145,7 @@ class Masked(Task):
         return replace(
             micro_batch,
             ids_BT=torch.where(at_random_BT, random_BT, shown_BT),
-            labels=torch.where(target_BT, labels_BT, IGNORED),
+            targets=torch.where(target_BT, labels_BT, IGNORED),
         )
 
     def most_targets(self, slots: int) -> int:
@@ -212,10 +153,6 @@ class Masked(Task):
         last targets are left out."""
         spread = math.sqrt(slots * TARGET_SHARE * (1 - TARGET_SHARE))
         return min(slots, math.ceil(slots * TARGET_SHARE + _SPREADS * (spread + 1)))
-
-    def of_loss(self, loss: float) -> dict[str, float]:
-        """Return the perplexity of the masked tokens."""
-        return perplexity(loss)
 
     def _draw(self, ids_BT: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return two numbers in [0, 1) and an id for each slot."""

@@ -8,18 +8,15 @@ import torch
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.data.datasets import first_of, read_tokenizer, run_manifest, shown
-from tokenfeed.trainer.tasks.classification import Classify
+from tokenfeed.trainer.data.datasets import first_of, open_tokenizer, run_manifest, shown
+from tokenfeed.trainer.tasks.labels import Classify, Score, Tag
 from tokenfeed.trainer.tasks.language_modeling import (
     Chat,
     Completion,
     LanguageModelling,
     Masked,
-    SpecialIds,
     token_bytes,
 )
-from tokenfeed.trainer.tasks.regression import Score
-from tokenfeed.trainer.tasks.tagging import Tag
 from tokenfeed.trainer.tasks.task import Task
 
 __all__ = ["TASKS", "make_task", "task_of"]
@@ -52,8 +49,7 @@ def make_task(config: TrainConfig, manifest: Manifest, device: torch.device) -> 
                 f"`--objective`=masked needs documents, but {name} was made by "
                 f"`--task {manifest.task}`. Run `pretokenize --task lm`, or leave --objective out."
             )
-        special = SpecialIds.from_shards(first_of(config.shards))
-        return Masked(manifest, config.seed, special, device)
+        return Masked(manifest, config.seed, open_tokenizer(first_of(config.shards)), device)
     if manifest.task not in TASKS:
         raise ConfigError(
             f"{name}: unknown task {manifest.task}, expected one of {', '.join(TASKS)}. Install a "
@@ -62,7 +58,7 @@ def make_task(config: TrainConfig, manifest: Manifest, device: torch.device) -> 
     task = TASKS[manifest.task](manifest, config.seed)
     if isinstance(task, LanguageModelling):
         with suppress(ConfigError):  # export reports it; training goes on without bits per byte
-            task.bytes_of_token = token_bytes(read_tokenizer(first_of(config.shards))).to(device)
+            task.bytes_of_token = token_bytes(open_tokenizer(first_of(config.shards))).to(device)
     if task.outputs == 0:
         raise ConfigError(
             f"{name}: the data set has no labels. Run `pretokenize --task {manifest.task}` on a "

@@ -8,10 +8,11 @@ Example: loss sums 6 and 16 over 2 and 4 targets make a mean loss of 22 / 6 = 3.
 Shapes: B rows, T slots, V vocabulary, C outputs.
 """
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Protocol, TypeGuard
 
-import torch
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,14 +20,15 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED, TOKEN_TYPE_IDS
 from tokenfeed.trainer.data.head import Head, HeadKind
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.tasks.chunked_loss import (
     is_worth_chunks,
     most_chunk_tokens,
     vocabulary_loss,
 )
 
-__all__ = ["BestBy", "HasHidden", "Loss", "Metrics", "Scores", "Task", "has_hidden"]
+__all__ = ["Answers", "BestBy", "HasHidden", "Loss", "Metrics", "Task", "has_hidden"]
+
+_LARGEST_EXPONENT = 700.0  # of a float
 
 
 class HasHidden(Protocol):
@@ -69,23 +71,23 @@ class Loss(NamedTuple):
     """int64, the number of targets in the sum."""
 
 
-class Scores(Protocol):
-    """Scores of predictions, accumulated over a split."""
+class Answers(NamedTuple):
+    """The true and the predicted values of a split, row after row, each of shape (N,)."""
 
-    def add(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a micro-batch. `targets` has the shape of the logits without the last dimension."""
-        ...
+    true: np.ndarray
+    predicted: np.ndarray
+    ends_row: np.ndarray
+    """Whether a value is the last one of its row."""
 
-    def sums(self, world: World) -> list[Tensor]:
-        """Return the accumulated sums, which the caller sums over ranks in place.
-
-        All ranks call this together, after the last `add`.
-        """
-        ...
-
-    def result(self) -> dict[str, float]:
-        """Return the scores by name. Waits for the device."""
-        ...
+    @classmethod
+    def of(cls, targets: Tensor, predicted: Tensor) -> "Answers":
+        """Return the values of a micro-batch that have a target. Waits for the device."""
+        targets_, predicted_ = targets.cpu().numpy(), predicted.cpu().numpy()
+        is_number = targets.is_floating_point()
+        counted = ~np.isnan(targets_) if is_number else targets_ != IGNORED
+        row = np.nonzero(counted)[0]
+        ends_row = np.append(row[1:] != row[:-1], True)[: len(row)]
+        return cls(targets_[counted], predicted_[counted], ends_row)
 
 
 class BestBy(NamedTuple):
@@ -154,10 +156,6 @@ class Task:
         """Return the micro-batch that the model gets. `number` counts micro-batches of the run."""
         return micro_batch
 
-    def targets(self, labels: Tensor) -> Tensor:
-        """Return the target of each logit, or `IGNORED`."""
-        return labels
-
     def bytes_of_targets(self, micro_batch: MicroBatch) -> Tensor | int:
         """Return the bytes of text that the targets stand for; 0 if the task does not know."""
         return 0
@@ -188,7 +186,7 @@ class Task:
 
     def _loss_in_chunks(self, model: HasHidden, micro_batch: MicroBatch) -> Loss:
         hidden_ND = model.hidden(micro_batch).flatten(0, 1)
-        targets_N = self.targets(micro_batch.labels).flatten()
+        targets_N = micro_batch.targets.flatten()
         most = self.most_targets(len(targets_N))
         if most < len(targets_N):
             chosen = (targets_N == IGNORED).sort(stable=True).indices[:most]
@@ -198,16 +196,23 @@ class Task:
 
     def loss_of(self, logits: Tensor, micro_batch: MicroBatch) -> Loss:
         """Return the loss of existing logits, with a softmax in fp32."""
-        targets = self.targets(micro_batch.labels)
+        targets = micro_batch.targets
         summed = F.cross_entropy(
             logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
         return Loss(summed, (targets != IGNORED).sum())
 
-    def scores(self, device: torch.device) -> Scores | None:
-        """Return an accumulator for scores besides the loss; None if the task has no scores."""
-        return None
+    def predict(self, logits: Tensor) -> Tensor:
+        """Return the answer to each target of logits; the likeliest class, unless overridden."""
+        return logits.argmax(-1)
+
+    def scores(self, answers: Answers) -> dict[str, float]:
+        """Return scores besides the loss. Not called for tasks of a vocabulary."""
+        return {}
 
     def of_loss(self, loss: float) -> dict[str, float]:
-        """Return metrics that are functions of the mean loss per target, in nats."""
-        return {}
+        """Return metrics that are functions of the mean loss per target, in nats: for a vocabulary
+        the perplexity, the number of equally likely choices that would have this loss."""
+        if self.kind != "vocabulary":
+            return {}
+        return {"perplexity": math.exp(min(loss, _LARGEST_EXPONENT))}

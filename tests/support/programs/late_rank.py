@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from support.training import make_config
 
-from tokenfeed.trainer.feeding import loaders as curriculum
+from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.trainer.feeding.loaders import Curriculum
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.stall import warmup_steps
 
@@ -25,16 +25,16 @@ _slept: list[float] = []
 
 def make_late(seconds: float) -> None:
     """Have this process sleep before each micro-batch."""
-    feed = curriculum.step_feed
+    batches = Curriculum.batches
 
-    def late(*args: Any) -> Iterator[Any]:
-        for dealt in feed(*args):
+    def late(curriculum: Curriculum) -> Iterator[Batch]:
+        for batch in batches(curriculum):
             began = time.perf_counter()
             time.sleep(seconds)
             _slept.append(time.perf_counter() - began)
-            yield dealt
+            yield batch
 
-    curriculum.step_feed = late
+    Curriculum.batches = late  # type: ignore[method-assign]
 
 
 def main(shards: str, run_dir: Path, rank: int, seconds: float, steps: int) -> None:

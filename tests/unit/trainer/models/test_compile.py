@@ -153,8 +153,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
 
 def documents(folder: Path, *, varlen: bool) -> list[MicroBatch]:
     """Packed micro-batches with documents of other lengths each, of one shape."""
-    shape = Shaper(causal=True, apart=True, varlen=varlen, rows_of=lambda length: 3)
-    batching = Packed(LONGEST, batch_size=3)
+    shape = Shaper(causal=True, apart=True, varlen=varlen, compiled=True)
+    batching = Packed(LONGEST, batch_size=3, fill=True)
     with ShardLoader(folder, batching=batching, epochs=1, num_workers=0) as loader:
         return [shape(batch) for batch in loader]
 

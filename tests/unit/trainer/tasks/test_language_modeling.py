@@ -47,7 +47,7 @@ def byte_fallback() -> Tokenizer:
 @pytest.mark.parametrize("make_tokenizer", [byte_level, byte_fallback])
 def test_token_bytes_add_up_to_the_bytes_of_texts(make_tokenizer: object) -> None:
     tokenizer = make_tokenizer()  # type: ignore[operator]
-    sizes = token_bytes(tokenizer.to_str().encode())
+    sizes = token_bytes(tokenizer)
     for text in TEXTS:
         ids = tokenizer.encode(text).ids
         assert int(sizes[ids].sum()) == len(text.encode())
@@ -59,7 +59,7 @@ def test_token_bytes_of_word_pieces_have_the_space_before_words() -> None:
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(["[UNK]"])
-    assert token_bytes(tokenizer.to_str().encode()).tolist() == [0, 5, 3, 3]
+    assert token_bytes(tokenizer).tolist() == [0, 5, 3, 3]
 
 
 def test_bits_per_byte_equal_a_slow_count(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.format.schema import IGNORED
-from tokenfeed.trainer.tasks.classification import ClassScores
-from tokenfeed.trainer.tasks.tagging import SpanScores, TagScheme, spans
+from tokenfeed.trainer.tasks.labels import Tag, TagScheme, class_scores, spans
+from tokenfeed.trainer.tasks.task import Answers
 
-CPU = torch.device("cpu")
 TAGS = ("O", *(f"{place}-{kind}" for place in "BIES" for kind in ("PER", "LOC")))
 SCHEME = TagScheme.from_names(TAGS)
 assert SCHEME is not None
@@ -27,19 +26,14 @@ rows_of_pairs = st.lists(st.lists(st.tuples(numbers, numbers), max_size=9), min_
 
 
 def classes(count: int) -> st.SearchStrategy[Pairs]:
-    return st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=40)
+    return st.lists(
+        st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), min_size=1, max_size=40
+    )
 
 
-def as_logits(predicted: torch.Tensor, count: int) -> torch.Tensor:
-    return torch.nn.functional.one_hot(predicted, count).float()
-
-
-def class_scores(pairs: Pairs, count: int, cuts: tuple[int, ...] = ()) -> dict[str, float]:
-    scores = ClassScores(count, CPU)
-    for part in np.split(np.array(pairs, dtype=np.int64).reshape(-1, 2), cuts):
-        true, predicted = torch.from_numpy(part).unbind(1)
-        scores.add(as_logits(predicted, count), true)
-    return scores.result()
+def answers_of(pairs: Pairs) -> Answers:
+    true, predicted = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    return Answers.of(true, predicted)
 
 
 def f1(right: int, true: int, predicted: int) -> float:
@@ -67,38 +61,18 @@ def slow_class_scores(pairs: Pairs) -> dict[str, float]:
     }
 
 
-@given(classes(5), st.integers(0, 40))
-def test_class_scores_are_those_of_plain_counting_however_they_are_added(
-    pairs: Pairs, cut: int
-) -> None:
-    assert class_scores(pairs, 5, (cut,)) == pytest.approx(slow_class_scores(pairs))
-
-
-@given(classes(3))
-def test_classes_that_nothing_has_change_no_score(pairs: Pairs) -> None:
-    assert class_scores(pairs, 9) == class_scores(pairs, 3)
-
-
-@given(classes(4), st.integers(1, 7))
-def test_ignored_targets_count_for_nothing(pairs: Pairs, ignored: int) -> None:
-    scores = ClassScores(4, CPU)
-    true, predicted = (
-        torch.tensor(numbers, dtype=torch.int64)
-        for numbers in zip(*pairs, *[(IGNORED, k % 4) for k in range(ignored)], strict=True)
-    )
-    scores.add(as_logits(predicted, 4), true)
-    assert scores.result() == class_scores(pairs, 4)
+@given(classes(5), st.integers(0, 3))
+def test_class_scores_are_those_of_plain_counting(pairs: Pairs, unused: int) -> None:
+    expected = pytest.approx(slow_class_scores(pairs))
+    assert class_scores(answers_of(pairs), 5 + unused) == expected
+    ignored = [(IGNORED, k % 5) for k in range(unused)]
+    assert class_scores(answers_of(pairs + ignored), 5) == expected
 
 
 def test_macro_f1_weighs_classes_alike_and_a_guess_of_the_majority_gets_little() -> None:
-    pairs = [(0, 0)] * 90 + [(1, 0)] * 10
-    found = class_scores(pairs, 2)
+    found = class_scores(answers_of([(0, 0)] * 90 + [(1, 0)] * 10), 2)
     assert found["accuracy"] == found["majority_accuracy"] == pytest.approx(0.9)
     assert found["macro_f1"] == pytest.approx(0.5 * 2 * 90 / (90 + 100))
-
-
-def test_a_class_that_is_only_predicted_is_a_failure_in_macro_f1() -> None:
-    assert class_scores([(0, 0), (0, 1)], 2)["macro_f1"] == pytest.approx(0.5 * 2 / 3)
 
 
 def slow_spans(row: list[str]) -> list[Span]:
@@ -175,8 +149,8 @@ def span_f1(rows: list[Pairs]) -> float:
     return f1(len(true & predicted), len(true), len(predicted))
 
 
-def laid_out(rows: list[Pairs], gaps: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as a batch has them: words stand apart, by pieces of words that have no tag."""
+def laid_out(rows: list[Pairs], gaps: list[int]) -> Answers:
+    """Answers to rows as a batch has them: words stand apart, by pieces of words without a tag."""
     width = max(1, 10 * len(gaps))
     targets = torch.full((len(rows), width), IGNORED)
     predicted = torch.ones((len(rows), width), dtype=torch.int64)  # to be ignored: B-PER
@@ -186,7 +160,16 @@ def laid_out(rows: list[Pairs], gaps: list[int]) -> tuple[torch.Tensor, torch.Te
             place += gaps[word % len(gaps)]
             targets[number, place], predicted[number, place] = true, said
             place += 1
-    return as_logits(predicted, len(TAGS)), targets
+    return Answers.of(targets, predicted)
+
+
+class Tagging(Tag):
+    """The task on `TAGS`, without a data set."""
+
+    outputs = len(TAGS)  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self._scheme = SCHEME
 
 
 @pytest.mark.slow
@@ -197,36 +180,20 @@ def laid_out(rows: list[Pairs], gaps: list[int]) -> tuple[torch.Tensor, torch.Te
 def test_span_f1_is_that_of_sets_of_spans_wherever_words_stand_and_batches_end(
     batches: list[list[Pairs]], gaps: list[int]
 ) -> None:
-    scores = SpanScores(ClassScores(len(TAGS), CPU), SCHEME)
-    for rows in batches:
-        scores.add(*laid_out(rows, gaps))
+    batches = [*batches, [[(0, 0)]]]
+    parts = zip(*(laid_out(rows, gaps) for rows in batches), strict=True)
     rows = [row for batch in batches for row in batch]
     words = [pair for row in rows for pair in row]
     expected = slow_class_scores(words) | {"span_f1": span_f1(rows)}
-    assert scores.result() == pytest.approx(expected)
+    assert Tagging().scores(Answers(*map(np.concatenate, parts))) == pytest.approx(expected)
 
 
 def test_a_span_counts_only_with_both_ends_and_its_kind() -> None:
     number = {name: number for number, name in enumerate(TAGS)}
     true = [number[tag] for tag in ("B-PER", "I-PER", "O", "B-LOC", "O", "S-PER")]
     said = [number[tag] for tag in ("B-PER", "O", "O", "B-PER", "O", "B-PER")]
-    assert span_f1([list(zip(true, said, strict=True))]) == pytest.approx(1 / 3)
-    scores = SpanScores(ClassScores(len(TAGS), CPU), SCHEME)
-    scores.add(as_logits(torch.tensor([said]), len(TAGS)), torch.tensor([true]))
-    assert scores.result()["span_f1"] == pytest.approx(1 / 3)
-
-
-def test_nothing_but_outside_gets_a_span_f1_of_0() -> None:
-    scores = SpanScores(ClassScores(len(TAGS), CPU), SCHEME)
-    scores.add(
-        as_logits(torch.zeros((1, 3), dtype=torch.int64), len(TAGS)), torch.tensor([[0] * 3])
-    )
-    assert scores.result() == {
-        "accuracy": 1.0,
-        "majority_accuracy": 1.0,
-        "macro_f1": 1.0,
-        "span_f1": 0.0,
-    }
+    answers = Answers.of(torch.tensor([true]), torch.tensor([said]))
+    assert Tagging().scores(answers)["span_f1"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
 """Every task: what its gradients depend on, and what they do not."""
 
-import copy
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_sets import random_rows, write_rows
 from support.training import LONGEST, VOCABULARY, assert_same_run, make_config, run, write_labelled
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -26,13 +25,12 @@ from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.trainer.config.run_config import ObjectiveName
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
-from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
 from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.tasks import task as tasks
-from tokenfeed.trainer.tasks.language_modeling import Masked, SpecialIds
+from tokenfeed.trainer.tasks.labels import number_scores
+from tokenfeed.trainer.tasks.language_modeling import Masked
 from tokenfeed.trainer.tasks.registry import make_task
-from tokenfeed.trainer.tasks.regression import ScoreScores
 
 CPU = torch.device("cpu")
 TASKS: list[tuple[Task, ObjectiveName]] = [
@@ -66,12 +64,12 @@ def gradients(
     task: tasks.Task,
     folder: Path,
     batching: Batching,
-    rows_of: Callable[[int], int] | None = None,
     ranks: int = 1,
 ) -> list[torch.Tensor]:
     """Those of one epoch, as the loop weighs them."""
     model = model_of(task).double()
-    shape = Shaper(causal=task.causal, apart=True, varlen=False, rows_of=rows_of)
+    filled = bool(batching.rows_to_fill(8))
+    shape = Shaper(causal=task.causal, apart=True, varlen=False, compiled=filled)
     targets = torch.zeros(())
     for rank in range(ranks):
         place = {"rank": rank, "world_size": ranks} if ranks > 1 else {}
@@ -123,16 +121,16 @@ def test_fillers_of_ranks_and_of_shapes_count_for_nothing(
 ) -> None:
     task, batching = task_of(folders[name], objective), Padded(100, multiple_of=8)
     whole = gradients(task, folders[name], batching)
-    assert_equal(gradients(task, folders[name], batching, rows_of=batching.rows_of), whole)
+    assert_equal(gradients(task, folders[name], replace(batching, fill=True)), whole)
     assert_equal(gradients(task, folders[name], batching, ranks=3), whole)
 
 
 def test_filled_up_packed_batches_are_of_one_shape(folders: dict[Task, Path]) -> None:
     task = task_of(folders["tag"], "auto")
-    batching = Packed(64, batch_size=3)
-    filled = gradients(task, folders["tag"], batching, rows_of=lambda length: 3)
-    assert_equal(filled, gradients(task, folders["tag"], batching))
-    shape = Shaper(causal=False, apart=True, varlen=True, rows_of=lambda length: 3)
+    batching = Packed(64, batch_size=3, fill=True)
+    unfilled = gradients(task, folders["tag"], Packed(64, batch_size=3))
+    assert_equal(gradients(task, folders["tag"], batching), unfilled)
+    shape = Shaper(causal=False, apart=True, varlen=True, compiled=True)
     with ShardLoader(folders["tag"], batching=batching, epochs=1, num_workers=0) as loader:
         for batch in loader:
             scope = shape(batch).scope
@@ -206,10 +204,10 @@ def slots(rows: int = 64, length: int = 128, seed: int = 0) -> MicroBatch:
 def test_of_the_tokens_15_percent_are_masked_as_bert_does(folders: dict[Task, Path]) -> None:
     task, shown = masked_task(folders["lm"]), slots()
     masked = task.prepare(shown, 7)
-    target_BT = masked.labels != IGNORED
+    target_BT = masked.targets != IGNORED
     count = 64 * 100
     assert int(target_BT.sum()) == pytest.approx(0.15 * count, abs=3 * (0.15 * 0.85 * count) ** 0.5)
-    assert torch.equal(masked.labels[target_BT], shown.ids_BT[target_BT])
+    assert torch.equal(masked.targets[target_BT], shown.ids_BT[target_BT])
     assert not target_BT[:, 100:].any()
     assert torch.equal(masked.ids_BT[~target_BT], shown.ids_BT[~target_BT])
     ids, before = masked.ids_BT[target_BT], shown.ids_BT[target_BT]
@@ -222,13 +220,17 @@ def test_of_the_tokens_15_percent_are_masked_as_bert_does(folders: dict[Task, Pa
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**62), number=st.integers(0, 2**40))
 def test_the_mask_is_a_function_of_seed_and_number(seed: int, number: int) -> None:
+    vocabulary = {f"{'[MASK]' if id == 3 else id}": id for id in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="0"))
+    tokenizer.add_special_tokens(["[MASK]"])
+
     def draw(seed: int, number: int) -> torch.Tensor:
         manifest = Manifest.__new__(Manifest)
         size = type("Size", (), {"vocabulary_size": VOCABULARY})
         object.__setattr__(manifest, "tokenizer", size)
-        task = Masked(manifest, seed, SpecialIds((3,), 3), CPU)
+        task = Masked(manifest, seed, tokenizer, CPU)
         masked = task.prepare(slots(8), number)
-        assert not (masked.labels == 3).any(), "a special token became a target"
+        assert not (masked.targets == 3).any(), "a special token became a target"
         return masked.ids_BT
 
     assert torch.equal(draw(seed, number), draw(seed, number))
@@ -274,45 +276,13 @@ def test_a_document_never_changes_what_another_one_gives(folders: dict[Task, Pat
         assert not torch.allclose(before[first], after[first])
 
 
-@given(st.data())
-def test_the_scores_of_a_regression_are_those_of_numpy(data: st.DataObject) -> None:
-    size = data.draw(st.integers(2, 30))
-    numbers = st.floats(-50, 50, width=32)
-    true = np.array(data.draw(st.lists(numbers, min_size=size, max_size=size)), np.float32)
-    guess = np.array(data.draw(st.lists(numbers, min_size=size, max_size=size)), np.float32)
-    missing = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
-    scores = ScoreScores(CPU)
-    for part in np.array_split(np.arange(size), 3):
-        targets = torch.from_numpy(np.where(missing, np.nan, true).astype(np.float32)[part])
-        scores.add(torch.from_numpy(guess[part])[:, None], targets)
-    found, true, guess = scores.result(), true[~missing], guess[~missing]
-    if len(true) == 0:
-        assert set(found.values()) == {0.0}
-        return
-    error = guess.astype(float) - true
-    assert found["rmse"] == pytest.approx(np.sqrt((error**2).mean()), abs=1e-4)
-    assert found["mean_rmse"] == pytest.approx(true.astype(float).std(), abs=1e-4)
-    if true.std() > 0.01 and guess.std() > 0.01:
-        assert found["pearson"] == pytest.approx(np.corrcoef(true, guess)[0, 1], abs=1e-3)
-
-
-def score_on_ranks(*ranks: tuple[list[float], list[float]]) -> dict[str, float]:
-    """Scores of true and predicted numbers of each rank, after the ranks have added them up."""
-    scores = [ScoreScores(CPU) for _ in ranks]
-    for one, (true, guess) in zip(scores, ranks, strict=True):
-        one.add(torch.tensor(guess)[:, None], torch.tensor(true))
-    told: list[Any] = []
-
-    class Ranks(World):
-        def all_gather(self, value: Any) -> list[Any]:
-            told.append(value)
-            return told[: len(ranks)]
-
-    for one in scores:  # this only tells each rank's value
-        copy.deepcopy(one).sums(Ranks(CPU))
-    totals = [one.sums(Ranks(CPU))[0] for one in scores]
-    totals[0].copy_(torch.stack(totals).sum(0))
-    return scores[0].result()
+def score_in_parts(true: np.ndarray, guess: np.ndarray, parts: int) -> dict[str, float]:
+    """Scores of numbers that come in several micro-batches, as a task gathers them."""
+    answers = [
+        tasks.Answers.of(torch.from_numpy(part[0]), torch.from_numpy(part[1]))
+        for part in np.array_split(np.stack((true, guess)).astype(np.float32), parts, axis=1)
+    ]
+    return number_scores(tasks.Answers(*map(np.concatenate, zip(*answers, strict=True))))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -320,28 +290,28 @@ def score_on_ranks(*ranks: tuple[list[float], list[float]]) -> dict[str, float]:
     ("true", "guess"), [(1 / 3, 0.37), (0.1, 0.1), (1e5, -1e-5), (7.0, 7.0)], ids=str
 )
 def test_pearson_of_constant_numbers_is_zero(true: float, guess: float, parts: int) -> None:
-    found = score_on_ranks(*[([true] * (1000 // parts), [guess] * (1000 // parts))] * parts)
+    found = score_in_parts(np.full(1000, true), np.full(1000, guess), parts)
     error = float(np.float32(guess)) - float(np.float32(true))
     assert found == {"rmse": pytest.approx(abs(error)), "mean_rmse": 0.0, "pearson": 0.0}
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 @given(
     st.floats(-1e6, 1e6, width=32),
     st.floats(0.25, 100, width=32),
-    st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=3, max_size=30),
+    st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1), st.booleans()), min_size=3, max_size=30),
 )
-def test_scores_of_close_numbers_far_from_zero_are_exact(
-    ranks: int, centre: float, scale: float, pairs: list[tuple[float, float]]
+def test_scores_of_numbers_are_those_of_numpy_without_missing_ones(
+    centre: float, scale: float, triples: list[tuple[float, float, bool]]
 ) -> None:
+    """Also of numbers that are close to each other and far from zero."""
     true, guess = (
-        np.array([centre + scale * pair[side] for pair in pairs], np.float32) for side in (0, 1)
+        np.array([centre + scale * each[side] for each in triples], np.float32) for side in (0, 1)
     )
-    parts = np.array_split(np.arange(len(pairs)), ranks)
-    found = score_on_ranks(*[(true[part].tolist(), guess[part].tolist()) for part in parts])
-    true, guess = true.astype(float) - true[0], guess.astype(float) - true[0]
+    missing = np.array([each[2] for each in triples[1:]] + [False])
+    found = score_in_parts(np.where(missing, np.nan, true), guess, 3)
+    true, guess = (each[~missing].astype(float) - centre for each in (true, guess))
     assert found["rmse"] == pytest.approx(np.sqrt(((guess - true) ** 2).mean()), rel=1e-9)
-    assert found["mean_rmse"] == pytest.approx(true.std(), rel=1e-6, abs=1e-12)
+    assert found["mean_rmse"] == pytest.approx(true.std(), rel=1e-6, abs=1e-9)
     assert -1 <= found["pearson"] <= 1
     if true.std() > 0.01 * scale and guess.std() > 0.01 * scale:
         assert found["pearson"] == pytest.approx(np.corrcoef(true, guess)[0, 1], abs=1e-6)
