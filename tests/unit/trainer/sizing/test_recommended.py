@@ -21,7 +21,6 @@ from tokenfeed.tools import train_settings as train_command
 from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batch_policy import make_policy
-from tokenfeed.trainer.feeding.loaders import step_feed
 from tokenfeed.trainer.models.transformer import SIZES
 from tokenfeed.trainer.sensors.gpu_models import GIB, GPUS, identify_gpu
 from tokenfeed.trainer.sizing.recommended import (
@@ -250,11 +249,11 @@ def test_epochs_with_step_tokens_are_whole_passes(
         seed=config.seed,
         micro_batches_per_step=config.accumulation,
     ) as loader:
-        batches = step_feed(loader, config.accumulation)
         tokens = steps = 0
-        while steps < config.steps:
-            batch, _, ends_step = next(batches)
-            tokens, steps = tokens + batch.num_tokens, steps + ends_step
+        for batch in loader:
+            if steps == config.steps:
+                break
+            tokens, steps = tokens + batch.num_tokens, steps + batch.ends_step
     assert tokens == 10 * Manifest.read(shards).split("train").tokens
 
 
