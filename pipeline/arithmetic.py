@@ -31,9 +31,14 @@ def offsets_of(sizes: np.ndarray) -> np.ndarray:
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Return all integers of several ranges, in order: starts 5, 9 and sizes 2, 3 give 5 6 9 10
     11."""
-    integers = np.arange(sizes.sum())
-    integers += np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
-    return integers
+    if not sizes.all():
+        filled = sizes > 0
+        starts, sizes = starts[filled], sizes[filled]
+    integers = np.ones(sizes.sum(), np.int64)
+    if len(sizes):  # the differences between neighbours, then their sums: 5 1 3 1 1 in the example
+        integers[0] = starts[0]
+        integers[np.cumsum(sizes[:-1])] = np.diff(starts) - sizes[:-1] + 1
+    return np.cumsum(integers, out=integers)
 
 
 def ceil_div(value: Number, by: int) -> Number:

@@ -38,8 +38,9 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     Cost: O(D log D) Python steps for D distinct lengths, plus O(P) vector operations.
     """
     bins = OpenBins(capacity)
-    distinct, counts = np.unique(lengths, return_counts=True)
-    for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
+    counts = np.bincount(lengths)
+    distinct = np.flatnonzero(counts)[::-1]
+    for length, count in zip(distinct.tolist(), counts[distinct].tolist(), strict=True):
         bins.place(length, count)
     return bins.deal()
 
