@@ -293,7 +293,7 @@ class Trainer:
         self._resources.callback(metrics.close)
         trackers = Trackers(self.config)
         self._resources.callback(trackers.finish)
-        metrics.follow(trackers.log)
+        metrics.on_line = trackers.log
         return metrics
 
     def _after_step(self, step: int, tally: Tally, norm: Tensor, rows: list[np.ndarray]) -> None:

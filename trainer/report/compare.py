@@ -52,7 +52,7 @@ def compare(one: RunData, other: RunData) -> Comparison:
             *_rows(_metrics(one.report), _metrics(other.report), _change),
             *_rows(_facts(one), _facts(other), lambda a, b: ""),
         ],
-        causes=list(_causes(one.stall, other.stall)),
+        causes=list(_rows(_shares(one.stall, other), _shares(other.stall, one), _points)),
         settings=list(_settings(one.settings, other.settings)),
     )
 
@@ -89,13 +89,11 @@ def _loss(name: str, one: RunData, other: RunData) -> Iterator[Row]:
     first, second = (dict(zip(series.xs, series.ys, strict=True)) for series in both)
     if common := first.keys() & second.keys():
         step = max(common)
-        yield _row(f"{name} at step {step:,.0f}", (first[step], ".4f"), (second[step], ".4f"))
+        title = f"{name} at step {step:,.0f}"
+        yield from _rows({title: (first[step], ".4f")}, {title: (second[step], ".4f")}, _change)
     elif first or second:
-        yield Row(name, _last(first), _last(second), "")
-
-
-def _last(series: dict[float, float]) -> str:
-    return f"{series[max(series)]:.4f} at step {max(series):,.0f}" if series else ""
+        last = [f"{ys[max(ys)]:.4f} at step {max(ys):,.0f}" if ys else "" for ys in (first, second)]
+        yield Row(name, *last, "")
 
 
 def _metrics(report: Report | None) -> dict[str, Figure]:
@@ -108,30 +106,31 @@ def _metrics(report: Report | None) -> dict[str, Figure]:
     }
 
 
-def _causes(one: StallReport, other: StallReport) -> Iterator[Row]:
-    """Causes that show in either run, with the change in percentage points."""
-    yield _row("stall", (one.stall, ".2%"), (other.stall, ".2%"), _points)
-    for cause in dict.fromkeys((*shown_causes(one), *shown_causes(other))):
-        a, b = (
-            stall.causes[cause].fraction if cause in stall.causes else 0.0 for stall in (one, other)
-        )
-        yield _row(cause, (a, ".2%"), (b, ".2%"), _points)
+def _shares(stall: StallReport, beside: RunData) -> dict[str, Figure]:
+    """The stall, and the share of each cause that shows in one of the runs."""
+    names = dict.fromkeys((*shown_causes(stall), *shown_causes(beside.stall)))
+    causes = {name: stall.causes[name].fraction for name in names if name in stall.causes}
+    shares = {"stall": stall.stall} | dict.fromkeys(names, 0.0) | causes
+    return {name: (share, ".2%") for name, share in shares.items()}
 
 
 def _settings(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
     for name in dict.fromkeys((*one, *other)):
-        a, b = one.get(name), other.get(name)
-        if a != b and name not in _OF_EVERY_RUN:
-            yield Row(flag_of(name), _written(a), _written(b), "")
+        pair = [one.get(name), other.get(name)]
+        if pair[0] != pair[1] and name not in _OF_EVERY_RUN:
+            a, b = ("not set" if each in (None, "null") else str(each) for each in pair)
+            yield Row(flag_of(name), a, b, "")
 
 
 def _rows(
     one: dict[str, Figure], other: dict[str, Figure], change: Callable[[Any, Any], str]
 ) -> Iterator[Row]:
+    """Yield a row for each name with a value in one of the runs."""
     for name in dict.fromkeys((*one, *other)):
-        a, b = one.get(name, (None, "")), other.get(name, (None, ""))
-        if a[0] is not None or b[0] is not None:
-            yield _row(name, a, b, change)
+        pair = [figures.get(name, (None, "")) for figures in (one, other)]
+        shown = ["" if value is None else format(value, form) for value, form in pair]
+        if any(shown):
+            yield Row(name, *shown, change(pair[0][0], pair[1][0]) if all(shown) else "")
 
 
 def _change(a: float, b: float) -> str:
@@ -140,17 +139,3 @@ def _change(a: float, b: float) -> str:
 
 def _points(a: float, b: float) -> str:
     return f"{100 * (b - a):+.2f} points" if abs(b - a) >= 5e-5 else ""
-
-
-def _row(name: str, one: Figure, other: Figure, change: Callable[[Any, Any], str] = _change) -> Row:
-    (a, _), (b, _) = one, other
-    changed = "" if a is None or b is None else change(a, b)
-    return Row(name, _shown(*one), _shown(*other), changed)
-
-
-def _shown(value: Any, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _written(value: Any) -> str:
-    return "not set" if value is None or value == "null" else str(value)

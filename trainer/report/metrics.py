@@ -21,7 +21,6 @@ import msgspec
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.storage import atomic_write, hold
 from tokenfeed.trainer.config.run_config import METRICS_FILE, TrackerName, TrainConfig
-from tokenfeed.trainer.report.run_report import encode_json
 
 __all__ = ["MetricsFile", "Trackers", "check_trackers"]
 
@@ -44,7 +43,8 @@ class MetricsFile:
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / METRICS_FILE
-        self._followers: list[Callable[[dict[str, Any]], None]] = []
+        self.on_line: Callable[[dict[str, Any]], None] = lambda values: None
+        """Called with each line that was written. It must not raise."""
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
         if not hold(self._file):
             self.close()
@@ -60,15 +60,10 @@ class MetricsFile:
 
     def write(self, values: dict[str, Any]) -> None:
         """Append a line. `values` has at least `step`."""
-        line = encode_json(values).encode() + b"\n"
+        line = msgspec.json.encode(values) + b"\n"  # null for infinity and NaN
         if self._file.write(line) < len(line):  # the last bytes that the disk had
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        for listen in self._followers:
-            listen(values)
-
-    def follow(self, listen: Callable[[dict[str, Any]], None]) -> None:
-        """Call `listen` with each line written from now on. It must not raise."""
-        self._followers.append(listen)
+        self.on_line(values)
 
     def evaluation(self, step: int, split: str) -> dict[str, float]:
         """Return the metrics of a split at a step by name; empty if no line has them."""
@@ -122,7 +117,7 @@ class Tracker(NamedTuple):
     """Sends or writes what is left."""
 
 
-def _open_tensorboard(config: TrainConfig) -> Tracker:
+def _open_tensorboard(_: str, config: TrainConfig) -> Tracker:
     """Open event files in the run's folder. A thread of torch writes them."""
     from torch.utils.tensorboard.writer import SummaryWriter
 
@@ -150,10 +145,6 @@ def _open_service(module: str, config: TrainConfig) -> Tracker:
     return Tracker(lambda values, step: service.log(values, step=step), service.finish)
 
 
-def _open(name: TrackerName, config: TrainConfig) -> Tracker:
-    return _open_tensorboard(config) if name == "tensorboard" else _open_service(name, config)
-
-
 def check_trackers(names: tuple[TrackerName, ...]) -> None:
     """Refuse trackers whose package is not installed.
 
@@ -175,7 +166,8 @@ class Trackers:
         self._open: dict[str, Tracker] = {}
         for name in config.track if os.environ.get("RANK", "0") == "0" else ():
             with self._survived(name):
-                self._open[name] = _open(name, config)
+                make = _open_tensorboard if name == "tensorboard" else _open_service
+                self._open[name] = make(name, config)
 
     def log(self, line: dict[str, Any]) -> None:
         """Forward the numbers of a line of metrics.jsonl by name. Never raises."""

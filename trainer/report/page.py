@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tokenfeed.trainer.report.plots import Bars, Plot, Series, short
+from tokenfeed.trainer.report.plots import Plot, Series, short
 from tokenfeed.trainer.report.run_folder import RunData
 from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.stall.report import render_page, save_page, share_of, stall_cards
@@ -30,6 +30,7 @@ def page_of(run: RunData) -> str:
         cards=None if run.report is None else _cards(run.report),
         samples=next((line for line in reversed(run.lines) if line.samples), None),
         plots=[plot for plot in _plots(run) if plot.series],
+        lengths=_lengths(run.report.rows_by_length) if run.report else [],
         report=run.report,
         config=run.config,
     )
@@ -57,11 +58,22 @@ def _metrics(report: Report) -> dict[str, str]:
     }
 
 
+def _lengths(counts: list[int]) -> list[tuple[str, int, float]]:
+    """Return lengths of rows, how many rows have them, and this number relative to the largest.
+
+    Entry k of `counts` counts the rows of 2**k up to 2**(k+1) - 1 tokens.
+    """
+    known = [power for power, rows in enumerate(counts) if rows]
+    powers = range(known[0], known[-1] + 1) if known else range(0)
+    names = {power: f"{1 << power:,} to {(2 << power) - 1:,}" if power else "1" for power in powers}
+    return [(name, counts[power], counts[power] / max(counts)) for power, name in names.items()]
+
+
 def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _plots(run: RunData) -> list[Plot | Bars]:
+def _plots(run: RunData) -> list[Plot]:
     return [
         Plot(
             "Stall by cause",
@@ -110,12 +122,6 @@ def _plots(run: RunData) -> list[Plot | Bars]:
             "GPU power, W",
             "Read from NVML at progress lines. Far below the limit, the GPU has little to do.",
             [run.series("power", "gpu.power_watts")],
-        ),
-        Bars(
-            "Rows by length",
-            "Of the training split, in tokens. The wider this is, the more a batch of any rows "
-            "would pad: rows of like length are put together, or packed.",
-            run.report.rows_by_length if run.report else (),
         ),
     ]
 

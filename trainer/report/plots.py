@@ -1,4 +1,4 @@
-"""Plots of a run as SVG: scales, lines, areas and bars. The template adds titles and tables."""
+"""Plots of a run as SVG: scales, lines and areas. The template adds titles and tables."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -8,11 +8,10 @@ from markupsafe import Markup
 
 from tokenfeed.pipeline.arithmetic import ceil_div
 
-__all__ = ["Bars", "Plot", "Scale", "Series", "short", "thinned"]
+__all__ = ["Plot", "Scale", "Series", "short", "thinned"]
 
 _WIDTH, _HEIGHT = 720, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 12, 46
-_BAR_HEIGHT, _BARS_LEFT, _BARS_RIGHT = 26, 130, 640
 _MOST_POINTS = 300
 _MOST_ROWS = 40
 _LEAST_SPAN = 1e-12
@@ -107,11 +106,6 @@ class Plot:
         return [thinned(one) for one in self.all_series if len(one.xs)]
 
     @property
-    def height(self) -> int:
-        """Height of the drawing."""
-        return _HEIGHT
-
-    @property
     def legend(self) -> list[tuple[int, str]]:
         """Number and name of each series, stacked areas from the top. Empty for a single one."""
         numbered = [(number, one.name) for number, one in enumerate(self.series)]
@@ -139,51 +133,6 @@ class Plot:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Bars:
-    """Rows by length in tokens. Entry k counts the rows of 2**k up to 2**(k+1) - 1 tokens."""
-
-    title: str
-    reading: str
-    counts: Sequence[int]
-    legend: tuple[()] = ()
-
-    @property
-    def series(self) -> list[tuple[int, int]]:
-        """Exponent and count, from the shortest rows to the longest."""
-        known = [power for power, rows in enumerate(self.counts) if rows]
-        powers = range(known[0], known[-1] + 1) if known else range(0)
-        return [(power, self.counts[power]) for power in powers]
-
-    @property
-    def height(self) -> int:
-        """Height of the drawing."""
-        return _BAR_HEIGHT * len(self.series)
-
-    def drawing(self) -> Markup:
-        """The elements inside of `svg`."""
-        x = Scale(0, max(self.counts), _BARS_LEFT, _BARS_RIGHT)
-        bars = [_bar(number * _BAR_HEIGHT, *one, x) for number, one in enumerate(self.series)]
-        return Markup("").join(bars)
-
-    def table(self) -> list[tuple[str, list[str]]]:
-        """Empty: each bar has its value beside it."""
-        return []
-
-
-def _bar(top: int, power: int, rows: int, x: Scale) -> Markup:
-    low, high = 1 << power, (2 << power) - 1
-    name = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-    width, middle = x(rows) - _BARS_LEFT, top + _BAR_HEIGHT - 8
-    return (
-        _text(_BARS_LEFT - 8, middle, name, anchor="end")
-        + Markup('<rect class="area c0" x="{}" y="{}" width="{:.1f}" height="{}"/>').format(
-            _BARS_LEFT, top + 3, width, _BAR_HEIGHT - 6
-        )
-        + _text(_BARS_LEFT + width + 6, middle, short(rows))
-    )
-
-
 def _stacked(series: list[Series]) -> list[Series]:
     """Add to each series the ones before. All have the same steps."""
     tops, below = [], [0.0] * len(series[0].xs)
@@ -198,14 +147,14 @@ def _axes(x: Scale, y: Scale, form: Callable[[float], str]) -> Iterator[Markup]:
     line = Markup('<line class="grid" x1="{0}" x2="{1}" y1="{2:.1f}" y2="{2:.1f}"/>')
     for at in y.ticks():
         yield line.format(_LEFT, right, y(at))
-        yield _text(_LEFT - 6, y(at) + 4, form(at), anchor="end")
+        yield _text(_LEFT - 6, y(at) + 4, form(at), "end")
     for at in x.ticks():
         if at == int(at):
-            yield _text(x(at), _HEIGHT - _BOTTOM + 20, short(at), anchor="middle")
-    yield _text((_LEFT + right) / 2, _HEIGHT - 6, "step", anchor="middle")
+            yield _text(x(at), _HEIGHT - _BOTTOM + 20, short(at), "middle")
+    yield _text((_LEFT + right) / 2, _HEIGHT - 6, "step", "middle")
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start") -> Markup:
+def _text(x: float, y: float, text: str, anchor: str) -> Markup:
     markup = Markup('<text class="tick" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
     return markup.format(x, y, anchor, text)
 

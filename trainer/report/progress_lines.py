@@ -88,11 +88,14 @@ class StepLog:
             f"lr {self.learning_rate:.2e}",
         ]
         if self.real_tokens_per_s is not None and self.stall is not None:
-            parts += [f"{self.real_tokens_per_s:,.0f} real tok/s", self._stall(self.stall)]
+            # With its main cause: an evaluation must not look like a slow loader.
+            stall = f"stall {self.stall:.2%}{main_cause(self.stall_causes)}"
+            parts += [f"{self.real_tokens_per_s:,.0f} real tok/s", stall]
         else:
             parts.append("warming up")
         if self.gpu is not None and self.gpu.memory_bytes is not None:
-            parts.append(f"gpu {self.gpu.memory_bytes / 1e9:.1f} GB{_share(self.gpu.utilization)}")
+            busy = "" if self.gpu.utilization is None else f" {self.gpu.utilization:.0%}"
+            parts.append(f"gpu {self.gpu.memory_bytes / 1e9:.1f} GB{busy}")
         if self.skipped_steps:
             parts.append(f"{self.skipped_steps} skipped")
         return " | ".join(parts)
@@ -101,14 +104,6 @@ class StepLog:
         """Return the object for metrics.jsonl. A missing loss is left out."""
         values = dataclasses.asdict(self)
         return values if self.loss is not None else {k: v for k, v in values.items() if k != "loss"}
-
-    def _stall(self, stall: float) -> str:
-        """The stall with its main cause: an evaluation must not look like a slow loader."""
-        return f"stall {stall:.2%}{main_cause(self.stall_causes)}"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f" {value:.0%}"
 
 
 class Skips(NamedTuple):

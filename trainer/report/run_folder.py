@@ -1,5 +1,6 @@
 """The folder of a run, or of a StallMeter's report, decoded into types."""
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,16 +14,12 @@ from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE, REPOR
 from tokenfeed.trainer.report.plots import Series
 from tokenfeed.trainer.report.run_report import Report, decode_json
 from tokenfeed.trainer.stall.report import StallReport
+from tokenfeed.trainer.stall.statistics import StepSeconds
 
 __all__ = ["MetricsLine", "RunData"]
 
 _LARGEST = 1e100
 """Larger values are left out of plots: arithmetic with them would overflow."""
-
-
-class _StepSeconds(msgspec.Struct, frozen=True):
-    p50: float
-    max: float
 
 
 class _Gpu(msgspec.Struct, frozen=True):
@@ -45,13 +42,13 @@ class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
     gradient_norm: float | None = None
     real_tokens_per_s: float | None = None
     stall_causes: dict[str, float] | None = None
-    step_seconds: _StepSeconds | None = None
+    step_seconds: StepSeconds | None = None
     gpu: _Gpu | None = None
     samples: list[_Sample] | None = None
 
 
-class _LoopReport(msgspec.Struct, frozen=True):
-    """report.json of a meter."""
+class _LoopReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """report.json of a meter, which has no other fields."""
 
     stall: StallReport
 
@@ -79,9 +76,9 @@ class RunData:
         path, config = folder / REPORT_FILE, _read(folder / CONFIG_FILE)
         try:
             data = path.read_bytes()
-            found = decode_json(data)
-            if isinstance(found, dict) and not config and "model" not in found:
-                return cls(folder=folder, stall=msgspec.convert(found, _LoopReport).stall)
+            if not config:
+                with contextlib.suppress(ValueError):
+                    return cls(folder=folder, stall=decode_json(data, _LoopReport).stall)
             report = Report.of_json(data, folder)
         except FileNotFoundError:
             raise ConfigError(
@@ -156,7 +153,7 @@ def _lines(path: Path) -> list[MetricsLine]:
     found = []
     for line in _read(path).splitlines():
         try:
-            found.append(msgspec.convert(decode_json(line.encode()), MetricsLine))
+            found.append(decode_json(line.encode(), MetricsLine))
         except ValueError:
             continue
     return found

@@ -6,7 +6,6 @@ measured.
 """
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -14,9 +13,9 @@ import math
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -26,11 +25,10 @@ from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER, PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.report import StallReport, advice, speed_parts, stall_facts
 
-__all__ = ["InterimReports", "Report", "decode_json", "encode_json", "versions"]
+__all__ = ["InterimReports", "Report", "decode_json", "versions"]
 
 _log = logging.getLogger(__name__)
-
-
+T = TypeVar("T")
 RowsByLength = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
 _LARGEST_INT = 2**63 - 1
 
@@ -100,16 +98,13 @@ class Report:
         Raises:
             ValueError: It is not a report.
         """
-        found = msgspec.convert(decode_json(data), cls)
-        return replace(found, run_dir=str(run_dir))  # the folder may have been moved or copied
+        # The folder may have been moved or copied.
+        return replace(decode_json(data, cls), run_dir=str(run_dir))
 
     def write(self, run_dir: Path) -> None:
         """Write report.json, atomically."""
-        atomic_write(run_dir / REPORT_FILE, self.to_json().encode() + b"\n")
-
-    def to_json(self) -> str:
-        """The report as indented JSON."""
-        return encode_json(asdict(self), indent=1)
+        content = msgspec.json.format(msgspec.json.encode(self), indent=1)  # null for NaN
+        atomic_write(run_dir / REPORT_FILE, content + b"\n")
 
     def summary(self) -> str:
         """The report in a few lines."""
@@ -168,30 +163,17 @@ class Report:
         )
 
 
-def encode_json(value: Any, indent: int | None = None) -> str:
-    """Encode as JSON, which has no infinity and no NaN: these become null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def decode_json(data: bytes) -> object:
-    """Decode JSON, infinite and missing numbers (NaN) included, which msgspec refuses.
+def decode_json(data: bytes, kind: type[T]) -> T:
+    """Decode JSON as a type.
 
     Raises:
-        ValueError: It is not JSON, nested too deeply, or has an integer of more than 64 bits.
+        ValueError: It is not JSON, is of another type, is nested too deeply, or has an integer of
+            more than 64 bits.
     """
     try:
-        found: object = json.loads(data, parse_int=_bounded)
+        return msgspec.convert(json.loads(data, parse_int=_bounded), kind)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    return found
 
 
 def _bounded(text: str) -> int:
@@ -232,12 +214,12 @@ class InterimReports:
 
     def __init__(self, run_dir: Path, make: Callable[[], Report]) -> None:
         self._run_dir, self._make = run_dir, make
-        self._next_s = 0.0
-        self._has_begun = self._has_failed = False
+        self._next_s = -math.inf
+        self._has_failed = False
 
     def write(self) -> None:
         """Write a draft if the latest one is old enough. If it fails, as on a full disk, log it."""
-        self._has_begun, started_s = True, time.perf_counter()
+        started_s = time.perf_counter()
         if started_s < self._next_s:
             return
         try:
@@ -254,9 +236,9 @@ class InterimReports:
 
         The report may be out of reach then: reading from a device that has failed raises.
         """
-        if self._has_begun:
+        if self._next_s > -math.inf:
             with contextlib.suppress(OSError, RuntimeError):
                 self._write()
 
     def _write(self) -> None:
-        dataclasses.replace(self._make(), finished=False).write(self._run_dir)
+        replace(self._make(), finished=False).write(self._run_dir)

@@ -334,6 +334,7 @@ def render_page(
     plots: Sequence[Any] = (),
     report: Any = None,
     samples: Any = None,
+    lengths: Sequence[tuple[str, int, float]] = (),
     config: Any = None,
 ) -> str:
     """Return the page of a run or of a loop as text.
@@ -345,6 +346,7 @@ def render_page(
         plots: Objects with a title, an explanation and an SVG.
         report: The Report of a run by `train`; None for a loop that only has a meter.
         samples: The line of metrics.jsonl with the latest samples; None without one.
+        lengths: Lengths of rows, how many rows have them, and the width of the bar, 0 to 1.
         config: The settings of the run, as YAML.
     """
     return (
@@ -359,6 +361,7 @@ def render_page(
             late=late_rank(stall),
             plots=plots,
             samples=samples,
+            lengths=lengths,
             config=config,
         )
     )

@@ -157,7 +157,7 @@ def test_a_page_is_well_formed_and_asks_nobody_for_anything() -> None:
     assert "url(" not in page
     assert "@import" not in page
     drawings = re.findall(r"(?s)<svg.*?</svg>", page)
-    assert len(drawings) == 9 + 6  # a plot each, and samples in three legends
+    assert len(drawings) == 8 + 6  # a plot each, and samples in three legends
     for drawing in drawings:
         ElementTree.fromstring(drawing)
 
@@ -165,7 +165,7 @@ def test_a_page_is_well_formed_and_asks_nobody_for_anything() -> None:
 def test_every_plot_can_be_read_without_eyes_and_without_a_mouse() -> None:
     page = page_of(run_of(report_of(rows_by_length=[4]), full_lines()))
     figures = re.findall(r"(?s)<figure.*?</figure>", page)
-    assert len(figures) == 9
+    assert len(figures) == 8
     for figure in figures:
         assert 'tabindex="0"' in figure
         assert 'role="img" aria-label="' in figure
