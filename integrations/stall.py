@@ -28,7 +28,7 @@ class MeterOfEvents:
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
-        self._meter: StallMeter[Any] | None = None
+        self._meter: StallMeter | None = None
         self._between = contextlib.ExitStack()
         self._is_between = False
 

@@ -28,7 +28,7 @@ from tokenfeed.trainer.stall import StallMeter
 
 __all__ = ["Step", "steps"]
 
-Meter = StallMeter[Any] | MeterOfEvents
+Meter = StallMeter | MeterOfEvents
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def waits_are_errors() -> Iterator[None]:
     bracket = StallMeter.cause
 
     @contextlib.contextmanager
-    def cause(meter: StallMeter[Any], name: Cause) -> Iterator[None]:
+    def cause(meter: StallMeter, name: Cause) -> Iterator[None]:
         with bracket(meter, name):
             torch.cuda.set_sync_debug_mode("error" if name == "data" else "default")
             yield

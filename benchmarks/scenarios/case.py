@@ -141,7 +141,7 @@ def after(scenario: Scenario, data: Data, seed: int) -> Outcome:
     return Outcome(marks, stall, held_out_loss(model, data))
 
 
-def stall_of(meter: StallMeter[Any]) -> dict[str, float]:
+def stall_of(meter: StallMeter) -> dict[str, float]:
     """Share of the time by cause."""
     return {cause: part.fraction for cause, part in meter.report().causes.items()}
 

@@ -3,7 +3,6 @@
 import os
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 
@@ -56,7 +55,7 @@ class Watch:
 
     def __init__(self, steps: int) -> None:
         self.marks = Marks()
-        self.meter = StallMeter[Any]("cpu", skipped_steps=warmup_steps(steps))
+        self.meter = StallMeter("cpu", skipped_steps=warmup_steps(steps))
         self._tokens = self._slots = 0
 
     def step(self, tokens: int, slots: int) -> None:

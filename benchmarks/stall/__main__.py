@@ -61,7 +61,7 @@ def worker() -> Pause:
     return work
 
 
-def seconds_of_calls(meter: StallMeter[Any] | NoMeter, pause: Pause, steps: int) -> float:
+def seconds_of_calls(meter: StallMeter | NoMeter, pause: Pause, steps: int) -> float:
     """What a loop spends in a meter, by step of two batches: all but its work."""
     feed, now = iter(meter.watch(iter(int, 1))), time.perf_counter
     seconds = 0.0
@@ -79,7 +79,7 @@ def seconds_of_calls(meter: StallMeter[Any] | NoMeter, pause: Pause, steps: int)
 
 def overhead(name: str, pause: Pause, blocks: int, steps: int) -> dict[str, Any]:
     """Seconds of the meter as a share of a step, over pairs of blocks."""
-    meter, none = StallMeter[Any]("cpu", skipped_steps=1), NoMeter()
+    meter, none = StallMeter("cpu", skipped_steps=1), NoMeter()
     seconds_of_calls(meter, pause, steps)  # what is imported late, is
     pairs = [
         (seconds_of_calls(none, pause, steps), seconds_of_calls(meter, pause, steps))

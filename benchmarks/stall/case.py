@@ -79,7 +79,7 @@ class Loop:
         self.optimizer = torch.optim.SGD(list(self.model.parameters()), lr=0.0, fused=True)  # type: ignore[attr-defined]
         if fault == "recompilation":
             self.model = torch.compile(self.model, dynamic=False)
-        self.meter = StallMeter[Any](self.device, skipped_steps=WARMUP)
+        self.meter = StallMeter(self.device, skipped_steps=WARMUP)
         self.ballast: list[Any] = []
 
     def batches(self) -> Iterator[torch.Tensor]:

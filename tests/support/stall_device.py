@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+from tokenfeed.trainer.stall.device import Clock
+
 __all__ = ["CudaOfDevices", "Host", "SimulatedDevice"]
 
 COMPUTE = "compute"
@@ -39,7 +41,7 @@ class Host:
     now: float = 7.0
 
 
-class SimulatedDevice:
+class SimulatedDevice(Clock):
     """Seconds of one true clock; `host` is where the host is.
 
     Args:
@@ -127,15 +129,9 @@ class SimulatedDevice:
     def seconds(self, earlier: float, later: float) -> float:
         return float(np.float32((later - earlier) * (1 + self.drift) * 1e3)) / 1e3
 
-    def recycle(self, mark: float) -> None:
-        pass
-
     def spin(self, seconds: float) -> bool:
         self.host += self.launch_seconds
         self._queue(self._compute, seconds)
-        return True
-
-    def takes_marks(self) -> bool:
         return True
 
     def _queue(self, stream: Stream, seconds: float) -> float:

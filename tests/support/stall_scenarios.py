@@ -108,7 +108,7 @@ class Run:
         )
         self.other = SimulatedDevice(launch=loop.launch_seconds, on=self.device.clock)
         self.allocations = 0
-        self.meter: StallMeter[float] | None = None
+        self.meter: StallMeter | None = None
         if metered:
             self.meter = StallMeter(clock=self.device, skipped_steps=WARMUP)
             self.meter._allocator = AllocatorWatch(lambda: {"num_device_alloc": self.allocations})

@@ -241,7 +241,7 @@ def follow_brackets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Cause | Non
     bracket = StallMeter.cause
 
     @contextlib.contextmanager
-    def follow(meter: StallMeter[Any], name: Cause) -> Iterator[None]:
+    def follow(meter: StallMeter, name: Cause) -> Iterator[None]:
         with bracket(meter, name):
             entered.append(name)
             try:

@@ -67,7 +67,7 @@ class Trainer:
 
     metrics: MetricsFile | None
     """None on ranks other than 0, like `interim`, and like `saver` if weights are whole."""
-    stall: StallMeter[object]
+    stall: StallMeter
     progress_log: ProgressLog
     last_norm: Tensor
     """`train` sets these. Before, the run has no folder, and nothing is measured."""
@@ -256,7 +256,7 @@ class Trainer:
             self.metrics.keep(until_step=self.step if config.resume else -1)
             self._write_config()
             self.uploads.begin()
-        self.stall = StallMeter[object](
+        self.stall = StallMeter(
             self.device,
             skipped_steps=warmup_steps(config.steps - self.step),
             operations_per_token=self.learner.operations_per_token(self._row_length()) or None,

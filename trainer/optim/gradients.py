@@ -54,7 +54,7 @@ class Tally:
 class StepGradients:
     """Adds up the gradients of a step, then those of the next."""
 
-    def __init__(self, learner: Learner, world: World, stall: StallMeter[object]) -> None:
+    def __init__(self, learner: Learner, world: World, stall: StallMeter) -> None:
         self._learner, self._world, self._stall = learner, world, stall
         self._is_sharded = is_sharded(learner.model)
 

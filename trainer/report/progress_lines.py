@@ -130,7 +130,7 @@ class ProgressLog:
     def __init__(
         self,
         metrics: MetricsFile | None,
-        stall: StallMeter[object],
+        stall: StallMeter,
         learner: Learner,
         device: torch.device,
         steps: int,

@@ -36,11 +36,9 @@ class About(NamedTuple):
     """General advice on what to change, for any training loop."""
     named: float
     """Share of the time from which advice names the cause."""
-    severe: float
-    """Share of the time from which the cause is severe."""
-    drains: bool
+    drains: bool = False
     """Whether the cause uses up the host's lead, so that later idle time is charged to it."""
-    interrupts: bool
+    interrupts: bool = False
     """Whether the cause happens inside a span of work, which continues afterwards."""
 
 
@@ -50,66 +48,48 @@ ABOUT: dict[Cause, About] = {
         "batches come late: use more workers in the loader, prefetch more, or read from a faster "
         "disk",
         named=0.05,
-        severe=0.20,
-        drains=False,
-        interrupts=False,
     ),
     "copy": About(
         "a batch that was ready, on its way",
         "batches are copied while the device waits: page-lock them and copy ahead with "
         "`non_blocking=True`, and send int32, not int64",
         named=0.01,
-        severe=0.05,
-        drains=False,
-        interrupts=False,
     ),
     "launch": About(
         "the host, which queues kernels more slowly than they run",
         "kernels are queued more slowly than they run: use larger micro-batches or `torch.compile`",
         named=0.03,
-        severe=0.15,
-        drains=False,
-        interrupts=False,
     ),
     "wait": About(
         "the host, which had waited for a value (.item())",
         "the host waits for values such as `loss.item()`: read them a step later, or only when you "
         "log",
         named=0.01,
-        severe=0.10,
         drains=True,
-        interrupts=False,
     ),
     "log": About(
         "a progress line",
         "log less often",
         named=0.01,
-        severe=0.05,
         drains=True,
-        interrupts=False,
     ),
     "checkpoint": About(
         "a disk that still wrote the one before, and on a CPU its copy",
         "save less often, or in the background",
         named=0.01,
-        severe=0.05,
         drains=True,
-        interrupts=False,
     ),
     "evaluation": About(
         "the metrics of the validation split",
         "evaluate less often, or on fewer batches",
         named=0.05,
-        severe=0.20,
         drains=True,
-        interrupts=False,
     ),
     "garbage collection": About(
         "Python's collector, over all objects",
         "call `gc.freeze()` after the first steps and `gc.disable()`, and collect at progress "
         "lines",
         named=0.005,
-        severe=0.05,
         drains=True,
         interrupts=True,
     ),
@@ -118,15 +98,12 @@ ABOUT: dict[Cause, About] = {
         "memory is freed and allocated again: set "
         "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, or use fewer shapes",
         named=0.005,
-        severe=0.05,
         drains=True,
-        interrupts=False,
     ),
     "recompilation": About(
         "torch.compile, again",
         "torch.compile compiles again: bound the shapes, or mark them dynamic",
         named=0.01,
-        severe=0.05,
         drains=True,
         interrupts=True,
     ),
@@ -134,17 +111,12 @@ ABOUT: dict[Cause, About] = {
         "other ranks: their gradients, and who is late with them",
         "ranks wait for each other: `meter.gather()` finds the slowest one",
         named=0.05,
-        severe=0.20,
         drains=True,
-        interrupts=False,
     ),
     "other": About(
         "host code between steps",
         "host code runs between steps: bracket it with `meter.cause(...)` to see which part",
         named=0.01,
-        severe=0.10,
-        drains=False,
-        interrupts=False,
     ),
 }
 """Each cause, in the order of reports."""

@@ -15,18 +15,17 @@ when it passes. Mark B is queued at 5.001 behind a kernel of one second, and the
 it counts: the device passed B no earlier than 5.9998, and the host had queued B 0.9988 s before.
 """
 
+import contextlib
 import platform
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Clock", "ClockMap", "EventClock", "HostClock", "MeteredDevice", "Moment", "clock_of"]
-
-Mark = TypeVar("Mark")
+__all__ = ["Clock", "ClockMap", "EventClock", "MeteredDevice", "Moment"]
 
 
 class Moment(NamedTuple):
@@ -43,79 +42,47 @@ class Moment(NamedTuple):
     """Host seconds taken to queue the mark."""
 
 
-@runtime_checkable
-class Clock(Protocol[Mark]):
-    """Queues marks among a device's work, and measures the time between them."""
+class Clock:
+    """Queues marks among a device's work, and measures the time between them.
 
-    method: str
-    """One sentence for the report: what is measured, and how."""
-    is_beside_host: bool
-    """Whether the device works in parallel with the host."""
-
-    def now(self) -> float:
-        """Return the host time."""
-        ...
-
-    def mark(self) -> tuple[Mark, float, float]:
-        """Queue a mark behind all work queued so far; return it with host time before and after."""
-        ...
-
-    def passed(self, mark: Mark) -> bool:
-        """Return whether the device has reached the mark. Never waits."""
-        ...
-
-    def seconds(self, earlier: Mark, later: Mark) -> float:
-        """Return the device time between two neighbouring marks that it has passed."""
-        ...
-
-    def recycle(self, mark: Mark) -> None:
-        """Take back a mark that is no longer used."""
-        ...
-
-    def spin(self, seconds: float) -> bool:
-        """Queue about this many seconds of useless work; return False if the device cannot."""
-        ...
-
-    def takes_marks(self) -> bool:
-        """Return whether a mark may be queued now, at any place of the program."""
-        ...
-
-
-class HostClock:
-    """The clock of a CPU. The host does the work itself, so host time is device time."""
+    This is the clock of a CPU: the host does the work itself, so host time is device time.
+    Subclasses are clocks of devices that work beside the host. Marks are of any type.
+    """
 
     method = (
         "stall on a CPU is the time that the training thread spends outside of its steps, by the "
         "host's clock"
     )
+    """One sentence for the report: what is measured, and how."""
     is_beside_host = False
+    """Whether the device works in parallel with the host."""
 
     def now(self) -> float:
-        """Return the time."""
+        """Return the host time."""
         return time.perf_counter()
 
-    def mark(self) -> tuple[float, float, float]:
-        """Return the time."""
+    def mark(self) -> tuple[Any, float, float]:
+        """Queue a mark behind all work queued so far; return it with host time before and after."""
         now = time.perf_counter()
         return now, now, now
 
-    def passed(self, mark: float) -> bool:
-        """Return True: the host has done what it has queued."""
+    def passed(self, mark: Any) -> bool:
+        """Return whether the device has reached the mark. Never waits."""
         return True
 
-    def seconds(self, earlier: float, later: float) -> float:
-        """Return the difference."""
-        return later - earlier
+    def seconds(self, earlier: Any, later: Any) -> float:
+        """Return the device time between two neighbouring marks that it has passed."""
+        return float(later - earlier)
 
-    def recycle(self, mark: float) -> None:
-        """Do nothing."""
+    def recycle(self, mark: Any) -> None:
+        """Take back a mark that is no longer used."""
 
     def spin(self, seconds: float) -> bool:
-        """Return False: a spin would only cost time."""
+        """Queue about this many seconds of useless work; return False if the device cannot."""
         return False
 
     def takes_marks(self) -> bool:
-        """Return True."""
+        """Return whether a mark may be queued now, at any place of the program."""
         return True
 
 
@@ -158,31 +125,39 @@ class MeteredDevice:
         device: "torch.device | str | None",
         operations_per_token: float | None,
         devices: int,
-        clock: Clock[Any] | None,
+        clock: Clock | None,
     ) -> None:
         self.operations_per_token = operations_per_token and operations_per_token / devices
         self._devices = devices
-        self.device = None if clock is not None else _resolve(device)
-        self._energy: Callable[[], float | None] = _nothing
         self._joules_before: float | None = None
         self._tokens = 0
-        if self.device is not None and self.on_gpu:
-            self._energy = _energy_of(self.device)
-
-    @property
-    def on_gpu(self) -> bool:
+        self.on_gpu = False
         """Whether the device is an accelerator of torch."""
-        return self.device is not None and self.device.type != "cpu"
-
-    @property
-    def name(self) -> str:
+        self.name = f"CPU, {platform.machine()}"
         """The product name."""
-        if not self.on_gpu or self.device is None:
-            return f"CPU, {platform.machine()}"
-        try:
-            return str(_module(self.device).get_device_name(self.device))
-        except Exception:  # the name is optional
-            return str(self.device)
+        self.clock = clock or Clock()
+        self.allocator_statistics: Callable[[], dict[str, Any]] | None = None
+        """Returns the statistics of torch's allocator; None without one."""
+        self._energy: Callable[[], float | None] = lambda: None
+        if clock is None:
+            self._find(device)
+
+    def _find(self, device: "torch.device | str | None") -> None:
+        from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
+        from tokenfeed.trainer.sensors.gpu import device_uuid, sensor_of
+
+        found = default_device() if device is None else resolve_device(device)
+        if found.type == "cpu":
+            return
+        self.on_gpu, self.name, self.clock = True, str(found), EventClock(found)
+        module: Any = accelerator(found).module
+        with contextlib.suppress(Exception):  # the name is optional
+            self.name = str(module.get_device_name(found))
+        if statistics := getattr(module, "memory_stats_as_nested_dict", None):
+            self.allocator_statistics = partial(statistics, found)
+        uuid = device_uuid(found)
+        if sensor := sensor_of(uuid) if uuid else None:
+            self._energy = sensor.joules
 
     @property
     def peak_tflops(self) -> float | None:
@@ -209,55 +184,13 @@ class MeteredDevice:
             return None
         return (now - self._joules_before) * self._devices / self._tokens
 
-    def allocator_statistics(self) -> Callable[[], dict[str, Any]] | None:
-        """Return a function that reads the statistics of torch's allocator; None without one."""
-        if not self.on_gpu or self.device is None:
-            return None
-        device, read = (
-            self.device,
-            getattr(_module(self.device), "memory_stats_as_nested_dict", None),
-        )
-        return None if read is None else lambda: dict(read(device))
-
-
-def clock_of(machine: MeteredDevice) -> Clock[Any]:
-    """Return the clock of a device."""
-    if not machine.on_gpu or machine.device is None:
-        return HostClock()
-
-    return EventClock(machine.device)
-
-
-def _resolve(device: "torch.device | str | None") -> "torch.device":
-    from tokenfeed.pipeline.feeding.devices import default_device, resolve_device
-
-    return default_device() if device is None else resolve_device(device)
-
-
-def _module(device: "torch.device") -> Any:
-    from tokenfeed.pipeline.feeding.devices import accelerator
-
-    return accelerator(device).module
-
-
-def _energy_of(device: "torch.device") -> Callable[[], float | None]:
-    from tokenfeed.trainer.sensors.gpu import device_uuid, sensor_of
-
-    uuid = device_uuid(device)
-    sensor = None if uuid is None else sensor_of(uuid)
-    return _nothing if sensor is None else sensor.joules
-
-
-def _nothing() -> None:
-    return None
-
 
 _CYCLES_PER_S = 1.5e9
 """Approximate clock rate of GPUs. Spins are requested with a margin, and their length is
 measured."""
 
 
-class EventClock:
+class EventClock(Clock):
     """The clock of a GPU. Events are pooled, and polled with `query`; nothing waits for them.
 
     An elapsed time is a 32-bit float of milliseconds. Only short times are exact to microseconds,
@@ -280,10 +213,6 @@ class EventClock:
         self._module: Any = self._accelerator.module
         self._new_event = partial(self._module.Event, enable_timing=True)
         self._pool: list[torch.Event] = []
-
-    def now(self) -> float:
-        """Return the host time."""
-        return time.perf_counter()
 
     def mark(self) -> "tuple[torch.Event, float, float]":
         """Record an event on the device's current stream."""

@@ -11,7 +11,7 @@ from tokenfeed.trainer.stall.causes import ABOUT, CAUSES, Cause
 from tokenfeed.trainer.stall.device import MeteredDevice
 from tokenfeed.trainer.stall.ranks import RankStall, SlowestRank, slowest_rank
 from tokenfeed.trainer.stall.reading import StallReading
-from tokenfeed.trainer.stall.report import Advice, CauseReport, Interval, StallReport
+from tokenfeed.trainer.stall.report import TAILS, Advice, CauseReport, Interval, StallReport
 from tokenfeed.trainer.stall.watchers import LoaderUse
 
 __all__ = ["REMEDIES", "advise", "make_report"]
@@ -67,7 +67,7 @@ def _on_causes(report: StallReport, remedies: Mapping[str, str]) -> Iterator[Adv
         remedy = _remedy(cause, report, remedies)
         text = f"{cause} {fraction:.1%}: {remedy}{_lines(cause, report)}"
         gain = felt / max(1e-9, 1 - felt)
-        yield Advice(cause=cause, is_severe=weighed >= about.severe, text=text, gain=gain)
+        yield Advice(cause=cause, text=text, gain=gain)
 
 
 def _loader_remedy(loader: LoaderUse, num_workers: int, waiting: float) -> str:
@@ -138,7 +138,6 @@ def _beside_stall(report: StallReport, stall: float, padding_remedy: str) -> Ite
     if report.core_wait is not None and report.core_wait >= _MUCH_CORE_WAIT:
         yield Advice(
             cause="cores",
-            is_severe=report.core_wait >= 2 * _MUCH_CORE_WAIT,
             text=f"the training thread was ready to run but got no core for {report.core_wait:.0%} "
             f"of the time ({usable_cores()} cores): other processes or too many workers use them",
             gain=None if report.on_gpu else report.core_wait / max(1e-9, 1 - report.core_wait),
@@ -146,14 +145,12 @@ def _beside_stall(report: StallReport, stall: float, padding_remedy: str) -> Ite
     if report.padding is not None and report.padding >= _MUCH_PADDING:
         yield Advice(
             cause="padding",
-            is_severe=report.padding >= 2 * _MUCH_PADDING,
             text=f"padding {report.padding:.0%}: {padding_remedy}",
             gain=report.padding / (1 - report.padding),
         )
     if report.at_most is not None and report.at_most - stall >= _MUCH_UNSEEN:
         yield Advice(
             cause="unseen",
-            is_severe=False,
             text=f"{report.at_most - stall:.0%} may be idle inside the work: run more steps, or "
             "set `meter.mark()` between forward and backward",
             gain=None,
@@ -161,7 +158,6 @@ def _beside_stall(report: StallReport, stall: float, padding_remedy: str) -> Ite
     if report.mfu is not None and report.mfu < _LOW_MFU and stall < _LITTLE_STALL:
         yield Advice(
             cause="kernels",
-            is_severe=False,
             text=f"MFU {report.mfu:.0%} with hardly any stall: feeding is not the problem; look at "
             "kernels, precision and the size of micro-batches",
             gain=None,
@@ -177,7 +173,6 @@ def make_report(
     accounts: Accounts,
     machine: MeteredDevice,
     *,
-    method: str,
     events: dict[str, Any],
     ranks: Sequence[RankStall],
     queued_steps: int,
@@ -192,7 +187,6 @@ def make_report(
         reading: Sums of the measured steps.
         accounts: The accounts behind the reading.
         machine: The device.
-        method: What is measured, and how.
         events: Counts of events.
         ranks: The stall of each rank, if there are several.
         queued_steps: Calls of `step`, warm-up included.
@@ -209,7 +203,7 @@ def make_report(
         stall=total,
         interval=_interval(None, reading, accounts, unseen),
         at_most=None if total is None else min(1.0, total + unseen),
-        causes=_causes(reading, accounts),
+        causes={cause: _cause(cause, reading, accounts) for cause in CAUSES},
         steps=reading.steps,
         queued_steps=queued_steps,
         seconds=seconds,
@@ -222,7 +216,7 @@ def make_report(
         core_wait=core_wait,
         device=machine.name,
         on_gpu=machine.on_gpu,
-        method=method,
+        method=machine.clock.method,
         events=events,
         ranks=[*ranks],
         slowest_rank=slowest_rank(ranks) if ranks else None,
@@ -246,78 +240,70 @@ def _with_earlier(report: StallReport, earlier: StallReport) -> StallReport:
     if report.stall is None or earlier.stall is None:
         known = earlier if report.stall is None else report
         return dataclasses.replace(known, queued_steps=queued_steps, advice=[])
-    seconds = report.seconds + earlier.seconds
-    parts = [(part, part.seconds / seconds) for part in (report, earlier)]
-    tokens = sum(part.tokens for part, _ in parts)
-    slots = [
-        part.tokens / max(1e-9, 1 - part.padding) for part, _ in parts if part.padding is not None
-    ]
-    waits = [part.core_wait * share for part, share in parts if part.core_wait is not None]
+    both, seconds = (report, earlier), report.seconds + earlier.seconds
+    shares = [part.seconds / seconds for part in both]
+
+    def mean(name: str) -> float | None:
+        """Return the mean of a field over the time; the later value if it is not always known."""
+        values = [getattr(part, name) for part in both]
+        if None in values:
+            return values[0]
+        return sum(share * value for share, value in zip(shares, values, strict=True))
+
+    def cause_of(cause: Cause) -> CauseReport:
+        parts = [part.causes[cause] for part in both]
+        idle = sum(part.seconds for part in parts)
+        return CauseReport(
+            fraction=idle / seconds,
+            seconds=idle,
+            interval=_mean_interval([part.interval for part in parts], shares),
+            speed_up=seconds / max(1e-9 * seconds, seconds - idle),
+            **{name: max(getattr(part, name) for part in parts) for name in TAILS},
+        )
+
+    tokens = report.tokens + earlier.tokens
+    padding = report.padding
+    if report.padding is not None and earlier.padding is not None and tokens:
+        padding = 1 - tokens / sum(part.tokens / max(1e-9, 1 - part.padding) for part in both)
     counts = {name: value for name, value in earlier.events.items() if isinstance(value, int)}
     return dataclasses.replace(
         report,
-        stall=sum(share * (part.stall or 0.0) for part, share in parts),
-        interval=_mean_interval([(part.interval, share) for part, share in parts]),
-        at_most=sum(share * (part.at_most or 0.0) for part, share in parts),
-        causes={
-            cause: _mean_cause(
-                [(part.causes[cause], share) for part, share in parts if cause in part.causes]
-            )
-            for cause in CAUSES
-        },
+        stall=mean("stall"),
+        interval=_mean_interval([part.interval for part in both], shares),
+        at_most=mean("at_most"),
+        causes={cause: cause_of(cause) for cause in CAUSES},
         steps=report.steps + earlier.steps,
         queued_steps=queued_steps,
         seconds=seconds,
         tokens=tokens,
         real_tokens_per_s=tokens / seconds if tokens else None,
-        padding=1 - tokens / sum(slots) if len(slots) == len(parts) and tokens else report.padding,
-        core_wait=sum(waits) if len(waits) == len(parts) else report.core_wait,
+        padding=padding,
+        core_wait=mean("core_wait"),
         events=report.events
         | {name: report.events.get(name, 0) + count for name, count in counts.items()},
     )
 
 
-def _mean_cause(parts: Sequence[tuple[CauseReport, float]]) -> CauseReport:
-    both = [part for part, _ in parts]
-    fraction = sum(share * part.fraction for part, share in parts)
-    return CauseReport(
-        fraction=fraction,
-        seconds=sum(part.seconds for part in both),
-        interval=_mean_interval([(part.interval, share) for part, share in parts]),
-        p50_s=max(part.p50_s for part in both),
-        p95_s=max(part.p95_s for part in both),
-        p99_s=max(part.p99_s for part in both),
-        max_s=max(part.max_s for part in both),
-        speed_up=1 / max(1e-9, 1 - fraction),
-    )
-
-
-def _mean_interval(parts: Sequence[tuple[Interval | None, float]]) -> Interval | None:
+def _mean_interval(
+    intervals: Sequence[Interval | None], shares: Sequence[float]
+) -> Interval | None:
     """Return the interval of a mean of independent parts; None if a part has none."""
-    known = [(interval, share) for interval, share in parts if interval is not None]
-    if len(known) < len(parts):
+    known = [
+        (interval, share) for interval, share in zip(intervals, shares, strict=True) if interval
+    ]
+    if len(known) < len(shares):
         return None
     middle = sum(share * (low + high) / 2 for (low, high), share in known)
     half = math.hypot(*(share * (high - low) / 2 for (low, high), share in known))
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _causes(reading: StallReading, accounts: Accounts) -> dict[Cause, CauseReport]:
-    seconds, fractions = reading.cause_seconds, reading.cause_fractions
-    return {
-        cause: _cause(cause, seconds[cause], fractions[cause], reading, accounts)
-        for cause in CAUSES
-    }
-
-
-def _cause(
-    cause: Cause, seconds: float, fraction: float, reading: StallReading, accounts: Accounts
-) -> CauseReport:
-    tail = accounts.histograms.get(cause)
+def _cause(cause: Cause, reading: StallReading, accounts: Accounts) -> CauseReport:
+    fraction, tail = reading.cause_fractions[cause], accounts.histograms.get(cause)
     quantiles = [tail.quantile(q, reading.steps) if tail else 0.0 for q in (0.5, 0.95, 0.99)]
     return CauseReport(
         fraction=fraction,
-        seconds=seconds,
+        seconds=reading.cause_seconds[cause],
         interval=_interval(cause, reading, accounts),
         p50_s=quantiles[0],
         p95_s=quantiles[1],

@@ -88,7 +88,7 @@ that it ends, and whether it is inside the work. A tuple, since one is made at e
 class MarkChain:
     """The marks since the first one. Not safe for threads, nor for callbacks during `resolve`."""
 
-    def __init__(self, clock: Clock[Any], accounts: Accounts, timeline: Timeline) -> None:
+    def __init__(self, clock: Clock, accounts: Accounts, timeline: Timeline) -> None:
         self._clock, self._accounts, self._timeline = clock, accounts, timeline
         self._links: deque[_Link] = deque()
         self.append = self._links.append

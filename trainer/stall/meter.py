@@ -16,16 +16,15 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral, Real
-from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall.accounts import Accounts, StepEnd
 from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
-from tokenfeed.trainer.stall.device import Clock, MeteredDevice, clock_of
+from tokenfeed.trainer.stall.device import Clock, MeteredDevice
 from tokenfeed.trainer.stall.make_report import REMEDIES, make_report
 from tokenfeed.trainer.stall.marks import MarkChain, Timeline
 from tokenfeed.trainer.stall.ranks import Exchange, RankReadings, is_distributed
@@ -60,11 +59,10 @@ def warmup_steps(steps: int) -> int:
     return max(1, min(WARMUP_STEPS, steps // 2))
 
 
-Mark = TypeVar("Mark")
 Batch = TypeVar("Batch")
 
 
-class StallMeter(Generic[Mark]):
+class StallMeter:
     """Measures where the time of a training loop goes.
 
     The measurement starts at the end of the last warm-up step. It ends with the latest step whose
@@ -97,23 +95,21 @@ class StallMeter(Generic[Mark]):
         operations_per_token: float | None = None,
         devices: int = 1,
         calibrate: bool = True,
-        clock: Clock[Mark] | None = None,
+        clock: Clock | None = None,
         remedies: Mapping[str, str] | None = None,
     ) -> None:
         devices = _whole("devices", devices, least=1)
         skipped_steps = _whole("skipped_steps", skipped_steps)
         operations_per_token = _operations(operations_per_token)
-        if clock is not None and not isinstance(clock, Clock):
-            raise checks.refusal("clock", clock, "an object with the methods of Clock, or None")
         self._machine = MeteredDevice(device, operations_per_token, devices, clock)
-        self._clock: Clock[Any] = clock or clock_of(self._machine)
+        self._clock = self._machine.clock
         self._is_beside_host = beside = self._clock.is_beside_host
         self._accounts = Accounts(is_beside_host=beside, skipped_steps=skipped_steps)
         self._timeline = Timeline()
         self._calibration = Calibration(skipped_steps) if beside and calibrate else None
         self._chain = MarkChain(self._clock, self._accounts, self._timeline)
         self._append, self._mark = self._chain.append, self._clock.mark
-        self._left_to_skip = skipped_steps
+        self._left_to_skip = skipped_steps  # energy is measured from the end of the warm-up
         self._phase: Phase = "work"
         self._interrupted: Phase = "work"
         self._is_busy = False
@@ -125,17 +121,10 @@ class StallMeter(Generic[Mark]):
         self._collector = CollectorWatch(self)
         self._compiler = CompilerWatch(self)
         self._compiler.attach()
-        self._allocator = AllocatorWatch(self._machine.allocator_statistics())
-
-    @property
-    def method(self) -> str:
-        """One sentence that describes what is measured and how."""
-        return self._clock.method
+        self._allocator = AllocatorWatch(self._machine.allocator_statistics)
 
     def watch(self, batches: Iterable[Batch]) -> "WatchedLoader[Batch]":
         """Return the same batches. Waiting for a batch is charged to `data`."""
-        if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
-            raise checks.refusal("batches", batches, "a loader, or any other iterable")
         watched = WatchedLoader(self, batches)
         self._loader = watched.use
         return watched
@@ -240,14 +229,16 @@ class StallMeter(Generic[Mark]):
             earlier: The report of an earlier part of the same run, which was resumed since. The
                 report then covers both parts.
         """
-        if earlier is not None and not isinstance(earlier, StallReport):
-            raise checks.refusal("earlier", earlier, "a StallReport, or None")
         return make_report(
             self.read(),
             self._accounts,
             self._machine,
-            method=self.method,
-            events=self._events(),
+            events={
+                "collections": self._collector.count,
+                "compilations": self._compiler.count,
+                **self._allocator.counts(),
+                "waits": self._waits.found(),
+            },
             ranks=self._ranks.latest,
             queued_steps=self._queued_steps,
             core_wait=self._core_wait.share() if self._core_wait else None,
@@ -264,20 +255,16 @@ class StallMeter(Generic[Mark]):
         Args:
             exchange: Returns the arguments of all ranks, in order; None for `torch.distributed`.
         """
-        if exchange is not None and not callable(exchange):
-            raise checks.refusal("exchange", exchange, "a function of a list of numbers, or None")
         is_alone = exchange is None and not is_distributed()
         with contextlib.nullcontext() if is_alone else self.cause("communication"):
             self._ranks.exchange(self.read(), exchange)
 
     def write(self, folder: Path | str) -> Path:
         """Write the report so far, and return its page. See `StallReport.write`."""
-        _check_folder(folder)
         return self.report().write(folder)
 
     def write_trace(self, folder: Path | str) -> Path:
         """Write the latest segments of device time as trace.json, for perfetto.dev."""
-        _check_folder(folder)
         self._resolve()
         return self._timeline.write(Path(folder))
 
@@ -307,24 +294,15 @@ class StallMeter(Generic[Mark]):
     def _step_of_device(self, tokens: int, slots: int) -> None:
         calibration, waits = self._calibration, self._waits
         self._cut(self._phase, StepEnd(tokens, slots, not waits.is_looking, self._blamed()))
-        self._count(tokens)
+        self._machine.add(tokens)
+        self._left_to_skip -= 1
+        if self._left_to_skip == 0:
+            self._machine.begin()
         waits.end_step()
         if self._accounts.waits_inside and not waits.has_looked:
             self.find_waits()
         if calibration is not None:
             calibration.end_step(self._clock.now(), self._accounts.behind_share)
-
-    def _count(self, tokens: int) -> None:
-        """Count the tokens for energy, which is measured from the end of the warm-up."""
-        self._machine.add(tokens)
-        self._left_to_skip -= 1
-        if self._left_to_skip == 0:
-            self._machine.begin()
-
-    def _events(self) -> dict[str, Any]:
-        allocations = self._allocator.counts()
-        happened = {"collections": self._collector.count, "compilations": self._compiler.count}
-        return happened | allocations | {"waits": self._waits.found()}
 
     def _blamed(self) -> Cause | None:
         if self._compiler.is_blamed:
@@ -370,11 +348,8 @@ def _operations(value: object) -> float | None:
     return None if value is None else float(value)
 
 
-def _remedies(value: object) -> Mapping[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise checks.refusal("remedies", value, "a dict of advice by cause, or None")
+def _remedies(value: Mapping[str, str] | None) -> Mapping[str, str]:
+    value = value or {}
     if unknown := value.keys() - REMEDIES.keys():
         known = ", ".join(REMEDIES)
         raise ConfigError(f"`remedies` has {min(map(str, unknown))!r}: expected names of {known}.")
@@ -384,8 +359,3 @@ def _remedies(value: object) -> Mapping[str, str]:
 def _check_cause(call: str, name: object) -> None:
     if name not in CAUSES:
         raise ConfigError(f"`{call}({name!r})`: expected one of {', '.join(CAUSES)}.")
-
-
-def _check_folder(folder: object) -> None:
-    if not isinstance(folder, str | PathLike):
-        raise checks.refusal("folder", folder, "a path")

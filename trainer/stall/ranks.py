@@ -66,7 +66,8 @@ class SlowestRank:
 
 
 def numbers_of(reading: StallReading) -> list[float]:
-    """Return the figures of a reading that ranks exchange."""
+    """Return the figures of a reading that ranks exchange: steps, seconds, idle seconds by
+    cause."""
     causes = reading.cause_seconds
     return [reading.steps, reading.seconds, *(causes[cause] for cause in CAUSES)]
 
@@ -75,9 +76,19 @@ def rank_stalls(readings: Sequence[Sequence[float]]) -> list[RankStall]:
     """Return the stall of each rank from exchanged figures; empty for a single rank."""
     if len(readings) < 2:
         return []
-    known = [_step_communication(numbers) for numbers in readings if numbers[0]]
-    least = min(known, default=0.0)
-    return [_rank_stall(rank, numbers, least) for rank, numbers in enumerate(readings)]
+    place = 2 + CAUSES.index("communication")
+    least = min((numbers[place] / numbers[0] for numbers in readings if numbers[0]), default=0.0)
+    return [
+        RankStall(
+            rank=rank,
+            steps=int(steps),
+            seconds=seconds,
+            causes={cause: idle for cause, idle in zip(CAUSES, causes, strict=True) if idle},
+            fraction=sum(causes) / (seconds or 1.0),
+            waited_seconds=max(0.0, readings[rank][place] - least * steps),
+        )
+        for rank, (steps, seconds, *causes) in enumerate(readings)
+    ]
 
 
 def slowest_rank(ranks: Sequence[RankStall]) -> SlowestRank | None:
@@ -104,23 +115,6 @@ def slowest_rank(ranks: Sequence[RankStall]) -> SlowestRank | None:
         step_seconds=longer,
         cost=longer / step if step else 0.0,
     )
-
-
-def _rank_stall(rank: int, numbers: Sequence[float], least: float) -> RankStall:
-    steps, seconds = int(numbers[0]), numbers[1]
-    causes = dict(zip(CAUSES, numbers[2:], strict=True))
-    return RankStall(
-        rank=rank,
-        steps=steps,
-        seconds=seconds,
-        causes={cause: idle for cause, idle in causes.items() if idle},
-        fraction=sum(causes.values()) / (seconds or 1.0),
-        waited_seconds=max(0.0, causes["communication"] - least * steps),
-    )
-
-
-def _step_communication(numbers: Sequence[float]) -> float:
-    return numbers[2 + CAUSES.index("communication")] / numbers[0]
 
 
 Exchange = Callable[[list[float]], list[list[float]]]

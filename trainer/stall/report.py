@@ -22,18 +22,12 @@ __all__ = [
     "TAILS",
     "Advice",
     "CauseReport",
-    "CauseRow",
     "Interval",
     "StallReport",
     "advice",
-    "cause_rows",
     "cause_table",
-    "gain_words",
     "headline",
-    "late_rank",
     "main_cause",
-    "main_of",
-    "not_measured",
     "rank_table",
     "render_page",
     "save_page",
@@ -261,7 +255,6 @@ class Advice:
     """A piece of advice: one thing to change."""
 
     cause: str
-    is_severe: bool
     text: str
     gain: float | None
     """Lower bound of the gain, as a share of the measured tokens per second; None if unknown."""

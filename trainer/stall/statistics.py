@@ -61,16 +61,15 @@ _LEAST_BATCHES = 8
 class _Batch:
     steps: int = 0
     seconds: float = 0.0
-    idle: dict[Cause, float] = field(default_factory=dict)
+    idle: Counter[Cause] = field(default_factory=Counter)
 
     def add(self, steps: int, seconds: float, idle: dict[Cause, float]) -> None:
         self.steps += steps
         self.seconds += seconds
-        for cause, part in idle.items():
-            self.idle[cause] = self.idle.get(cause, 0.0) + part
+        self.idle.update(idle)  # type: ignore[arg-type]  # adds seconds, not counts
 
     def of(self, cause: Cause | None) -> float:
-        return sum(self.idle.values()) if cause is None else self.idle.get(cause, 0.0)
+        return self.idle.total() if cause is None else self.idle[cause]
 
 
 class BatchMeans:
@@ -108,13 +107,9 @@ class BatchMeans:
     def _merge(self) -> None:
         # Merge neighbours: twice the steps per batch, half the batches.
         self._size *= 2
-        pairs = zip(self.batches[::2], [*self.batches[1::2], None], strict=False)
-        merged = []
-        for first, second in pairs:
-            if second is not None:
-                first.add(second.steps, second.seconds, second.idle)
-            merged.append(first)
-        self.batches = merged
+        for first, second in zip(self.batches[::2], self.batches[1::2], strict=False):
+            first.add(second.steps, second.seconds, second.idle)
+        self.batches = self.batches[::2]
 
 
 def student(freedom: float) -> float:
@@ -137,12 +132,10 @@ class StepTimes:
     """Seconds per step."""
 
     def __init__(self) -> None:
-        self.all = Histogram()
         self._latest: deque[float] = deque(maxlen=_LATEST)
 
     def add(self, seconds: float) -> None:
         """Add a step."""
-        self.all.add(seconds)
         self._latest.append(seconds)
 
     def take(self) -> StepSeconds | None:

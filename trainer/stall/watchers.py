@@ -1,7 +1,7 @@
 """Watchers of events outside the marks: loader, collector, compiler, memory, waits for the GPU.
 
 All watchers use public functions of Python and torch. A watcher whose function is missing does
-nothing. Watchers of callbacks keep a weak reference to their meter, and close when it is deleted.
+nothing. Watchers of callbacks close when their meter is deleted.
 """
 
 import gc
@@ -14,9 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tokenfeed.trainer.stall.causes import Cause, Phase
+from tokenfeed.trainer.stall.causes import Cause
+
+if TYPE_CHECKING:
+    from tokenfeed.trainer.stall.meter import StallMeter
 
 __all__ = [
     "AllocatorWatch",
@@ -33,24 +36,40 @@ _OLDEST_GENERATION = 2
 _SECONDS_BETWEEN_POLLS = 0.05
 
 
-class _Meter(Protocol):
-    """The methods of `StallMeter` that watchers call."""
+class _Interruptions:
+    """Charges events that callbacks announce to a cause. Keeps a weak reference to its meter."""
 
-    def enter(self, name: Cause) -> Phase: ...
-    def leave(self, outer: Phase) -> None: ...
-    def interrupt(self, cause: Cause) -> bool: ...
-    def resume(self) -> None: ...
-
-
-class CollectorWatch:
-    """Charges full collections of Python's garbage collector."""
-
-    def __init__(self, meter: _Meter) -> None:
-        self._meter = weakref.ref(meter)
+    def __init__(self, meter: "StallMeter", cause: Cause) -> None:
+        self._meter, self._cause = weakref.ref(meter), cause
         self._is_open = False
         self.count = 0
-        gc.callbacks.append(self._called)
         weakref.finalize(meter, self.close).atexit = False
+
+    def close(self) -> None:
+        """Stop watching."""
+
+    def begin(self) -> bool:
+        """An event begins. Return whether the meter could set a mark."""
+        self.count += 1
+        meter = self._meter()
+        if meter is not None and not self._is_open:
+            self._is_open = meter.interrupt(self._cause)
+        return self._is_open
+
+    def end(self) -> None:
+        """The event ends."""
+        meter = self._meter()
+        if meter is not None and self._is_open:
+            self._is_open = False
+            meter.resume()
+
+
+class CollectorWatch(_Interruptions):
+    """Charges full collections of Python's garbage collector."""
+
+    def __init__(self, meter: "StallMeter") -> None:
+        super().__init__(meter, "garbage collection")
+        gc.callbacks.append(self._called)
 
     def close(self) -> None:
         """Stop watching."""
@@ -58,26 +77,18 @@ class CollectorWatch:
             gc.callbacks.remove(self._called)
 
     def _called(self, phase: str, info: dict[str, int]) -> None:
-        meter = self._meter()
-        if meter is None:
-            return
-        if phase == "stop" and self._is_open:
-            self._is_open = False
-            meter.resume()
-        elif phase == "start" and info["generation"] >= _OLDEST_GENERATION:
-            self.count += 1
-            self._is_open = meter.interrupt("garbage collection")
+        if phase == "stop":
+            self.end()
+        elif info["generation"] >= _OLDEST_GENERATION:
+            self.begin()
 
 
-class CompilerWatch:
+class CompilerWatch(_Interruptions):
     """Charges compilations of torch.compile. Does not import torch.compile itself."""
 
-    def __init__(self, meter: _Meter) -> None:
-        self._meter = weakref.ref(meter)
+    def __init__(self, meter: "StallMeter") -> None:
+        super().__init__(meter, "recompilation")
         self._handler: Any = None
-        self._is_open = False
-        self.count = 0
-        weakref.finalize(meter, self.close).atexit = False
         self.is_blamed = False
         """Whether torch compiled where no mark can be set: in a thread of autograd."""
 
@@ -102,17 +113,10 @@ class CompilerWatch:
         self._handler = False
 
     def _start(self, *_: object) -> None:
-        meter = self._meter()
-        self.count += 1
-        if meter is not None and not self._is_open:
-            self._is_open = meter.interrupt("recompilation")
-            self.is_blamed |= not self._is_open
+        self.is_blamed |= not self.begin()
 
     def _end(self, *_: object) -> None:
-        meter = self._meter()
-        if meter is not None and self._is_open:
-            self._is_open = False
-            meter.resume()
+        self.end()
 
 
 class AllocatorWatch:
@@ -296,7 +300,7 @@ class LoaderUse:
 class WatchedLoader(Generic[Batch]):
     """A loader whose batches are timed. Every other attribute is that of the loader."""
 
-    def __init__(self, meter: _Meter, batches: Iterable[Batch]) -> None:
+    def __init__(self, meter: "StallMeter", batches: Iterable[Batch]) -> None:
         self._meter, self._batches = meter, batches
         self.use = LoaderUse.of_loader(batches)
 

@@ -28,10 +28,10 @@ def batches(rank: int, seconds: float, steps: int) -> Iterator[torch.Tensor]:
         yield torch.ones(16, 8)
 
 
-def loop(rank: int, seconds: float, steps: int) -> tuple[StallMeter[object], float]:
+def loop(rank: int, seconds: float, steps: int) -> tuple[StallMeter, float]:
     """The meter, and how long the second rank has slept a step."""
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
-    meter = StallMeter[object]("cpu", skipped_steps=2)
+    meter = StallMeter("cpu", skipped_steps=2)
     for batch in meter.watch(batches(rank, seconds, steps)):
         with meter.cause("communication"):
             dist.all_reduce(torch.zeros(1))

@@ -163,7 +163,7 @@ def open_causes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     causes: list[str] = []
     bracket = StallMeter.cause
 
-    def cause(meter: StallMeter[Any], name: Any) -> Any:
+    def cause(meter: StallMeter, name: Any) -> Any:
         class Tracked:
             def __enter__(self) -> None:
                 self.inner = bracket(meter, name)

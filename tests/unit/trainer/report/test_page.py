@@ -208,7 +208,7 @@ def test_page_names_the_parts_of_a_resumed_run() -> None:
 
 def test_names_are_text_and_no_markup() -> None:
     nasty = "<b>&\"runs'"
-    advice = [{"cause": "data", "is_severe": True, "text": f"{nasty} `--flag <x>`", "gain": 9.8}]
+    advice = [{"cause": "data", "text": f"{nasty} `--flag <x>`", "gain": 9.8}]
     report = report_of(model=nasty, device=nasty, stall=stall_of(advice=advice))
     page = page_of(run_of(report, full_lines(), shards=nasty))
     Checked(page)

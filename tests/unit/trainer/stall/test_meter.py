@@ -31,7 +31,7 @@ def exact(**changes: Any) -> SimulatedDevice:
     return SimulatedDevice(**{"noise": 0.0, "latency": 0.0, "launch": 0.0, "drift": 0.0} | changes)
 
 
-def meter_of(device: SimulatedDevice, skipped_steps: int = 0) -> StallMeter[float]:
+def meter_of(device: SimulatedDevice, skipped_steps: int = 0) -> StallMeter:
     return StallMeter(clock=device, skipped_steps=skipped_steps, calibrate=False)
 
 
@@ -267,7 +267,7 @@ def test_marks_on_two_streams_give_no_negative_time() -> None:
 
 def test_a_meter_that_nothing_refers_to_no_longer_watches() -> None:
     before = list(gc.callbacks)
-    meter = StallMeter[Any]("cpu")
+    meter = StallMeter("cpu")
     assert len(gc.callbacks) == len(before) + 1
     del meter
     assert gc.callbacks == before
@@ -321,7 +321,7 @@ class TwoGpus:
         self.devices = [SimulatedDevice(on=host, launch=9e-6) for _ in range(2)]
         self.cuda = CudaOfDevices(monkeypatch, self.devices)
 
-    def train(self, steps: int, meter: StallMeter[Any] | None = None) -> None:
+    def train(self, steps: int, meter: StallMeter | None = None) -> None:
         device = self.devices[1]
         for _ in range(steps):
             with meter.cause("data") if meter else contextlib.nullcontext():
@@ -334,7 +334,7 @@ class TwoGpus:
 
 def test_meter_on_second_gpu_measures_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = TwoGpus(monkeypatch)
-    meter = StallMeter[Any]("cuda:1")
+    meter = StallMeter("cuda:1")
     loop.train(100, meter)
     report = meter.report()
     meter.close()
@@ -349,7 +349,7 @@ def test_meter_on_second_gpu_measures_that_gpu(monkeypatch: pytest.MonkeyPatch) 
 
 def test_meter_marks_one_gpu_while_another_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = TwoGpus(monkeypatch)
-    meter = StallMeter[Any]("cuda:1")
+    meter = StallMeter("cuda:1")
     for _ in range(5):
         loop.train(2, meter)
         with torch.cuda.device(torch.device("cuda:0")):
@@ -367,7 +367,7 @@ def test_meter_marks_one_gpu_while_another_is_current(monkeypatch: pytest.Monkey
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_sleeping_host_is_stall_only_while_the_queue_is_empty() -> None:
     busy_cycles = 400_000_000  # some 0.2 s on any recent GPU
-    meter = StallMeter[Any]("cuda", skipped_steps=1, calibrate=False)
+    meter = StallMeter("cuda", skipped_steps=1, calibrate=False)
     for _ in range(4):
         torch.cuda._sleep(busy_cycles)
         with meter.cause("data"):
@@ -418,7 +418,6 @@ def test_steps_are_timed_since_somebody_asked() -> None:
     times.add(5.0)
     assert times.take() == StepSeconds(5.0, 5.0)
     assert times.take() is None
-    assert times.all.quantile(0.5, 4) == pytest.approx(2.0, rel=0.03)
 
 
 @pytest.mark.parametrize(("name", "value"), [("devices", 0), ("skipped_steps", -1)])
@@ -438,16 +437,10 @@ def test_a_meter_refuses_numbers_that_cannot_be(name: str, value: int) -> None:
         (lambda m: m.step(None), "`tokens`=None: expected a whole number"),
         (lambda m: m.step(-1), "`tokens`=-1: expected a whole number, at least 0"),
         (lambda m: m.step(5, slots=3), "`slots`=3: expected a whole number, at least 5"),
-        (lambda m: m.watch(5), "`batches`=5: expected a loader"),
         (lambda m: m.charge("x"), "`charge('x')`: expected one of data"),
         (lambda m: m.enter(["x"]), "`enter(['x'])`: expected one of data"),
         (lambda m: m.find_waits(0), "`steps`=0: expected a whole number, at least 1"),
         (lambda m: m.find_waits("x"), "`steps`='x': expected a whole number"),
-        (lambda m: m.gather("gloo"), "`exchange`='gloo': expected a function"),
-        (lambda m: m.write(5), "`folder`=5: expected a path"),
-        (lambda m: m.report(3), "`earlier`=3: expected a StallReport, or None"),
-        (lambda m: StallMeter("cpu", clock=3), "`clock`=3: expected an object with the methods"),
-        (lambda m: m.write_trace(None), "`folder`=None: expected a path"),
         (lambda m: StallMeter("cpu", skipped_steps="x"), "`skipped_steps`='x': expected a whole"),
         (lambda m: StallMeter("cpu", devices=1.5), "`devices`=1.5: expected a whole number"),
         (
@@ -458,7 +451,6 @@ def test_a_meter_refuses_numbers_that_cannot_be(name: str, value: int) -> None:
             lambda m: StallMeter("cpu", operations_per_token=math.inf),
             "`operations_per_token`=inf: expected a finite number above 0",
         ),
-        (lambda m: StallMeter("cpu", remedies=3), "`remedies`=3: expected a dict of advice"),
         (lambda m: StallMeter("cpu", remedies={"dta": "x"}), "`remedies` has 'dta': expected"),
     ],
 )
