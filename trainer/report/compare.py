@@ -92,8 +92,8 @@ def _loss(name: str, one: RunData, other: RunData) -> Iterator[Row]:
         title = f"{name} at step {step:,.0f}"
         yield from _rows({title: (first[step], ".4f")}, {title: (second[step], ".4f")}, _change)
     elif first or second:
-        last = [f"{ys[max(ys)]:.4f} at step {max(ys):,.0f}" if ys else "" for ys in (first, second)]
-        yield Row(name, *last, "")
+        a, b = (f"{ys[max(ys)]:.4f} at step {max(ys):,.0f}" if ys else "" for ys in (first, second))
+        yield Row(name, a, b, "")
 
 
 def _metrics(report: Report | None) -> dict[str, Figure]:
@@ -128,9 +128,9 @@ def _rows(
     """Yield a row for each name with a value in one of the runs."""
     for name in dict.fromkeys((*one, *other)):
         pair = [figures.get(name, (None, "")) for figures in (one, other)]
-        shown = ["" if value is None else format(value, form) for value, form in pair]
-        if any(shown):
-            yield Row(name, *shown, change(pair[0][0], pair[1][0]) if all(shown) else "")
+        a, b = ("" if value is None else format(value, form) for value, form in pair)
+        if a or b:
+            yield Row(name, a, b, change(pair[0][0], pair[1][0]) if a and b else "")
 
 
 def _change(a: float, b: float) -> str:

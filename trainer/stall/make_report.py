@@ -243,12 +243,10 @@ def _with_earlier(report: StallReport, earlier: StallReport) -> StallReport:
     both, seconds = (report, earlier), report.seconds + earlier.seconds
     shares = [part.seconds / seconds for part in both]
 
-    def mean(name: str) -> float | None:
+    def mean(name: str) -> Any:
         """Return the mean of a field over the time; the later value if it is not always known."""
-        values = [getattr(part, name) for part in both]
-        if None in values:
-            return values[0]
-        return sum(share * value for share, value in zip(shares, values, strict=True))
+        later, before = (getattr(part, name) for part in both)
+        return later if before is None or later is None else later * shares[0] + before * shares[1]
 
     def cause_of(cause: Cause) -> CauseReport:
         parts = [part.causes[cause] for part in both]
@@ -263,8 +261,9 @@ def _with_earlier(report: StallReport, earlier: StallReport) -> StallReport:
 
     tokens = report.tokens + earlier.tokens
     padding = report.padding
-    if report.padding is not None and earlier.padding is not None and tokens:
-        padding = 1 - tokens / sum(part.tokens / max(1e-9, 1 - part.padding) for part in both)
+    if padding is not None and earlier.padding is not None and tokens:
+        slots = report.tokens / max(1e-9, 1 - padding)
+        padding = 1 - tokens / (slots + earlier.tokens / max(1e-9, 1 - earlier.padding))
     counts = {name: value for name, value in earlier.events.items() if isinstance(value, int)}
     return dataclasses.replace(
         report,

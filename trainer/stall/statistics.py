@@ -12,7 +12,7 @@ Example: 8 batches take 10 s each, and idle for 1.0, 1.2, 0.8, 1.1, 0.9, 1.0, 1.
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
 from tokenfeed.trainer.stall.causes import COUNTED, Cause
@@ -61,15 +61,16 @@ _LEAST_BATCHES = 8
 class _Batch:
     steps: int = 0
     seconds: float = 0.0
-    idle: Counter[Cause] = field(default_factory=Counter)
+    idle: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, steps: int, seconds: float, idle: dict[Cause, float]) -> None:
         self.steps += steps
         self.seconds += seconds
-        self.idle.update(idle)  # type: ignore[arg-type]  # adds seconds, not counts
+        for cause, part in idle.items():
+            self.idle[cause] += part
 
     def of(self, cause: Cause | None) -> float:
-        return self.idle.total() if cause is None else self.idle[cause]
+        return sum(self.idle.values()) if cause is None else self.idle[cause]
 
 
 class BatchMeans:
