@@ -192,7 +192,7 @@ def _index(to: Format) -> Parser:
         shutil.rmtree(folder / "out", ignore_errors=True)
         tokenizer = TextTokenizer.load((folder / "tokenizer.json").read_bytes(), origin="it")
         path = folder / "foreign" / _INDEXES[to][0]
-        adopt((str(path),), folder / "out", tokenizer)
+        adopt([str(path)], str(folder / "out"), tokenizer)
         if problems := list(find_problems(folder / "out", Manifest.read(folder / "out"))):
             raise Wrong(f"an adopted data set is damaged: {problems[0]}")
         if b"".join(_ids(folder / "out")) not in path.read_bytes():

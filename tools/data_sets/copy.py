@@ -6,18 +6,17 @@ missing or damaged files. A file in an object store is identified by the checksu
 """
 
 import contextlib
-import errno
 import logging
+import os
 import time
-from collections.abc import Iterator
-from concurrent.futures import as_completed
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Annotated, NamedTuple
+from typing import IO, Annotated, Generic, Literal, NamedTuple, TypeVar
 
 import xxhash
 
-from tokenfeed.pipeline.errors import ConfigError, ManifestError, RemoteError
+from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import (
     MADE_BY_FILE,
     MANIFEST_FILE,
@@ -27,44 +26,34 @@ from tokenfeed.pipeline.format.manifest import (
     stored,
 )
 from tokenfeed.pipeline.format.read_errors import damaged, gave_up, refused
-from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file
+from tokenfeed.pipeline.format.stitched import STITCHED_SUFFIX, is_stitched
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file, sync_folder
 from tokenfeed.pipeline.format.store import LocalStore, Place, Store, open_place, open_store
-from tokenfeed.pipeline.remote.retrying import few_threads
+from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.jobs.crew import Progress
 from tokenfeed.tools.jobs.progress_bar import Bar
-from tokenfeed.tools.jobs.run_records import claimed, is_begun
+from tokenfeed.tools.jobs.run_records import claimed
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Copied", "Copy", "DataFile", "copy_data_set", "fetch"]
+__all__ = ["Copied", "Copy", "Move", "bring", "copy_data_set", "fetch", "remove_leftovers"]
 
 AT_ONCE = 4
-_COPY_FILE = ".copying"
-"""File in a bucket with the fingerprint of the data set that is being copied there."""
 _PIECE_BYTES = 1 << 20
 _TRIES = 2
 """Downloads of a file: a bit may flip on the way, but a second difference is in the file."""
 _log = logging.getLogger(__name__)
 
 
-class DataFile(NamedTuple):
-    """A file that a manifest names."""
-
-    info: FileInfo
-    tokens: int
-
-    @property
-    def weight_bytes(self) -> int:
-        """Its size, for the progress bar."""
-        return self.info.bytes
+InfoT = TypeVar("InfoT", bound=FileInfo, covariant=True)
 
 
-def data_files(manifest: Manifest) -> Iterator[DataFile]:
-    """Yield all files of a data set except the manifest."""
-    side = manifest.side_files
-    shards = [shard for split in manifest.splits.values() for shard in split.shards]
-    for info in dict.fromkeys((*side, *shards)):
-        yield DataFile(info, info.tokens if isinstance(info, ShardInfo) else 0)
+class Move(NamedTuple, Generic[InfoT]):
+    """A file of a data set, where it is, and what it becomes in another."""
+
+    store: Store
+    before: InfoT
+    after: InfoT
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,40 +113,95 @@ def copy_data_set(source_path: str, to: str) -> Copied:
     manifest = Manifest.decoded(raw, source.path(MANIFEST_FILE))
     if target.name == source.name:
         raise ConfigError(f"{source.name}: FROM and TO are the same place. Give another TO.")
-    files = list(data_files(manifest))
-    with _alone(target, manifest):
+    shards = (shard for split in manifest.splits.values() for shard in split.shards)
+    files = [Move(source, info, info) for info in dict.fromkeys((*manifest.side_files, *shards))]
+    with claimed(target, {"shards copy": manifest.fingerprint}):
         _check_place(source, target, manifest)
-        missing = _bring(files, source, target)
-        if made_by := _optional(source, MADE_BY_FILE):
-            target.write(MADE_BY_FILE, made_by)
-        target.write(MANIFEST_FILE, raw)
-    return Copied(
-        to=target.name,
-        fingerprint=manifest.fingerprint,
-        files=len(files),
-        bytes=sum(file.weight_bytes for file in files),
-        copied=len(missing),
-        copied_bytes=sum(file.weight_bytes for file in missing),
-        seconds=round(time.perf_counter() - started, 3),
-    )
-
-
-def _bring(files: list[DataFile], source: Store, target: Place) -> list[DataFile]:
-    """Copy the files that are not there yet, and return them."""
-    with few_threads(AT_ONCE) as threads:
-        there = list(threads.map(lambda file: target.has(file.info), files))
-    missing = [file for file, is_there in zip(files, there, strict=True) if not is_there]
-    with Bar(missing) as bar, few_threads(AT_ONCE) as threads:
-        jobs = [threads.submit(_put, file, source, target, bar) for file in missing]
+        if isinstance(target, LocalStore):
+            remove_leftovers(target.folder)
         try:
-            for job in as_completed(jobs):
-                job.result()
-                bar.count_unit()
+            ways = bring(files, target)
         except KeyboardInterrupt:
             if not isinstance(target, LocalStore):
                 _log.warning("uploads under way are finished first; a second Ctrl-C ends at once")
             raise KeyboardInterrupt("copied files are kept; the same command continues") from None
-    return missing
+        if made_by := _optional(source, MADE_BY_FILE):
+            target.write(MADE_BY_FILE, made_by)
+        target.write(MANIFEST_FILE, raw)
+    sizes = [file.after.bytes for file in files]
+    copied = [size for size, way in zip(sizes, ways, strict=True) if way == "copied"]
+    return Copied(
+        to=target.name,
+        fingerprint=manifest.fingerprint,
+        files=len(files),
+        bytes=sum(sizes),
+        copied=len(copied),
+        copied_bytes=sum(copied),
+        seconds=round(time.perf_counter() - started, 3),
+    )
+
+
+Way = Literal["linked", "there", "copied"]
+
+
+def bring(moves: Sequence[Move[FileInfo]], target: Place, *, links: bool = False) -> list[Way]:
+    """Put files into a place, some at a time, and check each one that is copied.
+
+    Args:
+        moves: The files.
+        target: Where they go.
+        links: Whether a hard link will do, of which no byte is read.
+
+    Returns:
+        For each file, whether it shares its bytes with where it was, was there, or was copied.
+
+    Raises:
+        ShardFormatError: A file is missing or damaged.
+    """
+    with Bar([move.after.bytes for move in moves]) as bar:
+
+        def put(move: Move[FileInfo]) -> Way:
+            way: Way = "copied"
+            if links and isinstance(target, LocalStore) and _link(move, target):
+                way = "linked"
+            elif target.has(move.after):
+                way = "there"
+            else:
+                with target.room() as folder:
+                    is_local = isinstance(target, LocalStore)
+                    fetch(move.before, move.store, folder / move.after.file, bar, synced=is_local)
+            if way != "copied":
+                bar.advance(Progress(move.after.bytes, _tokens(move.after)))
+            bar.count_unit()
+            return way
+
+        ways = list(results_of(put, moves, AT_ONCE))
+    if isinstance(target, LocalStore):
+        for folder in sorted({(target.folder / move.after.file).parent for move in moves}):
+            sync_folder(folder)
+    return ways
+
+
+def _link(move: Move[FileInfo], target: LocalStore) -> bool:
+    """Make a hard link to a file, and return whether that was possible."""
+    if not isinstance(move.store, LocalStore):
+        return False
+    path, link = Path(move.store.root, move.before.file), target.folder / move.after.file
+    if is_stitched(str(path)):
+        path, link = Path(f"{path}{STITCHED_SUFFIX}"), Path(f"{link}{STITCHED_SUFFIX}")
+    path = path.resolve()
+    link.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if move.store.size(move.before.file) != move.before.bytes:
+            return False
+        if link.exists():
+            if link.samefile(path):
+                return True
+            link.unlink()
+        os.link(path, link)
+    except OSError:  # another disk, or a file system without links
+        return False
+    return True
 
 
 def _optional(store: Store, name: str) -> bytes | None:
@@ -171,50 +215,6 @@ def _optional(store: Store, name: str) -> bytes | None:
         if gave_up(error):
             raise
         return None
-
-
-def _put(file: DataFile, source: Store, target: Place, bar: Bar) -> None:
-    """Copy a file through this machine, and check it before it is written to the target."""
-    with target.room() as folder:
-        is_local = isinstance(target, LocalStore)
-        fetch(file, source, folder / file.info.file, bar, synced=is_local)
-
-
-@contextlib.contextmanager
-def _alone(target: Place, manifest: Manifest) -> Iterator[None]:
-    """Keep other copies and runs out of the target until the block ends.
-
-    A folder is locked as by `pretokenize`. A bucket gets a file with the fingerprint: two copies of
-    one data set may run at once, because they write the same bytes.
-
-    Raises:
-        ConfigError: Another copy or run is using the target.
-    """
-    if isinstance(target, LocalStore):
-        with claimed(target, {"shards copy": manifest.fingerprint}):
-            remove_leftovers(target.folder)
-            yield
-        return
-    if not _is_first(target, manifest.fingerprint):
-        raise ConfigError(
-            f"{target}: a copy of another data set is being made there. Give another "
-            f"place; if that copy was killed, delete {target.path(_COPY_FILE)}."
-        )
-    try:
-        if is_begun(target):
-            raise ConfigError(f"{target}: holds an unfinished run. Give another place.")
-        yield
-    finally:
-        target.delete(_COPY_FILE)
-
-
-def _is_first(target: Place, fingerprint: str) -> bool:
-    try:
-        return target.create(_COPY_FILE, fingerprint.encode())
-    except RemoteError as error:
-        if error.errno != errno.EOPNOTSUPP:  # a store without conditional writes
-            raise
-        return True
 
 
 def _check_place(source: Store, to: Place, manifest: Manifest) -> None:
@@ -242,21 +242,21 @@ def _manifest_at(store: Store) -> Manifest | None:
         raise ConfigError(f"{error} To complete this copy nevertheless, delete {file}.") from error
 
 
-def fetch(file: DataFile, source: Store, path: Path, bar: Bar, *, synced: bool = True) -> None:
+def fetch(info: FileInfo, source: Store, path: Path, bar: Bar, *, synced: bool = True) -> None:
     """Copy a file, and check its checksum. If the checksum is wrong, copy it a second time.
 
     Raises:
         ShardFormatError: The file is missing, unreadable or damaged at the source.
     """
-    shown, actual = source.path(file.info.file), ""
+    shown, actual = source.path(info.file), ""
     for _ in range(_TRIES):
         own = atomic_file(path, synced=synced, is_shared=True)
         with contextlib.suppress(_AnotherError), own as copy:
-            actual = _stream(file, source, copy, bar)
-            if actual != file.info.xxh3:
+            actual = _stream(info, source, copy, bar)
+            if actual != info.xxh3:
                 raise _AnotherError
             return
-    raise damaged(shown, f"the file has checksum {actual}, expected {file.info.xxh3}")
+    raise damaged(shown, f"the file has checksum {actual}, expected {info.xxh3}")
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -269,15 +269,19 @@ class _AnotherError(Exception):
     """The checksum of the received bytes is not the one in the manifest."""
 
 
-def _stream(file: DataFile, source: Store, copy: IO[bytes], bar: Bar) -> str:
+def _stream(info: FileInfo, source: Store, copy: IO[bytes], bar: Bar) -> str:
     """Write the content of a file, and return its checksum."""
-    digest, info = xxhash.xxh3_64(), file.info
+    digest = xxhash.xxh3_64()
     for block in _blocks(source, info):
         digest.update(block)
         copy.write(block)
         part = len(block) / max(info.bytes, 1)
-        bar.advance(Progress(len(block), round(part * file.tokens)))
+        bar.advance(Progress(len(block), round(part * _tokens(info))))
     return digest.hexdigest()
+
+
+def _tokens(info: FileInfo) -> int:
+    return info.tokens if isinstance(info, ShardInfo) else 0
 
 
 def _blocks(source: Store, info: FileInfo) -> Iterator[bytes]:

@@ -35,7 +35,7 @@ from tokenfeed.tools.shell.command_line import WholeNumber, text
 from tokenfeed.tools.shell.console import print_json
 from tokenfeed.trainer.config.values import NotNegative, Positive
 
-__all__ = ["Explain", "SavedState"]
+__all__ = ["Explain"]
 
 _CHECKPOINT_FILE = "checkpoint.json"
 
@@ -69,7 +69,13 @@ class SavedState:
         meta = content.get("meta", content) if isinstance(content, dict) else {}
         if not isinstance(meta, dict) or not isinstance(meta.get("loader"), dict):
             return cls(content, 0)
-        return cls(meta["loader"], _step_of(meta, path))
+        step = checks.as_int(meta.get("step"))
+        if step is None:
+            raise ConfigError(
+                f"`--state` {path}: the checkpoint has no step (step={meta.get('step')!r}). Give "
+                "an unchanged checkpoint of `train`."
+            )
+        return cls(meta["loader"], step)
 
     @property
     def num_streams(self) -> int:
@@ -78,23 +84,8 @@ class SavedState:
         return len(streams) if streams and isinstance(streams, list) else 1
 
 
-def _step_of(meta: dict[str, Any], path: Path) -> int:
-    """Return the step after which a checkpoint was saved.
-
-    Raises:
-        ConfigError: The checkpoint has no step.
-    """
-    step = checks.as_int(meta.get("step"))
-    if step is None:
-        raise ConfigError(
-            f"`--state` {path}: the checkpoint has no step (step={meta.get('step')!r}). Give "
-            "an unchanged checkpoint of `train`."
-        )
-    return step
-
-
-MOST_WINDOWS = 100_000
-"""Largest number of windows between a state and a step. Reading them takes some hours."""
+_MOST_STEPS = 1_000_000
+"""Largest distance between a state and a step. The windows between them are read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,33 +116,33 @@ class Explain:
                 "`state_dict()` returned, as JSON."
             )
         saved = SavedState.read(self.state)
-        ranks = self._ranks(saved.num_streams)
-        state = own_stream(saved.state, ranks.stream)
+        per_stream, others = divmod(self.world_size, saved.num_streams)
+        if others or (self.rank or 0) >= self.world_size:
+            raise ConfigError(
+                f"`--rank` {self.rank} and `--world-size` {self.world_size}: expected a rank from "
+                f"0 up to the number of ranks, which {saved.num_streams} streams share evenly."
+            )
+        stream, rank = divmod(self.rank or 0, per_stream)
+        number = saved.step + 1 if self.step is None else self.step
+        if abs(number - saved.step) > _MOST_STEPS:
+            raise ConfigError(
+                f"`--step` {number}: is {abs(number - saved.step):,} steps from the state, and all "
+                "of them would be read. Give a state that was saved nearer to the step."
+            )
+        state = own_stream(saved.state, stream)
         plan_settings = plan_settings_of(state)
         settings = _Settings.read(plan_settings)
         sources = _sources(self.out, settings)
         plan = _plan(sources, settings, plan_settings)
         position = Delivered.from_state(plan, state).position
-        number = saved.step + 1 if self.step is None else self.step
         reader = WindowReader(sources)
-        dealt = WindowMaker(plan, reader, 0, self.world_size // saved.num_streams)
+        dealt = WindowMaker(plan, reader, 0, per_stream)
         step = _find(dealt, position, number - saved.step - 1, number)
-        maker = WindowMaker(plan, reader, ranks.rank, ranks.world_size)
+        one_rank = (0, 1) if self.rank is None else (rank, per_stream)
+        maker = WindowMaker(plan, reader, *one_rank)
         for micro_batch in _micro_batches(maker, sources, step):
             self._say(number, micro_batch)
         return 0
-
-    def _ranks(self, num_streams: int) -> "_Ranks":
-        rank = 0 if self.rank is None else self.rank
-        if not 0 <= rank < self.world_size or self.world_size % num_streams:
-            raise ConfigError(
-                f"`--rank` {rank} and `--world-size` {self.world_size}: expected a rank from 0 up "
-                f"to the number of ranks, which {num_streams} streams share evenly."
-            )
-        count = self.world_size // num_streams
-        if self.rank is None:
-            return _Ranks(0, 0, 1)
-        return _Ranks(rank // count, rank % count, count)
 
     def _say(self, number: int, micro_batch: "_MicroBatch") -> None:
         if self.json:
@@ -165,14 +156,6 @@ class Explain:
         )
         for piece in micro_batch.pieces:
             print(f"{piece.file} record {piece.record}, tokens {piece.start} to {piece.stop}")
-
-
-class _Ranks(NamedTuple):
-    """A stream, and a rank among the ranks of the stream."""
-
-    stream: int
-    rank: int
-    world_size: int
 
 
 class _MicroBatch(NamedTuple):
@@ -284,7 +267,6 @@ def _find(maker: WindowMaker, position: Position, steps_on: int, number: int) ->
         index -= len(ends)
         begin = maker.plan.next_window(begin)
         ends = _step_ends(maker, begin)
-        _check_distance(index, ends, number)
     while index < 0:
         windows = begin.epoch * maker.plan.num_windows + begin.window - 1
         if windows < 0:
@@ -292,25 +274,8 @@ def _find(maker: WindowMaker, position: Position, steps_on: int, number: int) ->
         begin = Position(*divmod(windows, maker.plan.num_windows), 0)
         ends = _step_ends(maker, begin)
         index += len(ends)
-        _check_distance(-index, ends, number)
     first = int(ends[index - 1]) if index else begin.micro_batch
     return _Step(begin, first, int(ends[index]))
-
-
-def _check_distance(steps: int, ends: np.ndarray, number: int) -> None:
-    """Reject a step that is too far from the state.
-
-    The number of windows is an estimate: only reading a window gives its number of steps.
-
-    Raises:
-        ConfigError: The steps take too many windows, if all are like the window with these `ends`.
-    """
-    windows = steps // max(len(ends), 1)
-    if windows > MOST_WINDOWS:
-        raise ConfigError(
-            f"`--step` {number}: is about {windows:,} windows from the state, and all of them "
-            "would be read. Give a state that was saved nearer to the step."
-        )
 
 
 def _step_ends(maker: WindowMaker, begin: Position) -> np.ndarray:

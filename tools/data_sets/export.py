@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import IO, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,7 @@ import xxhash
 from pyarrow import csv, parquet
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, read_checked
+from tokenfeed.pipeline.format.manifest import Manifest, read_checked
 from tokenfeed.pipeline.format.rows import Rows, record_batch
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD, shard_schema, token_dtype
 from tokenfeed.pipeline.format.shard import ShardReader
@@ -107,16 +107,17 @@ def export_data_set(path: str, folder: Path, to: Format, split: str | None = Non
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: is not empty. Give a new or empty folder.")
     kind = FORMATS[to]
-    units = [_Unit(name, info) for name in names for info in manifest.splits[name].shards]
-    with _whole_folder(folder) as temporary, ExitStack() as files, Bar(units) as bar:
+    shards = [(name, info) for name in names for info in manifest.splits[name].shards]
+    sizes = [info.bytes for _, info in shards]
+    with _whole_folder(folder) as temporary, ExitStack() as files, Bar(sizes) as bar:
         writers = {name: kind(temporary, name, store, manifest, files) for name in names}
-        for unit in units:
-            reader = ShardReader.open(store, manifest, unit.info)
-            for batch in range(unit.info.batches):
+        for name, info in shards:
+            reader = ShardReader.open(store, manifest, info)
+            for batch in range(info.batches):
                 rows, _ = reader.read(batch)
-                writers[unit.split].append(rows)
-                share = len(rows.ids) / max(unit.info.tokens, 1)
-                bar.advance(Progress(unit.weight_bytes * share, len(rows.ids)))
+                writers[name].append(rows)
+                share = len(rows.ids) / info.tokens
+                bar.advance(Progress(info.bytes * share, len(rows.ids)))
             bar.count_unit()
         for writer in writers.values():
             writer.finish()
@@ -151,17 +152,6 @@ def _whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(folder.parent)
-
-
-class _Unit(NamedTuple):
-    """A shard, as the progress bar counts it."""
-
-    split: str
-    info: ShardInfo
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.info.bytes
 
 
 class _Writer:

@@ -7,22 +7,14 @@ The manifest is written last, so the same command continues a merge that was kil
 """
 
 import json
-import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-import xxhash
+from typing import Annotated, NamedTuple
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.data_set import refuse_difference
 from tokenfeed.pipeline.format.manifest import (
     MANIFEST_FILE,
-    PARTS_FOLDER,
     FileInfo,
     Manifest,
     RecordCounts,
@@ -33,29 +25,13 @@ from tokenfeed.pipeline.format.manifest import (
     read_checked,
     stored,
 )
-from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
-from tokenfeed.pipeline.format.store import LocalStore, Store, open_place, open_store
-from tokenfeed.pipeline.remote.retrying import results_of
-from tokenfeed.tools.data_sets.copy import AT_ONCE, DataFile, fetch, remove_leftovers
-from tokenfeed.tools.jobs.progress_bar import Bar
-from tokenfeed.tools.jobs.run_records import claimed
+from tokenfeed.pipeline.format.store import LocalStore, Store, open_store
+from tokenfeed.tools.data_sets.copy import Move, remove_leftovers
+from tokenfeed.tools.data_sets.derived import Derived, Files, Moves, commit, new_data_set
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = [
-    "Derived",
-    "Merge",
-    "Move",
-    "Opened",
-    "check_folder",
-    "derived_figures",
-    "grow",
-    "merge",
-    "merged",
-    "new_data_set",
-    "place",
-    "side_file",
-]
+__all__ = ["Merge", "Opened", "grow", "merge"]
 
 _VERSIONS = "versions"
 """The folder of earlier manifests, each named by its fingerprint."""
@@ -81,42 +57,6 @@ class Merge:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Derived:
-    """A data set that was made of others."""
-
-    to: str
-    fingerprint: str
-    rows: int
-    tokens: int
-    shards: int
-    linked: int
-    """Shards that share their bytes with the data set that they come from."""
-    seconds: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.to}: {count_of(self.rows, 'row')}, {self.tokens:,} tokens, "
-            f"{count_of(self.shards, 'shard')}, {self.linked:,} of them hard links"
-        )
-
-
-def derived_figures(
-    folder: LocalStore, manifest: Manifest, linked: int, started: float
-) -> dict[str, Any]:
-    """Return the fields of `Derived` for a finished data set."""
-    splits = manifest.splits.values()
-    return {
-        "to": folder.name,
-        "fingerprint": manifest.fingerprint,
-        "rows": sum(split.rows for split in splits),
-        "tokens": sum(split.tokens for split in splits),
-        "shards": sum(len(split.shards) for split in splits),
-        "linked": linked,
-        "seconds": round(time.perf_counter() - started, 3),
-    }
-
-
 class Opened(NamedTuple):
     """A data set to take shards from."""
 
@@ -130,19 +70,6 @@ class Opened(NamedTuple):
         return cls(store, Manifest.read(store))
 
 
-class Move(NamedTuple):
-    """A shard, where it is and where it goes."""
-
-    store: Store
-    before: ShardInfo
-    after: ShardInfo
-
-    @property
-    def weight_bytes(self) -> int:
-        """Its size, for the progress bar."""
-        return self.after.bytes
-
-
 def merge(paths: Sequence[str], to: str) -> Derived:
     """Make one data set of several.
 
@@ -154,7 +81,6 @@ def merge(paths: Sequence[str], to: str) -> Derived:
         ConfigError: The data sets do not match, or the folder holds something else.
         TokenfeedError: A file is missing or damaged.
     """
-    started = time.perf_counter()
     parts = [Opened.read(path) for path in paths]
     seen: dict[str, str] = {}
     for store, manifest in parts:
@@ -164,15 +90,13 @@ def merge(paths: Sequence[str], to: str) -> Derived:
                 "Give each data set once."
             )
         seen[manifest.fingerprint] = store.name
-    manifest, files, moves = merged(parts)
-    with new_data_set(to, manifest, files, "shards merge") as folder:
-        linked = place(moves, folder)
-    return Derived(**derived_figures(folder, manifest, linked, started))
+    manifest, files, moves = _merged(parts)
+    names = {name.partition("/")[0] for name in (*files, *(move.after.file for move in moves))}
+    with new_data_set(to, "shards merge", manifest.fingerprint, names) as new:
+        return new.finish(manifest, files, moves)
 
 
-def merged(
-    parts: Sequence[Opened], *, mark: str = ""
-) -> tuple[Manifest, dict[str, bytes], list[Move]]:
+def _merged(parts: Sequence[Opened], *, mark: str = "") -> tuple[Manifest, Files, Moves]:
     """Describe the data set with the rows of all parts. Nothing is written.
 
     The shards of the first part keep their names and their entries in the manifest.
@@ -194,7 +118,7 @@ def merged(
         )
     all_of = [part.manifest for part in parts]
     names = sorted({name for manifest in all_of for name in manifest.splits})
-    moves: dict[str, list[Move]] = {name: [] for name in names}
+    moves: dict[str, list[Move[ShardInfo]]] = {name: [] for name in names}
     num_sources = 0
     for part in parts:
         for name, split in part.manifest.splits.items():
@@ -208,9 +132,7 @@ def merged(
         num_sources += part.manifest.ledger.files
     sources = _lines(parts, lambda manifest: manifest.sources)
     rejects = _lines(parts, lambda manifest: manifest.rejects)
-    files = {first.tokenizer.file: read_checked(store, first.tokenizer)}
-    if first.chat_template:
-        files[first.chat_template.file] = read_checked(store, first.chat_template)
+    files = Files.of_tokenizer(store, first)
     manifest = replace(
         first,
         tokenizer=_tokenizer(all_of),
@@ -224,18 +146,12 @@ def merged(
             for name in names
         },
         ledger=RecordCounts.of([json.loads(line) for line in sources.splitlines()]),
-        sources=side_file(files, f"sources{mark}.jsonl", sources),
-        rejects=side_file(files, f"rejects{mark}.jsonl", rejects),
+        sources=files.add(f"sources{mark}.jsonl", sources),
+        rejects=files.add(f"rejects{mark}.jsonl", rejects),
         counts=_counts(all_of),
         versions=None,
     )
     return manifest, files, [move for name in names for move in moves[name]]
-
-
-def side_file(files: dict[str, bytes], name: str, content: bytes) -> FileInfo:
-    """Add a file to those that are written beside the shards, and return its entry."""
-    files[name] = content
-    return FileInfo(file=name, bytes=len(content), xxh3=xxhash.xxh3_64_hexdigest(content))
 
 
 def grow(folder: LocalStore, part: Opened) -> Manifest:
@@ -259,8 +175,8 @@ def grow(folder: LocalStore, part: Opened) -> Manifest:
     raw = stored(folder, MANIFEST_FILE)
     before = Manifest.decoded(raw, folder.path(MANIFEST_FILE))
     earlier = before.versions or ()
-    manifest, files, moves = merged([Opened(folder, before), part], mark=f"-{len(earlier) + 2}")
-    kept = side_file(files, f"{_VERSIONS}/{before.fingerprint}.json", raw)
+    manifest, files, moves = _merged([Opened(folder, before), part], mark=f"-{len(earlier) + 2}")
+    kept = files.add(f"{_VERSIONS}/{before.fingerprint}.json", raw)
     version = VersionInfo(
         **asdict(kept),
         fingerprint=before.fingerprint,
@@ -268,14 +184,9 @@ def grow(folder: LocalStore, part: Opened) -> Manifest:
         rejects=before.rejects,
     )
     manifest = replace(manifest, versions=(*earlier, version))
-    place([move for move in moves if move.store is part.store], folder)
-    for name in files.keys() - {info.file for info in before.side_files}:
-        folder.write(name, files[name])
-    folder.write(MANIFEST_FILE, manifest.encoded())
-    for split, info in manifest.splits.items():
-        named = {shard.file for shard in info.shards}
-        found = {f"{split}/{name}" for name in folder.names(split) if name.endswith(".arrow")}
-        folder.delete(*found - named)  # of a command that was killed
+    there = {info.file for info in before.side_files}
+    new = {name: content for name, content in files.items() if name not in there}
+    commit(folder, manifest, new, [move for move in moves if move.store is part.store])
     return manifest
 
 
@@ -321,94 +232,3 @@ def _tokenizer(manifests: Sequence[Manifest]) -> TokenizerInfo:
         routed=sum(routed) if routed else None,
         verified=True if all(info.verified for info in infos) else None,
     )
-
-
-def check_folder(to: str, names: Iterable[str]) -> LocalStore:
-    """Return a folder that may be new, empty, or hold files of a data set with these names.
-
-    Raises:
-        ConfigError: The folder holds something else, or is in a store.
-    """
-    folder = open_place(to)
-    if not isinstance(folder, LocalStore):
-        raise ConfigError(
-            f"{to}: is not a folder of this machine. Give a folder, then run `shards copy`."
-        )
-    expected = {MANIFEST_FILE, PARTS_FOLDER, *(name.partition("/")[0] for name in names)}
-    found = {name for name in folder.names() if not name.endswith(TEMPORARY_SUFFIX)}
-    if others := sorted(found - expected):
-        what = "another data set" if MANIFEST_FILE in found else f"other data ({others[0]})"
-        raise ConfigError(f"{to}: already holds {what}. Give a new or empty folder.")
-    return folder
-
-
-@contextmanager
-def new_data_set(
-    to: str, manifest: Manifest, files: dict[str, bytes], command: str
-) -> Iterator[LocalStore]:
-    """Yield the folder of a new data set, locked, to put its shards there. The other files are
-    written when the block ends, the manifest last.
-
-    Args:
-        to: A new or empty folder, or what a killed command left there.
-        manifest: Describes the data set.
-        files: The files beside the shards.
-        command: The name of the command.
-
-    Raises:
-        ConfigError: The folder holds something else, or is in a store.
-    """
-    shards = [shard.file for split in manifest.splits.values() for shard in split.shards]
-    folder = check_folder(to, (*files, *shards))
-    if folder.exists(MANIFEST_FILE) and Manifest.read(folder).fingerprint != manifest.fingerprint:
-        raise ConfigError(f"{to}: already holds another data set. Give a new or empty folder.")
-    with claimed(folder, {command: [manifest.fingerprint]}):
-        remove_leftovers(folder.folder)
-        yield folder
-        for name, content in files.items():
-            folder.write(name, content)
-        folder.write(MANIFEST_FILE, manifest.encoded())
-
-
-def place(moves: Sequence[Move], folder: LocalStore) -> int:
-    """Put shards into a folder, and return how many share their bytes with where they were.
-
-    Raises:
-        ShardFormatError: A shard is missing or damaged.
-    """
-    with Bar(moves) as bar:
-
-        def put(move: Move) -> bool:
-            target = folder.folder / move.after.file
-            if _link(move, target):
-                bar.count_unit()
-                return True
-            if not folder.has(move.after):
-                fetch(DataFile(move.before, move.before.tokens), move.store, target, bar)
-            bar.count_unit()
-            return False
-
-        for name in {Path(move.after.file).parent for move in moves}:
-            (folder.folder / name).mkdir(parents=True, exist_ok=True)
-        linked = sum(results_of(put, moves, AT_ONCE))
-    for name in sorted({Path(move.after.file).parent for move in moves}):
-        sync_folder(folder.folder / name)
-    return linked
-
-
-def _link(move: Move, target: Path) -> bool:
-    """Make a hard link to a shard, and return whether that was possible."""
-    if not isinstance(move.store, LocalStore):
-        return False
-    path = (Path(move.store.root) / move.before.file).resolve()
-    try:
-        if path.stat().st_size != move.before.bytes:
-            return False
-        if target.exists():
-            if target.samefile(path):
-                return True
-            target.unlink()
-        os.link(path, target)
-    except OSError:  # an adopted shard, another disk, or a file system without links
-        return False
-    return True

@@ -8,10 +8,7 @@ records. The manifest counts what was removed.
 
 import fnmatch
 import json
-import shutil
-import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,23 +30,13 @@ from tokenfeed.pipeline.format.manifest import (
     length_histogram,
     read_checked,
 )
-from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardReader, ShardWriter
-from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
-from tokenfeed.pipeline.format.store import LocalStore, Store, open_store
+from tokenfeed.pipeline.format.store import Store, open_store
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.data_sets.cat import DataSet
-from tokenfeed.tools.data_sets.copy import AT_ONCE
-from tokenfeed.tools.data_sets.merge import (
-    Derived,
-    Move,
-    check_folder,
-    derived_figures,
-    new_data_set,
-    place,
-    side_file,
-)
+from tokenfeed.tools.data_sets.copy import AT_ONCE, Move
+from tokenfeed.tools.data_sets.derived import Derived, Files, new_data_set
 from tokenfeed.tools.encoding.fim import FIM_ROWS
 from tokenfeed.tools.jobs.crew import Progress
 from tokenfeed.tools.jobs.progress_bar import Bar
@@ -102,9 +89,9 @@ class Selection:
     """Which records of which input files to keep."""
 
     glob: str | None
-    """Select all records of the files that match; None: those in `records`."""
-    records: dict[str, np.ndarray | None]
-    """Records by file, sorted, uint64; None for all of a file."""
+    """Select all records of the files that match; None: those in `listed`."""
+    listed: dict[str, set[int] | None]
+    """Records by file; None for all of a file."""
     drop: bool
     """Whether the selected records are removed, and not the others."""
 
@@ -135,56 +122,18 @@ class Selection:
                 listed[item.file] = None
             elif known is not None:
                 known.add(item.record)
-        return cls(
-            None,
-            {
-                file: None if records is None else np.array(sorted(records), np.uint64)
-                for file, records in listed.items()
-            },
-            drop,
-        )
+        return cls(None, listed, drop)
 
-    @property
-    def count(self) -> int:
-        """Number of listed records."""
-        return sum(len(records) for records in self.records.values() if records is not None)
-
-    def of(self, file: str) -> "_OfFile":
-        """Return what is selected of an input file."""
+    def is_whole(self, file: str) -> bool:
+        """Return whether all records of an input file are selected."""
         if self.glob is not None:
-            records = None if fnmatch.fnmatchcase(file, self.glob) else np.empty(0, np.uint64)
-        else:
-            records = self.records.get(file, np.empty(0, np.uint64))
-        return _OfFile(records, self.drop)
+            return fnmatch.fnmatchcase(file, self.glob)
+        return self.listed.get(file, ()) is None
 
 
 class _Listed(msgspec.Struct):
     file: str
     record: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
-
-
-class _OfFile(NamedTuple):
-    """The selection in one input file."""
-
-    records: np.ndarray | None
-    drop: bool
-
-    @property
-    def selects_none(self) -> bool:
-        """Whether no record is selected."""
-        return self.records is not None and not len(self.records)
-
-    @property
-    def is_none(self) -> bool:
-        """Whether no record is kept."""
-        return self.records is None if self.drop else self.selects_none
-
-    def kept(self, records: np.ndarray) -> np.ndarray:
-        """Return which of some records are kept, bool."""
-        if self.records is None:
-            return np.full(len(records), not self.drop)
-        selected: np.ndarray = np.isin(records, self.records) != self.drop
-        return selected
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,274 +163,220 @@ def select(path: str, to: str, selection: Selection) -> Selected:
             something else.
         ShardFormatError: A shard is damaged. The folder is not made then.
     """
-    started = time.perf_counter()
     store = open_store(path)
     manifest = Manifest.read(store)
-    check_folder(to, (SOURCES_FILE, REJECTS_FILE, *_names(manifest)))
-    temporary = Path(f"{Path(to).absolute()}{TEMPORARY_SUFFIX}")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a command that was killed
-    try:
-        work = _Work(store, manifest, selection, temporary)
-        made, files, moves, not_found = work.done()
-        with new_data_set(to, made, files, "shards select") as folder:
-            linked = place([move for move in moves if move.store is store], folder)
-            place([move for move in moves if move.store is not store], folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    figures = derived_figures(folder, made, linked, started)
+    chosen = _Chosen(store, manifest, selection)
+    files = Files.of_tokenizer(store, manifest)
+    names = (SOURCES_FILE, REJECTS_FILE, *files, *manifest.splits)
+    with new_data_set(to, "shards select", manifest.fingerprint, names) as new:
+        left = _left_of(store, manifest, chosen, new.work)
+        made = _described(store, manifest, chosen, left, files)
+        infos = {info for split in manifest.splits.values() for info in split.shards}
+        moves = [
+            Move(store, info, info)
+            for split in made.splits.values()
+            for info in split.shards
+            if info in infos
+        ]
+        derived = new.finish(made, files, moves)
     removed = (made.ledger.removed or 0) - (manifest.ledger.removed or 0)
-    return Selected(**figures, removed=removed, not_found=not_found)
+    return Selected(**asdict(derived), removed=removed, not_found=chosen.not_found)
 
 
-def _names(manifest: Manifest) -> Iterator[str]:
-    """Yield the names that files of a selection can have."""
-    yield manifest.tokenizer.file
-    if manifest.chat_template:
-        yield manifest.chat_template.file
-    for split in manifest.splits.values():
-        yield from (shard.file for shard in split.shards)
+class _Chosen:
+    """A selection among the rows of a data set. Nothing loops over input files per row or batch: a
+    file may be one row."""
 
-
-class _Unit(NamedTuple):
-    """A shard, as the progress bar counts it."""
-
-    split: str
-    info: ShardInfo
+    def __init__(self, store: Store, manifest: Manifest, selection: Selection) -> None:
+        content = read_checked(store, manifest.sources)
+        self.lines: list[dict[str, Any]] = [json.loads(line) for line in content.splitlines()]
+        self.names: list[str] = [line["path"] for line in self.lines]
+        self.drop = selection.drop
+        self.number_of = {name: n for n, name in reversed([*enumerate(self.names)])}
+        """The first line of each name. Lines of a merged data set may have the same name."""
+        self._numbers = np.array([self.number_of[name] for name in self.names], np.int64)
+        whole = {name: selection.is_whole(name) for name in self.number_of}
+        self._is_whole = np.array([whole[name] for name in self.names], bool)
+        listed = {name: records for name, records in selection.listed.items() if records}
+        keys = [
+            complex(self.number_of[name], record)
+            for name, records in listed.items()
+            if name in self.number_of
+            for record in records
+        ]
+        self._keys = np.append(np.sort(np.array(keys, np.complex128)), np.inf)
+        """Listed records, sorted: file + record * 1j. The record of a row is below 2**53, so it is
+        exact. With infinity at the end, every search finds an entry."""
+        self._found = np.zeros(len(self._keys), bool)
+        self._num_listed = sum(map(len, listed.values()))
+        if not keys and not self._is_whole.any():
+            raise ConfigError(
+                f"{store.name}: no input file is selected. `shards cat --json` prints the "
+                "names of input files."
+            )
 
     @property
-    def weight_bytes(self) -> int:
-        return self.info.bytes
+    def not_found(self) -> int:
+        """Number of listed records that `kept` has not met."""
+        return self._num_listed - int(self._found.sum())
+
+    def kept(self, files: np.ndarray, records: np.ndarray) -> np.ndarray:
+        """Return which records stay, bool, by the numbers of their input files."""
+        keys = self._numbers[files] + 1j * records
+        places = np.searchsorted(self._keys, keys)
+        is_listed = self._keys[places] == keys
+        self._found[places[is_listed]] = True
+        kept: np.ndarray = (self._is_whole[files] | is_listed) != self.drop
+        return kept
+
+    def gone(self, rows_left: np.ndarray) -> np.ndarray:
+        """Return the input files of which no row stays, and none may stay; bool."""
+        numbers, size = self._numbers, len(self.names)
+        written = np.bincount(numbers, [line["written"] for line in self.lines], size)
+        left = np.bincount(numbers, rows_left, size)
+        is_selected = self._is_whole | np.isin(numbers, self._keys[:-1].real)
+        may_not_stay = self._is_whole if self.drop else ~is_selected
+        gone: np.ndarray = may_not_stay | ((written > 0) & (left == 0))[numbers]
+        return gone
 
 
-class _Shard(NamedTuple):
+class _Left(NamedTuple):
     """What is left of a shard."""
 
-    move: Move | None
-    """The shard with the kept rows; None if none is kept."""
+    info: ShardInfo | None
+    """The shard with the kept rows: the same if all are kept, None if none is."""
     kept: np.ndarray
-    """Kept rows of each input file, int64."""
+    """Kept rows of each input file."""
     removed_lengths: np.ndarray
     """Histogram of the lengths of removed rows."""
     removed_kinds: np.ndarray
     """Tokens of removed rows by kind, int64."""
-    found: set[tuple[str, int]]
-    """Listed records that the shard has."""
 
 
-class _Listing(NamedTuple):
-    """Listed records of input files, for a search without a loop over files: a file may be one
-    row."""
+def _left_of(
+    store: Store, manifest: Manifest, chosen: _Chosen, work: Path
+) -> dict[str, list[_Left]]:
+    """Return what is left of the shards of each split. Shards that lose rows are written into
+    `work`."""
+    shards = [(name, info) for name, split in manifest.splits.items() for info in split.shards]
+    with Bar([info.bytes for _, info in shards]) as bar:
 
-    records: np.ndarray
-    """Every listed record number, sorted, uint64, shape (R,)."""
-    keys: np.ndarray
-    """File number times R, plus the place of the record in `records`, sorted, int64."""
+        def do(shard: tuple[str, ShardInfo]) -> _Left:
+            left = _left(store, manifest, chosen, shard[1], work)
+            bar.advance(Progress(shard[1].bytes, shard[1].tokens))
+            bar.count_unit()
+            return left
 
-    @classmethod
-    def of(cls, lists: list[np.ndarray | None]) -> "_Listing":
-        """Make the listing of the records of each file; None lists all records, and none here."""
-        parts = [np.empty(0, np.uint64) if each is None else each for each in lists]
-        each_file = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        flat = np.concatenate([np.empty(0, np.uint64), *parts])
-        records, places = np.unique(flat, return_inverse=True)
-        return cls(records, np.sort(each_file * len(records) + places))
-
-    def has(self, files: np.ndarray, records: np.ndarray) -> np.ndarray:
-        """Return which rows are listed, bool."""
-        if not len(self.records):
-            return np.zeros(len(files), bool)
-        places = np.minimum(np.searchsorted(self.records, records), len(self.records) - 1)
-        keys = files.astype(np.int64) * len(self.records) + places
-        nearest = self.keys[np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)]
-        listed: np.ndarray = (self.records[places] == records) & (nearest == keys)
-        return listed
+        done: dict[str, list[_Left]] = {name: [] for name in manifest.splits}
+        for (name, _), left in zip(shards, results_of(do, shards, AT_ONCE), strict=True):
+            done[name].append(left)
+    return done
 
 
-class _Work:
-    """Reads the shards of a data set, and writes those that lose rows into a temporary folder."""
-
-    def __init__(
-        self, store: Store, manifest: Manifest, selection: Selection, temporary: Path
-    ) -> None:
-        self._store, self._manifest, self._temporary = store, manifest, temporary
-        content = read_checked(store, manifest.sources)
-        self._lines: list[dict[str, Any]] = [json.loads(line) for line in content.splitlines()]
-        self._names: list[str] = [line["path"] for line in self._lines]
-        self._of = {name: selection.of(name) for name in self._names}
-        self._selection = selection
-        self._is_whole = np.array([self._of[name].records is None for name in self._names], bool)
-        self._listed = _Listing.of([self._of[name].records for name in self._names])
-
-    def done(self) -> tuple[Manifest, dict[str, bytes], list[Move], int]:
-        """Return the manifest, the files beside the shards, the shards, and the number of listed
-        records that were not found."""
-        manifest = self._manifest
-        self._check_names()
-        shards = self._shards()
-        kept = sum((s.kept for each in shards.values() for s in each), self._no_rows()).tolist()
-        found = set().union(*(s.found for each in shards.values() for s in each))
-        gone = self._gone(kept)
-        rejects, lost = self._rejects(gone, found)
-        lines = self._sources(kept, gone, lost)
-        files = {manifest.tokenizer.file: read_checked(self._store, manifest.tokenizer)}
-        if manifest.chat_template:
-            files[manifest.chat_template.file] = read_checked(self._store, manifest.chat_template)
-        encoded = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        made = replace(
-            manifest,
-            splits=self._splits(shards),
-            ledger=RecordCounts.of(lines),
-            sources=side_file(files, SOURCES_FILE, encoded),
-            rejects=side_file(files, REJECTS_FILE, rejects),
-            counts=self._counts([shard for each in shards.values() for shard in each]),
-            versions=None,
-        )
-        moves = [shard.move for each in shards.values() for shard in each if shard.move]
-        return made, files, moves, self._selection.count - len(found)
-
-    def _check_names(self) -> None:
-        """Check that some input file is selected.
-
-        Raises:
-            ConfigError: No input file is.
-        """
-        if all(chosen.selects_none for chosen in self._of.values()):
-            raise ConfigError(
-                f"{self._store.name}: no input file is selected. `shards cat --json` prints the "
-                "names of input files."
-            )
-
-    def _no_rows(self) -> np.ndarray:
-        return np.zeros(len(self._names), np.int64)
-
-    def _shards(self) -> dict[str, list[_Shard]]:
-        """Return what is left of the shards of each split."""
-        splits = self._manifest.splits
-        units = [_Unit(name, info) for name, split in splits.items() for info in split.shards]
-        with Bar(units) as bar:
-
-            def do(unit: _Unit) -> _Shard:
-                shard = self._shard(unit.info)
-                bar.advance(Progress(unit.info.bytes, unit.info.tokens))
-                bar.count_unit()
-                return shard
-
-            done = results_of(do, units, AT_ONCE)
-            made: dict[str, list[_Shard]] = {name: [] for name in splits}
-            for unit, shard in zip(units, done, strict=True):
-                made[unit.split].append(shard)
-        return made
-
-    def _shard(self, info: ShardInfo) -> _Shard:
-        """Read a shard, and write it again if it loses rows."""
-        store, manifest = self._store, self._manifest
-        only = (INPUT_IDS, ORIGIN_FILE, ORIGIN_RECORD)
-        reader = ShardReader.open(store, manifest, info, only=only)
-        masks: list[np.ndarray] = []
-        counts, found = self._no_rows(), set[tuple[str, int]]()
-        for batch in range(info.batches):
+def _left(store: Store, manifest: Manifest, chosen: _Chosen, info: ShardInfo, work: Path) -> _Left:
+    """Read a shard, and write it again if it loses rows."""
+    only = (INPUT_IDS, ORIGIN_FILE, ORIGIN_RECORD)
+    reader = ShardReader.open(store, manifest, info, only=only)
+    masks: list[np.ndarray] = []
+    counts = np.zeros(len(chosen.names), np.int64)
+    for batch in range(info.batches):
+        origins = reader.read(batch)[0].per_row
+        masks.append(chosen.kept(origins[ORIGIN_FILE], origins[ORIGIN_RECORD]))
+        counts += np.bincount(origins[ORIGIN_FILE][masks[-1]], minlength=len(counts))
+    lengths, kinds = length_histogram(np.empty(0)), np.zeros(len(Kind), np.int64)
+    if all(mask.all() for mask in masks):
+        return _Left(info, counts, lengths, kinds)
+    reader = ShardReader.open(store, manifest, info)
+    with ExitStack() as stack:
+        writer = None
+        if counts.any():
+            size = manifest.tokenizer.vocabulary_size
+            writer = ShardWriter(work, info.file, size, manifest.columns)
+            stack.enter_context(writer)
+        for batch, mask in enumerate(masks):
             rows, _ = reader.read(batch)
-            masks.append(self._kept(rows, found))
-            files = rows.per_row[ORIGIN_FILE][masks[-1]]
-            counts += np.bincount(files, minlength=len(counts))
-        lengths, kinds = length_histogram(np.empty(0)), np.zeros(len(Kind), np.int64)
-        if all(mask.all() for mask in masks):
-            return _Shard(Move(store, info, info), counts, lengths, kinds, found)
-        reader, move = ShardReader.open(store, manifest, info), None
-        with ExitStack() as stack:
-            writer = None
-            if counts.any():
-                size = manifest.tokenizer.vocabulary_size
-                writer = ShardWriter(self._temporary, info.file, size, manifest.columns)
-                stack.enter_context(writer)
-            for batch, mask in enumerate(masks):
-                rows, _ = reader.read(batch)
-                removed = rows.where(~mask)
-                lengths = lengths + length_histogram(removed.lengths)
-                if KINDS in removed.per_token:
-                    own = kinds_of(removed.per_token[KINDS])
-                    kinds += np.bincount(own, minlength=len(kinds))
-                if writer:
-                    writer.append(rows.where(mask))
-        if writer and writer.info:
-            folder = LocalStore.from_path(self._temporary)
-            move = Move(folder, writer.info, writer.info)
-        return _Shard(move, counts, lengths, kinds, found)
+            removed = rows.where(~mask)
+            lengths = lengths + length_histogram(removed.lengths)
+            if KINDS in removed.per_token:
+                own = kinds_of(removed.per_token[KINDS])
+                kinds += np.bincount(own, minlength=len(kinds))
+            if writer:
+                writer.append(rows.where(mask))
+    return _Left(writer.info if writer else None, counts, lengths, kinds)
 
-    def _kept(self, rows: Rows, found: set[tuple[str, int]]) -> np.ndarray:
-        """Return which rows are kept, and add the listed records among all rows to `found`."""
-        files, records = rows.per_row[ORIGIN_FILE], rows.per_row[ORIGIN_RECORD]
-        is_listed = self._listed.has(files, records)
-        for row in np.flatnonzero(is_listed).tolist():
-            found.add((self._names[files[row]], int(records[row])))
-        kept: np.ndarray = (self._is_whole[files] | is_listed) != self._selection.drop
-        return kept
 
-    def _splits(self, shards: dict[str, list[_Shard]]) -> dict[str, SplitInfo]:
-        """Return the splits that have rows, and `train`.
+def _described(
+    store: Store,
+    manifest: Manifest,
+    chosen: _Chosen,
+    left: dict[str, list[_Left]],
+    files: Files,
+) -> Manifest:
+    """Return the manifest, and add sources.jsonl and rejects.jsonl to `files`.
 
-        Raises:
-            ConfigError: No row is left.
-        """
-        splits: dict[str, SplitInfo] = {}
-        for name, split in self._manifest.splits.items():
-            infos = tuple(shard.move.after for shard in shards[name] if shard.move)
-            lengths = np.array(split.length_histogram)
-            for shard in shards[name]:
-                lengths = lengths - shard.removed_lengths
-            if infos or name == "train":
-                splits[name] = SplitInfo(shards=infos, length_histogram=tuple(lengths.tolist()))
-        if not any(split.shards for split in splits.values()):
-            raise ConfigError(f"{self._store.name}: no row would be left. Select others.")
-        return splits
+    Raises:
+        ConfigError: No row is left.
+    """
+    splits: dict[str, SplitInfo] = {}
+    for name, split in manifest.splits.items():
+        shards = tuple(shard.info for shard in left[name] if shard.info)
+        removed_lengths = sum(shard.removed_lengths for shard in left[name])
+        histogram = np.array(split.length_histogram) - removed_lengths
+        if shards or name == "train":
+            splits[name] = SplitInfo(shards=shards, length_histogram=tuple(histogram.tolist()))
+    if not any(split.shards for split in splits.values()):
+        raise ConfigError(f"{store.name}: no row would be left. Select others.")
+    every = [shard for shards in left.values() for shard in shards]
+    rows_left = sum((shard.kept for shard in every), np.zeros(len(chosen.names), np.int64))
+    is_gone = chosen.gone(rows_left)
+    rejects, lost = _rejects(read_checked(store, manifest.rejects), chosen, is_gone)
+    lines = _sources(chosen, rows_left, is_gone, lost)
+    encoded = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    return replace(
+        manifest,
+        splits=splits,
+        ledger=RecordCounts.of(lines),
+        sources=files.add(SOURCES_FILE, encoded),
+        rejects=files.add(REJECTS_FILE, rejects),
+        counts=_counts(manifest.counts, np.sum([shard.removed_kinds for shard in every], axis=0)),
+        versions=None,
+    )
 
-    def _gone(self, kept: list[int]) -> set[str]:
-        """Return the input files of which no row stays, and none may stay."""
-        written, left = Counter[str](), Counter[str]()
-        for name, line, count in zip(self._names, self._lines, kept, strict=True):
-            written[name] += line["written"]
-            left[name] += count
-        without = {name for name in self._of if written[name] and not left[name]}
-        return without | {name for name, chosen in self._of.items() if chosen.is_none}
 
-    def _rejects(self, gone: set[str], found: set[tuple[str, int]]) -> tuple[bytes, Counter[str]]:
-        """Return the lines of rejects.jsonl that stay, and how many go, by input file. Add the
-        listed records among all lines to `found`."""
-        lost, lines = Counter[str](), []
-        for line in read_checked(self._store, self._manifest.rejects).splitlines():
-            reject = json.loads(line)
-            name, record = reject["file"], np.array([reject["record"]], np.uint64)
-            chosen = self._selection.of(name)
-            if chosen.records is not None and np.isin(record, chosen.records)[0]:
-                found.add((name, reject["record"]))
-            if name in gone or not chosen.kept(record)[0]:
-                lost[name] += 1
-            else:
-                lines.append(line + b"\n")
-        return b"".join(lines), lost
+def _rejects(content: bytes, chosen: _Chosen, is_gone: np.ndarray) -> tuple[bytes, Counter[str]]:
+    """Return the lines of rejects.jsonl that stay, and how many go, by input file."""
+    lines = content.splitlines(keepends=True)
+    rejects = [json.loads(line) for line in lines]
+    files = np.array([chosen.number_of[reject["file"]] for reject in rejects], np.int64)
+    records = np.array([reject["record"] for reject in rejects], np.uint64)
+    stays = (chosen.kept(files, records) & ~is_gone[files]).tolist()
+    lost = Counter(reject["file"] for reject, kept in zip(rejects, stays, strict=True) if not kept)
+    return b"".join(line for line, kept in zip(lines, stays, strict=True) if kept), lost
 
-    def _sources(self, kept: list[int], gone: set[str], lost: Counter[str]) -> list[dict[str, Any]]:
-        """Return the lines of sources.jsonl. Input files of which nothing stays lose their names.
-        Their lines stay, because shards refer to line numbers."""
-        lines = []
-        for name, line, written in zip(self._names, self._lines, kept, strict=True):
-            fewer = min(lost[name], line["rejected"])  # two lines may have the same name
-            lost[name] -= fewer
-            removed = line.get("removed", 0) + line["written"] - written + fewer
-            new = {**line, "written": written, "rejected": line["rejected"] - fewer}
-            if name in gone:
-                new = {"path": "", "bytes": 0} | {key: new[key] for key in _KEPT_COUNTS}
-            lines.append(new | ({"removed": removed} if removed else {}))
-        return lines
 
-    def _counts(self, shards: list[_Shard]) -> dict[str, int] | None:
-        """Return the counts of conversations that are known. Shards have the kinds of tokens, but
-        not what else `pretokenize` counted."""
-        counts = self._manifest.counts
-        removed = sum((shard.removed_kinds for shard in shards), np.zeros(len(Kind), np.int64))
-        if counts is None:
-            return None
-        if not removed.any():
-            return {name: count for name, count in counts.items() if name != FIM_ROWS} or None
-        less = {f"{kind.label}_tokens": int(removed[kind]) for kind in Kind}
-        return {name: count - less[name] for name, count in counts.items() if name in less}
+def _sources(
+    chosen: _Chosen, rows_left: np.ndarray, is_gone: np.ndarray, lost: Counter[str]
+) -> list[dict[str, Any]]:
+    """Return the lines of sources.jsonl. Input files of which nothing stays lose their names.
+    Their lines stay, because shards refer to line numbers."""
+    lines = []
+    for line, written, gone in zip(chosen.lines, rows_left.tolist(), is_gone.tolist(), strict=True):
+        fewer = min(lost[line["path"]], line["rejected"])  # two lines may have the same name
+        lost[line["path"]] -= fewer
+        removed = line.get("removed", 0) + line["written"] - written + fewer
+        new = {**line, "written": written, "rejected": line["rejected"] - fewer}
+        if gone:
+            new = {"path": "", "bytes": 0} | {key: new[key] for key in _KEPT_COUNTS}
+        lines.append(new | ({"removed": removed} if removed else {}))
+    return lines
+
+
+def _counts(counts: dict[str, int] | None, removed: np.ndarray) -> dict[str, int] | None:
+    """Return the counts of conversations that are known. Shards have the kinds of tokens, but
+    not what else `pretokenize` counted."""
+    if counts is None:
+        return None
+    if not removed.any():
+        return {name: count for name, count in counts.items() if name != FIM_ROWS} or None
+    less = {f"{kind.label}_tokens": int(removed[kind]) for kind in Kind}
+    return {name: count - less[name] for name, count in counts.items() if name in less}

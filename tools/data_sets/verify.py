@@ -6,6 +6,8 @@ and decodes every token: as fast as one core decompresses, about 500 M tokens/s.
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
@@ -23,12 +25,48 @@ from tokenfeed.pipeline.format.manifest import (
     length_histogram,
 )
 from tokenfeed.pipeline.format.read_errors import error_line, gave_up
+from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, Task
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import Store, StorePath, open_store
+from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["find_problems"]
+__all__ = ["Verify", "find_problems"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verify:
+    """Check every checksum, every record batch and the counts of records. Exit with 1 if anything
+    is wrong."""
+
+    out: DataSet
+    """Output folder of `pretokenize`, or its address in a store."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def run(self) -> int:
+        """Check the data set, and print every problem."""
+        store = open_store(self.out)
+        try:
+            manifest = Manifest.read(store)
+        except ManifestError as error:
+            if not self.json:
+                raise
+            print_json({"ok": False, "problems": [str(error)]})
+            return 1
+        problems = list(find_problems(store, manifest))
+        num_shards = sum(len(split.shards) for split in manifest.splits.values())
+        num_batches = sum(split.batches for split in manifest.splits.values())
+        if self.json:
+            print_json({"ok": not problems, "problems": problems})
+        elif problems:
+            print("\n".join(problems))
+            print(f"{store.name}: damaged, problems found: {len(problems):,}")
+        else:
+            print(f"{store.name}: good, shards: {num_shards:,}, record batches: {num_batches:,}")
+        return 1 if problems else 0
 
 
 def find_problems(path: StorePath, manifest: Manifest) -> Iterator[str]:
@@ -52,7 +90,7 @@ def find_problems(path: StorePath, manifest: Manifest) -> Iterator[str]:
         for info in {version.sources, version.rejects} - {manifest.sources, manifest.rejects}:
             yield from _check_file(store, info, lambda path, content: [])
     for split in manifest.splits:
-        yield from _SplitCheck(store, manifest, split).problems()
+        yield from _check_split(store, manifest, split)
 
 
 def _check_file(
@@ -117,72 +155,58 @@ def _check_version(
     return []
 
 
-class _SplitCheck:
-    """Decodes a split and compares it with the manifest."""
+def _check_split(store: Store, manifest: Manifest, name: str) -> Iterator[str]:
+    """Decode a split and compare it with the manifest."""
+    split, problems = manifest.splits[name], list[str]()
+    histogram = length_histogram(np.empty(0))
+    for info in split.shards:
+        histogram += length_histogram(_check_shard(store, manifest, info, problems))
+    yield from problems
+    if not problems and tuple(histogram.tolist()) != split.length_histogram:
+        yield (f"{store.name}: split `{name}` has other row lengths than the manifest's histogram.")
 
-    def __init__(self, store: Store, manifest: Manifest, split: str) -> None:
-        self._store = store
-        self._manifest = manifest
-        self._split = split
-        self._expected = manifest.splits[split]
-        self._vocabulary_size = manifest.tokenizer.vocabulary_size
-        self._num_sources = manifest.ledger.files
-        self._problems: list[str] = []
 
-    def problems(self) -> list[str]:
-        shards = [self._check_shard(shard) for shard in self._expected.shards]
-        if not self._problems:
-            histogram = sum(map(length_histogram, shards), length_histogram(np.empty(0)))
-            if tuple(histogram.tolist()) != self._expected.length_histogram:
-                self._problems.append(
-                    f"{self._store.name}: split `{self._split}` has other row lengths than the "
-                    "manifest's histogram."
-                )
-        return self._problems
-
-    def _note(self, error: ShardFormatError) -> None:
-        """Record a problem. End if a store does not answer: the next file would wait as long."""
+@contextmanager
+def _noted(problems: list[str]) -> Iterator[None]:
+    """Record the error of the block. A store that does not answer ends the whole check: the next
+    file would wait as long."""
+    try:
+        yield
+    except ShardFormatError as error:
         if gave_up(error.__cause__):
-            raise error
-        self._problems.append(str(error))
+            raise
+        problems.append(str(error))
 
-    def _check_shard(self, info: ShardInfo) -> np.ndarray:
-        """Check one shard and return the lengths of its good rows."""
-        try:
-            reader = ShardReader.open(self._store, self._manifest, info)
-        except ShardFormatError as error:
-            self._note(error)
-            return np.empty(0, np.int64)
-        batches = [self._check_batch(reader, index) for index in range(info.batches)]
-        good = [lengths for lengths in batches if lengths is not None]
-        lengths = np.concatenate([np.empty(0, np.int64), *good])
+
+def _check_shard(
+    store: Store, manifest: Manifest, info: ShardInfo, problems: list[str]
+) -> np.ndarray:
+    """Check one shard and return the lengths of its good rows."""
+    good = [np.empty(0, np.int64)]
+    with _noted(problems):
+        reader = ShardReader.open(store, manifest, info)
+        for index in range(info.batches):
+            with _noted(problems):
+                rows, _ = reader.read(index)
+                where = f"{reader.path}: record batch {index}"
+                problems += _wrong_values(where, rows, manifest)
+                good.append(rows.lengths)
+        lengths = np.concatenate(good)
         actual = len(lengths), int(lengths.sum()), int(lengths.max(initial=0))
         expected = info.rows, info.tokens, info.longest_row
-        if len(good) == len(batches) and actual != expected:
-            self._problems.append(
+        if len(good) == info.batches + 1 and actual != expected:
+            problems.append(
                 f"{reader.path}: has (rows, tokens, longest row) {actual}, the manifest says "
                 f"{expected}."
             )
-        try:
-            reader.verify_file()
-        except ShardFormatError as error:
-            self._note(error)
-        return lengths
+        reader.verify_file()
+    return np.concatenate(good)
 
-    def _check_batch(self, reader: ShardReader, index: int) -> np.ndarray | None:
-        """Check a record batch, and return its row lengths; None if it cannot be decoded."""
-        try:
-            rows, _ = reader.read(index)
-        except ShardFormatError as error:
-            self._note(error)
-            return None
-        where = f"{reader.path}: record batch {index}"
-        if (largest := int(rows.ids.max())) >= self._vocabulary_size:
-            self._problems.append(
-                f"{where} has id {largest}, beyond the vocabulary of {self._vocabulary_size:,}."
-            )
-        if (source := int(rows.per_row[ORIGIN_FILE].max())) >= self._num_sources:
-            self._problems.append(
-                f"{where} names input file {source}, but there are {self._num_sources:,}."
-            )
-        return rows.lengths
+
+def _wrong_values(where: str, rows: Rows, manifest: Manifest) -> Iterator[str]:
+    """Yield a line if an id or an input file of a record batch is too large."""
+    size, num_sources = manifest.tokenizer.vocabulary_size, manifest.ledger.files
+    if (largest := int(rows.ids.max())) >= size:
+        yield f"{where} has id {largest}, beyond the vocabulary of {size:,}."
+    if (source := int(rows.per_row[ORIGIN_FILE].max())) >= num_sources:
+        yield f"{where} names input file {source}, but there are {num_sources:,}."

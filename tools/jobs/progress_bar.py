@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
-from tokenfeed.tools.jobs.crew import Progress, Weighed
+from tokenfeed.tools.jobs.crew import Progress
 
 if TYPE_CHECKING:
     import rich.progress
@@ -21,15 +21,15 @@ __all__ = ["Bar", "bytes_read"]
 class Bar:
     """The progress bar of a run."""
 
-    def __init__(self, units: Sequence[Weighed]) -> None:
-        self._num_units = len(units)
+    def __init__(self, sizes: Sequence[float]) -> None:
+        """Begin with the size of each unit, in bytes."""
+        self._num_units = len(sizes)
         self._units_done = self._tokens = 0
         self._started = time.perf_counter()
         self._shown: rich.progress.Progress | None = None
         if _is_seen():
             self._shown = _make()
-            total = sum(unit.weight_bytes for unit in units)
-            self._shown.add_task("starting", total=total, speed="")
+            self._shown.add_task("starting", total=sum(sizes), speed="")
 
     def __enter__(self) -> Self:
         if self._shown:

@@ -17,6 +17,7 @@ The versions of packages that the bytes of a shard depend on: the same wherever 
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 import xxhash
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, RemoteError
 from tokenfeed.pipeline.format.manifest import JOB_FILE, MANIFEST_FILE, PARTS_FOLDER
 from tokenfeed.pipeline.format.storage import hold, waited_for
 from tokenfeed.pipeline.format.store import LocalStore, Place
@@ -279,16 +280,27 @@ def check_recipe(output: Place, recipe: dict[str, Any], changed: str = "") -> No
 
 
 @contextlib.contextmanager
-def claimed(output: LocalStore, recipe: dict[str, Any]) -> Iterator[None]:
-    """Lock a folder until the block ends.
+def claimed(output: Place, recipe: dict[str, Any]) -> Iterator[None]:
+    """Keep other commands out of a folder or store until the block ends.
+
+    In a store, two commands with the same recipe may run at once: they write the same bytes.
 
     Raises:
-        ConfigError: Another command is writing to the folder, or has left an unfinished run.
+        ConfigError: Another command is writing there, or has left an unfinished run.
     """
     output.prepare()
-    with alone_in_folder(output):
-        if not _create_job(output, recipe) and _job_of(output)["recipe"] != recipe:
-            raise ConfigError(f"{output}: holds an unfinished run. Give another place.")
+    with alone_in_folder(output) if isinstance(output, LocalStore) else contextlib.nullcontext():
+        try:
+            is_ours = _create_job(output, recipe) or _job_of(output)["recipe"] == recipe
+        except RemoteError as error:
+            if error.errno != errno.EOPNOTSUPP:  # a store without conditional writes
+                raise
+            is_ours = not is_begun(output)
+        if not is_ours:
+            raise ConfigError(
+                f"{output}: holds an unfinished run. Give another place; if nothing is running "
+                f"there, delete {output.path(JOB_FILE)}."
+            )
         try:
             yield
         finally:

@@ -243,10 +243,11 @@ def _kind_of(reason: str) -> str:
 def _counted(work: CountLabels, units: tuple[Unit, ...], num_workers: int) -> Iterator[LabelCounts]:
     """Count the labels of units, by workers if there is much to read."""
     num_workers = min(num_workers, len(units))
-    if num_workers < 2 or sum(unit.weight_bytes for unit in units) <= COUNTED_ALONE_BYTES:
+    sizes = [unit.weight_bytes for unit in units]
+    if num_workers < 2 or sum(sizes) <= COUNTED_ALONE_BYTES:
         yield from map(work.of_unit, units)
         return
-    with Bar(units) as bar, local_crew(work, units, num_workers, bar.advance) as crew:
+    with Bar(sizes) as bar, local_crew(work, units, num_workers, bar.advance) as crew:
         for counts in crew:
             bar.count_unit()
             yield counts

@@ -164,7 +164,8 @@ def _encode_all(run: Run, settings: EncodeSettings, records: RunRecords) -> Enco
     if not missing and (has_audit or run.audit.take_over(records.kept_audit())):
         return settings
     missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
-    with Bar(missing) as bar, _crew(run, settings, [*missing], bar) as crew:
+    sizes = [unit.weight_bytes for unit in missing]
+    with Bar(sizes) as bar, _crew(run, settings, [*missing], bar) as crew:
         questions = run.audit.questions() if settings.audits else None
         crew.start(questions)
         if is_fast:

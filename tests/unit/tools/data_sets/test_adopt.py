@@ -18,6 +18,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.data_sets import adopt as adopting
+from tokenfeed.tools.data_sets import foreign as reading
 from tokenfeed.tools.data_sets.adopt import adopt
 from tokenfeed.tools.data_sets.copy import copy_data_set
 from tokenfeed.tools.data_sets.export import Format, export_data_set
@@ -95,9 +96,9 @@ def test_there_and_back_gives_the_same_rows(
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(adopting, "SHARD_TOKENS", 300)
-            patch.setattr(adopting, "CHUNK_TOKENS", 50)
-            patch.setattr(adopting, "CHUNK_ROWS", 7)
-        manifest = adopt((str(file),), folder / "out", TOKENIZERS[width])
+            patch.setattr(reading, "CHUNK_TOKENS", 50)
+            patch.setattr(reading, "CHUNK_ROWS", 7)
+        manifest = adopt([str(file)], str(folder / "out"), TOKENIZERS[width])
     assert rows_in(folder / "out") == lists_of(rows)
     assert manifest.splits["train"].rows == manifest.ledger.written == len(rows)
     assert list(find_problems(folder / "out", manifest)) == []
@@ -109,7 +110,7 @@ def test_there_and_back_gives_the_same_rows(
 def test_no_token_is_copied_and_every_loader_reads_the_same(tmp_path: Path) -> None:
     rows = random_rows(np.random.default_rng(0).integers(1, 900, 900), vocabulary_size=1000)
     file = foreign(tmp_path, rows, "megatron")
-    adopt((str(file),), tmp_path / "out", TOKENIZERS["narrow"])
+    adopt([str(file)], str(tmp_path / "out"), TOKENIZERS["narrow"])
     own = sum(path.stat().st_size for path in (tmp_path / "out/train").iterdir())
     assert own < 20 * len(rows) + 20_000 < file.stat().st_size / 20
     for batching in (Packed(512, batch_size=2), Padded(4096)):
@@ -130,7 +131,7 @@ def test_files_named_for_validation_and_patterns_make_splits(tmp_path: Path) -> 
     for name in names:
         (tmp_path / name).write_bytes(file.read_bytes())
     paths = tuple(str(tmp_path / name) for name in names)
-    made = adopt(paths, tmp_path / "out", TOKENIZERS["narrow"], (("test", "shard*"),))
+    made = adopt(paths, str(tmp_path / "out"), TOKENIZERS["narrow"], (("test", "shard*"),))
     assert {name: split.rows for name, split in made.splits.items()} == {
         "train": 30,
         "validation": 30,
@@ -149,7 +150,7 @@ def test_documents_of_several_sequences_and_empty_ones(tmp_path: Path) -> None:
     index += np.array([0, 2, 2, 3, 4], np.int64).tobytes()
     (tmp_path / "a.idx").write_bytes(index + bytes(4))
     (tmp_path / "a.bin").write_bytes(ids.tobytes())
-    made = adopt((str(tmp_path / "a.bin"),), tmp_path / "out", TOKENIZERS["narrow"])
+    made = adopt([str(tmp_path / "a.bin")], str(tmp_path / "out"), TOKENIZERS["narrow"])
     assert rows_in(tmp_path / "out") == [[1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12]]
     assert (made.ledger.read, made.ledger.written, made.ledger.empty) == (4, 3, 1)
 
@@ -233,7 +234,7 @@ def test_a_wrong_file_is_one_line_and_leaves_no_data_set(
     name, message = WRONG[what](tmp_path)
     width = "wide" if what == "a negative id" else "narrow"
     with pytest.raises((ConfigError, CorpusError), match=message) as raised:
-        adopt((name,), tmp_path / "out", TOKENIZERS[width])
+        adopt([name], str(tmp_path / "out"), TOKENIZERS[width])
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out/manifest.json").exists()
 
@@ -242,7 +243,9 @@ def test_no_end_token_is_told_before_reading(tmp_path: Path) -> None:
     np.array([1, 2], np.uint16).tofile(tmp_path / "a.bin")
     made = Tokenizer(WordLevel({"a": 0, "b": 9}, unk_token="a")).to_str().encode()
     with pytest.raises(ConfigError, match="Name it by `--end-token`"):
-        adopt((str(tmp_path / "a.bin"),), tmp_path / "out", TextTokenizer.load(made, origin="t"))
+        adopt(
+            [str(tmp_path / "a.bin")], str(tmp_path / "out"), TextTokenizer.load(made, origin="t")
+        )
 
 
 @pytest.mark.parametrize("to", ["megatron", "datatrove"])
@@ -250,7 +253,7 @@ def test_damage_anywhere_is_an_error_or_the_same_rows(to: Format, tmp_path: Path
     """Flipped bits, files cut short and longer ones: in the tokens and in the stitched file."""
     rows = random_rows(np.full(300, 40), vocabulary_size=1000)
     file = foreign(tmp_path, rows, to)
-    adopt((str(file),), tmp_path / "out", TOKENIZERS["narrow"])
+    adopt([str(file)], str(tmp_path / "out"), TOKENIZERS["narrow"])
     (stitched,) = (tmp_path / "out/train").iterdir()
     draw, whole, found = random.Random(0), lists_of(rows), {file: 0, stitched: 0}
     for number in range(600):
@@ -278,7 +281,7 @@ def test_damage_anywhere_is_an_error_or_the_same_rows(to: Format, tmp_path: Path
 
 def test_a_file_that_is_gone_or_has_changed_is_named(tmp_path: Path) -> None:
     file = foreign(tmp_path, random_rows(np.full(50, 40), vocabulary_size=1000), "megatron")
-    adopt((str(file),), tmp_path / "out", TOKENIZERS["narrow"])
+    adopt([str(file)], str(tmp_path / "out"), TOKENIZERS["narrow"])
     content = file.read_bytes()
     file.unlink()
     with pytest.raises(TokenfeedError, match=f"the adopted file {file} cannot be opened"):

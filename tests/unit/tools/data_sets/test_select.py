@@ -19,7 +19,6 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import KINDS
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.tools import shards
-from tokenfeed.tools.data_sets.merge import merge
 from tokenfeed.tools.data_sets.select import Selection, select
 
 FILES = {
@@ -136,30 +135,6 @@ def test_select_counts_listed_records_that_are_missing(out: Path, tmp_path: Path
     assert (tmp_path / "new/rejects.jsonl").read_bytes() == b""
     told = call(shards.main, "select", out, tmp_path / "again", "--rows", rows, "--drop").stdout
     assert "2 records removed, 3 listed records not found" in told
-
-
-def test_select_of_a_selection_adds_up(out: Path, tmp_path: Path) -> None:
-    selected(out, tmp_path / "one", "--where", "origin *private*", "--drop")
-    selected(tmp_path / "one", tmp_path / "two", "--where", "origin *a.jsonl")
-    assert corpus_rows(tmp_path / "two") == only(
-        corpus_rows(out), lambda file, _: file == "a.jsonl"
-    )
-    assert Manifest.read(tmp_path / "two").ledger.removed == 43
-
-
-def test_select_of_merged_rows_keeps_origins(out: Path, tmp_path: Path) -> None:
-    selected(out, tmp_path / "z", "--where", "origin *z.jsonl")
-    selected(out, tmp_path / "a", "--where", "origin *a.jsonl")
-    merge([str(tmp_path / "z"), str(tmp_path / "a")], str(tmp_path / "both"))
-    rows = listed(
-        tmp_path / "l",
-        {"file": str(tmp_path / "in/a.jsonl"), "record": 7},
-        {"file": str(tmp_path / "in/z.jsonl"), "record": 9},
-    )
-    selected(tmp_path / "both", tmp_path / "new", "--rows", rows, "--drop")
-    removed = {("a.jsonl", 7), ("z.jsonl", 9), ("private.jsonl", 0), ("private.jsonl", 2)}
-    expected = only(corpus_rows(out), lambda *origin: origin not in removed)
-    assert corpus_rows(tmp_path / "new") == expected
 
 
 def test_select_counts_kinds_of_the_tokens_that_stay(tmp_path: Path) -> None:

@@ -1,0 +1,342 @@
+"""Token files of other projects: Megatron, nanoGPT, llm.c, OLMo and datatrove.
+
+A file is on this machine or in a store. Its format is recognized by its name, its header and the
+files beside it. Indexes and ids are read in pieces, so memory stays small.
+"""
+
+import gzip
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.pipeline.format.schema import token_dtype
+from tokenfeed.pipeline.format.store import LocalStore, RangedStore, local_path, open_store
+from tokenfeed.pipeline.redaction import public
+from tokenfeed.pipeline.remote.address import object_address
+from tokenfeed.pipeline.remote.object_file import open_ranged_bytes
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+
+__all__ = ["TokenFile", "open_tokens"]
+
+CHUNK_TOKENS = 1 << 22
+CHUNK_ROWS = 1 << 20
+_PIECE_BYTES = 8 << 20
+_LINES, _LONGEST_LINE = 1 << 14, 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file on this machine or in a store."""
+
+    path: str
+    """Absolute path or address."""
+    name: str
+    """As messages show it."""
+    store: LocalStore | RangedStore
+    key: str
+    """Its name in the store."""
+    size: int
+    """In bytes."""
+
+    @classmethod
+    def of(cls, path: str) -> "_File | None":
+        """Return the file at a path or an address; None if it is missing.
+
+        Raises:
+            ConfigError: The address has a query, which may be a secret, or there is no such store.
+        """
+        if "://" not in path:
+            absolute = local_path(path).absolute()
+            if not absolute.is_file():
+                return None
+            store: LocalStore | RangedStore = LocalStore(absolute.parent)
+            return cls(str(absolute), path, store, absolute.name, absolute.stat().st_size)
+        if public(path) != path:
+            raise ConfigError(
+                f"{public(path)}: the data set stores the address, so it may not have a user, a "
+                "password or a query. Use keys in the environment, or copy the file."
+            )
+        folder, key = object_address(path)
+        opened = open_store(folder) if folder else None
+        if not isinstance(opened, RangedStore):
+            raise ConfigError(f"{path}: is not a file in a bucket or on a web server.")
+        try:
+            return cls(path, path, opened, key, opened.size(key))
+        except FileNotFoundError:
+            return None
+
+    def beside(self, old: str, new: str) -> "_File | None":
+        """Return the file whose name ends with `new` instead of `old`; None if it is missing."""
+        found = _File.of(self.path.removesuffix(old) + new)
+        name = self.name.removesuffix(old) + new
+        return found and _File(found.path, name, found.store, found.key, found.size)
+
+    def open(self) -> BinaryIO:
+        """Open the file, to read any part of it."""
+        if isinstance(self.store, LocalStore):
+            return open(self.path, "rb")
+        return open_ranged_bytes(self.store, self.key, self.size)
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return some bytes; fewer at the end of the file."""
+        with self.open() as file:
+            file.seek(start)
+            return file.read(length)
+
+    def array(self, dtype: "np.dtype | str", start: int, count: int) -> np.ndarray:
+        """Return an array that begins at a byte.
+
+        Raises:
+            CorpusError: The file was cut short.
+        """
+        values = np.empty(count, dtype)
+        left = values.view(np.uint8).data
+        with self.open() as file:
+            file.seek(start)
+            while len(left):
+                piece = file.read(min(len(left), _PIECE_BYTES))
+                if not piece:
+                    raise CorpusError(f"{self.name}: was cut short. Copy it again.")
+                left[: len(piece)] = piece
+                left = left[len(piece) :]
+        return values
+
+
+Lengths = Callable[["TokenFile"], Iterator[np.ndarray]]
+
+
+class TokenFile(NamedTuple):
+    """A file of token ids, one after the other."""
+
+    file: _File
+    dtype: np.dtype
+    first: int
+    """Where the ids begin, in bytes."""
+    tokens: int
+    rows_of: Lengths
+    """Yields the tokens of each row, some rows at a time, int64."""
+
+    @property
+    def name(self) -> str:
+        """The file as the user gave it."""
+        return self.file.name
+
+    def ids(self, start: int, count: int) -> np.ndarray:
+        """Return some ids."""
+        return self.file.array(self.dtype, self.first + start * self.dtype.itemsize, count)
+
+    def lengths(self) -> Iterator[np.ndarray]:
+        """Yield the tokens of each row, some rows at a time, int64. They fill the file.
+
+        Raises:
+            CorpusError: The index is damaged, or belongs to another file.
+        """
+        total = 0
+        for lengths in self.rows_of(self):
+            total += sum(lengths.tolist())  # a sum of int64 could overflow
+            if total > self.tokens:
+                break
+            yield lengths
+        if total != self.tokens:
+            more = " or more" if total > self.tokens else ""
+            raise CorpusError(
+                f"{self.name}: the index has rows of {total:,} tokens{more}, the file has "
+                f"{self.tokens:,}. Use the index that belongs to the file."
+            )
+
+
+def open_tokens(name: str, tokenizer: TextTokenizer) -> TokenFile:
+    """Open a file of token ids, and recognize its format.
+
+    Raises:
+        ConfigError: The file is missing or of no known format, or its ids have another size than
+            those of the tokenizer.
+        CorpusError: The file or its index is damaged.
+    """
+    found = _opened(name, tokenizer)
+    expected = token_dtype(tokenizer.vocabulary_size).itemsize
+    if found.dtype.itemsize != expected:
+        raise ConfigError(
+            f"{name}: has ids of {found.dtype.itemsize} bytes, and a data set with "
+            f"{tokenizer.vocabulary_size:,} ids has {expected} bytes each. Check `--tokenizer`. "
+            "Ids of another size cannot stay in place."
+        )
+    return found
+
+
+def _opened(name: str, tokenizer: TextTokenizer) -> TokenFile:
+    file, suffix = _File.of(name), Path(name).suffix
+    if file is None:
+        raise ConfigError(f"{name}: is not a file. Give the files with tokens: .bin, .npy or .ds.")
+    by_end = partial(_by_end, tokenizer.end_id)
+    if suffix == ".idx":
+        raise ConfigError(f"{name}: is an index. Give the file beside it, {Path(name).stem}.bin.")
+    if suffix == ".bin":
+        if index := file.beside(".bin", ".idx"):
+            return _megatron(file, index)
+        header = file.array("<i4", 0, 256 if file.size >= 1024 else 0).tolist()
+        if dtype := header and _LLM_C.get((header[0], header[1])):
+            return _flat(file, dtype, by_end, first=1024, tokens=header[2])
+        return _flat(file, "<u2", by_end)
+    if suffix == ".ds":
+        return _datatrove(file)
+    if suffix == ".npy":
+        table = file.beside(".npy", ".csv.gz")
+        dtype = token_dtype(tokenizer.vocabulary_size)
+        return _flat(file, dtype, partial(_by_csv, table) if table else by_end)
+    raise ConfigError(
+        f"{name}: of no known format. Known are .bin (with .idx: Megatron; else nanoGPT, llm.c), "
+        ".npy (OLMo) and .ds (datatrove)."
+    )
+
+
+_LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+"""dtype by magic and version."""
+_MEGATRON = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""dtype by its code in an index."""
+
+
+def _flat(
+    file: _File,
+    dtype: "np.dtype | str",
+    rows_of: Lengths,
+    first: int = 0,
+    tokens: int | None = None,
+) -> TokenFile:
+    dtype = np.dtype(dtype)
+    counted, rest = divmod(file.size - first, dtype.itemsize)
+    if rest or not counted or (tokens is not None and tokens != counted):
+        expected = f" of {tokens:,}" if tokens is not None else ""
+        raise CorpusError(
+            f"{file.name}: has {file.size:,} bytes, which are no ids{expected} of "
+            f"{dtype.itemsize} bytes each{f' after {first} bytes of a header' if first else ''}. "
+            "Copy it again."
+        )
+    return TokenFile(file, dtype, first, counted, rows_of)
+
+
+def _megatron(file: _File, index: _File) -> TokenFile:
+    """Read the index of Megatron's `IndexedDataset`, version 1. A row is a document."""
+    head = index.read(0, 34)
+    if head[:17] != b"MMIDIDX\0\0" + (1).to_bytes(8, "little") or len(head) < 34:
+        raise CorpusError(f"{index.name}: is no index of version 1 of Megatron.")
+    code = head[17]
+    dtype = np.dtype(_MEGATRON.get(code, "u1"))
+    sequences, borders = np.frombuffer(head, "<u8", 2, 18).astype(int).tolist()
+    modes = 34 + 12 * sequences + 8 * borders
+    if index.size not in (modes, modes + sequences) or borders < 1:
+        raise CorpusError(
+            f"{index.name}: has {index.size:,} bytes, expected {modes:,}. Copy it again."
+        )
+    if dtype.itemsize not in (2, 4):
+        raise ConfigError(
+            f"{index.name}: ids of type code {code}; adopted are those of 2 or 4 bytes."
+        )
+    if not sequences:
+        raise CorpusError(f"{index.name}: has no rows.")
+    return _flat(file, dtype, partial(_by_index, index, sequences, borders))
+
+
+def _by_index(
+    index: _File, sequences: int, borders: int, tokens: TokenFile
+) -> Iterator[np.ndarray]:
+    """Read the rows of Megatron's index: documents of some sequences."""
+    sizes, pointers, documents = 34, 34 + 4 * sequences, 34 + 12 * sequences
+    last = index.array("<i8", documents + 8 * (borders - 1), 1)
+    if index.array("<i8", documents, 1) != 0 or last != sequences:
+        raise CorpusError(f"{index.name}: its documents do not cover its sequences.")
+    at = 0
+    for start in range(0, borders - 1, CHUNK_ROWS):
+        stop = min(start + CHUNK_ROWS + 1, borders)
+        some = index.array("<i8", documents + 8 * start, stop - start)
+        first, count = int(some[0]), int(some[-1]) - int(some[0])
+        if (np.diff(some) < 0).any() or first < 0 or first + count > sequences:
+            raise CorpusError(f"{index.name}: its documents are out of order.")
+        ends = np.cumsum(index.array("<i4", sizes + 4 * first, count), dtype=np.int64)
+        begins = np.concatenate([[0], ends])
+        places = (at + begins[:-1]) * tokens.dtype.itemsize
+        stored = index.array("<i8", pointers + 8 * first, count)
+        if (stored != places).any() or (np.diff(begins) < 0).any():
+            raise CorpusError(
+                f"{index.name}: its sequences do not follow one another in {tokens.name}. Merge "
+                "them by Megatron's tools first."
+            )
+        found: np.ndarray = np.diff(begins[some - first])
+        at += int(begins[-1])
+        yield found
+
+
+def _datatrove(file: _File) -> TokenFile:
+    """Read the ends of rows from `.ds.index`, and the size of ids from `.ds.metadata`."""
+    index, metadata = file.beside("", ".index"), file.beside("", ".metadata")
+    if not index or not metadata:
+        missing = "metadata" if index else "index"
+        raise ConfigError(f"{file.name}.{missing}: not found. {file.name} needs it.")
+    about = metadata.read(0, 1 << 16).splitlines() or [b""]
+    width = about[0].strip().rpartition(b"|")[2].decode(errors="replace")
+    if width not in ("2", "4"):
+        raise CorpusError(f"{metadata.name}: says ids of {width[:20]!r} bytes, expected 2 or 4.")
+    if index.size % 8:
+        raise CorpusError(f"{index.name}: has {index.size:,} bytes, not 8 a row. Copy it again.")
+
+    def lengths(_: TokenFile) -> Iterator[np.ndarray]:
+        end, rows = 0, index.size // 8
+        for start in range(0, rows, CHUNK_ROWS):
+            ends = index.array("<i8", 8 * start, min(CHUNK_ROWS, rows - start))
+            yield _between(ends, index.name, end)
+            end = int(ends[-1])
+
+    return _flat(file, f"<u{width}", lengths)
+
+
+def _by_csv(table: _File, tokens: TokenFile) -> Iterator[np.ndarray]:
+    """Read the starts and ends of rows from dolma's table."""
+    end = 0
+    with table.open() as opened, gzip.open(opened, "rb") as file:
+        lines = iter(partial(file.readline, _LONGEST_LINE), b"")
+        while True:
+            try:
+                pairs = [line.split(b",", 2)[:2] for line in islice(lines, _LINES)]
+                starts, ends = np.array(pairs, np.int64).reshape(-1, 2).T
+            except (ValueError, OverflowError, OSError, EOFError, zlib.error) as error:
+                raise CorpusError(f"{table.name}: is damaged: {error}. Copy it again.") from None
+            if not pairs:
+                return
+            if starts[0] != end or (starts[1:] != ends[:-1]).any():
+                raise CorpusError(
+                    f"{table.name}: its rows do not follow one another in {tokens.name}."
+                )
+            yield _between(ends, table.name, end)
+            end = int(ends[-1])
+
+
+def _between(ends: np.ndarray, index: str, begin: int) -> np.ndarray:
+    lengths: np.ndarray = np.diff(ends, prepend=begin)
+    if (lengths < 0).any():
+        raise CorpusError(f"{index}: its rows are out of order. Copy it again.")
+    return lengths
+
+
+def _by_end(end_id: int | None, tokens: TokenFile) -> Iterator[np.ndarray]:
+    """Find the rows of a file without an index: each ends with the end token."""
+    if end_id is None:
+        raise ConfigError(
+            f"{tokens.name}: has no index, and the tokenizer no end token that ends a document. "
+            "Name it by `--end-token`."
+        )
+    begin = 0
+    for start in range(0, tokens.tokens, CHUNK_TOKENS):
+        chunk = tokens.ids(start, min(CHUNK_TOKENS, tokens.tokens - start))
+        ends = start + np.flatnonzero(chunk == end_id) + 1
+        if len(ends):
+            yield np.diff(ends, prepend=begin)
+            begin = int(ends[-1])
+    if begin < tokens.tokens:
+        yield np.array([tokens.tokens - begin])
