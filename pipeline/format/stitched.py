@@ -16,6 +16,8 @@ from typing import IO, NamedTuple
 import msgspec
 import numpy as np
 
+from tokenfeed.pipeline.remote.object_file import SeekableFile
+
 __all__ = [
     "STITCHED_SUFFIX",
     "OtherFile",
@@ -81,7 +83,7 @@ def stitched_size(path: str) -> int:
         return _read_header(file, path)[0].bytes
 
 
-class StitchedFile(io.RawIOBase):
+class StitchedFile(SeekableFile):
     """Reads a stitched file. Several threads may not share it."""
 
     def __init__(self, path: str) -> None:
@@ -90,7 +92,6 @@ class StitchedFile(io.RawIOBase):
         Raises:
             OSError: One of them is missing, damaged, or of another size than it was.
         """
-        self._position = 0
         self._descriptors: list[int] = []
         try:
             with open(path, "rb") as file:
@@ -104,7 +105,7 @@ class StitchedFile(io.RawIOBase):
         except OSError:
             self.close()
             raise
-        self._size = header.bytes
+        super().__init__(header.bytes)
         self._starts = pieces[:, 0]
         starts, files = self._starts, pieces[:, 1]
         is_rising = starts[0] == 0 and (np.diff(starts) > 0).all() and starts[-1] < self._size
@@ -117,45 +118,21 @@ class StitchedFile(io.RawIOBase):
         self._places = (pieces[:, 2] + own).tolist()
         self._ends = [*self._starts[1:].tolist(), self._size]
 
-    def readable(self) -> bool:
-        """See `io.RawIOBase`."""
-        return True
-
-    def seekable(self) -> bool:
-        """See `io.RawIOBase`."""
-        return True
-
-    def tell(self) -> int:
-        """See `io.RawIOBase`."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """See `io.RawIOBase`."""
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = origin + offset
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Return the next `size` bytes, or all. At a file that was cut short they are fewer."""
-        start = self._position
-        stop = self._size if size is None or size < 0 else min(start + size, self._size)
-        piece = int(np.searchsorted(self._starts, start, side="right")) - 1
+    def _bytes(self, at: int, size: int) -> bytes:
+        """See `SeekableFile`. Bytes after the end of a file that was cut short are missing."""
+        stop = at + size
+        piece = int(np.searchsorted(self._starts, at, side="right")) - 1
         parts = []
-        while start < stop:
+        while at < stop:
             end = min(self._ends[piece], stop)
-            place = self._places[piece] + start - int(self._starts[piece])
-            part = os.pread(self._descriptors[self._files[piece]], end - start, place)
+            place = self._places[piece] + at - int(self._starts[piece])
+            part = os.pread(self._descriptors[self._files[piece]], end - at, place)
             if not part:
                 break
             parts.append(part)
-            start += len(part)
-            piece += start == self._ends[piece]
-        self._position = start
+            at += len(part)
+            piece += at == self._ends[piece]
         return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def readall(self) -> bytes:
-        """See `io.RawIOBase`."""
-        return self.read()
 
     def close(self) -> None:
         """Close all files."""
