@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.read_errors import error_line
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.pipeline.format.store import Store, StorePath, keep, once, open_store, read_once
+from tokenfeed.pipeline.format.store import Store, StorePath, keep, once, open_store
 
 __all__ = [
     "CHAT_TEMPLATE_FILE",
@@ -44,7 +44,6 @@ __all__ = [
     "VersionInfo",
     "canonical",
     "length_histogram",
-    "proved",
     "read_checked",
     "stored",
 ]
@@ -75,47 +74,6 @@ def stored(store: Store, name: str) -> bytes:
         raise
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         raise ManifestError(f"{path}: cannot be read: {error_line(error)}.") from error
-
-
-def proved(raw: bytes, path: str) -> tuple[dict[str, Any], str]:
-    """Verify a manifest; return its content without the checksum, and the checksum.
-
-    Raises:
-        ManifestError: It is not JSON, has another version, or fails its checksum. The message names
-            the file as `path`.
-    """
-    content = _decoded(raw, path)
-    version = content.get("format_version")
-    if version != FORMAT_VERSION:
-        raise ManifestError(
-            f"{path}: expected format version {FORMAT_VERSION}, got {version!r}. "
-            "Run `pretokenize` again, or use the tokenfeed release that wrote it."
-        )
-    checksum = content.pop(CHECKSUM_KEY, None)
-    try:
-        actual = xxhash.xxh3_64_hexdigest(canonical(content))
-    except RecursionError as error:
-        raise _no_json(path, error) from error
-    if checksum != actual:
-        raise ManifestError(
-            f"{path}: the content has checksum {actual}, but the file says {checksum!r}: it is "
-            "damaged or was edited. Restore it, or run `pretokenize` again."
-        )
-    return content, actual
-
-
-def _decoded(raw: bytes, path: str) -> dict[str, Any]:
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise _no_json(path, error) from error
-    if not isinstance(content, dict):
-        raise ManifestError(f"{path}: expected a JSON object, got {type(content).__name__}.")
-    return content
-
-
-def _no_json(path: str, error: Exception) -> ManifestError:
-    return ManifestError(f"{path}: is not JSON ({error}). Restore it, or run `pretokenize` again.")
 
 
 MANIFEST_FILE, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
@@ -349,14 +307,15 @@ class Manifest:
                 inconsistent.
         """
         store = open_store(path)
-        return once((store, cls), partial(cls._stored, store))
+        path = store.path(MANIFEST_FILE)
+        return once(path, lambda: cls.decoded(stored(store, MANIFEST_FILE), path))
 
     @classmethod
     def keep_version(cls, path: StorePath, fingerprint: str) -> None:
         """Read an earlier version of a data set, if it has such a version, until the end of the
         outermost `reading_once`."""
         store = open_store(path)
-        keep((store, cls), cls.read(store).at(store, [fingerprint]))
+        keep(store.path(MANIFEST_FILE), cls.read(store).at(store, [fingerprint]))
 
     def at(self, store: Store, fingerprints: Collection[str]) -> "Manifest":
         """Return the version of this data set with one of these fingerprints, or this one if there
@@ -371,16 +330,30 @@ class Manifest:
         return self
 
     @classmethod
-    def _stored(cls, store: Store) -> "Manifest":
-        return cls.decoded(stored(store, MANIFEST_FILE), store.path(MANIFEST_FILE))
-
-    @classmethod
     def decoded(cls, raw: bytes, file: str) -> "Manifest":
         """Verify and decode the bytes of a manifest.json.
 
         Raises the errors of `read`. Their messages name the manifest `file`.
         """
-        content, checksum = proved(raw, file)
+        again = "Restore it, or run `pretokenize` again."
+        try:
+            content = json.loads(raw)
+            if not isinstance(content, dict):
+                raise ValueError(f"got {type(content).__name__}")
+            version, checksum = content.get("format_version"), content.pop(CHECKSUM_KEY, None)
+            actual = xxhash.xxh3_64_hexdigest(canonical(content))
+        except (ValueError, RecursionError) as error:
+            raise ManifestError(f"{file}: is not a JSON object ({error}). {again}") from error
+        if version != FORMAT_VERSION:
+            raise ManifestError(
+                f"{file}: expected format version {FORMAT_VERSION}, got {version!r}. "
+                "Run `pretokenize` again, or use the tokenfeed release that wrote it."
+            )
+        if checksum != actual:
+            raise ManifestError(
+                f"{file}: the content has checksum {actual}, but the file says {checksum!r}: it is "
+                f"damaged or was edited. {again}"
+            )
         try:
             manifest = msgspec.convert(content, cls)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
@@ -452,7 +425,7 @@ def read_checked(store: Store, info: FileInfo) -> bytes:
     """
     path = store.path(info.file)
     try:
-        content = read_once(store, info.file)
+        content = once(path, lambda: store.read(info.file))
     except OSError as error:
         raise ManifestError(f"{path}: cannot be read: {error_line(error)}. Restore it.") from error
     if (actual := xxhash.xxh3_64_hexdigest(content)) != info.xxh3:

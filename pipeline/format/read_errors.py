@@ -7,33 +7,14 @@ from tokenfeed.pipeline.errors import RemoteError, ShardFormatError
 
 __all__ = ["damaged", "error_line", "gave_up", "refused"]
 
-_MEMORY, _FILES, _RIGHTS, _DISK = (
-    "The machine lacks memory: use fewer workers or a smaller `window_tokens`. If it has enough, "
-    "the shard may be damaged: run `shards verify`.",
-    "Too many files are open at once: close some, or raise the limit (`ulimit -n`).",
-    "Give the user of this process permission to read it.",
-    "The disk or its network failed, and the shard may be intact: repair the disk and run again.",
-)
-_REMEDIES = (
-    dict.fromkeys((errno.ENOMEM, errno.ENOBUFS), _MEMORY)
-    | dict.fromkeys((errno.EMFILE, errno.ENFILE), _FILES)
-    | dict.fromkeys((errno.EACCES, errno.EPERM), _RIGHTS)
-    | dict.fromkeys(
-        (
-            errno.EIO,
-            errno.EREMOTEIO,
-            errno.ENXIO,
-            errno.ENODEV,
-            errno.ESTALE,
-            errno.ETIMEDOUT,
-            errno.ENOTCONN,
-            errno.ECONNRESET,
-            errno.EHOSTDOWN,
-            errno.EHOSTUNREACH,
-            errno.ENETUNREACH,
-        ),
-        _DISK,
-    )
+_REMEDIES = {
+    errno.ENOMEM: "The machine lacks memory: use fewer workers or a smaller `window_tokens`. If it "
+    "has enough, the shard may be damaged: run `shards verify`.",
+    errno.EMFILE: "Too many files are open at once: close some, or raise the limit (`ulimit -n`).",
+    errno.EACCES: "Give the user of this process permission to read it.",
+}
+_DISK = (
+    "The disk or its network failed, and the shard may be intact: repair the disk and run again."
 )
 
 
@@ -52,10 +33,11 @@ def refused(path: str, what: str, cause: Exception) -> ShardFormatError:
         number: int | None = errno.ENOMEM
     else:
         number = cause.errno if isinstance(cause, OSError) else None
-    if number not in _REMEDIES:
+    if number in (None, errno.EINVAL):  # EINVAL: a stitched file
         return damaged(path, what, cause)
-    reason = os.strerror(number)
-    return ShardFormatError(f"{path}: {what}: {reason}. {_REMEDIES[number]}")
+    return ShardFormatError(
+        f"{path}: {what}: {os.strerror(number)}. {_REMEDIES.get(number, _DISK)}"
+    )
 
 
 def gave_up(cause: BaseException | None) -> bool:

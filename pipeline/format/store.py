@@ -15,11 +15,10 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
@@ -37,6 +36,7 @@ from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file, ato
 from tokenfeed.pipeline.redaction import is_address, public
 from tokenfeed.pipeline.remote.address import SCHEMES
 from tokenfeed.pipeline.remote.object_file import FileFacts, Ranges, VersionedBytes
+from tokenfeed.pipeline.remote.retrying import Traffic
 
 __all__ = [
     "STORES",
@@ -51,7 +51,6 @@ __all__ = [
     "once",
     "open_place",
     "open_store",
-    "read_once",
     "reading_once",
 ]
 
@@ -99,6 +98,11 @@ class RangedStore(Store, Ranges, Protocol):
     Loaders read its shards by record batches, one request each, and keep them in the node's cache.
     Any thread may use it. It repeats requests that fail, and raises in the end.
     """
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counts of this process's requests."""
+        ...
 
     def read_tail(self, name: str, length: int) -> VersionedBytes:
         """Return the last `length` bytes of a file, or all of a shorter file.
@@ -422,7 +426,7 @@ def open_place(path: str) -> Place:
 
 
 T = TypeVar("T")
-_kept: ContextVar[dict[Hashable, Any] | None] = ContextVar("kept", default=None)
+_kept: ContextVar[dict[str, Any] | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
@@ -438,37 +442,18 @@ def reading_once() -> Iterator[None]:
         _kept.reset(before)
 
 
-def once(what: Hashable, read: Callable[[], T]) -> T:
-    """Return the result of `read`, or the kept result for the same `what`. Errors are not kept.
-
-    Args:
-        what: Key of the result, such as (store, name). Without a hash, nothing is kept.
-        read: Reads the value.
-    """
+def once(path: str, read: Callable[[], T]) -> T:
+    """Return the result of `read`, or the kept result for the same path. Errors are not kept."""
     kept = _kept.get()
-    if kept is None or not _has_hash(what):
+    if kept is None:
         return read()
-    if what not in kept:
-        kept[what] = read()
-    found: T = kept[what]
+    if path not in kept:
+        kept[path] = read()
+    found: T = kept[path]
     return found
 
 
-def keep(what: Hashable, value: object) -> None:
-    """Return `value` from `once` for this key until the end of the outermost `reading_once`."""
-    kept = _kept.get()
-    if kept is not None and _has_hash(what):
-        kept[what] = value
-
-
-def read_once(store: Store, name: str) -> bytes:
-    """Return the bytes of a small file."""
-    return once((store, name), partial(store.read, name))
-
-
-def _has_hash(what: Hashable) -> bool:
-    try:
-        hash(what)
-    except TypeError:
-        return False
-    return True
+def keep(path: str, value: object) -> None:
+    """Return `value` from `once` for this path until the end of the outermost `reading_once`."""
+    if (kept := _kept.get()) is not None:
+        kept[path] = value
