@@ -13,16 +13,15 @@ The rules:
 - In a fork of a process that has started the client, every use is a ConfigError.
 """
 
-import contextlib
-import logging
 import marshal
 import os
 import pickle
 import subprocess
 import sys
 import threading
+import time
 from errno import EIO
-from typing import IO, BinaryIO, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, TokenfeedError
 from tokenfeed.pipeline.remote.retrying import Traffic
@@ -72,66 +71,35 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-_log = logging.getLogger(__name__)
 _CODE = (
     "import sys, marshal; sys.path[:] = marshal.load(sys.stdin.buffer); "
     "from tokenfeed.pipeline.remote.own_process import main; main()"
 )
+_PARENT_CHECK_S = 1.0
 
 
-class _Reads(Protocol):
-    """A store that can be pickled, and counts its requests."""
-
-    @property
-    def traffic(self) -> Traffic:
-        """Counts of this process's requests."""
-        ...
-
-    def path(self, name: str) -> str:
-        """Return a file as messages show it."""
-        ...
-
-    def read(self, name: str) -> bytes:
-        """Return the whole of a file."""
-        ...
-
-
-def read_in_child(store: _Reads, name: str) -> tuple[bytes, Traffic]:
-    """Return the whole of an object and the child's traffic. Log the child's warnings.
+def read_in_child(store: Any, name: str) -> tuple[bytes, Traffic]:
+    """Return the whole of an object and the child's traffic. The child logs warnings to stderr.
 
     Raises:
         TokenfeedError: What `read` raises in the child.
     """
     paths = [entry for entry in sys.path if isinstance(entry, str)]
-    orders = marshal.dumps(paths) + pickle.dumps((store, name))
-    with subprocess.Popen(
+    orders = marshal.dumps(paths) + pickle.dumps((os.getpid(), store, name))
+    child = subprocess.run(
         [sys.executable, "-c", _CODE],
-        stdin=subprocess.PIPE,
+        input=orders,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C should reach only this process, which then kills the child
-    ) as child:
-        assert child.stdin
-        assert child.stdout
-        try:
-            with contextlib.suppress(BrokenPipeError):  # the child died: `_answer` raises the error
-                os.write(child.stdin.fileno(), orders)
-            return _answer(child.stdout, store.path(name))
-        finally:
-            child.kill()
-
-
-def _answer(pipe: IO[bytes], place: str) -> tuple[bytes, Traffic]:
-    while True:
-        try:
-            said = pickle.load(pipe)
-        except (EOFError, pickle.UnpicklingError):
-            raise RemoteError(EIO, "the program that fetches it died; see above", place) from None
-        if isinstance(said, TokenfeedError):
-            raise said
-        if isinstance(said, tuple):
-            content, traffic = said
-            return content, traffic
-        _log.warning("%s", said)
+    )
+    try:
+        answer: tuple[bytes, Traffic] | TokenfeedError = pickle.loads(child.stdout)
+    except (EOFError, pickle.UnpicklingError):
+        reason = "the program that fetches it died; see above"
+        raise RemoteError(EIO, reason, store.path(name)) from None
+    if isinstance(answer, TokenfeedError):
+        raise answer
+    return answer
 
 
 def main() -> NoReturn:
@@ -139,34 +107,19 @@ def main() -> NoReturn:
     own_process()
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of libraries must not mix with the answer
-    logging.getLogger("tokenfeed").addHandler(_ToParent(pipe))
-    asked: tuple[_Reads, str] = pickle.load(sys.stdin.buffer)
-    store, name = asked
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    parent, store, name = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with, args=[parent], daemon=True).start()
+    answer: tuple[bytes, Traffic] | TokenfeedError
     try:
-        content = store.read(name)
-        _send(pipe, (content, store.traffic))
+        answer = store.read(name), store.traffic
     except TokenfeedError as error:
-        _send(pipe, error)
+        answer = error
+    pickle.dump(answer, pipe)
+    pipe.flush()
     os._exit(os.EX_OK)
 
 
-class _ToParent(logging.Handler):
-    """Sends warnings as text."""
-
-    def __init__(self, pipe: BinaryIO) -> None:
-        super().__init__(logging.WARNING)
-        self._pipe = pipe
-
-    def emit(self, record: logging.LogRecord) -> None:
-        _send(self._pipe, record.getMessage())
-
-
-def _send(pipe: BinaryIO, message: object) -> None:
-    pickle.dump(message, pipe)
-    pipe.flush()
-
-
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_S)
     os._exit(os.EX_OK)
