@@ -1,12 +1,6 @@
-"""Accelerators: everything that loader and trainer need from a device other than the CPU.
-
-Streams and events come from the torch module of the device type, such as `torch.cuda`. What torch
-lacks is a method of the accelerator's class. To add a device type, add a class and an entry of
-`ACCELERATORS`.
-"""
+"""What loader and trainer need from a CUDA device: streams, page-locking, and its name."""
 
 import contextlib
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +9,14 @@ import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 
-__all__ = ["ACCELERATORS", "Accelerator", "accelerator", "default_device", "resolve_device"]
+__all__ = ["Accelerator", "accelerator", "default_device", "resolve_device"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for the contexts of all devices
 
 
 @dataclass(frozen=True, slots=True)
-class Accelerator(ABC):
-    """A device that copies and computes on streams, concurrently with the host."""
+class Accelerator:
+    """A CUDA device. It copies and computes on streams, concurrently with the host."""
 
     device: torch.device
 
@@ -50,31 +44,17 @@ class Accelerator(ABC):
         """Return whether the hardware computes in bf16, without emulation."""
         return bool(self.module.is_bf16_supported(including_emulation=False))
 
-    @abstractmethod
     def lock(self, address: int, num_bytes: int) -> str | None:
         """Page-lock memory of this process for asynchronous copies. Return the error, or None."""
+        error = self._call("cudaHostRegister", address, num_bytes, _PORTABLE)
+        return f"CUDA error {error}" if error else None
 
-    @abstractmethod
     def unlock(self, address: int) -> None:
         """Undo `lock`.
 
         Raises:
             RuntimeError: The device has failed.
         """
-
-
-class Cuda(Accelerator):
-    """A CUDA GPU."""
-
-    __slots__ = ()
-
-    def lock(self, address: int, num_bytes: int) -> str | None:
-        """Page-lock memory for the contexts of all devices."""
-        error = self._call("cudaHostRegister", address, num_bytes, _PORTABLE)
-        return f"CUDA error {error}" if error else None
-
-    def unlock(self, address: int) -> None:
-        """Undo `lock`."""
         self._call("cudaHostUnregister", address)
 
     def _call(self, name: str, *arguments: int) -> int:
@@ -88,20 +68,15 @@ class Cuda(Accelerator):
         return error
 
 
-ACCELERATORS: dict[str, type[Accelerator]] = {"cuda": Cuda}
-"""Classes by torch's name of the device type."""
-
-
 def accelerator(device: torch.device) -> Accelerator:
     """Return the accelerator of a device from `resolve_device`, which is not the CPU."""
-    return ACCELERATORS[device.type](device)
+    return Accelerator(device)
 
 
 def default_device() -> torch.device:
-    """Return the current device of the first available accelerator type, else the CPU."""
-    for kind in ACCELERATORS:
-        if _is_available(kind):
-            return torch.device(kind, torch.get_device_module(kind).current_device())
+    """Return the current CUDA device; the CPU if there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
@@ -111,28 +86,16 @@ def resolve_device(device: str | torch.device) -> torch.device:
     Raises:
         ConfigError: torch does not know or find the device, or its type is not supported.
     """
-    known = ("cpu", *ACCELERATORS)
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ConfigError(
-            f"`device`={device!r}: unknown torch device. Use {' or '.join(known)}."
-        ) from None
-    if resolved.type not in known:
-        raise ConfigError(f"`device`={device!r} is not supported. Use {' or '.join(known)}.")
+        raise ConfigError(f"`device`={device!r}: unknown torch device. Use cpu or cuda.") from None
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigError(f"`device`={device!r} is not supported. Use cpu or cuda.")
     if resolved.type == "cpu":
         return resolved
-    if not _is_available(resolved.type):
-        raise ConfigError(
-            f"`device`={device!r}: torch finds no {resolved.type.upper()} device. Use cpu."
-        )
-    if resolved.index is None:
-        current = accelerator(resolved).module.current_device()
-        return torch.device(resolved.type, current)  # the current device may change
+    if not torch.cuda.is_available():
+        raise ConfigError(f"`device`={device!r}: torch finds no CUDA device. Use cpu.")
+    if resolved.index is None:  # the current device may change
+        return torch.device("cuda", torch.cuda.current_device())
     return resolved
-
-
-def _is_available(kind: str) -> bool:
-    """Return whether torch finds a device of a type. A plugin provides the module of some types."""
-    module = getattr(torch, kind, None)
-    return module is not None and bool(module.is_available())

@@ -190,8 +190,8 @@ class _Kernels(TorchDispatchMode):
 
 
 @contextmanager
-def simulate(monkeypatch: pytest.MonkeyPatch, module: Any = torch.cuda) -> Iterator[SimulatedCuda]:
-    """Replaces the CUDA of torch, or torch's module of another device, for this thread."""
+def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
+    """Replaces the CUDA of torch for this thread."""
     cuda = SimulatedCuda()
 
     def new_stream(device: torch.device, priority: int = 0) -> FakeStream:
@@ -203,15 +203,14 @@ def simulate(monkeypatch: pytest.MonkeyPatch, module: Any = torch.cuda) -> Itera
         assert stream is cuda.copy
         yield
 
-    monkeypatch.setattr(module, "is_available", lambda: True)
-    monkeypatch.setattr(module, "current_device", lambda: cuda.current)
-    monkeypatch.setattr(module, "device_count", lambda: 2)
-    monkeypatch.setattr(module, "device", cuda.device)
-    monkeypatch.setattr(module, "Stream", new_stream)
-    monkeypatch.setattr(module, "stream", on_stream)
-    monkeypatch.setattr(module, "current_stream", lambda device: cuda.compute)
-    if module is torch.cuda:
-        monkeypatch.setattr(module, "cudart", cuda.runtime)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: cuda.current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", cuda.device)
+    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: cuda.compute)
+    monkeypatch.setattr(torch.cuda, "cudart", cuda.runtime)
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, stream: cuda.owned.append(id(tensor))
     )

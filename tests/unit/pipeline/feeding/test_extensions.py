@@ -1,40 +1,32 @@
 """What others may add is added in one place: a policy, a store, a task's column, an accelerator."""
 
-import mmap
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support.data_sets import random_rows, write_rows
 from support.delivery import (
     MakeDataset,
     open_loader,
     realistic_lengths,
-    same_values,
     small_batches,
     spans,
 )
-from support.simulated_cuda import simulate
 from support.stores import MemoryStore, keep_in_memory
 
-from tokenfeed import Manifest, Mixture, Packed, Padded
+from tokenfeed import Manifest, Mixture, Padded
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
-from tokenfeed.pipeline.feeding import devices
-from tokenfeed.pipeline.feeding.stats import Counters
-from tokenfeed.pipeline.feeding.transfer import PageLock
 from tokenfeed.pipeline.format import schema, store
 from tokenfeed.pipeline.format.schema import Column
 from tokenfeed.pipeline.planning.order import Draw
-from tokenfeed.pipeline.planning.policies import described_policy, policy_of
+from tokenfeed.pipeline.planning.policies import policy_of
 from tokenfeed.pipeline.planning.policy import (
     Arranged,
     Batching,
-    ByLength,
     LongRows,
     cut_rows,
     random_order,
@@ -136,17 +128,6 @@ def test_a_policy_that_a_state_could_not_name_is_refused(folder: Path) -> None:
             open_loader(folder, policy)
 
 
-def test_settings_of_a_policy_of_another_project_keep_their_names() -> None:
-    assert described_policy("WithRows(rows=4, batch_size=8)") != described_policy(
-        "WithRows(rows=5, batch_size=8)"
-    )
-
-
-@dataclass(frozen=True)
-class WithRows(AtRandom):
-    rows: int = 1
-
-
 @dataclass(frozen=True)
 class Chosen(AtRandom):
     order: str = "random"
@@ -162,18 +143,6 @@ def test_a_policy_of_another_project_that_refuses_its_values_is_one_line(said: s
     assert policy_of("Chosen(batch_size=4)") == Chosen(4)
     with pytest.raises(ConfigError, match=rf"^{re.escape(said)}: unknown policy"):
         policy_of(said)
-
-
-def test_a_class_elsewhere_that_is_called_like_a_policy_of_ours_changes_no_state(
-    folder: Path,
-) -> None:
-    class Padded_(ByLength):
-        pass
-
-    Padded_.__name__ = "Padded"
-    state = open_loader(folder, Padded(2048)).state_dict()
-    state["plan"]["batching"] = "Padded(max_tokens=2048, multiple_of=1)"  # of before `spread`
-    open_loader(folder, Padded(2048)).load_state_dict(state)
 
 
 @pytest.fixture
@@ -254,53 +223,3 @@ def test_a_column_says_by_its_role_what_a_batch_makes_of_it(
         expected = [[at + less for at in range(starts[row], starts[row + 1])] for row in order]
         assert batch.num_targets == sum(lengths)
         assert [labels[labels >= 0].tolist() for labels in batch["labels"]] == expected
-
-
-class Xpu(devices.Accelerator):
-    """An accelerator of another maker, which locks what it is asked to."""
-
-    locked: ClassVar[list[int]] = []
-
-    def lock(self, address: int, num_bytes: int) -> str | None:
-        self.locked.append(address)
-        return None
-
-    def unlock(self, address: int) -> None:
-        self.locked.remove(address)
-
-
-@pytest.mark.parametrize("batching", [Padded(2048), Packed(64, 4)], ids=str)
-def test_an_accelerator_is_a_class_and_a_line_of_one_table(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, batching: Batching
-) -> None:
-    host = list(open_loader(folder, batching))
-    with pytest.raises(ConfigError, match=r"`device`='xpu' is not supported\. Use cpu or cuda"):
-        open_loader(folder, batching, device="xpu")
-    monkeypatch.setitem(devices.ACCELERATORS, "xpu", Xpu)
-    with pytest.raises(ConfigError, match="`device`='xpu': torch finds no XPU device"):
-        open_loader(folder, batching, device="xpu")
-    with (
-        simulate(monkeypatch, torch.xpu) as xpu,
-        open_loader(folder, batching, device="xpu") as ours,
-    ):
-        assert ours.device == torch.device("xpu:0")
-        for batch, expected in zip(ours, host, strict=True):
-            assert {id(tensor) for tensor in batch.tensors()} <= set(xpu.owned)
-            assert same_values(batch, expected)
-        assert xpu.made == [(0, -1)]
-        assert xpu.compute.waited == xpu.copy.recorded[: len(xpu.compute.waited)]
-        ours.close()
-    unlock = PageLock(ours.device, Counters()).lock(mmap.mmap(-1, 4096))
-    assert len(Xpu.locked) == 1
-    unlock()
-    assert not Xpu.locked
-
-
-@pytest.mark.parametrize("kind", ["hpu", "npu"])  # torch knows the name of the one without it
-def test_an_accelerator_whose_plugin_is_not_there_is_not_there(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.setattr(devices, "ACCELERATORS", {kind: Xpu})
-    assert devices.default_device() == torch.device("cpu")
-    with pytest.raises(ConfigError, match=f"^`device`='{kind}'"):
-        open_loader(folder, device=kind)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from support.simulated_cuda import simulate
 from support.training import make_config, read_metrics, run, write_labelled
 
-from tokenfeed.pipeline.feeding import devices
 from tokenfeed.pipeline.format import schema
 from tokenfeed.pipeline.format.schema import Column, Task
 from tokenfeed.tools.train_settings import parse_config
@@ -68,16 +67,6 @@ def test_the_best_checkpoint_of_a_task_judged_by_an_error_has_the_least(
     assert errors[report.best_step or 0] == min(errors.values()) < max(errors.values())
 
 
-class Xpu(devices.Accelerator):
-    """An accelerator of another maker."""
-
-    def lock(self, address: int, num_bytes: int) -> str | None:
-        return None
-
-    def unlock(self, address: int) -> None:
-        pass
-
-
 def test_each_rank_has_a_device_of_its_own_and_the_backend_of_its_type(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -90,9 +79,8 @@ def test_each_rank_has_a_device_of_its_own_and_the_backend_of_its_type(
         dist, "init_process_group", lambda backend, **more: asked.update(more, backend=backend)
     )
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
-    monkeypatch.setattr(torch.xpu, "set_device", current.append)
-    monkeypatch.setitem(devices.ACCELERATORS, "xpu", Xpu)
-    with simulate(monkeypatch, torch.xpu):
-        world = group.join_world("xpu")
-    assert [world.device] == current == [torch.device("xpu:1")] == [asked["device_id"]]
-    assert asked["backend"] == "cpu:gloo,xpu:xccl"
+    with simulate(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "set_device", current.append)
+        world = group.join_world("cuda")
+    assert [world.device] == current == [torch.device("cuda:1")] == [asked["device_id"]]
+    assert asked["backend"] == "cpu:gloo,cuda:nccl"
