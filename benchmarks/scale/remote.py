@@ -134,8 +134,7 @@ def time_sweep(large: Path, folder: Path) -> Entry:
         plan, infos = loader._plan, loader.manifest.split("train").shards
     node = Node(None)
     node.ahead = ahead = Ahead(plan, Position(0, plan.num_windows // 2, 0))
-    batch_ends = np.cumsum([info.batches for info in infos])
-    until = partial(node._windows_until, 0, batch_ends)
+    until = partial(node._windows_until, 0, len(infos))
     batches = np.linspace(0, plan.order.sizes[0] - 1, SWEPT_BATCHES).astype(np.int64)
     names = [f"set/{number & 255:02x}/{number:x}" for number in batches.tolist()]
     names += [f"set/ends/{shard:x}" for shard in range(SWEPT_ENDS)]

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -19,24 +19,13 @@ from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.remote.retrying import Traffic
 
-__all__ = ["CountingStore", "Fetched", "Node", "SharedPieces"]
-
-
-@runtime_checkable
-class CountingStore(Protocol):
-    """A store that counts its requests."""
-
-    @property
-    def traffic(self) -> Traffic:
-        """Requests and bytes of this process."""
-        ...
+__all__ = ["Fetched", "Node", "SharedPieces"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """Counts and times of reading from stores."""
+class Fetched(Traffic):
+    """Counts and times of reading from stores and from the cache."""
 
-    traffic: Traffic = field(default_factory=Traffic)
     hits: int = 0
     """Number of record batches and footers read from the cache."""
     damaged: int = 0
@@ -44,37 +33,10 @@ class Fetched:
     waited_s: float = 0.0
     """Seconds of waiting for the bytes of windows, from the cache, a store or another process."""
 
-    def __add__(self, other: "Fetched") -> "Fetched":
-        return Fetched(
-            self.traffic + other.traffic,
-            self.hits + other.hits,
-            self.damaged + other.damaged,
-            self.waited_s + other.waited_s,
-        )
-
-    def since(self, before: "Fetched") -> "Fetched":
-        """Return the counts since `before`."""
-        now, then = self.traffic, before.traffic
-        traffic = Traffic(
-            now.requests - then.requests,
-            now.bytes - then.bytes,
-            now.retries - then.retries,
-            now.outage_s - then.outage_s,
-        )
-        return Fetched(
-            traffic,
-            self.hits - before.hits,
-            self.damaged - before.damaged,
-            self.waited_s - before.waited_s,
-        )
-
 
 _THREADS, _SMALL_AHEAD, _LARGE_AHEAD = 64, 16, 4
 """Concurrent requests: for a window that the loop waits for; and for later windows, with small or
 large requests. Large requests are few, so that each finishes soon on a slow network."""
-_LONGEST_WAIT_S = 900.0
-"""Seconds after which waiting counts as a hang. It is longer than all retries of a request and the
-wait for another process together."""
 _BEHIND = 4
 """Windows that another process of the node may be behind this one."""
 
@@ -89,8 +51,6 @@ class Node:
         self._lock = threading.Lock()
         self.counted = Fetched()
         """Counts that no store keeps: cache hits, damaged files, time waited."""
-        self._waiting = 0
-        self._waiting_since_s = 0.0
         self.ahead: Ahead | None = None
         """The plan and the current window; None before the first window."""
 
@@ -115,45 +75,32 @@ class Node:
     def _cache(self) -> NodeCache | None:
         return NodeCache(self.settings, self._until) if self.settings else None
 
-    def open_set(self, name: str, source: int, batch_ends: np.ndarray) -> CacheSet | None:
+    def open_set(self, name: str, source: int, num_shards: int) -> CacheSet | None:
         """Return the cached files of one split of one data set; None without a cache.
 
         Args:
             name: Name of the set in the cache.
             source: Number of the plan's source.
-            batch_ends: Running total of the record batches of the shards, shape (shards,).
+            num_shards: Number of shards of the split.
         """
         if self._cache is None:
             return None
-        self._until[name] = partial(self._windows_until, source, batch_ends)
+        self._until[name] = partial(self._windows_until, source, num_shards)
         return CacheSet(self._cache, name)
 
-    def _windows_until(
-        self, source: int, batch_ends: np.ndarray, numbers: np.ndarray
-    ) -> np.ndarray:
+    def _windows_until(self, source: int, num_shards: int, numbers: np.ndarray) -> np.ndarray:
         """Return the windows until pieces are read next, shape (K,).
 
-        The plan gives that for record batches. A footer is needed with any record batch of its
-        shard: with the first of its cached batches, or at the latest after the average distance
-        between two windows that read from a shard. Example with two shards of 10 record batches,
-        `batch_ends` = [10, 20], and pieces [3, 12, FIRST_END + 0, FIRST_END + 1]: batches 3 and 12
-        are read in 5 and 90 windows, a shard on average every 8 windows. The footers are needed in
-        min(8, 5) = 5 and min(8, 90) = 8 windows: [5, 90, 5, 8].
+        The plan gives that for record batches. A footer is needed after the average distance
+        between two windows that read from a shard.
         """
         if self.ahead is None:
             return np.zeros(len(numbers), np.int64)
         epoch, window, _ = self.ahead.position
         ahead = Ahead(self.ahead.plan, Position(epoch, max(0, window - _BEHIND), 0))
         is_end = numbers >= FIRST_END
-        batches, ends = numbers[~is_end], numbers[is_end] - FIRST_END
-        found = np.empty(len(numbers), np.int64)
-        found[~is_end] = ahead.until(source, batches)
-        of_shard = np.full(len(batch_ends), ahead.between(source, len(batch_ends)))
-        shards, last = np.searchsorted(batch_ends, batches, "right"), len(batch_ends) - 1
-        np.minimum.at(of_shard, np.minimum(shards, last), found[~is_end])
-        found[is_end] = of_shard[
-            np.minimum(ends, last)
-        ]  # a file of another program may have any number
+        found = np.full(len(numbers), ahead.between(source, num_shards))
+        found[~is_end] = ahead.until(source, numbers[~is_end])
         return found
 
     def count(self, counted: Fetched) -> None:
@@ -161,25 +108,13 @@ class Node:
         with self._lock:
             self.counted += counted
 
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether the process waits for data of a store. After 15 minutes it counts as hung:
-        by then every request has succeeded or failed."""
-        return self._waiting > 0 and time.monotonic() - self._waiting_since_s < _LONGEST_WAIT_S
-
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time inside the block as waiting for data."""
         started = time.perf_counter()
-        with self._lock:
-            if not self._waiting:
-                self._waiting_since_s = time.monotonic()
-            self._waiting += 1
         try:
             yield
         finally:
-            with self._lock:
-                self._waiting -= 1
             self.count(Fetched(waited_s=time.perf_counter() - started))
 
 
@@ -231,8 +166,8 @@ class SharedPieces:
     def replace(self, number: int, data: bytes) -> None:
         """Replace a piece in the cache."""
         if self._files:
-            self._files.remove(self._path(number))
-            self._files.write(self._path(number), data)
+            self._files.cache.remove(self._path(number))
+            self._files.cache.write(self._path(number), data)
 
     def _fetch_all(self, missing: list[int], fetch: Fetch, got: dict[int, bytes]) -> None:
         patient_until = time.monotonic() + _PATIENCE_S
@@ -255,7 +190,7 @@ class SharedPieces:
             if not is_mine and is_patient:
                 return None
             data = fetch(number)
-            self._files.write(self._path(number), data)
+            self._files.cache.write(self._path(number), data)
             return data
 
     def _kept(self, number: int) -> bytes | None:

@@ -102,7 +102,7 @@ class CacheSet:
     """The files of one split of one data set."""
 
     def __init__(self, cache: NodeCache, name: str) -> None:
-        self._cache = cache
+        self.cache = cache
         self._folder = os.path.join(cache.settings.folder, name)
         try:
             os.makedirs(os.path.join(self._folder, ENDS), mode=0o700, exist_ok=True)
@@ -114,11 +114,6 @@ class CacheSet:
         with contextlib.suppress(OSError), open(os.path.join(self._folder, ".used"), "w"):
             pass
 
-    @property
-    def is_paused(self) -> bool:
-        """Return whether writing is paused after a disk error."""
-        return self._cache.is_paused
-
     def batch(self, number: int) -> str:
         """Return the path of a record batch."""
         return f"{self._folder}/{number & 255:02x}/{number:x}"
@@ -126,14 +121,6 @@ class CacheSet:
     def end(self, shard: int) -> str:
         """Return the path of a shard's footer."""
         return f"{self._folder}/{ENDS}/{shard:x}"
-
-    def write(self, path: str, data: bytes) -> None:
-        """Write a file."""
-        self._cache.write(path, data)
-
-    def remove(self, path: str) -> None:
-        """Remove a damaged file."""
-        self._cache.remove(path)
 
     def lock(self, first: int, count: int = 1) -> AbstractContextManager[bool]:
         """Lock record batches for fetching; the block gets whether that succeeded."""

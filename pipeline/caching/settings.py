@@ -16,7 +16,7 @@ from tokenfeed.pipeline.format.read_errors import error_line
 from tokenfeed.pipeline.format.store import FetchingStore, RangedStore
 from tokenfeed.pipeline.planning.plan import Plan
 
-__all__ = ["CacheSettings", "Need", "cache_for", "has_remote", "resolve_cache"]
+__all__ = ["CacheSettings", "cache_for", "has_remote", "resolve_cache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +39,16 @@ _MOST_BYTES, _SHARE_OF_FREE = 10_000_000_000, 0.05
 _MOST_AHEAD_BYTES, _SHARE_AHEAD = 1_000_000_000, 0.25
 _WINDOWS = 3
 """Windows that must fit: the current windows of a fast and of a slow rank, and the next window."""
-_IN_MEMORY = ("tmpfs", "ramfs")
 _FAR = ("nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "gpfs", "beegfs", "afs", "fuse.sshfs")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """Size of the data that is read through the cache."""
-
-    total_bytes: int
-    """Bytes of all data."""
-    window_bytes: int
-    """Bytes of an average window, at least 1."""
-
-    @property
-    def least_bytes(self) -> int:
-        """Smallest useful size in bytes. A smaller cache would fetch the same data repeatedly."""
-        return min(self.total_bytes, _WINDOWS * self.window_bytes)
-
-
 def resolve_cache(
-    cache_dir: str | PathLike[str] | None, cache_bytes: int | None, need: Need
+    cache_dir: str | PathLike[str] | None,
+    cache_bytes: int | None,
+    *,
+    total_bytes: int,
+    window_bytes: int,
 ) -> CacheSettings | None:
     """Return the settings of the cache; None for no cache.
 
@@ -68,7 +56,8 @@ def resolve_cache(
         cache_dir: Folder of the cache. None: $TOKENFEED_CACHE, or a folder of this user in the
             system's temporary folder.
         cache_bytes: Largest size in bytes. 0: no cache. None: a share of the free disk.
-        need: Size of the data.
+        total_bytes: Bytes of all data that is read through the cache.
+        window_bytes: Bytes of an average window, at least 1.
 
     Raises:
         ConfigError: The cache is too small for the data, or the disk for the cache.
@@ -76,30 +65,31 @@ def resolve_cache(
     if cache_bytes is not None and not checks.whole("cache_bytes", cache_bytes):
         return None
     folder = _folder(cache_dir)
+    least_bytes = min(total_bytes, _WINDOWS * window_bytes)  # less would fetch data repeatedly
     free = shutil.disk_usage(folder).free + Budget(folder).read()
     most = min(_MOST_BYTES, int(free * _SHARE_OF_FREE)) if cache_bytes is None else cache_bytes
-    if cache_bytes is None and most < need.least_bytes:
+    if cache_bytes is None and most < least_bytes:
         _log.warning(
             "%s has %s bytes free, too few for a cache of %s bytes: record batches are not cached "
             "on disk. Set `cache_dir` to a disk with more free space.",
-            *(folder, f"{free:,}", f"{need.least_bytes:,}"),
+            *(folder, f"{free:,}", f"{least_bytes:,}"),
         )
         return None
-    if most < need.least_bytes:
+    if most < least_bytes:
         raise ConfigError(
             f"`cache_bytes`={most}: {_WINDOWS} windows of this data set take "
-            f"{need.least_bytes:,} bytes. Raise it to that, lower `window_tokens`, or set it to 0 "
+            f"{least_bytes:,} bytes. Raise it to that, lower `window_tokens`, or set it to 0 "
             "to use no disk cache."
         )
-    if (wanted := min(most, need.total_bytes)) > free:
+    if (wanted := min(most, total_bytes)) > free:
         raise ConfigError(
             f"`cache_bytes`={most}: {folder} has {free:,} bytes free, and the cache would use "
-            f"{wanted:,}. Lower `cache_bytes`, to {need.least_bytes:,} or more, or set `cache_dir` "
+            f"{wanted:,}. Lower `cache_bytes`, to {least_bytes:,} or more, or set `cache_dir` "
             "to another disk."
         )
     ahead_bytes = min(_MOST_AHEAD_BYTES, int(most * _SHARE_AHEAD))
-    windows_ahead = max(1, ahead_bytes // need.window_bytes)
-    return CacheSettings(folder, most, need.total_bytes <= most, windows_ahead)
+    windows_ahead = max(1, ahead_bytes // window_bytes)
+    return CacheSettings(folder, most, total_bytes <= most, windows_ahead)
 
 
 def _folder(cache_dir: str | PathLike[str] | None) -> str:
@@ -120,12 +110,7 @@ def _folder(cache_dir: str | PathLike[str] | None) -> str:
         raise ConfigError(f"{setting}={place}: {why}. Choose a writable folder.") from None
     if not given and owner != _user():
         raise ConfigError(f"{place} belongs to another user. Set `cache_dir` to your own folder.")
-    if (kind := _file_system(place)) in _IN_MEMORY:
-        _log.warning(
-            "%s=%s: is in memory (%s), so the cache uses memory. Set `cache_dir` to a disk.",
-            *(setting, place, kind),
-        )
-    if kind in _FAR:
+    if (kind := _file_system(place)) in _FAR:
         raise ConfigError(
             f"{setting}={place}: is on a network file system ({kind}), which is no faster than the "
             "store and has no safe locks. Choose a folder on a disk of this machine."
@@ -178,4 +163,4 @@ def cache_for(
             size = sum(shard.bytes for shard in source.split.shards)
             total += 0 if isinstance(source.store, FetchingStore) else size
             window += int(size * read / source.batches)
-    return resolve_cache(cache_dir, cache_bytes, Need(total, max(1, window)))
+    return resolve_cache(cache_dir, cache_bytes, total_bytes=total, window_bytes=max(1, window))

@@ -13,21 +13,17 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tokenfeed.pipeline import checks
-from tokenfeed.pipeline.caching.settings import cache_for
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, build_on_host
-from tokenfeed.pipeline.feeding.placement import resolve_ranks
-from tokenfeed.pipeline.format.data_set import open_splits
-from tokenfeed.pipeline.format.kinds import TargetRule, Targets
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.kinds import Targets
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture
-from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.stages import Stage, paths_of
-from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.pipeline.windows.rank_slice import Header, RankSlice
-from tokenfeed.pipeline.windows.reader import WindowReader
-from tokenfeed.pipeline.windows.row_map import MapRow, RowMap
+from tokenfeed.pipeline.windows.row_map import MapRow
 
 __all__ = ["ShardDataset", "WindowSlice"]
 
@@ -128,28 +124,24 @@ class ShardDataset(IterableDataset[WindowSlice]):
             ManifestError: The folder has no such data set or split.
             ConfigError: A setting is out of range or does not fit the data.
         """
-        ranks = resolve_ranks(rank, world_size)
-        if micro_batches_per_step is None:
-            micro_batches_per_step = ranks.world_size
-        sources = open_splits(paths_of(path), checks.text("split", split))
-        plan = Plan.from_splits(
-            sources,
+        loader = ShardLoader(
             path,
-            batching,
+            batching=batching,
             split=split,
-            micro_batches_per_step=micro_batches_per_step,
-            window_tokens=window_tokens,
+            num_workers=0,
             seed=seed,
             shuffle=shuffle,
+            epochs=epochs,
+            micro_batches_per_step=micro_batches_per_step,
+            window_tokens=window_tokens,
+            rank=rank,
+            world_size=world_size,
+            targets=targets,
+            map=map,
         )
-        rule = TargetRule.from_setting(targets, sources[0].manifest.columns)
-        cache = cache_for(sources, plan, None, None)
-        reader = WindowReader(sources, with_kinds=rule is not None, cache=cache)
-        vocabulary_size = sources[0].manifest.tokenizer.vocabulary_size
-        row_map = RowMap.from_setting(map, vocabulary_size, plan.order.seed)
-        self._maker = WindowMaker(plan, reader, ranks.rank, ranks.world_size, rule, row_map)
-        self._form = BatchForm(sources[0].manifest.tokenizer.pad_id)
-        self.epochs = checks.epochs(epochs)
+        self._maker = loader.window_maker()
+        self._form = BatchForm(loader.manifest.tokenizer.pad_id)
+        self.epochs = loader.epochs
         self._epoch = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._share_epoch()
 

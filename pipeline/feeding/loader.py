@@ -60,6 +60,9 @@ __all__ = ["ShardLoader"]
 
 _TRAIN, _START = "train", Position(0, 0, 0)
 _NUMPY = "numpy"
+_STORE_S = 900.0
+"""Seconds added to the timeout of workers that read from a store: more than all retries of a
+request and the wait for another process together."""
 
 
 class ShardLoader:
@@ -137,7 +140,8 @@ class ShardLoader:
                 million. Several windows are in memory at once. Larger windows mix an ordered
                 corpus better; see `Stats.mixing`.
             timeout: Seconds without an answer after which a worker counts as hung; `float("inf")`
-                for no limit. Time that a worker waits for a store does not count.
+                for no limit. For data in a store it is 15 minutes longer, because failed
+                requests are repeated.
             rank: Rank of this process. Default: the rank of torch.distributed, or 0. "launcher":
                 rank and world size from the variables of torchrun, srun, Open MPI or MPICH, for
                 programs without torch.distributed.
@@ -203,8 +207,9 @@ class ShardLoader:
         )
         self._targets_by = TargetRule.from_setting(targets, sources[0].manifest.columns)
         self._cache = cache_for(sources, plan, cache_dir, cache_bytes)
-        self._timeout = checks.number("timeout", timeout, unit="seconds")
         self._least_workers = int(has_remote(sources))
+        more_s = _STORE_S if self._least_workers else 0.0
+        self._timeout = checks.number("timeout", timeout, unit="seconds") + more_s
         self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
         first = 1 if num_workers == "auto" else num_workers
         self._num_workers = resolve_workers(first, least=self._least_workers)
@@ -460,6 +465,13 @@ class ShardLoader:
         """
         return origins_of(self._sources, batch.rows, batch.starts, batch.piece_lengths)
 
+    def window_maker(self, plan: Plan | None = None) -> WindowMaker:
+        """Return what makes the windows of this rank, by `plan` or the loader's own plan."""
+        plan, ranks, rule = plan or self._plan, self._ranks, self._targets_by
+        sources = self._opened[plan.data]
+        reader = WindowReader(sources, with_kinds=rule is not None, cache=self._cache)
+        return WindowMaker(plan, reader, ranks.rank_in_group, ranks.group_size, rule, self._row_map)
+
     def close(self) -> None:
         """Stop the workers. The position stays, and the next iteration starts new workers."""
         self._delivery.close()
@@ -484,7 +496,7 @@ class ShardLoader:
     def _start_feed(self) -> Feed:
         """Return a feed that continues at the current position."""
         return Feed(
-            self._window_maker(self._plan),
+            self.window_maker(self._plan),
             self.position,
             None if self._form.is_numpy or self.device.type == "cpu" else self.device,
             self._form,
@@ -519,15 +531,9 @@ class ShardLoader:
             self._opened[data] = tuple(known[each] for each in data)
         self._delivery.go_on_from(delivered)
 
-    def _window_maker(self, plan: Plan) -> WindowMaker:
-        ranks, rule = self._ranks, self._targets_by
-        sources = self._opened[plan.data]
-        reader = WindowReader(sources, with_kinds=rule is not None, cache=self._cache)
-        return WindowMaker(plan, reader, ranks.rank_in_group, ranks.group_size, rule, self._row_map)
-
     def _single_windows(self, plan: Plan) -> Callable[[Position], RankSlice]:
         """Return a function that makes one window, for methods that are called rarely."""
-        maker = self._window_maker(plan)
+        maker = self.window_maker(plan)
         if self._least_workers:  # this process must not start a client of a store
             return partial(make_in_worker, maker, timeout=self._timeout)
         return maker.make

@@ -1,9 +1,11 @@
 """Counts and times of a loader: tokens, padding, waits, queue. Cheap to update per batch."""
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from tokenfeed.pipeline.remote.retrying import Traffic
 
 if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.node import Fetched
@@ -29,35 +31,23 @@ class Quantiles:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteStats:
-    """Reads of this rank's workers from stores and from the node cache."""
+class RemoteStats(Traffic):
+    """Reads of this rank's workers from stores and from the node cache, summed over the workers."""
 
-    requests: int
-    """Number of requests, with retries."""
-    bytes: int
-    retries: int
-    outage_s: float
-    """Seconds in which requests were being retried, summed over the workers."""
-    hits: int
+    hits: int = 0
     """Number of record batches and footers read from the cache."""
-    damaged: int
+    damaged: int = 0
     """Number of record batches and footers that were damaged in the cache or on the network, and
     fetched again."""
-    wait_s: Quantiles
+    wait_s: Quantiles = Quantiles(0.0, 0.0, 0.0, 0.0)
     """Seconds that a worker waited for the bytes of each window. The training loop waits only if no
     window is ready."""
 
     def with_another(self, other: "RemoteStats") -> "RemoteStats":
         """Return the sums of two loaders, and the worse waits."""
-        return RemoteStats(
-            requests=self.requests + other.requests,
-            bytes=self.bytes + other.bytes,
-            retries=self.retries + other.retries,
-            outage_s=self.outage_s + other.outage_s,
-            hits=self.hits + other.hits,
-            damaged=self.damaged + other.damaged,
-            wait_s=self.wait_s.worst(other.wait_s),
-        )
+        counts = [field.name for field in fields(self) if field.name != "wait_s"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in counts}
+        return RemoteStats(**sums, wait_s=self.wait_s.worst(other.wait_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +157,9 @@ class Counters:
         )
 
     def _remote(self, fetched: "Fetched") -> RemoteStats:
-        traffic = fetched.traffic
-        return RemoteStats(
-            requests=traffic.requests,
-            bytes=traffic.bytes,
-            retries=traffic.retries,
-            outage_s=traffic.outage_s,
-            hits=fetched.hits,
-            damaged=fetched.damaged,
-            wait_s=self.fetch_s.quantiles(),
-        )
+        counts = asdict(fetched)
+        del counts["waited_s"]
+        return RemoteStats(**counts, wait_s=self.fetch_s.quantiles())
 
 
 class _Recent:

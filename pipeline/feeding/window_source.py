@@ -133,8 +133,7 @@ class WorkerPool:
             maker: Makes the windows.
             start: The first window, and the number of its micro-batches to skip.
             num_workers: Number of processes.
-            timeout: Seconds without an answer after which a worker counts as hung. A worker that
-                waits for a store reports it every second, which restarts the time.
+            timeout: Seconds without an answer after which a worker counts as hung.
             register: Called with the memory of each buffer, to page-lock it for a device.
         """
         self._maker = maker
@@ -244,12 +243,10 @@ class WorkerPool:
 
     def _answer_of(self, head: Pending) -> Reply:
         """Wait until a window is made; return the reply."""
-        asked_s = time.monotonic()
+        give_up_s = time.monotonic() + self._timeout
         while head.answer is None:
-            heard_s = max(asked_s, head.worker.heard_s)
-            self._drain(max(0.0, heard_s + self._timeout - time.monotonic()))
-            heard_s = max(asked_s, head.worker.heard_s)
-            if head.answer is None and time.monotonic() >= heard_s + self._timeout:
+            self._drain(max(0.0, give_up_s - time.monotonic()))
+            if head.answer is None and time.monotonic() >= give_up_s:
                 raise LoaderError(
                     f"{head} did not answer within {self._timeout:g} s. The disk may hang. If "
                     "windows take longer, raise `timeout`."

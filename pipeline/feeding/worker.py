@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from tokenfeed.pipeline.arithmetic import round_up
@@ -38,7 +37,6 @@ __all__ = [
     "Orders",
     "Reply",
     "Request",
-    "Waiting",
     "command",
     "environment",
     "map_buffer",
@@ -62,7 +60,6 @@ _GROWTH = 1.25  # factor by which a buffer grows beyond the required size
 _PAGE = 1 << 21
 _LONGEST = 1 << 16  # bytes of a message; a reply has about 2,000, the slice is in the buffer
 _LONGEST_TRACEBACK = 1 << 14
-_REPORT_EVERY_S = 1.0
 _PARENT_CHECK_S = 1.0  # a socket stays open while any fork of the parent lives
 _SCHEDULING = Path("/proc/self/schedstat")
 
@@ -96,10 +93,6 @@ class Reply(NamedTuple):
     """Seconds it took, without waiting for a core."""
     fetched: "Fetched | None"
     """Counts of reads from stores since the last reply; None for local data."""
-
-
-class Waiting(NamedTuple):
-    """The worker waits for a store. The store will answer, or its client will raise an error."""
 
 
 class Failure(NamedTuple):
@@ -182,7 +175,6 @@ def main(socket_fd: int, file: BinaryIO) -> None:
         orders = _read_orders(file, connection)
         buffers = [_Buffer(fd) for fd in orders.buffers]
         counter = _Counter(orders.maker.reader)
-        _report_waits(connection, orders.maker.reader)
         while True:
             task = _next_task(connection, orders.parent)
             send(connection, _serve(orders.maker, task, buffers[task.buffer], counter))
@@ -210,22 +202,6 @@ def _next_task(connection: socket.socket, parent: int) -> Request:
             raise EOFError
     task: Request = receive(connection)
     return task
-
-
-def _report_waits(connection: socket.socket, reader: WindowReader) -> None:
-    """Start a thread that reports every second while the reader waits for a store."""
-    if reader.fetched is None:
-        return
-    message = pickle.dumps(Waiting())
-
-    def report() -> None:
-        while True:
-            time.sleep(_REPORT_EVERY_S)
-            if reader.is_waiting:
-                with contextlib.suppress(OSError):  # the socket is full, or the parent has ended
-                    connection.send(message, socket.MSG_DONTWAIT)
-
-    Thread(target=report, name="tokenfeed reports waits", daemon=True).start()
 
 
 def _serve(

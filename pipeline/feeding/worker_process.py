@@ -26,7 +26,6 @@ from tokenfeed.pipeline.feeding.worker import (
     Orders,
     Reply,
     Request,
-    Waiting,
     command,
     environment,
     map_buffer,
@@ -110,8 +109,6 @@ class WorkerProcess:
         """
         self.name = name
         self.leaving = False
-        self.heard_s = 0.0
-        """Monotonic time of its last report that it waits for a store, in seconds."""
         self.tasks: deque[Pending] = deque()
         self.free = list(range(BUFFERS))
         self._memory: dict[int, mmap.mmap] = {}
@@ -153,10 +150,7 @@ class WorkerProcess:
         """Receive an answer, or mark all requests as failed if the worker died."""
         try:
             answer = receive(self.socket)
-            if isinstance(answer, Waiting):
-                self.heard_s = time.monotonic()
-            else:
-                self.tasks.popleft().answer = answer
+            self.tasks.popleft().answer = answer
         except (EOFError, ConnectionError):
             reason = self._why_it_died()
             for pending in self.tasks:

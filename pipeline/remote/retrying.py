@@ -10,6 +10,7 @@ import errno
 import itertools
 import logging
 import math
+import operator
 import os
 import random
 import threading
@@ -18,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Self, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
@@ -97,13 +98,12 @@ class Traffic:
     outage_s: float = 0.0
     """Seconds in which at least one request was being retried."""
 
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(
-            self.requests + other.requests,
-            self.bytes + other.bytes,
-            self.retries + other.retries,
-            self.outage_s + other.outage_s,
-        )
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(operator.add, astuple(self), astuple(other)))
+
+    def since(self, before: Self) -> Self:
+        """Return the counts since `before`."""
+        return type(self)(*map(operator.sub, astuple(self), astuple(before)))
 
 
 class Meter:

@@ -237,11 +237,6 @@ class WindowReader:
         """Counts of this process's reads from stores; None if all sources are local."""
         return self._remote.fetched if self._remote else None
 
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether the reader waits for a store. The wait ends with an answer or an error."""
-        return self._remote is not None and self._remote.is_waiting
-
     def read(self, batches: np.ndarray, ahead: Ahead | None = None) -> Window:
         """Decode record batches, counted over all sources.
 

@@ -6,6 +6,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import astuple
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from tokenfeed.pipeline.caching.node import CountingStore, Fetched, Node, SharedPieces
+from tokenfeed.pipeline.caching.node import Fetched, Node, SharedPieces
 from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.errors import ShardFormatError, TokenfeedError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
@@ -69,7 +70,7 @@ class RemoteBatches:
         files = None
         if not isinstance(self._store, FetchingStore):
             own = xxhash.xxh3_64_hexdigest(name.encode())
-            files = self._node.open_set(own, self._number, np.asarray(self._batch_ends))
+            files = self._node.open_set(own, self._number, len(self._infos))
         self._files = files
         self._batches = SharedPieces(self._node, files, files.batch if files else str)
         self._shards = RemoteShards(self._source, self._store, self._only, self._node, files)
@@ -77,8 +78,7 @@ class RemoteBatches:
     @property
     def fetched(self) -> Fetched:
         """Counts of this process's requests to the store."""
-        store = self._store
-        return Fetched(store.traffic) if isinstance(store, CountingStore) else Fetched()
+        return Fetched(*astuple(self._store.traffic))
 
     def read(self, numbers: Sequence[int]) -> Iterator[tuple[Rows, int]]:
         """Decode record batches. Fetch missing ones concurrently."""
@@ -103,7 +103,7 @@ class RemoteBatches:
             for _ in self._node.threads_ahead.map(self._store.fetch, names):
                 pass
         files = self._files
-        if files is None or files.is_paused:
+        if files is None or files.cache.is_paused:
             return
         missing = [number for number in numbers if not os.path.exists(files.batch(number))]
         if missing:
@@ -146,7 +146,7 @@ class RemoteBatches:
             data = self._shards.read(shards[shard], *part)
             messages = shards[shard].ranged.cut(*part, data)
             for number in wanted:
-                files.write(files.batch(number), messages[number - wanted[0]])
+                files.cache.write(files.batch(number), messages[number - wanted[0]])
 
     def _run(self, number: int) -> tuple[int, int]:
         """Return the first record batch of the request that includes `number`, and their count."""
@@ -239,12 +239,6 @@ class Remote:
     def fetched(self) -> Fetched:
         """Counts of this process's reads from all stores."""
         return sum((source.fetched for source in self._sources), self._node.counted)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether the process waits for a store. The wait ends with an answer or an
-        error."""
-        return self._node.is_waiting
 
     def begin(self, ahead: Ahead | None) -> None:
         """Set the current window. The cache evicts what the plan reads last after it."""

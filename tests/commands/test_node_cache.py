@@ -210,13 +210,6 @@ def test_a_store_is_never_read_in_the_training_process(store: RangedFolder, tmp_
     assert not store.mine
 
 
-@pytest.mark.slow
-def test_a_worker_that_waits_for_a_store_is_not_hung(folder: Path, tmp_path: Path) -> None:
-    slow = RangedFolder(folder, tmp_path / "requests", delay_s=3.0)
-    with open_loader(slow, timeout=5.0, cache_bytes=0) as loader:  # type: ignore[arg-type]
-        assert next(iter(loader))
-
-
 def test_an_error_comes_at_its_windows_turn_and_the_loader_goes_on_when_it_is_mended(
     store: RangedFolder,
 ) -> None:
