@@ -197,16 +197,6 @@ def test_filled_batches_in_decoder_have_the_same_loss(
             torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
 
 
-def test_flash_attention_without_bounds_mixes_documents(
-    shards: Path, flash: FlashAttention
-) -> None:
-    """Why position_ids are not enough."""
-    model, batch = model_of("Llama", attention="flash_attention_2"), packed(shards)
-    with torch.no_grad():
-        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-    assert set(flash.called) == {"dense"}
-
-
 @pytest.mark.parametrize(
     ("name", "auto", "sizes"),
     [("Mamba2", "CausalLM", MAMBA), ("Bloom", "CausalLM", {}), ("Bert", "MaskedLM", {})],

@@ -9,12 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.data_sets import MakeDataset, plan_in_memory, random_rows
+from support.data_sets import MakeDataset
 from support.delivery import realistic_lengths, small_batches
 from support.stores import RangedFolder, cached_files
 
@@ -22,20 +19,18 @@ from tokenfeed import Fixed
 from tokenfeed.pipeline.caching import node_cache
 from tokenfeed.pipeline.caching import settings as cache_settings
 from tokenfeed.pipeline.caching.eviction import FIRST_END, Budget, sweep
-from tokenfeed.pipeline.caching.node import Node
 from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache
-from tokenfeed.pipeline.caching.settings import CacheSettings, Need, resolve_cache
+from tokenfeed.pipeline.caching.settings import CacheSettings, resolve_cache
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.shard_ranges import end_bytes
 from tokenfeed.pipeline.format.storage import exclusive, try_lock
-from tokenfeed.pipeline.planning.ahead import Ahead
-from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.reader import WindowReader
 
-NEED = Need(total_bytes=100_000_000, window_bytes=1_000_000)
+SIZES: dict[str, Any] = {"total_bytes": 100_000_000, "window_bytes": 1_000_000}
+"""Of the data that is read through the cache."""
 
 
 @pytest.fixture
@@ -213,25 +208,6 @@ def test_a_disk_that_takes_nothing_costs_the_cache_and_not_the_run(
     assert not [path for path in tmp_path.glob("v1/*/*/*") if path.is_file()]
 
 
-def test_a_disk_without_room_for_a_single_file_costs_the_cache_and_not_the_run(
-    store: RangedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = settings_of(tmp_path, 1 << 30)
-    is_new, opened = os.O_CREAT, os.open
-
-    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
-        if flags & is_new and str(path).startswith(cache.folder):
-            raise OSError(errno.ENOSPC, "No space left on device", path)
-        return opened(path, flags, mode)
-
-    monkeypatch.setattr("tokenfeed.pipeline.format.storage.os.open", refuse)
-    maker, local = maker_of(store, cache), maker_of(store, None)
-    for window in range(3):
-        one, other = (each.make(Position(0, window, 0)) for each in (maker, local))
-        assert np.array_equal(one.per_token["input_ids"], other.per_token["input_ids"])
-    assert Budget(cache.folder).read() == 0
-
-
 def test_a_set_that_is_read_says_so(store: RangedFolder, tmp_path: Path) -> None:
     maker = maker_of(store, settings_of(tmp_path, 1 << 30))
     maker.make(Position(0, 0, 0))
@@ -243,44 +219,41 @@ def test_a_set_that_is_read_says_so(store: RangedFolder, tmp_path: Path) -> None
 
 def test_a_bound_below_three_windows_is_refused_with_numbers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`cache_bytes`=2999999: 3 windows .* 3,000,000 bytes"):
-        resolve_cache(tmp_path, 2_999_999, NEED)
-    assert resolve_cache(tmp_path, 3_000_000, NEED)
-    small = Need(total_bytes=10, window_bytes=10)
-    assert resolve_cache(tmp_path, 10, small)
+        resolve_cache(tmp_path, 2_999_999, **SIZES)
+    assert resolve_cache(tmp_path, 3_000_000, **SIZES)
+    assert resolve_cache(tmp_path, 10, total_bytes=10, window_bytes=10)
     with pytest.raises(ConfigError, match=r"`cache_bytes`=-1: expected a whole number"):
-        resolve_cache(tmp_path, -1, NEED)
+        resolve_cache(tmp_path, -1, **SIZES)
 
 
 def test_a_bound_above_what_the_disk_has_is_refused_with_numbers(tmp_path: Path) -> None:
-    huge = Need(total_bytes=10**18, window_bytes=10)
     with pytest.raises(
         ConfigError, match=r"has [\d,]+ bytes free, and the cache would use 1,[0,]+"
     ):
-        resolve_cache(tmp_path, 10**18, huge)
+        resolve_cache(tmp_path, 10**18, total_bytes=10**18, window_bytes=10)
 
 
 def test_memory_exclusive_is_what_zero_asks_for(tmp_path: Path) -> None:
-    assert resolve_cache(tmp_path / "cache", 0, NEED) is None
+    assert resolve_cache(tmp_path / "cache", 0, **SIZES) is None
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_full_disk_is_no_reason_to_stop_a_run_that_asked_for_no_cache(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    huge = Need(total_bytes=10**18, window_bytes=10**17)
     with caplog.at_level(logging.WARNING):
-        assert resolve_cache(tmp_path, None, huge) is None
+        assert resolve_cache(tmp_path, None, total_bytes=10**18, window_bytes=10**17) is None
     assert "too few for a cache of" in caplog.text
 
 
 def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENFEED_CACHE", str(tmp_path / "there"))
-    found = resolve_cache(None, None, NEED)
+    found = resolve_cache(None, None, **SIZES)
     assert found
     assert found.folder == str(tmp_path / "there/v1")
     monkeypatch.delenv("TOKENFEED_CACHE")
     monkeypatch.setattr(cache_settings.tempfile, "gettempdir", lambda: str(tmp_path))
-    found = resolve_cache(None, None, NEED)
+    found = resolve_cache(None, None, **SIZES)
     assert found
     assert found.folder == str(tmp_path / f"tokenfeed-{os.getuid()}/v1")
 
@@ -295,22 +268,14 @@ def test_a_folder_over_the_network_is_refused(
 ) -> None:
     mount(monkeypatch, {"/": "ext4", f"{tmp_path}/far": "nfs4"})
     with pytest.raises(ConfigError, match=r"`cache_dir`=.*/far/x: is on a network .*\(nfs4\)"):
-        resolve_cache(tmp_path / "far/x", None, NEED)
-    assert resolve_cache(tmp_path / "near", None, NEED)
-
-
-def test_cache_folder_in_memory_is_named_in_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    mount(monkeypatch, {str(tmp_path): "tmpfs"})
-    assert resolve_cache(tmp_path / "x", None, NEED)
-    assert f"`cache_dir`={tmp_path}/x: is in memory (tmpfs)" in caplog.text
+        resolve_cache(tmp_path / "far/x", None, **SIZES)
+    assert resolve_cache(tmp_path / "near", None, **SIZES)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"`cache_dir`=.*/file/x: Not a directory"):
-        resolve_cache(tmp_path / "file/x", None, NEED)
+        resolve_cache(tmp_path / "file/x", None, **SIZES)
 
 
 def test_a_lock_is_held_once_and_ends_with_its_block(tmp_path: Path) -> None:
@@ -325,30 +290,6 @@ def test_a_lock_is_held_once_and_ends_with_its_block(tmp_path: Path) -> None:
         assert again
 
 
-def test_the_sum_of_a_cache_is_not_known_until_it_was_counted(tmp_path: Path) -> None:
-    budget = Budget(str(tmp_path))
-    before = budget.add(0)
-    assert budget.add(5) == before + 5 > 10**18
-    assert budget.read() == 0
-    budget.correct(before, counted=0)
-    assert [budget.read(), budget.add(-2), budget.read()] == [5, 3, 3]
-    budget.correct(before=3, counted=10)
-    assert budget.read() == 10
-    with exclusive(str(tmp_path / ".bytes")) as descriptor:
-        os.ftruncate(descriptor, 3)
-    assert budget.read() == 0, "half a sum is none"
-
-
-def test_windows_are_those_of_a_folder(store: RangedFolder, tmp_path: Path) -> None:
-    cached = maker_of(store, settings_of(tmp_path, 1 << 30))
-    local = WindowMaker(cached.plan, WindowReader(open_splits([store.folder], "train")), 0, 1)
-    for epoch in range(2):
-        for window in range(cached.plan.num_windows):
-            one, other = (maker.make(Position(epoch, window, 0)) for maker in (cached, local))
-            assert np.array_equal(one.per_token["input_ids"], other.per_token["input_ids"])
-            assert np.array_equal(one.index.rounds.digests, other.index.rounds.digests)
-
-
 @pytest.mark.parametrize(
     "stored", [b"", b"xx", b"\xff" * 8, b"\xff" * 7 + b"\x7f", bytes(7) + b"\x80"]
 )
@@ -356,11 +297,11 @@ def test_a_sum_that_is_lost_or_damaged_is_counted_anew(tmp_path: Path, stored: b
     cache = settings_of(tmp_path, 1000)
     files = CacheSet(NodeCache(cache, {"set": lambda numbers: numbers}), "set")
     for number in range(8):
-        files.write(files.batch(number), bytes(100))
+        files.cache.write(files.batch(number), bytes(100))
     (tmp_path / "v1/.bytes").write_bytes(stored)
     assert Budget(cache.folder).read() == 0
     for number, there in enumerate((900, 1000, 900, 1000), start=8):
-        files.write(files.batch(number), bytes(100))
+        files.cache.write(files.batch(number), bytes(100))
         assert Budget(cache.folder).read() == there == 100 * len(cached_files(tmp_path))
 
 
@@ -382,23 +323,3 @@ def test_a_sweep_leaves_what_is_not_of_the_cache(tmp_path: Path) -> None:
     assert sweep(str(cache), 0, {"set": lambda numbers: numbers}) == 0
     assert not (cache / "set/00/0").exists()
     assert all(path.exists() for path in (*foreign, tmp_path / "elsewhere/00/0"))
-
-
-@given(st.integers(1, 60), st.data())
-def test_a_footer_goes_no_sooner_than_the_record_batches_that_need_it(
-    size: int, data: st.DataObject
-) -> None:
-    order = EpochOrder.of_one(size, data.draw(st.integers(1, size)), seed=0, shuffle=True)
-    plan, _ = plan_in_memory([random_rows(np.array([3]))], Fixed(1))
-    cuts = data.draw(st.sets(st.integers(1, size)))
-    batch_ends = np.array(sorted(cuts | {size}))
-    node = Node(None)
-    window = data.draw(st.integers(0, order.num_windows - 1))
-    node.ahead = Ahead(replace(plan, order=order), Position(0, window, 0))
-    batches = np.array(sorted(data.draw(st.sets(st.integers(0, size - 1)))), np.int64)
-    shards = np.arange(len(batch_ends))
-    found = node._windows_until(0, batch_ends, np.concatenate([batches, FIRST_END + shards]))
-    of_batches, of_ends = found[: len(batches)], found[len(batches) :]
-    needing = np.searchsorted(batch_ends, batches, "right")
-    assert (of_ends[needing] <= of_batches).all()
-    assert (of_ends <= node.ahead.between(0, len(batch_ends))).all()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.data_sets import WriteDataset
 from support.delivery import small_batches
 from support.object_server import Remote, StoredObject, as_own_process, remote_store
-from support.stores import cached_files, cached_reader
+from support.stores import cached_reader
 
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
@@ -105,21 +105,6 @@ def test_an_equal_object_put_again_costs_one_footer_for_all_that_share_a_cache(
         assert len(requests(remote)) == 2 + footers
 
 
-def test_a_footer_that_an_older_version_kept_is_read_once_more(
-    folder: Path, remote: Remote, tmp_path: Path
-) -> None:
-    cached_reader(remote, tmp_path).read(BATCHES[:2])
-    (kept,) = cached_files(tmp_path, footers=True)
-    end = kept.read_bytes().partition(b"\n")[2]
-    assert remote.content(SHARD).endswith(end)
-    kept.write_bytes(end)
-    remote.proxy.seen.clear()
-    found = cached_reader(remote, tmp_path).read(BATCHES)
-    assert np.array_equal(found.rows.ids, rows_of(folder))
-    assert len(requests(remote)) == 6 + 1
-    assert kept.read_bytes().partition(b"\n")[2] == end
-
-
 @examples
 @given(st.lists(st.text('ab/\\"[]{},', max_size=3), min_size=1, max_size=12))
 def test_replicas_that_name_equal_objects_differently_are_no_error(
@@ -134,19 +119,6 @@ def test_replicas_that_name_equal_objects_differently_are_no_error(
     if len(set(etags)) == 1:
         assert len(requests(remote)) == len(BATCHES) + 1
     assert len(requests(remote)) <= 4 * len(BATCHES) + 1 + 32
-
-
-def test_a_reader_goes_on_when_the_shard_is_back(
-    folder: Path, remote: Remote, other: bytes, tmp_path: Path
-) -> None:
-    reader = cached_reader(remote, tmp_path)
-    reader.read(BATCHES[:4])
-    mine = remote.content(SHARD)
-    remote.put(SHARD, other)
-    with pytest.raises(ShardFormatError):
-        reader.read(BATCHES)
-    remote.put(SHARD, mine)
-    assert np.array_equal(reader.read(BATCHES).rows.ids, rows_of(folder))
 
 
 class Replicas(dict[str, StoredObject]):

@@ -182,6 +182,8 @@ def test_batches_are_those_of_the_slow_definition(device: str, case: Case) -> No
     for batch, (sequences, filler) in zip(batches, case.slow(), strict=True):
         assert listed(batch) == slow_batch(case, sequences, filler)
         assert batch.is_filler == filler
+        if isinstance(case.batching, Packed):
+            assert batch.max_seqlen == np.diff(batch.cu_seqlens.cpu()).max()
 
 
 @pytest.mark.parametrize("device", ["host", "cpu"])
@@ -206,14 +208,6 @@ def test_kept_columns_follow_their_tokens(device: str, case: Case, seed: int) ->
             assert batch[name].dtype == (torch.float32 if name == "advantage" else torch.int64)
             assert name in batch
             assert name not in dict(**batch)
-
-
-@pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
-def test_batch_with_kept_columns_moves_with_them(batching: Batching) -> None:
-    rows = random_rows(np.array([5, 3, 2, 7]))
-    rows.per_token["advantage"] = np.arange(17, dtype=np.float32)
-    batch = build_on_host(Case(rows, batching).ragged()[0], FORM)
-    assert batch.to("meta").advantage.device.type == "meta"
 
 
 @pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
@@ -314,12 +308,6 @@ def test_numpy_batch_refuses_to_move() -> None:
             move()
 
 
-def test_targets_follow_a_batch_to_its_device() -> None:
-    batch = build(Case(random_rows(np.array([5, 3])), Packed(8, 2)).ragged()[0], "host")
-    assert batch.targets.device == batch.device
-    assert batch.to("meta").targets.device.type == "meta"
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("task", ["lm", "tag", "complete"])
@@ -347,19 +335,6 @@ def test_counts_on_the_host_equal_counts_of_the_tensors(case: Case) -> None:
         assert batch.starts.tolist() == [start for _, start, _ in pieces]
         assert batch.num_cut_pieces == sum(start > 0 for _, start, _ in pieces)
         assert np.diff(batch.sequence_offsets).tolist() == [len(s) for s in sequences]
-
-
-@given(cases())
-def test_segments_are_the_runs_of_one_document(case: Case) -> None:
-    for ragged, (sequences, filler) in zip(case.ragged(), case.slow(), strict=True):
-        batch = build_on_host(ragged, FORM)
-        if not isinstance(case.batching, Packed):
-            assert "position_ids" not in batch
-            continue
-        documents = np.ravel(slow_batch(case, sequences, filler)["seq_idx"])
-        edges = [0, *(np.flatnonzero(np.diff(documents)) + 1), len(documents)]
-        assert batch.cu_seqlens.tolist() == edges
-        assert batch.max_seqlen == np.diff(edges).max()
 
 
 @given(cases())
@@ -431,20 +406,17 @@ def test_a_batch_says_its_shape_tokens_and_device() -> None:
 @pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
 def test_a_batch_goes_to_another_device_with_all_it_has(batching: Batching) -> None:
     """`meta` stands in for a GPU: it has devices and shapes, and no values."""
-    case = Case(random_rows(np.array([5, 3, 2, 7]), pairs=True), batching)
-    batch = build_on_host(case.ragged()[0], FORM)
+    rows = random_rows(np.array([5, 3, 2, 7]), pairs=True)
+    rows.per_token["advantage"] = np.arange(17, dtype=np.float32)
+    batch = build_on_host(Case(rows, batching).ragged()[0], FORM)
+    assert batch.targets.device == batch.device
     assert batch.to("cpu") is batch
     moved = batch.to("meta")
+    assert moved.targets.device == moved.advantage.device == moved.device
     tensors = [value for value in moved.values() if isinstance(value, torch.Tensor)]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved.num_targets == batch.num_targets
     assert list(moved) == list(batch)
-
-
-def test_segments_are_where_the_batch_is() -> None:
-    batch = build_on_host(Case(random_rows(np.array([5, 3, 2])), Packed(8, 2)).ragged()[0], FORM)
-    moved = batch.to("meta")
-    assert moved.cu_seqlens.device == moved.document_ids.device == moved.device
 
 
 @pytest.mark.parametrize("name", ["cu_seqlens", "max_seqlen", "document_ids"])

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-from support.delivery import MakeDataset, open_loader, realistic_lengths
 
 from tokenfeed.pipeline.feeding import cores
 from tokenfeed.tools.pretokenizing.options import Options
@@ -100,20 +99,6 @@ def test_a_quota_is_shared_by_ranks_as_well(machine: Path, monkeypatch: pytest.M
     write(machine / "cgroups" / "cpu.max", "800000 100000")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert cores.cores_per_rank() == 2
-
-
-def test_auto_asks_for_no_more_than_the_share(
-    make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = make_dataset(realistic_lengths(50))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    loader = open_loader(folder, num_workers="auto")
-    assert loader._tuner
-    for _ in range(8):
-        loader._tuner.add(made_s=10.0, used_s=0.1)
-    assert loader._tuner.suggest(1) == 2
-    open_loader(folder, num_workers=16)  # a number that was said is not lowered
 
 
 def test_a_machine_without_affinity_has_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from support.delivery import open_dataset, open_loader, plain, spans
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
+from tokenfeed.pipeline.errors import ConfigError
 
 
 def test_epochs_without_an_end_run_over_the_seam(folder: Path) -> None:
@@ -18,26 +17,6 @@ def test_epochs_without_an_end_run_over_the_seam(folder: Path) -> None:
     whole = list(open_loader(folder, epochs=3))
     assert [spans(b) for b in endless] == [spans(b) for b in whole[: len(endless)]]
     assert len(endless) > len(whole) / 3
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"rank": 2, "world_size": 2}, {"rank": -1}, {"epochs": 0}, {"micro_batches_per_step": 0}],
-)
-def test_settings_out_of_range_are_refused(folder: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"`{next(iter(options))}`"):
-        open_dataset(folder, **options)
-
-
-def test_a_missing_split_is_named(folder: Path) -> None:
-    with pytest.raises(ManifestError, match="no split `validation`"):
-        open_dataset(folder, split="validation")
-
-
-def test_damage_is_named(folder: Path) -> None:
-    (folder / "train/00002.arrow").unlink()
-    with pytest.raises(ShardFormatError, match=r"00002\.arrow"):
-        plain(open_dataset(folder))
 
 
 def test_dataloader_with_pinned_memory_pins_each_batch(

@@ -5,20 +5,16 @@ import inspect
 import pickle
 import sys
 from collections.abc import Callable
-from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 from support.delivery import open_loader, spans
 
 from tokenfeed import Padded, ShardDataset, ShardLoader
 from tokenfeed.pipeline.errors import LoaderError
-from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.shard import ShardReader
 
 OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "epochs": None}
 
@@ -107,37 +103,3 @@ def test_a_dataset_that_was_iterated_goes_to_workers_that_are_spawned(
     dataset = ShardDataset(small_folder, Padded(2048), window_tokens=5_000)
     whole = [spans(batch) for share in dataset for batch in share]
     assert [spans(batch) for share in copied(dataset) for batch in share] == whole
-
-
-class TooLate(Exception):
-    """What a handler of the user raises."""
-
-
-def test_what_a_handler_raises_is_not_taken_for_damage(small_folder: Path) -> None:
-    manifest = Manifest.read(small_folder)
-    reader = ShardReader.open(small_folder, manifest, manifest.split("train").shards[0])
-    left = 0
-
-    def trace(frame: FrameType, kind: str, _: Any) -> Any:
-        nonlocal left
-        if Path(np.__file__).parent not in Path(frame.f_code.co_filename).parents:
-            return None
-        left -= kind == "line"
-        if kind == "line" and left == 0:
-            raise TooLate
-        return trace
-
-    def is_broken_at(line: int) -> bool:
-        nonlocal left
-        left, before = line, sys.gettrace()
-        sys.settrace(trace)
-        try:
-            reader.read(0)
-        except TooLate:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
-
-    assert sum(iter(partial(next, map(is_broken_at, count(1))), False))
-    assert left > 0, "a handler's error was lost"

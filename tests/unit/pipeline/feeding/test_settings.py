@@ -99,14 +99,6 @@ def test_a_loader_refuses_a_setting_of_the_wrong_type_by_its_name(
     assert refusal(lambda: ShardLoader(**options)).startswith(f"`{name}`=")
 
 
-@pytest.mark.parametrize(("name", "value"), cases(WRONG), ids=repr)
-def test_a_dataset_refuses_a_setting_of_the_wrong_type_by_its_name(
-    folder: Path, name: str, value: Any
-) -> None:
-    options = {"path": folder, "batching": Padded(700), "rank": 0, "world_size": 2} | {name: value}
-    assert refusal(lambda: ShardDataset(**options)).startswith(f"`{name}`=")
-
-
 def test_an_epoch_of_a_dataset_is_a_whole_number(folder: Path) -> None:
     dataset = ShardDataset(folder, Padded(700))
     bad: Any
@@ -200,13 +192,6 @@ def test_weights_are_a_mapping_of_folders() -> None:
         assert refusal(lambda bad=bad: Mixture(bad))
 
 
-def test_weights_that_are_changed_later_change_no_mixture() -> None:
-    weights: dict[str | Path, float] = {"code/": 1, "prose/": 2}
-    mixture = Mixture(weights)
-    weights["more/"] = 3
-    assert set(mixture.weights) == {"code/", "prose/"}
-
-
 def test_one_folder_under_two_spellings_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,21 +243,6 @@ def test_loader_before_the_group_of_any_launcher_is_refused(
         f"{name}=4: 4 processes were started, but torch.distributed is not initialized"
     )
     ShardLoader(folder, batching=Padded(700), rank=0, world_size=1)
-
-
-@pytest.mark.parametrize("make", [ShardLoader, ShardDataset], ids=lambda make: make.__name__)
-def test_a_loader_of_one_of_many_processes_waits_for_its_rank(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, make: Any
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for unsaid in ({}, {"rank": 1}, {"world_size": 2}):
-        message = refusal(lambda unsaid=unsaid: make(folder, batching=Padded(700), **unsaid))
-        assert "or pass `rank` and `world_size`" in message
-        assert "init_process_group" in message
-    make(folder, batching=Padded(700), rank=1, world_size=2)
-    for alone in ("1", "", "two"):
-        monkeypatch.setenv("WORLD_SIZE", alone)
-        make(folder, batching=Padded(700))
 
 
 def test_loader_and_dataset_take_the_rank_of_torch_distributed(

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -153,22 +152,6 @@ def test_a_machine_that_refuses_is_not_called_damage(
         assert "\n" not in message
 
 
-@pytest.mark.parametrize("tokens", [10, 200_000])
-def test_a_process_without_a_free_descriptor_is_told_of_the_limit(
-    tmp_path: Path, tokens: int
-) -> None:
-    info = a_shard(tmp_path, tokens)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-    try:
-        with pytest.raises(ShardFormatError, match="raise the limit"):
-            ShardReader(tmp_path, info, 1000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 def test_what_cannot_be_decoded_is_still_called_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,16 +202,6 @@ def test_little_data_is_decoded_once_and_delivered_as_before(
     monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 0)
     assert delivered() == kept
     assert len(seen) == 5 * len(set(seen))
-
-
-def test_much_data_is_not_kept(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_dataset([50] * 100, num_shards=1)
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 4999)
-    seen = decoded(monkeypatch)
-    reader = WindowReader(open_splits([folder], "train"))
-    for _ in range(3):
-        reader.read(np.array([0]))
-    assert len(seen) == 3
 
 
 def test_small_shards_hold_no_descriptor(make_dataset: MakeDataset) -> None:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from support.data_sets import random_rows, rows_of_ids, write_rows
 from torch import Tensor
 
-from tokenfeed import Fixed, Mixture, Packed, Padded, ShardLoader
+from tokenfeed import Fixed, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.dataset import ShardDataset
 from tokenfeed.pipeline.format.kinds import BEGINS, Kind, TargetRule
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import IGNORED, task_columns
@@ -141,16 +140,10 @@ def test_loader_targets_equal_shards_made_with_that_mask(
                 for length in batch.piece_lengths[offsets[sequence] : offsets[sequence + 1]]:
                     labels[places[sequence, at]] = IGNORED  # the first token has no context
                     at += int(length)
+            assert batch.num_targets == int((batch["labels"] != IGNORED).sum())
             tensors = {name: batch[name] for name in batch}
             theirs.append(tensors | {"labels": labels.view(batch["input_ids"].shape)})
     assert_equal_batches(ours, theirs)
-
-
-def test_loader_counts_targets_that_labels_have(tmp_path: Path) -> None:
-    chat = write_rows(tmp_path / "chat", {"train": conversations()}, VOCABULARY, task="chat")
-    with ShardLoader(chat, batching=Packed(40, 2), num_workers=0, targets="last") as loader:
-        for batch in loader:
-            assert batch.num_targets == int((batch["labels"] != IGNORED).sum())
 
 
 def test_order_and_state_do_not_depend_on_targets(tmp_path: Path) -> None:
@@ -172,36 +165,6 @@ def test_order_and_state_do_not_depend_on_targets(tmp_path: Path) -> None:
         chat, batching=Padded(128), num_workers=0, rank=0, world_size=2, targets="last"
     )
     assert_equal_batches(batches_of(ahead), batches_of(straight)[2:])
-
-
-def test_workers_and_datasets_give_same_targets(tmp_path: Path) -> None:
-    chat = write_rows(tmp_path / "chat", {"train": conversations()}, VOCABULARY, task="chat")
-    alone = batches_of(ShardLoader(chat, batching=Padded(128), num_workers=0, targets={"call"}))
-    dataset = ShardDataset(chat, Padded(128), targets={"call"})
-    ours = [{n: batch[n] for n in batch} for part in dataset for batch in part]
-    assert_equal_batches(ours, alone)
-
-
-def test_mixture_targets_are_those_of_its_rows(tmp_path: Path) -> None:
-    one, other = conversations(1), conversations(2)
-    folders = [
-        write_rows(tmp_path / name, {"train": rows}, VOCABULARY, task="chat")
-        for name, rows in (("one", one), ("other", other))
-    ]
-    mixture = Mixture(dict.fromkeys(folders, 0.5))
-    rows = [
-        row.tolist()
-        for made in (one, other)
-        for row in np.split(made.per_token["kinds"], np.cumsum(made.lengths)[:-1])
-    ]
-    with ShardLoader(mixture, batching=Fixed(4), num_workers=0, targets="last") as loader:
-        for batch in loader:
-            for labels, row in zip(batch["labels"], batch.rows, strict=True):
-                mask = slow_mask(rows[row], "last")
-                mask[0] = False
-                found = (labels != IGNORED).tolist()
-                assert found[: len(mask)] == mask
-                assert not any(found[len(mask) :])
 
 
 @pytest.mark.parametrize(
@@ -226,22 +189,3 @@ def test_targets_of_documents_are_rejected(tmp_path: Path) -> None:
     documents = write_rows(tmp_path / "lm", {"train": rows}, VOCABULARY)
     with pytest.raises(ConfigError, match="`targets`='last': expected None, because only"):
         ShardLoader(documents, batching=Fixed(2), targets="last")
-
-
-def test_damaged_kinds_are_noticed_only_if_read(tmp_path: Path) -> None:
-    chat = write_rows(tmp_path / "chat", {"train": conversations()}, VOCABULARY, task="chat")
-    (shard,) = (chat / "train").iterdir()
-    whole = shard.read_bytes()
-    errors = []
-    for at in range(0, len(whole), 7):
-        shard.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        outcomes = []
-        for targets in ("all", "assistant"):
-            try:
-                batches_of(ShardLoader(chat, batching=Fixed(9), num_workers=0, targets=targets))
-                outcomes.append("")
-            except Exception as error:
-                outcomes.append(str(error))
-        errors.append(outcomes)
-    assert any(not of_all and "`kinds`" in of_kinds for of_all, of_kinds in errors)
-    assert not any(of_all and not of_kinds for of_all, of_kinds in errors)

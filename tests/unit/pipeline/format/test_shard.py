@@ -78,17 +78,10 @@ def test_record_batches_are_bounded_in_tokens_and_rows(tmp_path: Path) -> None:
     info = write(tmp_path, rows_of([1] * (2 * BATCH_ROWS + 5) + [3000] * 100))
     reader = ShardReader(tmp_path, info, 1000)
     for batch in range(info.batches):
-        rows, _ = reader.read(batch)
-        assert len(rows) <= BATCH_ROWS
-        assert len(rows.ids) < BATCH_TOKENS + 3000
-
-
-def test_each_batch_knows_its_first_row(tmp_path: Path) -> None:
-    info = write(tmp_path, rows_of([2000] * 300))
-    reader = ShardReader(tmp_path, info, 1000)
-    for batch in range(info.batches):
         rows, first_row = reader.read(batch)
         assert rows.per_row["origin_record"][0] == first_row
+        assert len(rows) <= BATCH_ROWS
+        assert len(rows.ids) < BATCH_TOKENS + 3000
 
 
 def test_pandas_polars_and_datasets_open_a_shard(tmp_path: Path) -> None:
@@ -117,16 +110,12 @@ def test_a_row_without_tokens_is_refused(tmp_path: Path) -> None:
         write(tmp_path, rows_of([3, 0, 2]))
 
 
-def test_a_shard_under_another_name_is_refused(tmp_path: Path) -> None:
+def test_a_shard_of_another_name_or_vocabulary_is_refused(tmp_path: Path) -> None:
     info = write(tmp_path, rows_of([5] * 10))
     other = tmp_path / "train/00001.arrow"
     other.write_bytes((tmp_path / NAME).read_bytes())
     with pytest.raises(ShardFormatError, match=r"00001\.arrow: its schema"):
         ShardReader(tmp_path, replace(info, file="train/00001.arrow"), 1000)
-
-
-def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    info = write(tmp_path, rows_of([5] * 10))
     with pytest.raises(ShardFormatError, match="its schema"):
         ShardReader(tmp_path, info, 1001)
 

@@ -1,12 +1,10 @@
 """An address says where and who, shows no secret, and what is missing for it is named."""
 
-import ast
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import ROOT
 from support.object_server import DATA, FAST, Fault, Remote, StoredObject, as_own_process
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
@@ -128,22 +126,6 @@ def test_the_time_to_give_up_is_a_number_of_the_environment(
             open_store(scheme)
 
 
-@pytest.mark.parametrize("seconds", ["1", "2"])
-def test_short_timeout_is_used_up_by_repetitions(
-    remote: Remote, monkeypatch: pytest.MonkeyPatch, seconds: str
-) -> None:
-    monkeypatch.setenv("TOKENFEED_REMOTE_TIMEOUT", seconds)
-    store = ObjectStore.from_url(remote.store.name)
-    timing = store.timing
-    assert max(timing.connect_s, timing.read_s, timing.request_s) <= float(seconds)
-    remote.put("x", DATA)
-    remote.proxy.schedule.extend([Fault("503")] * 2)
-    assert store.read("x") == DATA
-    remote.proxy.always = Fault("503")
-    with pytest.raises(RemoteError, match=rf": failed for {seconds} s, \d+ times, at last: 503"):
-        store.read("x")
-
-
 def test_keys_of_buckets_are_taken_literally(remote: Remote) -> None:
     for folder in ("a%20b", "a b", "50%", "a#b", "a?b", "ä+&"):
         store = ObjectStore.from_url(f"{remote.store.name}/{folder}")
@@ -207,8 +189,6 @@ def test_a_repository_that_cannot_be_one_is_refused_at_once(
 
 
 pytest.importorskip("obstore")
-OF_AWS_ALONE = {"client.py": {"s3"}}
-"""Profiles and endpoints, which no other store has."""
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -227,14 +207,3 @@ def test_every_scheme_is_opened_and_written_to_unless_it_is_the_webs(scheme: str
 def test_a_scheme_that_the_client_knows_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STORES, "s3a", ObjectStore.from_url)
     assert open_store("s3a://somewhere/out").name == "s3a://somewhere/out"
-
-
-@pytest.mark.parametrize("layer", ["pipeline", "tools", "trainer"])
-def test_no_other_file_names_a_scheme(layer: str) -> None:
-    for path in (ROOT / layer).rglob("*.py"):
-        nodes = ast.walk(ast.parse(path.read_text()))
-        constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
-        said = {str(value).removesuffix("://") for value in constants} & SCHEMES.keys()
-        assert path.name in ("address.py", "redaction.py") or said <= OF_AWS_ALONE.get(
-            path.name, set()
-        ), path

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from support.object_server import DATA, FAST, FAULTS, Fault, Kind, Remote
+from support.object_server import DATA, FAST, FAULTS, Fault, Remote
 
 from tokenfeed.pipeline.errors import RemoteError
 from tokenfeed.pipeline.remote.object_store import ObjectStore
-from tokenfeed.pipeline.remote.retrying import Timing, without_patience
+from tokenfeed.pipeline.remote.retrying import without_patience
 
 pytest.importorskip("obstore")
 
@@ -165,28 +165,6 @@ def test_without_patience_nothing_is_repeated(remote: Remote) -> None:
     remote.put("x", DATA)
     remote.proxy.schedule.append(Fault("503"))
     assert remote.store.read("x") == DATA, "patient again"
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["503", "stall"])
-def test_forty_seconds_without_an_answer_cost_no_byte(
-    remote: Remote, caplog: pytest.LogCaptureFixture, kind: Kind
-) -> None:
-    remote.put("x", DATA)
-    store = replace(remote.store, timing=Timing())
-    before = store.traffic.outage_s
-    remote.proxy.always = Fault(kind, seconds=12)
-
-    def end() -> None:
-        remote.proxy.always = None
-
-    threading.Timer(40, end).start()
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(store.read, ["x"] * 8)) == [DATA] * 8
-    assert 28 < store.traffic.outage_s - before < 60  # a stall is noticed after ten seconds
-    (told,) = caplog.messages
-    assert re.search(r"/x: fails for 1\d s now \(.*\); given up after 540 s$", told)
 
 
 def test_what_is_large_may_take_long_to_send(remote: Remote) -> None:

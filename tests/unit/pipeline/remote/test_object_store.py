@@ -18,7 +18,6 @@ from support.object_server import (
     FAULTS,
     Fault,
     Remote,
-    StoredObject,
     keeps_conditions,
     set_google,
 )
@@ -131,13 +130,6 @@ def test_of_many_that_create_one_wins(remote: Remote) -> None:
             assert remote.content(names[0]) == b"%d" % won.index(True)
 
 
-def test_a_store_that_lies_about_conditions_is_noticed(remote: Remote) -> None:
-    assert keeps_conditions(remote.store)
-    remote.server.lies = True
-    assert not keeps_conditions(remote.store)
-    assert not remote.server.objects
-
-
 def test_metadata_comes_back_with_head(remote: Remote, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(DATA)
     etag = remote.store.write("x", tmp_path / "file", {XXH3_KEY: "0123"})
@@ -204,11 +196,6 @@ def test_it_is_pickled_small_and_without_its_client(remote: Remote) -> None:
     assert len(pickled) < 500
     assert pickle.loads(pickled) == remote.store
     assert pickle.loads(pickled).read("x") == DATA
-
-
-def test_objects_of_the_server_are_what_was_written(remote: Remote) -> None:
-    remote.store.write("x", b"1", {"a": "b"})
-    assert remote.server.objects[f"{remote.prefix}/x"] == StoredObject(b"1", {"a": "b"})
 
 
 def test_google_goes_by_the_number_of_a_version(
