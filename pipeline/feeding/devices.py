@@ -74,7 +74,7 @@ def accelerator(device: torch.device) -> Accelerator:
 
 
 def default_device() -> torch.device:
-    """Return the current CUDA device; the CPU if there is none."""
+    """Return the current CUDA device, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
