@@ -14,6 +14,7 @@ batches: the loader delivers this rank's batches, on the device, from the saved 
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,9 @@ class ShardTrainerMixin:
         return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader itself: `accelerator.prepare` would split its batches again."""
-        return self.train_dataset
+        """Return the loader's own batches: `accelerator.prepare` would split them again."""
+        loader = self.train_dataset
+        return _Passes(loader) if isinstance(loader, ShardLoader) else loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The loader itself."""
@@ -119,6 +121,20 @@ class ShardTrainerMixin:
             with ours.compute_loss_context_manager():
                 check_documents_apart(ours.model, batch, tolerance=self.packing_tolerance)
             self.packing_tolerance = None
+
+
+class _Passes:
+    """The passes of a loader, without `set_epoch`: the Trainer would call it with the number of the
+    pass in this process, which after a resume is an earlier epoch."""
+
+    def __init__(self, loader: ShardLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
 
 
 class ShardTrainer(ShardTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # untyped

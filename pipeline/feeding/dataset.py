@@ -139,7 +139,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
             targets=targets,
             map=map,
         )
-        self._maker = loader.window_maker()
+        self._maker = loader._window_maker()
         self._form = BatchForm(loader.manifest.tokenizer.pad_id)
         self.epochs = loader.epochs
         self._epoch = torch.zeros(1, dtype=torch.int64, device="cpu")

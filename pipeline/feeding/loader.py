@@ -55,6 +55,8 @@ from tokenfeed.pipeline.windows.row_map import MapRow, RowMap
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ShardLoader"]
 
@@ -80,8 +82,8 @@ class ShardLoader:
     batches after those of the first. After the last epoch of a pass, the next pass begins with a
     new shuffle. A loader of another split starts from the beginning with every `for` loop, so two
     evaluations get the same batches. The first loop after `load_state_dict` continues at the loaded
-    position. `rewind` starts from the beginning in any split. A forked process continues at the
-    position, with its own workers.
+    position. `rewind` starts from the beginning in any split, `at` at any step, and `set_epoch` at
+    an epoch. A forked process continues at the position, with its own workers.
 
     Only one thread at a time may iterate, load, resize or close. A second thread gets a
     LoaderError, and the first is not disturbed. `state_dict`, `position` and `stats` work in any
@@ -107,6 +109,8 @@ class ShardLoader:
         timeout: float = 300.0,
         rank: int | Literal["launcher"] | None = None,
         world_size: int | None = None,
+        mesh: "DeviceMesh | ProcessGroup | None" = None,
+        dp_dims: str | Sequence[str] | None = None,
         num_streams: int | Literal["nodes"] = 1,
         cache_dir: str | PathLike[str] | None = None,
         cache_bytes: int | None = None,
@@ -147,6 +151,12 @@ class ShardLoader:
                 programs without torch.distributed.
             world_size: Number of ranks that share each step. Default: the world size of
                 torch.distributed, or 1.
+            mesh: Instead of `rank` and `world_size`: a `DeviceMesh` or a process group of
+                torch.distributed. The ranks of a group share each step. Of a mesh, so do the ranks
+                along `dp_dims`; ranks that differ in another dimension only (tensor, pipeline or
+                context parallelism) get the same rows.
+            dp_dims: Names of the data-parallel dimensions of the mesh, such as "dp" or
+                ("dp_replicate", "dp_shard"). It may be left out if the mesh has one dimension.
             num_streams: For very many ranks: divides the ranks into this many groups of
                 consecutive ranks and deals the windows to the groups. A rank reads only the
                 windows of its group. "nodes" makes the ranks of each node a group. See
@@ -169,7 +179,7 @@ class ShardLoader:
             ManifestError: The folder has no such data set or split.
             ConfigError: A setting is out of range or does not fit the data.
         """
-        self._ranks = resolve_ranks(rank, world_size, num_streams)
+        self._ranks = resolve_ranks(rank, world_size, num_streams, mesh, dp_dims)
         if epochs is not None and self._ranks.num_streams > 1:
             raise ConfigError(
                 f"`num_streams`={num_streams} needs `epochs`=None: streams end at different steps."
@@ -216,6 +226,8 @@ class ShardLoader:
         self._delivery = Delivery(Delivered(plan))
         self._begins_anew = plan.split != _TRAIN
         self._is_resumed = False
+        self._epoch = 0
+        """Epoch with which the loops of a split that begins anew start."""
         self._length: int | None = None
         if warning := unmixed(plan, sources):
             warnings.warn(warning, stacklevel=2)
@@ -259,7 +271,7 @@ class ShardLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         if self._begins_anew and not self._is_resumed:
-            self.rewind()
+            self._begin(self._epoch)
         self._is_resumed = False
         return Pass(self._deliver)
 
@@ -279,8 +291,50 @@ class ShardLoader:
 
     def rewind(self) -> None:
         """Go back to the first batch of the first epoch."""
-        if self.position != _START:
-            self._delivery.go_on_from(Delivered(self._plan))
+        self._epoch, self._is_resumed = 0, False
+        self._begin(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the first batch of an epoch, as the method of `DistributedSampler` does.
+
+        Loops of the split `train` do not need it, because each pass has a new order by itself. The
+        first loop after `load_state_dict` or `at` continues at that position, also if `set_epoch`
+        is called before it.
+        """
+        self._epoch = self._checked_epoch(epoch)
+        if not self._is_resumed:
+            self._begin(self._epoch)
+
+    def at(self, *, epoch: int = 0, step: int = 0) -> Self:
+        """Go to the beginning of a step, and return this loader.
+
+            for batch in loader.at(epoch=1, step=250): ...
+
+        The next loop delivers the rest of the pass from there, in any split. A saved state counts
+        the rows of the epoch before the step as delivered, but no earlier epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            step: Number of optimizer steps of the epoch to skip: batches with `ends_step`. Reads
+                the windows of these steps, because their number is not stored.
+
+        Raises:
+            ConfigError: The epoch has fewer steps.
+        """
+        delivered = Delivered(self._plan, Position(self._checked_epoch(epoch), 0, 0))
+        left = checks.whole("step", step)
+        make = self._single_windows(self._plan)
+        while left:
+            if delivered.position.epoch > epoch:
+                raise ConfigError(f"`step`={step}: epoch {epoch} has {step - left:,} steps.")
+            for ragged in make(delivered.position).batches():
+                delivered = delivered.after(ragged.round)
+                left -= ragged.ends_step
+                if not left:
+                    break
+        self._delivery.go_on_from(delivered)
+        self._is_resumed = True
+        return self
 
     def __len__(self) -> int:
         """Number of batches in a pass. It is known only if an epoch is one window and always has
@@ -465,13 +519,6 @@ class ShardLoader:
         """
         return origins_of(self._sources, batch.rows, batch.starts, batch.piece_lengths)
 
-    def window_maker(self, plan: Plan | None = None) -> WindowMaker:
-        """Return what makes the windows of this rank, by `plan` or the loader's own plan."""
-        plan, ranks, rule = plan or self._plan, self._ranks, self._targets_by
-        sources = self._opened[plan.data]
-        reader = WindowReader(sources, with_kinds=rule is not None, cache=self._cache)
-        return WindowMaker(plan, reader, ranks.rank_in_group, ranks.group_size, rule, self._row_map)
-
     def close(self) -> None:
         """Stop the workers. The position stays, and the next iteration starts new workers."""
         self._delivery.close()
@@ -493,10 +540,20 @@ class ShardLoader:
     def _deliver(self) -> tuple[Batch, bool]:
         return self._delivery.next(self._start_feed, self.epochs)
 
+    def _begin(self, epoch: int) -> None:
+        """Go to the first batch of an epoch, unless the loader is there."""
+        beginning = Position(epoch, 0, 0)
+        if self.position != beginning:
+            self._delivery.go_on_from(Delivered(self._plan, beginning))
+
+    def _checked_epoch(self, epoch: int) -> int:
+        most = checks.MOST if self._plan.has_end else 0
+        return checks.whole("epoch", epoch, most=most)
+
     def _start_feed(self) -> Feed:
         """Return a feed that continues at the current position."""
         return Feed(
-            self.window_maker(self._plan),
+            self._window_maker(self._plan),
             self.position,
             None if self._form.is_numpy or self.device.type == "cpu" else self.device,
             self._form,
@@ -531,9 +588,16 @@ class ShardLoader:
             self._opened[data] = tuple(known[each] for each in data)
         self._delivery.go_on_from(delivered)
 
+    def _window_maker(self, plan: Plan | None = None) -> WindowMaker:
+        """Return what makes the windows of this rank, by `plan` or the loader's own plan."""
+        plan, ranks, rule = plan or self._plan, self._ranks, self._targets_by
+        sources = self._opened[plan.data]
+        reader = WindowReader(sources, with_kinds=rule is not None, cache=self._cache)
+        return WindowMaker(plan, reader, ranks.rank_in_group, ranks.group_size, rule, self._row_map)
+
     def _single_windows(self, plan: Plan) -> Callable[[Position], RankSlice]:
         """Return a function that makes one window, for methods that are called rarely."""
-        maker = self.window_maker(plan)
+        maker = self._window_maker(plan)
         if self._least_workers:  # this process must not start a client of a store
             return partial(make_in_worker, maker, timeout=self._timeout)
         return maker.make

@@ -2,13 +2,18 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.cores import first_number, num_cores, ranks_on_node
 from tokenfeed.pipeline.feeding.worker_process import check_workers_can_run
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["RankPlacement", "resolve_ranks", "resolve_workers"]
 
@@ -52,14 +57,25 @@ def resolve_ranks(
     rank: int | Literal["launcher"] | None,
     world_size: int | None,
     num_streams: int | Literal["nodes"] = 1,
+    mesh: "DeviceMesh | ProcessGroup | None" = None,
+    dp_dims: str | Sequence[str] | None = None,
 ) -> RankPlacement:
     """Return the rank and the world size. The defaults come from torch.distributed, or are 0 of 1.
-    With the rank "launcher", both come from the variables of torchrun, srun or MPI.
+    With the rank "launcher", both come from the variables of torchrun, srun or MPI. With a mesh or
+    process group, they count its data-parallel ranks.
 
     Raises:
         ConfigError: The rank is out of range, only one of the two was passed, torch.distributed is
-            not initialized yet, or the launcher set no variables.
+            not initialized yet, the launcher set no variables, or the mesh does not fit.
     """
+    if mesh is not None:
+        if rank is not None or world_size is not None:
+            raise ConfigError(
+                "`mesh` has the ranks, so pass neither `rank` nor `world_size` with it."
+            )
+        rank, world_size = _ranks_in(mesh, dp_dims)
+    elif dp_dims is not None:
+        raise ConfigError(f"`dp_dims`={dp_dims!r}: pass the `mesh` with these dimensions.")
     if rank == "launcher":
         rank, world_size = _launched_ranks(world_size)
     distributed: Any = sys.modules.get("torch.distributed")  # not imported: not initialized
@@ -105,6 +121,39 @@ def _launched_ranks(world_size: int | None) -> tuple[int, int]:
             "processes by torchrun, srun or mpirun, or pass `rank` and `world_size`."
         )
     return int(rank), size
+
+
+def _ranks_in(
+    mesh: "DeviceMesh | ProcessGroup", dp_dims: str | Sequence[str] | None
+) -> tuple[int, int]:
+    """Return the rank and the number of ranks in a process group, or along dimensions of a mesh.
+
+    Example: in a mesh of shape (2, 2, 4) with the names dp_replicate, dp_shard and tp, the process
+    at (1, 0, 3) has the rank 2 of 4 along the first two dimensions.
+    """
+    from torch import distributed
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        if dp_dims is not None:
+            raise ConfigError(f"`dp_dims`={dp_dims!r}: a process group has no dimensions.")
+        return distributed.get_rank(mesh), distributed.get_world_size(mesh)
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    wanted = (dp_dims,) if isinstance(dp_dims, str) else dp_dims
+    if wanted is None and mesh.ndim == 1:
+        wanted = names
+    if not wanted or not set(wanted) <= set(names):
+        raise ConfigError(
+            f"`dp_dims`={dp_dims!r}: the mesh has the dimensions {', '.join(names)}. Pass the "
+            "names of the dimensions whose ranks get different rows."
+        )
+    if (coordinate := mesh.get_coordinate()) is None:
+        raise ConfigError("`mesh`: this process is not in the mesh, so it gets no rows.")
+    rank, size = 0, 1
+    for name, at, length in zip(names, coordinate, mesh.shape, strict=True):
+        if name in wanted:
+            rank, size = rank * length + at, size * length
+    return rank, size
 
 
 def _nodes_of(world_size: int) -> int:

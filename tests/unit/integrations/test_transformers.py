@@ -91,6 +91,14 @@ def test_resume_from_latest_checkpoint_goes_on(shards: Path, tmp_path: Path) -> 
     assert again.train_dataset.state_dict() == loader.state_dict()
 
 
+def test_trainer_does_not_set_the_epoch_of_a_loader(shards: Path, tmp_path: Path) -> None:
+    """After a resume, its count of passes is that of this process."""
+    loader = open_split(shards, epochs=1)
+    passes = trainer(tmp_path, loader).get_train_dataloader()
+    assert not hasattr(passes, "set_epoch")
+    assert len(passes) == len(loader) == len(list(passes))
+
+
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
 def test_loader_on_another_device_than_trainer_is_refused(
     shards: Path, tmp_path: Path, name: str
