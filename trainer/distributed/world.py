@@ -1,19 +1,33 @@
 """The processes of a run: their communication, and what they agree on after each step.
 
-Sums of tensors are queued on the device, like all computation. Values that the host needs go by
-gloo, from host to host, without waiting for a device. Requests to stop or to save, and the counts
-of tokens, are one step behind: what a rank sends after step 7, all ranks read after step 8, when
-the message has long arrived. So all ranks do the same thing at the same step, and none waits. With
-one rank there is no delay.
+Sums of tensors are queued on the device, like all computation, by the backend that torch has for
+it: NCCL for CUDA. Values that the host needs go by gloo, from host to host, without waiting for a
+device. Requests to stop or to save, and the counts of tokens, are one step behind: what a rank
+sends after step 7, all ranks read after step 8, when the message has long arrived. So all ranks do
+the same thing at the same step, and none waits. With one rank there is no delay.
+
+A rank that dies closes its connections. The other ranks notice at the next message between hosts,
+which is within a step.
 """
 
+import contextlib
+import datetime
+import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["Gather", "State", "StepSync", "World"]
+from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
+from tokenfeed.trainer.distributed.launcher import Launch
+
+__all__ = ["Gather", "RankError", "State", "StepSync", "World", "device_named", "join_world"]
 
 State = dict[str, Any]
 """Nested dicts and lists of tensors and JSON values."""
@@ -22,16 +36,52 @@ Gather = Callable[[Any], list[Any]]
 
 T = TypeVar("T")
 
+TIMEOUT = datetime.timedelta(minutes=10)
+"""A rank that sends nothing for this long counts as hung."""
+_LONGEST_DISK_WAIT = datetime.timedelta(days=1)
+"""Writing or reading a large checkpoint may take longer than `TIMEOUT`."""
+_FAILURE = "tokenfeed/failure"
+_LINGER_S = 1.0
+_GLOO_MESSAGE = re.compile(r"gloo/.*?\] (.*?)(?:\. |$)", re.MULTILINE)
+_GROUP_ERRORS = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
+
+
+class RankError(TokenfeedError, RuntimeError):
+    """Another rank has failed, so this rank ends too."""
+
 
 class World:
-    """One process without others. `ProcessGroup` overrides the methods for several processes."""
+    """This process, and the others of its process group.
 
-    rank = 0
-    size = 1
+    Args:
+        device: The device of this process.
+        launch: The ranks that a launcher started; None: this process is alone, and no method
+            communicates.
+    """
 
-    def __init__(self, device: torch.device) -> None:
+    rank, size = 0, 1
+
+    def __init__(self, device: torch.device, launch: Launch | None = None) -> None:
         self.device = device
-        """The device of this process."""
+        self._wait_for_all: Gather = lambda value: [value]
+        if launch is None:
+            return
+        self.rank, self.size = launch.rank, launch.size
+        store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
+        self._store = PrefixStore(str(launch.restarts), store)
+        on_cpu = device.type == "cpu"
+        dist.init_process_group(
+            "gloo"
+            if on_cpu
+            else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}",
+            store=self._store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=TIMEOUT,
+            device_id=None if on_cpu else device,
+        )
+        self._control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._wait_for_all = self.slow_gather()
 
     @property
     def is_main(self) -> bool:
@@ -40,27 +90,65 @@ class World:
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over ranks. The sum is queued on the device."""
+        for tensor in tensors if self.size > 1 else ():
+            dist.all_reduce(tensor)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by that of rank 0."""
+        for tensor in tensors if self.size > 1 else ():
+            flat = tensor.detach().contiguous().view(-1)
+            dist.broadcast(flat.view(torch.uint8), 0)  # as bytes: no backend supports every dtype
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(flat.view_as(tensor))
 
     def concatenate(self, share: Tensor) -> Tensor:
         """Return the equally shaped tensors of all ranks as one, along the first dimension."""
-        return share
+        if self.size == 1:
+            return share
+        whole = share.new_empty((self.size * len(share), *share.shape[1:]))
+        own = share.contiguous().view(torch.uint8)  # as bytes: gloo does not know bf16
+        dist.all_gather_into_tensor(whole.view(torch.uint8), own)
+        return whole
 
     def all_reduce_async(self, counts: list[int]) -> Callable[[], list[int]]:
         """Start to sum counts over ranks; return a function that waits, on the host, for the
         sums."""
-        return lambda: counts
+        if self.size == 1:
+            return lambda: counts
+        sums = torch.tensor(counts)
+        work = dist.all_reduce(sums, group=self._control, async_op=True)
+        assert work is not None
+
+        def wait() -> list[int]:
+            work.wait()
+            return sums.tolist()
+
+        return wait
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank."""
-        return [value]
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self._control)
+        return values
 
     def slow_gather(self) -> Gather:
         """Return a function that gathers values of ranks that may wait for a disk for hours. One
-        thread of each rank may call it."""
-        return lambda value: [value]
+        thread of each rank may call it.
+
+        It has a group of its own: messages of two threads of a group could be mistaken for each
+        other. If a rank dies, its connections close and the function raises.
+        """
+        if self.size == 1:
+            return lambda value: [value]
+        group = dist.new_group(backend="gloo", timeout=_LONGEST_DISK_WAIT)
+
+        def gather(value: Any) -> list[Any]:
+            values: list[Any] = [None] * self.size
+            dist.all_gather_object(values, value, group=group)
+            return values
+
+        return gather
 
     def run_slow(self, job: Callable[[], T]) -> T:
         """Run a job that waits for a disk. All ranks call this, and return when all jobs are done.
@@ -68,22 +156,80 @@ class World:
         Raises:
             Exception: What this rank's job raised. Other ranks return.
         """
-        return job()
+        try:
+            result = job()
+        except Exception:
+            self._wait_for_all(None)
+            raise
+        self._wait_for_all(None)
+        return result
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
         """Return on all ranks what `make` returns on rank 0. If it raises, all ranks end."""
-        return make()
+        made: list[Any] = [make() if self.is_main else None]
+        if self.size > 1:
+            dist.broadcast_object_list(made, 0, group=self._control)
+        found: T = made[0]
+        return found
 
     def reason(self, error: Exception) -> str | None:
-        """Return why another rank is gone, if the error says so; None for all other errors."""
-        return None
+        """Return why another rank is gone: the message of the rank that failed first, or else which
+        connection was closed. None for errors of other kinds."""
+        is_of_group = isinstance(error, dist.DistError) or any(
+            s in str(error) for s in _GROUP_ERRORS
+        )
+        if self.size == 1 or not is_of_group:
+            return None
+        with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
+            if self._store.check([_FAILURE]):
+                return str(self._store.get(_FAILURE).decode())
+        found = _GLOO_MESSAGE.search(str(error))
+        cause = found[1] if found else str(error).splitlines()[0]
+        return f"another rank is gone ({cause}). See its messages; go on with --resume"
 
     def fail(self, error: BaseException) -> None:
-        """Publish the error that ends this rank to the other ranks. Call this before the rank
-        ends."""
+        """Publish the error that ends this rank. Other ranks read it when they lose the
+        connection."""
+        if self.size == 1:
+            return
+        if isinstance(error, RankError):
+            time.sleep(_LINGER_S if self.is_main else 0)  # rank 0 may host the store
+            return
+        message = f"rank {self.rank} has failed: {' '.join(str(error).split()) or repr(error)}"
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_FAILURE, message)
 
     def close(self) -> None:
-        """Leave the group. All other ranks are done too."""
+        """Leave the group. Call this only after success: after a failure it may wait forever."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def join_world(device: str) -> World:
+    """Return the processes that a launcher started, or this process alone.
+
+    Args:
+        device: cpu, cuda or auto.
+    """
+    launch, own = Launch.of_environment(), device_named(device)
+    if launch.size == 1:
+        return World(own)
+    if own.type != "cpu":  # the GPU with this rank's local number, or the only visible one
+        module = accelerator(own).module
+        there = module.device_count()
+        if launch.local_rank >= there > 1:
+            raise ConfigError(
+                f"LOCAL_RANK={launch.local_rank}, but there are {there} GPUs. Start one process "
+                "per GPU."
+            )
+        own = torch.device(own.type, launch.local_rank if there > 1 else 0)
+        module.set_device(own)
+    return World(own, launch)
+
+
+def device_named(name: str) -> torch.device:
+    """Return the device that --device names: cpu, cuda or auto."""
+    return default_device() if name == "auto" else resolve_device(name)
 
 
 class StepSync:
@@ -110,21 +256,22 @@ class StepSync:
         Returns:
             Tokens and slots of all ranks received since the previous call.
         """
-        self.wait()
-        self._pending = self._world.all_reduce_async([stop, save, tokens, slots])
-        if self._world.size == 1:
-            self.wait()
+        self.exchange([stop, save, tokens, slots])
         (tokens, slots), self._reported = self._reported, (self.tokens, self.slots)
         return self.tokens - tokens, self.slots - slots
 
     def ask(self, *, stop: bool) -> bool:
         """Return whether any rank requests a stop. For use between steps; delayed like
         `after_step`."""
+        self.exchange([stop, False, 0, 0])
+        return self.stop
+
+    def exchange(self, counts: list[int]) -> None:
+        """Receive the last messages of all ranks, and send the next one."""
         self.wait()
-        self._pending = self._world.all_reduce_async([stop, False, 0, 0])
+        self._pending = self._world.all_reduce_async(counts)
         if self._world.size == 1:
             self.wait()
-        return self.stop
 
     def wait(self) -> None:
         """Wait for the last messages of all ranks."""

@@ -148,10 +148,10 @@ class SplitLoaders:
             for rows, length in shapes(policy, longest)
         ]
 
-    def largest_blank(self) -> MicroBatch:
-        """Return an empty micro-batch of the largest shape in training."""
+    def largest(self) -> tuple[MicroBatch, tuple[int, int]]:
+        """Return a micro-batch of training, and rows and length of the largest one."""
         longest = self._manifest.split("train").longest_row
-        return self._like(self._training).blank_like(*largest_shape(self._training, longest))
+        return self._like(self._training), largest_shape(self._training, longest)
 
     def _like(self, policy: Policy) -> MicroBatch:
         with self._open("train", policy, num_workers=0, epochs=1) as feed:

@@ -15,8 +15,7 @@ from tokenfeed.trainer.checkpoints.uploader import Uploads, check_upload
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, PAGE_FILE, TrainConfig
 from tokenfeed.trainer.data.datasets import weights_of
 from tokenfeed.trainer.distributed.launcher import Launch
-from tokenfeed.trainer.distributed.process_group import RankError, join_world
-from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.distributed.world import RankError, World, join_world
 from tokenfeed.trainer.loop.export import check_export, export_run
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.models.tokenizer_match import warn_of_other_ids

@@ -28,8 +28,7 @@ from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.distributed.process_group import device_named
-from tokenfeed.trainer.distributed.world import StepSync, World
+from tokenfeed.trainer.distributed.world import StepSync, World, device_named
 from tokenfeed.trainer.feeding.batch_policy import is_packed
 from tokenfeed.trainer.feeding.loaders import Curriculum, SplitLoaders
 from tokenfeed.trainer.loop.divergence import divergence_error, warn_of_skip

@@ -93,28 +93,21 @@ class RunPlan:
 
     def peak(self, config: TrainConfig) -> int:
         """Return the peak bytes of a step with the largest micro-batches."""
-        parts = min(2, config.accumulation)  # the third would be like the second
-        return self.simulation.peak(self.like, *self.shape(config), parts)
+        return self.simulation.peak(self.like, self.shape(config), config.accumulation)
 
     def fitting(self) -> tuple[int | None, int | None]:
         """Return the tokens of the largest micro-batch that fits the GPU, and its peak bytes."""
         if self._gpu is None:
             return None, None
-        peaks: dict[int, int] = {}
+        peaks, limit = dict[int | None, int](), SHARE_OF_MEMORY * self._gpu.bytes
 
-        def measure(tokens: int) -> int:
+        def fits(tokens: int) -> bool:
             config = dataclasses.replace(self._config, micro_batch_tokens=tokens)
             peaks[tokens] = self.peak(config)
-            return peaks[tokens]
+            return peaks[tokens] <= limit
 
-        limit = int(SHARE_OF_MEMORY * self._gpu.bytes)
-        found = largest_fitting(
-            measure,
-            possible_sizes(self._config, self.task),
-            limit,
-            least=self.task.logits_at_once,
-        )
-        return found, None if found is None else peaks[found]
+        found = largest_fitting(fits, possible_sizes(self._config, self.task))
+        return found, peaks.get(found)
 
     def shape(self, config: TrainConfig) -> tuple[int, int]:
         """Return rows and padded length of the largest micro-batch."""

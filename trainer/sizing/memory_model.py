@@ -23,10 +23,10 @@ from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.trainer.config.run_config import PrecisionName, TrainConfig
 from tokenfeed.trainer.data.attention import Scope
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.optim.gradients import Tally
 from tokenfeed.trainer.optim.optimizer import make_optimizer
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.sizing.batch_probe import trial_step
 from tokenfeed.trainer.tasks.task import Task
 
 __all__ = ["PeakBytes", "SimulatedStep"]
@@ -114,13 +114,13 @@ class SimulatedStep:
         with self._mode, self._memory:
             for tensor in (*self.learner.model.parameters(), *self.learner.model.buffers()):
                 self._memory.add(tensor)
-            self._step(1, like, *_SMALL, parts=1)  # creates the optimizer's state
+            trial_step(self.learner, like, _SMALL, 1, 1)  # creates the optimizer's state
 
-    def peak(self, like: MicroBatch, rows: int, length: int, parts: int) -> int:
+    def peak(self, like: MicroBatch, shape: tuple[int, int], parts: int) -> int:
         """Return the peak bytes of tensors in a step of `parts` micro-batches of a shape."""
         self._memory.reset_peak()
         with self._mode, self._memory:
-            self._step(2, like, rows, length, parts)
+            trial_step(self.learner, like, shape, parts, 2)
         return self._memory.peak
 
     @property
@@ -146,14 +146,6 @@ class SimulatedStep:
                 self.learner.model(plain)
         forward = counter.get_total_flops() / shown.num_slots
         return 3 * forward - 2 * _frozen_products(self.learner.model)
-
-    def _step(self, number: int, like: MicroBatch, rows: int, length: int, parts: int) -> None:
-        tally = Tally.zero(torch.device("cpu"))
-        for part in range(parts):
-            shown = self._task.prepare(like.blank_like(rows, length), part)
-            tally.add(self.learner.add_gradients(shown), 0, 0)
-            del shown
-        self.learner.step(number, tally.loss, tally.targets)
 
 
 def _attention_flops(

@@ -27,7 +27,6 @@ __all__ = [
     "compiled_loss_and_error",
     "is_worth_chunks",
     "loss_and_error",
-    "most_chunk_tokens",
     "vocabulary_loss",
 ]
 
@@ -45,20 +44,15 @@ def is_worth_chunks(tokens: int, vocabulary_size: int) -> bool:
     return tokens * vocabulary_size * _BYTES_PER_LOGIT > WORTH_BYTES
 
 
-def most_chunk_tokens(vocabulary_size: int, *, compiled: bool = False) -> int:
-    """Return the tokens of the largest chunk."""
-    bytes_per_logit = _COMPILED_BYTES_PER_LOGIT if compiled else _BYTES_PER_LOGIT
-    fitting = _CHUNK_BYTES // (vocabulary_size * bytes_per_logit)
-    return max(1, min(fitting, MOST_TOKENS))
-
-
 def chunk_tokens(tokens: int, vocabulary_size: int, *, compiled: bool = False) -> int:
     """Return the tokens of a chunk. All chunks but the last are equal.
 
     The gradient of the head is read and written once per chunk, so large chunks move fewer bytes.
     """
-    chunks = ceil_div(tokens, most_chunk_tokens(vocabulary_size, compiled=compiled))
-    return ceil_div(tokens, max(1, chunks))
+    bytes_per_logit = _COMPILED_BYTES_PER_LOGIT if compiled else _BYTES_PER_LOGIT
+    fitting = _CHUNK_BYTES // (vocabulary_size * bytes_per_logit)
+    chunks = ceil_div(tokens, max(1, min(fitting, MOST_TOKENS)))
+    return max(1, ceil_div(tokens, max(1, chunks)))
 
 
 def vocabulary_loss(
@@ -70,7 +64,7 @@ def vocabulary_loss(
     Matrix products are computed in autocast's dtype. The weight's gradient is summed over chunks
     in the weight's own dtype. Gradients cannot be differentiated again.
     """
-    chunk = max(1, chunk_tokens(len(targets_N), len(weight_VD), compiled=compiled))
+    chunk = chunk_tokens(len(targets_N), len(weight_VD), compiled=compiled)
     loss: Tensor = _ChunkedLoss.apply(hidden_ND, weight_VD, targets_N, chunk, compiled)  # type: ignore[no-untyped-call]
     return loss
 

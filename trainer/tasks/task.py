@@ -20,11 +20,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED, TOKEN_TYPE_IDS
 from tokenfeed.trainer.data.head import Head, HeadKind
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.tasks.chunked_loss import (
-    is_worth_chunks,
-    most_chunk_tokens,
-    vocabulary_loss,
-)
+from tokenfeed.trainer.tasks.chunked_loss import is_worth_chunks, vocabulary_loss
 
 __all__ = ["Answers", "BestBy", "HasHidden", "Loss", "Metrics", "Task", "has_hidden"]
 
@@ -159,11 +155,6 @@ class Task:
     def bytes_of_targets(self, micro_batch: MicroBatch) -> Tensor | int:
         """Return the bytes of text that the targets stand for; 0 if the task does not know."""
         return 0
-
-    @property
-    def logits_at_once(self) -> int:
-        """Tokens above which a larger micro-batch needs no more memory for the logits."""
-        return most_chunk_tokens(self.vocabulary_size) if self.kind == "vocabulary" else 1
 
     def most_targets(self, slots: int) -> int:
         """Return the largest number of targets in a number of slots. It does not depend on random

@@ -15,7 +15,7 @@ from support.programs.ranked_training import free_port
 from support.training import make_config
 from torch import Tensor
 
-from tokenfeed.trainer.distributed.process_group import join_world
+from tokenfeed.trainer.distributed.world import join_world
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
@@ -35,7 +35,8 @@ def measure(shards: Path, folder: Path) -> dict[str, int]:
         return tensor
 
     loaders = SplitLoaders(config, task, world.device, precision.dtype)
-    shown = task.prepare(loaders.largest_blank(), 0)
+    like, shape = loaders.largest()
+    shown = task.prepare(like.blank_like(*shape), 0)
     shapes = {weight.shape for weight in learner.model.parameters() if weight.dim() == 2}
     shapes |= {shape[::-1] for shape in shapes}
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)

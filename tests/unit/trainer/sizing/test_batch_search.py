@@ -1,4 +1,4 @@
-"""The largest micro-batch that memory takes, on simulated allocators."""
+"""The largest micro-batch that memory takes, and the sizes that are possible."""
 
 import dataclasses
 
@@ -10,64 +10,22 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batch_policy import make_policy, micro_batch_sizes, shapes
 from tokenfeed.trainer.sensors.gpu_models import GPUS, identify_gpu, parse_gpu
-from tokenfeed.trainer.sizing.batch_probe import MOST_RUNS, largest_fitting
+from tokenfeed.trainer.sizing.batch_probe import largest_fitting
 
 Sizes = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=40, unique=True).map(sorted)
 
 
-class Allocator:
-    """Runs sizes, up to its bytes."""
+@given(sizes=Sizes, limit=st.integers(0, 1 << 20))
+def test_bisection_finds_the_largest_size_that_fits(sizes: list[int], limit: int) -> None:
+    tried: list[int] = []
 
-    def __init__(self, constant: int, slope: float, limit: int, *, fails: bool) -> None:
-        self._constant, self._slope, self._limit, self._fails = constant, slope, limit, fails
-        self.runs: list[int] = []
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= limit
 
-    def bytes_of(self, size: int) -> int:
-        return self._constant + int(self._slope * size)
-
-    def run(self, size: int) -> int | None:
-        self.runs.append(size)
-        needed = self.bytes_of(size)
-        return None if self._fails and needed > self._limit else needed
-
-
-@given(
-    sizes=Sizes,
-    constant=st.integers(0, 1 << 20),
-    slope=st.floats(1, 100),
-    limit=st.integers(0, 1 << 27),
-    least=st.integers(1, 1000),
-    fails=st.booleans(),
-)
-def test_four_runs_find_a_size_that_fits(
-    sizes: list[int], constant: int, slope: float, limit: int, least: int, fails: bool
-) -> None:
-    allocator = Allocator(constant, slope, limit, fails=fails)
-    found = largest_fitting(allocator.run, sizes, limit, least=least)
-    assert len(allocator.runs) <= MOST_RUNS
-    fitting = [size for size in sizes if allocator.bytes_of(size) <= limit]
-    assert (found is None) == (not fitting)
-    if found is not None:
-        assert found in fitting
-        first = allocator.runs[0]
-        second = allocator.runs[min(1, len(allocator.runs) - 1)]
-        if {first, second} <= set(fitting) and second > first:  # a line was known
-            assert found == fitting[-1]
-
-
-@given(bend=st.integers(1000, 100_000), limit=st.integers(1 << 16, 1 << 24))
-def test_where_bytes_grow_faster_than_promised_less_is_taken(bend: int, limit: int) -> None:
-    runs: list[int] = []
-
-    def run(size: int) -> int | None:
-        runs.append(size)
-        needed = 10 * size + 20 * max(0, size - bend)
-        return needed if needed <= limit else None
-
-    found = largest_fitting(run, [1 << k for k in range(20)], limit)
-    assert len(runs) <= MOST_RUNS
-    assert found is not None
-    assert 10 * found + 20 * max(0, found - bend) <= limit
+    fitting = [size for size in sizes if size <= limit]
+    assert largest_fitting(fits, sizes) == (fitting[-1] if fitting else None)
+    assert len(tried) <= len(sizes).bit_length()
 
 
 @given(
