@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +33,9 @@ from tokenfeed.pipeline.format.schema import Task, task_columns
 if TYPE_CHECKING:
     from support.simulated_cuda import SimulatedCuda
 
-# Else each of the hundreds of processes that tests start would compile the package anew.
+# Otherwise each of the hundreds of processes that tests start compiles the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Programs of tests find `support`.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]

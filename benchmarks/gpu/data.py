@@ -13,7 +13,7 @@ __all__ = ["TASKS", "make_data"]
 TASKS = ("lm", "complete", "classify", "score", "tag")
 VOCABULARY = 50_257
 """As GPT-2 has, for which a step is predicted."""
-SMALL_VOCABULARY, SMALL_TEXTS = 512, 40
+SMALL_VOCABULARY, SMALL_TEXTS = 512, 10
 CHARACTERS = 250
 """Of a row with one label, which cannot be cut: fewer tokens than a sequence has."""
 

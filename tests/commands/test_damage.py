@@ -89,13 +89,15 @@ def damage(folder: Path, first: int, count: int, num_workers: int = 0) -> dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
-def test_two_thousand_damages_are_named_or_change_nothing(folder: Path, part: int) -> None:
-    outcomes = damage(folder, part * 500, 500)
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 200), pytest.param(200, 1800, marks=pytest.mark.long)]
+)
+def test_damages_are_named_or_change_nothing(folder: Path, first: int, count: int) -> None:
+    outcomes = damage(folder, first, count)
     assert min(outcomes.values()) > 0, outcomes
-    assert outcomes["unchanged"] < 170, "most of a shard is data"
+    assert outcomes["unchanged"] < count / 3, "most of a shard is data"
 
 
 @pytest.mark.slow
 def test_damages_that_workers_meet_are_named_or_change_nothing(folder: Path) -> None:
-    damage(folder, 0, 8, num_workers=2)
+    damage(folder, 0, 4, num_workers=2)

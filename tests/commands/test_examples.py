@@ -228,7 +228,7 @@ def test_a_data_module_that_no_trainer_has_says_so(tmp_path: Path) -> None:
 
 
 def test_slow_loader_meter_agrees_with_stopwatch() -> None:
-    command = [sys.executable, str(EXAMPLES / "slow_loader.py"), "--items", "1600"]
+    command = [sys.executable, str(EXAMPLES / "slow_loader.py"), "--items", "1000"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     by_meter, by_stopwatch = (
         float(re.search(pattern, printed, re.MULTILINE)[1])  # type: ignore[index]

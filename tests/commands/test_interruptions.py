@@ -156,7 +156,7 @@ print(json.dumps(children()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trials", [15, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("trials", [6, pytest.param(60, marks=pytest.mark.long)])
 def test_loop_goes_on_after_any_two_interruptions_in_a_row(folder: Path, trials: int) -> None:
     assert run_script(PREAMBLE + INTERRUPT.replace("TRIALS", str(trials)), folder) == []
 

@@ -16,7 +16,9 @@ def tokenfeed(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_tokenfeed_runs_every_command(tmp_path: Path) -> None:
-    made = tokenfeed("pretokenize", str(ROOT / "docs"), "out", "--vocab-size", "300", cwd=tmp_path)
+    made = tokenfeed(
+        "pretokenize", str(ROOT / "docs/how"), "out", "--vocab-size", "300", cwd=tmp_path
+    )
     assert made.returncode == 0, made.stderr
     shown = tokenfeed("shards", "inspect", "out", "--json", cwd=tmp_path)
     assert json.loads(shown.stdout)["splits"]["train"]["shards"]

@@ -162,6 +162,7 @@ def _become(
     sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(env)
+    sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in env
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     os.chdir(cwd)
     try:

@@ -3,6 +3,7 @@
 python on_named_cuda.py LIBRARY CASES: a JSON object of `TrainConfig` settings for each case.
 """
 
+import gc
 import itertools
 import json
 import sys
@@ -132,4 +133,5 @@ def _result(settings: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     cases = json.loads(sys.argv[2])
+    gc.freeze()  # the loop collects at every log line
     print(json.dumps({name: _result(settings) for name, settings in cases.items()}))
