@@ -83,7 +83,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, every_task: Path) -> dict[str
         [*program, str(named_cuda.build(folder)), json.dumps(cases)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

@@ -19,7 +19,8 @@ from tokenfeed.pipeline.errors import LoaderError
 OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "epochs": None}
 
 
-ROUNDS = 12
+ROUNDS = 6
+"""Batches of a loop, from two windows."""
 
 
 def calling_at(event: int, run: Callable[[], object], do: Callable[[], object]) -> bool:
@@ -50,7 +51,7 @@ def calling_at(event: int, run: Callable[[], object], do: Callable[[], object]) 
 
 
 def iterate(loader: ShardLoader, given: list[Any]) -> None:
-    """Twelve batches, whatever is said in between."""
+    """Deliver some batches, whatever is said in between."""
     batches = iter(loader)
     while len(given) < ROUNDS:
         try:

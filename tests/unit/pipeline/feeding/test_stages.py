@@ -63,7 +63,7 @@ SMALL_POLICIES = [
 ]
 SOURCES = st.dictionaries(st.integers(0, 3), WEIGHTS, min_size=1, max_size=4)
 STAGES = st.builds(
-    Drawn, SOURCES, st.none() | SOURCES, st.integers(9_000, 16_000), st.integers(0, 3)
+    Drawn, SOURCES, st.none() | SOURCES, st.integers(4_000, 8_000), st.integers(0, 3)
 )
 LISTS = st.lists(STAGES, min_size=1, max_size=3)
 
