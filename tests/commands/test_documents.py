@@ -35,10 +35,12 @@ ROOMS, MORE_ROOMS = ("pipeline/format",), ("pipeline", "tools")
 is small, but for the long ones, which want several windows."""
 PIECE_LINES = 12
 SMALL = """
+from tokenfeed.tools.encoding import training
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
+training._MIN_FREQUENCY = 20
 SIZES["tiny"] = ModelSize(layers=1, width=32, heads=2)
 """
-"""Makes the default model of `train` smaller: training it takes most of a page's time."""
+"""Makes vocabularies and the default model of `train` smaller: most of a page's time is theirs."""
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?"
     r"(?P<indent>^ *)```(?P<language>\w*)(?: title=\"(?P<title>[\w.]+)\")?\n"

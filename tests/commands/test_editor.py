@@ -30,23 +30,28 @@ MISTAKES = {
 }
 
 
-def shown_of(folder: Path, code: str) -> list[dict[str, Any]]:
-    """What pyright says, in basic mode, of a file outside the repository."""
-    (folder / "loop.py").write_text(code)
-    arguments = ["--outputjson", "--pythonpath", sys.executable, "loop.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pyright", *arguments], cwd=folder, stdout=subprocess.PIPE, text=True
-    )
-    shown: list[dict[str, Any]] = json.loads(done.stdout)["generalDiagnostics"]
-    return shown
+Shown = dict[str, list[dict[str, Any]]]
 
 
-def test_a_loop_of_a_user_is_typed(tmp_path: Path) -> None:
-    shown = shown_of(tmp_path, USERS_FILE)
-    assert {each["severity"] for each in shown} == {"information"}, shown
-    assert [each["message"].split('"')[-2] for each in shown] == SHOWN
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    """What pyright says, in basic mode, of two files outside the repository."""
+    folder = tmp_path_factory.mktemp("user")
+    files = {"loop.py": USERS_FILE, "mistakes.py": "\n".join(MISTAKES)}
+    for name, code in files.items():
+        (folder / name).write_text(code)
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    done = subprocess.run([*command, *files], cwd=folder, stdout=subprocess.PIPE, text=True)
+    found: Shown = {name: [] for name in files}
+    for each in json.loads(done.stdout)["generalDiagnostics"]:
+        found[Path(each["file"]).name].append(each)
+    return found
 
 
-def test_mistakes_of_a_user_are_seen(tmp_path: Path) -> None:
-    shown = shown_of(tmp_path, "\n".join(MISTAKES))
-    assert [each["rule"] for each in shown] == list(MISTAKES.values())
+def test_a_loop_of_a_user_is_typed(shown: Shown) -> None:
+    assert {each["severity"] for each in shown["loop.py"]} == {"information"}, shown
+    assert [each["message"].split('"')[-2] for each in shown["loop.py"]] == SHOWN
+
+
+def test_mistakes_of_a_user_are_seen(shown: Shown) -> None:
+    assert [each["rule"] for each in shown["mistakes.py"]] == list(MISTAKES.values())

@@ -37,13 +37,7 @@ COMMAND = [sys.executable, "-m", "tokenfeed.tools.pretokenize"]
 
 def start(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
     """What a process of `pretokenize` printed, and its exit code."""
-    result = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    result = warm.run([*COMMAND[1:], *arguments], env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert result.returncode == expect, result.stderr
     return result
 

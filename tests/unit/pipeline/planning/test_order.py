@@ -146,12 +146,12 @@ def test_a_window_has_one_record_batch_of_every_stratum_of_the_corpus(
 @pytest.mark.slow
 def test_every_record_batch_comes_in_every_window_about_equally_often() -> None:
     counts = np.zeros((4, 14), np.int64)
-    for seed in range(1500):
+    for seed in range(500):
         order = EpochOrder.of_one(14, 4, seed=seed, shuffle=True)
         for window in range(4):
             counts[window, order.window(0, window)] += 1
-    expected = 1500 * np.array([[3], [4], [3], [4]]) / 14
-    assert (abs(counts / expected - 1) < 0.2).all()
+    expected = 500 * np.array([[3], [4], [3], [4]]) / 14
+    assert (abs(counts / expected - 1) < 0.35).all()
 
 
 def test_parts_of_a_corpus_stand_in_every_window_as_in_the_whole() -> None:
