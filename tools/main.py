@@ -9,6 +9,7 @@ from importlib import import_module
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.facts import facts
 from tokenfeed.tools.shell.console import run_command
+from tokenfeed.tools.shell.signals import signals_held
 
 __all__ = ["main"]
 
@@ -27,7 +28,13 @@ def main() -> None:
     if name not in _COMMANDS:
         run_command(lambda: _without_command(name))
     sys.argv[1:] = words
-    import_module(f"tokenfeed.tools.{name}").main()
+    run_command(lambda: _start(name))
+
+
+def _start(name: str) -> None:
+    with signals_held():  # extension modules turn an interruption into an ImportError
+        command = import_module(f"tokenfeed.tools.{name}")
+    command.main()
 
 
 def _without_command(name: str) -> None:

@@ -45,3 +45,19 @@ def test_doctor_fails_if_the_data_set_cannot_be_read(tmp_path: Path) -> None:
     assert (
         "nothing/manifest.json: not found" in json.loads(found.stdout)["loader"]["nothing"]["error"]
     )
+
+
+def test_an_interruption_of_the_imports_of_a_command_is_one_line() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name == 'psutil':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder)\n"
+        "sys.argv = ['tokenfeed', 'doctor']\n"
+        "from tokenfeed.tools.main import main\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (130, "interrupted\n")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from tokenfeed.pipeline.arithmetic import ceil_div
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policies import Padded
@@ -45,11 +45,25 @@ class ShowPlan:
             raise ConfigError(
                 f"`--streams`={self.streams}: expected a divisor of `--ranks`, {self.ranks}."
             )
-        mixing = settings["mixing"]
+        try:
+            sources, plan = self._planned(settings["mixing"])
+        except TokenfeedError as error:
+            raise ConfigError(f"{self.file}: mixing: {error}") from None
+        assert isinstance(plan.order, StagedOrder)
+        step = settings.get("step_tokens")
+        known = _known(plan.order, sources, step, self.streams)
+        if self.json:
+            print_json(known)
+        else:
+            print("\n".join(_lines(known)))
+        return 0
+
+    def _planned(self, mixing: Any) -> tuple[tuple[OpenedSplit, ...], Plan]:
+        """Return the data sets, and the plan of a loader of the stages."""
         stages = training_source(TrainConfig(shards=mixing[0].shards, mixing=mixing))
         sources = open_splits(paths_of(stages), "train")
         longest = max(source.split.longest_row for source in sources)
-        plan = Plan.from_splits(
+        return sources, Plan.from_splits(
             sources,
             stages,
             Padded(max(longest, _LEAST_TOKENS)),
@@ -60,14 +74,6 @@ class ShowPlan:
             shuffle=True,
             num_streams=self.streams,
         )
-        assert isinstance(plan.order, StagedOrder)
-        step = settings.get("step_tokens")
-        known = _known(plan.order, sources, step, self.streams)
-        if self.json:
-            print_json(known)
-        else:
-            print("\n".join(_lines(known)))
-        return 0
 
 
 _LEAST_TOKENS = 1 << 14

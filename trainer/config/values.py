@@ -261,7 +261,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     except _Repetition as error:
         raise ConfigError(f"{path}: {error}. Leave one out.") from None
     except OSError as error:
-        raise ConfigError(f"`--config`: {path}: {error.strerror}. Give a YAML file.") from error
+        raise ConfigError(f"{path}: {error.strerror}. Give a YAML file.") from error
     except RecursionError:
         raise ConfigError(f"{path}: YAML is nested too deeply. Write one setting a line.") from None
     except (ValueError, yaml.YAMLError) as error:

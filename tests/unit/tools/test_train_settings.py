@@ -210,7 +210,10 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
         ),
         (["--cache-bytes", "5G"], r"`--cache-bytes`: expected a size like 50GB, or 0, got 5G"),
         (["--preset", "H100"], "`--preset`: expected one of quick, t4, rtx4090, h100, production"),
-        (["--config", "nowhere.yaml"], "`--config`: nowhere.yaml: No such file or directory"),
+        (
+            ["--config", "nowhere.yaml"],
+            "nowhere.yaml: No such file or directory. Give a YAML",
+        ),
         (["--shards", ""], "`--shards` is empty"),
         (["--upload", ""], r"`--upload` is empty: expected text\. Is a shell variable unset"),
         (["--compile=yes"], r"`--compile`: takes no value\. See train --help"),
