@@ -40,7 +40,6 @@ __all__ = [
     "Progress",
     "Weighed",
     "Work",
-    "Worker",
     "WorkerDied",
     "cluster_crew",
     "local_crew",
@@ -91,32 +90,6 @@ class WorkerDied(TokenfeedError):
     """A worker ended before it finished its unit."""
 
 
-class Worker:
-    """A worker that does units and reports progress."""
-
-    def __init__(
-        self, begin: Callable[[Callable[[float, int, str], None]], Callable[[Any], Any]]
-    ) -> None:
-        """Load the data for all units by calling `begin`."""
-        self.on_progress: Callable[[Progress], None] = lambda progress: None
-        self._left_bytes = 0.0
-        self._do = begin(self._count)
-
-    def do(self, unit: Weighed) -> Any:
-        """Return the result of a unit."""
-        self._left_bytes = unit.weight_bytes
-        result = self._do(unit)
-        self._count(self._left_bytes, 0)
-        return result
-
-    def _count(self, weight_bytes: float, num_tokens: int, at: str = "") -> None:
-        """Report progress. The weight of a unit is an estimate, so its parts together count at most
-        this weight, and the rest is added at the end."""
-        weight_bytes = min(weight_bytes, self._left_bytes)
-        self._left_bytes -= weight_bytes
-        self.on_progress(Progress(weight_bytes, num_tokens, at))
-
-
 class _Finished(NamedTuple):
     result: Any
     num_tokens: int
@@ -164,19 +137,22 @@ class Job:
 
 
 _own = threading.local()
-"""The job of a thread. An encoder works in one thread only."""
+"""The job of a thread, its function and its tokens. An encoder works in one thread only."""
 
 
-def _begin(job: bytes) -> Worker:
-    """Return this thread's worker for a pickled job; the first call begins it."""
+def _begin(job: bytes) -> None:
+    """Load the data of a pickled job in this thread, unless it is loaded."""
     if getattr(_own, "job", None) != job:
         os.environ.update(ENVIRONMENT)
         asked: Job = pickle.loads(job)
         asked.check()
-        _own.worker = Worker(asked.work.begin)
+        _own.do = asked.work.begin(_count)
         _own.job = job
-    worker: Worker = _own.worker
-    return worker
+
+
+def _count(weight_bytes: float, num_tokens: int, at: str = "") -> None:
+    _own.tokens += num_tokens
+    executors.report(Progress(weight_bytes, num_tokens, at))
 
 
 def _do_unit(job: bytes, unit: Any) -> _Finished | _Failure:
@@ -185,16 +161,10 @@ def _do_unit(job: bytes, unit: Any) -> _Finished | _Failure:
     Raises:
         OSError: Another worker may succeed.
     """
-    tokens: list[int] = []
-
-    def count(progress: Progress) -> None:
-        tokens.append(progress.num_tokens)
-        executors.report(progress)
-
+    _own.tokens = 0
     try:
-        worker = _begin(job)
-        worker.on_progress = count
-        return _Finished(worker.do(unit), sum(tokens))
+        _begin(job)
+        return _Finished(_own.do(unit), _own.tokens)
     except OSError:
         raise
     except BaseException as error:  # a panic of a library in Rust is not an Exception

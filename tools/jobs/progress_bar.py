@@ -48,7 +48,7 @@ class Bar:
             tokens_per_s = self._tokens / (time.perf_counter() - self._started)
             self._shown.update(
                 task.id,
-                advance=progress.weight_bytes,
+                completed=min(task.completed + progress.weight_bytes, task.total or 0),
                 description=f"{self._units_done:,}/{self._num_units:,} units",
                 speed=f"{tokens_per_s / 1e6:.2f} M tokens/s",
             )

@@ -12,9 +12,8 @@ import contextlib
 import json
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
@@ -32,7 +31,7 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import Encoded, EncodeSettings
 from tokenfeed.tools.jobs.crew import (
     Crew,
-    Worker,
+    Progress,
     WorkerDied,
     cluster_crew,
     local_crew,
@@ -188,8 +187,8 @@ def _encode_all(run: Run, settings: EncodeSettings, records: RunRecords) -> Enco
 class _Alone:
     """A crew of this process only."""
 
-    def __init__(self, worker: Worker, units: list[_Work]) -> None:
-        self._worker, self._units = worker, deque(units)
+    def __init__(self, do: Callable[[_Work], Any], units: list[_Work]) -> None:
+        self._do, self._units = do, deque(units)
 
     def start(self, first: _Work | None = None) -> None:
         """See `Crew.start`."""
@@ -197,7 +196,7 @@ class _Alone:
             self._units.appendleft(first)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from map(self._worker.do, self._units)
+        yield from map(self._do, self._units)
 
 
 @contextlib.contextmanager
@@ -208,9 +207,8 @@ def _crew(
     if is_small(run.inputs.units) or not units:
         is_reference = settings.engine == ReferenceEngine.name
         engine = (ReferenceEngine if is_reference else FastEngine.from_tokenizer)(run.tokenizer)
-        worker = Worker(partial(settings.begin, engine=engine))
-        worker.on_progress = bar.advance
-        yield _Alone(worker, units)
+        do = settings.begin(lambda *progress: bar.advance(Progress(*progress)), engine)
+        yield _Alone(do, units)
         return
     if run.options.runner != "local":
         work = replace(settings, output=settings.output.absolute())
