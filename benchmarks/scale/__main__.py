@@ -125,7 +125,7 @@ def resume(folder: Path, state: dict[str, Any]) -> float:
     """Seconds from nothing to the batch after a saved state."""
     started = time.perf_counter()
     resumed = make_loader(folder)
-    resumed.load_state_dict(json.loads(json.dumps(state)) | {"trail": []})
+    resumed.load_state_dict(json.loads(json.dumps(state)))
     next(iter(resumed))
     return time.perf_counter() - started
 

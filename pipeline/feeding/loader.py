@@ -42,10 +42,8 @@ from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.stages import Stage, paths_of, place_of
 from tokenfeed.pipeline.planning.state import (
     Delivered,
-    compare,
+    SavedState,
     own_stream,
-    saved_data,
-    saved_step_size,
 )
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
@@ -428,10 +426,10 @@ class ShardLoader:
             ResumeError: The state was saved with other data, another seed or another policy. The
                 message names the difference.
         """
-        state = own_stream(state, self._plan.stream)
-        plan = self._plan_for(state)
+        saved = SavedState.read(own_stream(state, self._plan.stream))
+        plan = self._plan_for(saved)
         names = [source.name for source in self._opened[plan.data]]
-        self._go_on_from(Delivered.from_state(plan, state, names))
+        self._go_on_from(Delivered.from_state(plan, saved, names))
         self._is_resumed = True
         self._length = None
 
@@ -489,27 +487,6 @@ class ShardLoader:
         plan = before.plan.reweighed(by_data, before.position, opened)
         self._go_on_from(before.with_plan(plan))
 
-    def compare(self, first: dict[str, Any], second: dict[str, Any]) -> str | None:
-        """Return the first difference between the rows that two runs delivered, as one line.
-
-        Args:
-            first: The saved state of one run.
-            second: The saved state of the other run.
-
-        Returns:
-            None if both runs delivered the same rows.
-
-        Raises:
-            ResumeError: An argument is not a loader state, or neither state fits this loader.
-        """
-        plan = Delivered.from_state(self._plan_for(first), first).plan
-        make = self._single_windows(plan)
-
-        def digest_of(window: Position) -> int:
-            return int(make(window).index.rounds.digests.sum())
-
-        return compare(plan, digest_of, first, second)
-
     def explain(self, batch: Batch) -> list[Origin]:
         """Return the input file, the record and the token range of each piece of a batch, in the
         order of `batch.rows`. Reads several record batches of each shard involved.
@@ -563,11 +540,11 @@ class ShardLoader:
             counters=self._delivery.counters,
         )
 
-    def _plan_for(self, state: dict[str, Any]) -> Plan:
+    def _plan_for(self, saved: SavedState) -> Plan:
         """Return the plan for a state: its steps are as large as those of the run that saved it,
         unless the caller of this loader set a size."""
-        step_size = saved_step_size(state) if self._step_size is None else None
-        data, now = saved_data(state), self._plan
+        step_size = saved.plan.micro_batches_per_step if self._step_size is None else None
+        data, now = tuple(saved.plan.data), self._plan
         if data not in self._opened or now.stages:
             sources = self._open(data)
             data = tuple(source.manifest.fingerprint for source in sources)

@@ -11,6 +11,8 @@ step has this error plus the sampling error of its few rows. After a full shuffl
 error remains. Torch-free.
 """
 
+from operator import itemgetter
+
 import numpy as np
 
 from tokenfeed.pipeline.format.data_set import OpenedSplit
@@ -99,9 +101,7 @@ def deviation(plan: Plan, sources: tuple[OpenedSplit, ...]) -> float | None:
     """
     if not plan.order.shuffle:
         return None
-    if plan.order.num_windows == 1:
-        return 1.0
-    return max(_deviations(sources, _window_tokens(plan, sources)))
+    return max(ratio for ratio, _, _ in _deviations(plan, sources))
 
 
 def unmixed(plan: Plan, sources: tuple[OpenedSplit, ...]) -> str | None:
@@ -110,38 +110,34 @@ def unmixed(plan: Plan, sources: tuple[OpenedSplit, ...]) -> str | None:
     Sources of less than a tenth of the epoch are ignored: the weights decide their share in a step,
     and it matters little which of their rows a step has.
     """
-    of_window = _window_tokens(plan, sources)
-    whole = sum(of_window)
-    if plan.order.num_windows == 1 or whole * plan.order.num_windows < _LARGE_TOKENS:
-        return None
-    found = zip(sources, of_window, _deviations(sources, of_window), strict=True)
-    candidates = [
-        (ratio, tokens * source.batches / source.tokens, source.name)
-        for source, tokens, ratio in found
-        if tokens >= _TENTH * whole
-    ]
-    ratio, places, name = max(candidates, default=(1.0, 0.0, ""))
-    if not plan.order.shuffle or ratio < _FAR:
+    found = _deviations(plan, sources)
+    whole = sum(tokens for _, tokens, _ in found)
+    large = [each for each in found if each[1] >= _TENTH * whole]
+    ratio, tokens, source = max(large, key=itemgetter(0), default=(1.0, 0.0, sources[0]))
+    is_small = whole * plan.order.num_windows < _LARGE_TOKENS
+    if is_small or not plan.order.shuffle or ratio < _FAR:
         return None
     return (
-        f"a window takes rows from only {places:,.0f} places of {name}: if its rows are sorted in "
-        f"any way, steps deviate {ratio:.0f} times as far from the whole corpus as after a full "
-        "shuffle. Raise `window_tokens`."
+        f"a window takes rows from only {tokens * source.batches / source.tokens:,.0f} places of "
+        f"{source.name}: if its rows are sorted in any way, steps deviate {ratio:.0f} times as far "
+        "from the whole corpus as after a full shuffle. Raise `window_tokens`."
     )
 
 
-def _deviations(sources: tuple[OpenedSplit, ...], of_window: list[float]) -> list[float]:
-    """Return the deviation of each source; see `deviation`."""
-    return [
-        _deviation(source, tokens, STEP_TOKENS * tokens / sum(of_window)) if tokens else 1.0
-        for source, tokens in zip(sources, of_window, strict=True)
-    ]
-
-
-def _window_tokens(plan: Plan, sources: tuple[OpenedSplit, ...]) -> list[float]:
-    """Return the tokens of each source in an average window of the first stretch."""
+def _deviations(
+    plan: Plan, sources: tuple[OpenedSplit, ...]
+) -> list[tuple[float, float, OpenedSplit]]:
+    """Return the deviation of each source, and its tokens in an average window of the first
+    stretch."""
     read = zip(sources, plan.order.stretches[0].batches, strict=True)
-    return [source.tokens * batches / source.batches for source, batches in read]
+    of_window = [source.tokens * batches / source.batches for source, batches in read]
+    found = []
+    for source, tokens in zip(sources, of_window, strict=True):
+        is_mixed = not tokens or plan.order.num_windows == 1
+        step_tokens = STEP_TOKENS * tokens / sum(of_window)
+        ratio = 1.0 if is_mixed else _deviation(source, tokens, step_tokens)
+        found.append((ratio, tokens, source))
+    return found
 
 
 def _deviation(source: OpenedSplit, window_tokens: float, step_tokens: float) -> float:

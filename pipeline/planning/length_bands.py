@@ -18,12 +18,15 @@ lengths and labels only, never on the random numbers. Torch-free.
 """
 
 from math import ceil
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.planning.order import Draw, blocks, mix64
+
+if TYPE_CHECKING:
+    from tokenfeed.pipeline.planning.policy import ByLength
 
 __all__ = ["sort_by_length", "steps_by_length"]
 
@@ -35,26 +38,9 @@ _LABEL_VARIANCE = 2.5
 bands are made wider."""
 
 
-class SizesByLength(Protocol):
-    """Sizes of micro-batches whose rows have similar lengths, from the policy."""
-
-    @property
-    def spread(self) -> float:
-        """Width of the bands; see `policies.SPREAD`."""
-        ...
-
-    def rows_of(self, longest: int) -> int:
-        """Return the number of rows of a micro-batch whose longest row has `longest` tokens."""
-        ...
-
-    def batches_of(self, lengths: np.ndarray) -> float:
-        """Return the approximate number of micro-batches of rows with these lengths."""
-        ...
-
-
 def steps_by_length(
     lengths: np.ndarray,
-    batching: SizesByLength,
+    batching: "ByLength",
     *,
     step_size: int,
     draw: Draw | None,
@@ -73,7 +59,8 @@ def steps_by_length(
         The pieces, shape (P,), and where each step begins in them, shape (steps + 1,); int64.
     """
     num_steps = batching.batches_of(lengths) / step_size
-    spread = _of_window(batching.spread, draw)
+    # About a W-th in an epoch of W windows: the shuffle of the windows mixes rows, too.
+    spread = 1 - (1 - batching.spread) ** (1 / draw.num_windows) if draw else 0.0
     label = None if labels is None else np.unique(labels, return_inverse=True)[1]
     while draw and label is not None and 0 < spread < 1:
         some = Draw(0, 0, 0, draw.num_windows)  # the same in every epoch, so the width is too
@@ -121,15 +108,9 @@ def _scramble(index: np.ndarray, key: int) -> np.ndarray:
     return values
 
 
-def _of_window(spread: float, draw: Draw | None) -> float:
-    """Return the spread in a window: about a W-th in an epoch of W windows, because the shuffle of
-    the windows already decides which rows meet."""
-    return 0.0 if draw is None else 1 - (1 - spread) ** (1 / draw.num_windows)
-
-
 def _cut(
     lengths: np.ndarray,
-    batching: SizesByLength,
+    batching: "ByLength",
     step_size: int,
     draw: Draw | None,
     num_steps: float,
@@ -138,41 +119,29 @@ def _cut(
     """Cut bands of steps from the longest rows down, and deal the pieces of each band to its
     steps."""
     most = len(lengths) if spread >= 1 else int(num_steps * spread)
-    if draw is None or most < 2:
-        pieces = sort_by_length(lengths, draw.key if draw else None)
-        return pieces, _strict_steps(lengths, pieces, batching, step_size)
-    # Ties keep their order for a cycle if the same rows come again and few have equal length.
-    comes_again = draw.num_windows == 1 and len(np.unique(lengths)) * most > len(lengths)
-    pieces = sort_by_length(lengths, draw.cycle_key if comes_again else draw.key)
+    key, comes_again = draw.key if draw else None, False
+    if draw and most > 1 and draw.num_windows == 1:
+        # Ties keep their order for a cycle if the same rows come again and few have equal length.
+        comes_again = len(np.unique(lengths)) * most > len(lengths)
+        key = draw.cycle_key if comes_again else draw.key
+    pieces = sort_by_length(lengths, key)
     ascending = lengths[pieces]
     edges = [len(pieces)]
     while (stop := edges[-1]) > 0:
-        longest = int(ascending[stop - 1])
+        longest, count = int(ascending[stop - 1]), 1
         rows = step_size * batching.rows_of(longest)
-        least = ceil(
-            longest * (1 - _LENGTHS_PER_SPREAD * spread)
-        )  # an int: a float would cast the whole array
-        near = stop - np.searchsorted(ascending, least)
-        count = max(1, min(most, ceil_div(int(near), rows), stop // rows))
+        if draw and most > 1:
+            # An int: a float would cast the whole array.
+            least = ceil(longest * (1 - _LENGTHS_PER_SPREAD * spread))
+            near = stop - np.searchsorted(ascending, least)
+            count = max(1, min(most, ceil_div(int(near), rows), stop // rows))
         start = max(0, stop - count * rows)
-        if count > 1 and (
-            comes_again or ascending[start] < longest
-        ):  # else the random ties dealt them
+        # Otherwise the random ties have dealt the pieces.
+        if draw and count > 1 and (comes_again or ascending[start] < longest):
             pieces[start:stop] = _deal(pieces[start:stop], count, draw)
         edges += range(stop - rows, start, -rows)
         edges.append(start)
     return pieces, np.array(edges[::-1])
-
-
-def _strict_steps(
-    lengths: np.ndarray, pieces: np.ndarray, batching: SizesByLength, step_size: int
-) -> np.ndarray:
-    """Return step offsets over pieces in ascending length, cut from the longest down."""
-    edges = [len(pieces)]
-    while edges[-1] > 0:
-        rows = step_size * batching.rows_of(int(lengths[pieces[edges[-1] - 1]]))
-        edges.append(max(0, edges[-1] - rows))
-    return np.array(edges[::-1])
 
 
 def _deal(band: np.ndarray, num_steps: int, draw: Draw) -> np.ndarray:

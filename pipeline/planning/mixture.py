@@ -24,8 +24,9 @@ Exhausted = Literal["repeat", "stop", "continue"]
 """What happens when a source runs out while others do not.
 
     repeat    the source starts again, newly shuffled; the epoch ends when all sources were read
-    once stop      the epoch ends; the other sources are not read to their end continue  the others
-    continue without it; the epoch has every row of every source once
+              once
+    stop      the epoch ends; the other sources are not read to their end
+    continue  the others continue without it; the epoch has every row of every source once
 """
 
 

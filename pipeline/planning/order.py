@@ -229,16 +229,9 @@ class EpochOrder:
         They ascend in each source, so that a shard is opened once. In a phase, the number of
         batches of a source differs by at most one between windows.
         """
-        for phase in self.phases:
-            if window < phase.num_windows:
-                break
-            window -= phase.num_windows
         parts, first = [], 0
         for source, size in enumerate(self.sizes):
-            start, stop = (
-                phase.begins[source] + phase.batches[source] * edge // phase.num_windows
-                for edge in (window, window + 1)
-            )
+            start, stop = self._places(source, window)
             parts.append(first + np.sort(self._batches(source, epoch, start, stop)))
             first += size
         return np.concatenate(parts)
@@ -267,11 +260,17 @@ class EpochOrder:
 
     def first_place(self, source: int, window: int) -> int:
         """Return the place in a source's epoch at which a window begins."""
+        return self._places(source, window)[0]
+
+    def _places(self, source: int, window: int) -> tuple[int, int]:
+        """Return the first place of a source in a window, and the place after the last."""
         for phase in self.phases:
             if window < phase.num_windows:
-                return phase.begins[source] + phase.batches[source] * window // phase.num_windows
+                break
             window -= phase.num_windows
-        return self.batches_read[source]
+        begins, batches = phase.begins[source], phase.batches[source]
+        first, stop = (batches * edge // phase.num_windows for edge in (window, window + 1))
+        return begins + first, begins + stop
 
     def windows_of(self, source: int, places: np.ndarray) -> np.ndarray:
         """Return the window of each place in a source's epoch; -1 for a place without a window."""

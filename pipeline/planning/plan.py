@@ -7,11 +7,12 @@ devices. Torch-free.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from os import PathLike
-from typing import Any, NamedTuple, Self, get_args
+from typing import Annotated, NamedTuple, Self, get_args
 
+import msgspec
 import numpy as np
 
 from tokenfeed.pipeline import checks
@@ -21,11 +22,12 @@ from tokenfeed.pipeline.format.schema import role_of
 from tokenfeed.pipeline.format.store import Store, StorePath
 from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, mix, proportions
 from tokenfeed.pipeline.planning.order import EpochOrder
-from tokenfeed.pipeline.planning.policies import POLICIES, offered
+from tokenfeed.pipeline.planning.policies import POLICIES, describe, offered
 from tokenfeed.pipeline.planning.policy import Batching, LongRows
 from tokenfeed.pipeline.planning.stages import (
     ENDLESS,
     PlannedStage,
+    SavedStage,
     Stage,
     StagedOrder,
     data_of,
@@ -34,10 +36,11 @@ from tokenfeed.pipeline.planning.stages import (
     least_tokens,
     paths_of,
     place_of,
+    planned_stages,
     reweighed,
 )
 
-__all__ = ["Plan", "Position", "default_window_tokens"]
+__all__ = ["Plan", "PlanSettings", "Position"]
 
 _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
 """Smallest and largest default window in tokens. The smallest has about 128 record batches, so it
@@ -58,6 +61,31 @@ class Position(NamedTuple):
     window: int
     micro_batch: int
     """Number of delivered micro-batches of the window."""
+
+
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class PlanSettings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The settings that define a plan, as in a saved state."""
+
+    data: list[str]
+    split: str
+    batching: str
+    micro_batches_per_step: Annotated[int, msgspec.Meta(ge=1, le=checks.MOST)]
+    stream: Annotated[int, msgspec.Meta(ge=0)]
+    num_streams: _Positive
+    seed: int
+    shuffle: bool
+    weights: list[Annotated[float, msgspec.Meta(gt=0)]] | None = None
+    phases: list[list[int]] | None = None
+    """Record batches of each source in each phase."""
+    windows: _Positive | None = None
+    window_tokens: _Positive | None = None
+    exhausted: Exhausted | None = None
+    stages: list[SavedStage] | None = None
+    given: str = ""
+    """See `Plan.given`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +114,6 @@ class Plan:
     """What ends an epoch of a mixture."""
     given: str = ""
     """Name of the list of stages as the user gave it, before `reweigh` or a resume changed it."""
-    described_policy: str = field(init=False)
-    """The repr of `batching`, made once. A signal handler that interrupts a dataclass repr and
-    calls it again would get `...`."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "described_policy", repr(self.batching))
 
     @classmethod
     def from_splits(
@@ -120,60 +142,48 @@ class Plan:
         if window_tokens is not None:
             window_tokens = checks.whole("window_tokens", window_tokens, least=1, other=", or None")
         _check_columns(sources[0])
-        if not isinstance(data, str | PathLike | Store | Mixture):
+        sizes = tuple(source.batches for source in sources)
+        seed, shuffle = checks.seed(seed), checks.flag("shuffle", shuffle)
+        order: EpochOrder | StagedOrder
+        weights: tuple[float, ...] = (1.0,)
+        exhausted: Exhausted = "continue"
+        given = ""
+        epoch_tokens: tuple[int | None, ...] = (None,) * len(sources)
+        if isinstance(data, str | PathLike | Store | Mixture):
+            if isinstance(data, Mixture):
+                weights, exhausted = tuple(data.weights.values()), data.exhausted
+            _check_fit(sources, batching)
+            if window_tokens is None:
+                window_tokens = default_window_tokens(sources, weights, batching, step_size)
+            phases = mix(sources, weights, exhausted, window_tokens)
+            order = EpochOrder(sizes, phases, seed, shuffle)
+            _check_epoch(sources, order)
+            epoch_tokens = _epoch_tokens(sources, order, batching, num_streams)
+        else:
             opened = dict(zip(map(place_of, paths_of(data)), sources, strict=True))
             planned = _planned(data, opened, batching, window_tokens, step_size)
-            staged = StagedOrder(
-                data_of(planned),
-                tuple(source.batches for source in sources),
-                tuple(source.tokens for source in sources),
-                planned,
-                checks.seed(seed),
-                checks.flag("shuffle", shuffle),
+            tokens = tuple(source.tokens for source in sources)
+            order = StagedOrder(data_of(planned), sizes, tokens, planned, seed, shuffle)
+            weights, given = (), digest_of(planned)
+        if order.num_windows < num_streams:
+            raise ConfigError(
+                f"`num_streams`={num_streams}, but an epoch has only {order.num_windows} windows. "
+                "Lower `num_streams` or `window_tokens`."
             )
-            _check_streams(staged.num_windows, num_streams)
-            return cls(
-                staged.data,
-                (),
-                tuple(np.cumsum([source.rows for source in sources]).tolist()),
-                (None,) * len(sources),
-                split,
-                batching,
-                step_size,
-                staged,
-                stream,
-                num_streams,
-                window_tokens or 0,
-                "repeat",
-                digest_of(planned),
-            )
-        mixture = data if isinstance(data, Mixture) else None
-        _check_fit(sources, batching)
-        weights = tuple(mixture.weights.values()) if mixture else (1.0,)
-        if window_tokens is None:
-            window_tokens = default_window_tokens(sources, weights, batching, step_size)
-        exhausted: Exhausted = mixture.exhausted if mixture else "continue"
-        phases = mix(sources, weights, exhausted, window_tokens)
-        order = EpochOrder(
-            tuple(source.batches for source in sources),
-            phases,
-            checks.seed(seed),
-            checks.flag("shuffle", shuffle),
-        )
-        _check_epoch(sources, order, num_streams)
         return cls(
             tuple(source.manifest.fingerprint for source in sources),
             weights,
             tuple(np.cumsum([source.rows for source in sources]).tolist()),
-            _epoch_tokens(sources, order, batching, num_streams),
+            epoch_tokens,
             split,
             batching,
             step_size,
             order,
             stream,
             num_streams,
-            window_tokens,
+            window_tokens or 0,
             exhausted,
+            given,
         )
 
     @property
@@ -226,7 +236,7 @@ class Plan:
         return self.with_stages(reweighed(order, window, new))
 
     def going_on(
-        self, saved: dict[str, Any], position: Position, names: Mapping[str, str]
+        self, saved: PlanSettings, position: Position, names: Mapping[str, str]
     ) -> tuple[Self, Position]:
         """Return the plan of a resumed run: the past of a saved plan, and the future of this one.
 
@@ -241,8 +251,8 @@ class Plan:
         Raises:
             ResumeError: The lists of stages differ before the position.
         """
-        theirs = PlannedStage.list_from(saved)
-        if saved.get("given") == self.given:  # the saved list is this one, and what became of it
+        theirs = planned_stages(saved.stages or [], saved.batching)
+        if saved.given == self.given:  # the saved list is this one, and what became of it
             if missing := [data for data in data_of(theirs) if data not in self.data]:
                 raise ResumeError(
                     f"cannot resume: the run has a data set with fingerprint {missing[0]}, which "
@@ -307,36 +317,30 @@ class Plan:
             return Position(position.epoch, position.window + 1, 0)
         return Position(position.epoch + 1, 0, 0)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that define the plan, JSON-serialisable, for a saved state."""
-        if isinstance(self.order, StagedOrder):
-            return {
-                "data": list(self.data),
-                "split": self.split,
-                "stages": [stage.settings(self.batching) for stage in self.order.stages],
-                "given": self.given,
-                "batching": self.described_policy,
-                "micro_batches_per_step": self.micro_batches_per_step,
-                "stream": self.stream,
-                "num_streams": self.num_streams,
-                "seed": self.order.seed,
-                "shuffle": self.order.shuffle,
-            }
-        return {
-            "data": list(self.data),
-            "split": self.split,
-            "weights": list(self.weights),
-            "phases": [list(phase.batches) for phase in self.order.phases],
-            "windows": self.order.num_windows,
-            "batching": self.described_policy,
-            "micro_batches_per_step": self.micro_batches_per_step,
-            "stream": self.stream,
-            "num_streams": self.num_streams,
-            "seed": self.order.seed,
-            "shuffle": self.order.shuffle,
-            "window_tokens": self.window_tokens,
-            "exhausted": self.exhausted,
-        }
+    def settings(self) -> PlanSettings:
+        """Return the settings that define the plan, for a saved state."""
+        order = self.order
+        settings = PlanSettings(
+            list(self.data),
+            self.split,
+            describe(self.batching),
+            self.micro_batches_per_step,
+            self.stream,
+            self.num_streams,
+            order.seed,
+            order.shuffle,
+        )
+        if isinstance(order, StagedOrder):
+            stages = [stage.settings(self.batching) for stage in order.stages]
+            return msgspec.structs.replace(settings, stages=stages, given=self.given)
+        return msgspec.structs.replace(
+            settings,
+            weights=list(self.weights),
+            phases=[list(phase.batches) for phase in order.phases],
+            windows=order.num_windows,
+            window_tokens=self.window_tokens,
+            exhausted=self.exhausted,
+        )
 
 
 def default_window_tokens(
@@ -485,22 +489,13 @@ def _epoch_tokens(
     )
 
 
-def _check_epoch(sources: tuple[OpenedSplit, ...], order: EpochOrder, num_streams: int) -> None:
+def _check_epoch(sources: tuple[OpenedSplit, ...], order: EpochOrder) -> None:
     for source, batches in zip(sources, order.batches_read, strict=True):
         if not batches:
             raise ConfigError(
                 f"{source.name} is too small, or its weight too low: no record batch of it is "
                 "read. Raise its weight, or choose `exhausted`='continue'."
             )
-    _check_streams(order.num_windows, num_streams)
-
-
-def _check_streams(num_windows: int, num_streams: int) -> None:
-    if num_windows < num_streams:
-        raise ConfigError(
-            f"`num_streams`={num_streams}, but an epoch has only {num_windows} windows. "
-            "Lower `num_streams` or `window_tokens`."
-        )
 
 
 def _check_policy(batching: Batching) -> None:

@@ -28,7 +28,16 @@ from tokenfeed.pipeline.planning.policy import (
     random_order,
 )
 
-__all__ = ["POLICIES", "Fixed", "Packed", "Padded", "described_policy", "offered", "policy_of"]
+__all__ = [
+    "POLICIES",
+    "Fixed",
+    "Packed",
+    "Padded",
+    "describe",
+    "described_policy",
+    "offered",
+    "policy_of",
+]
 
 SPREAD = 0.033
 """Default width of a length band, as a share of the window's micro-batches. Every epoch deals the
@@ -261,6 +270,16 @@ def offered(policies: Iterable[type[Batching]] = POLICIES) -> str:
     """Return the names of policies for a message: Padded, Packed or Fixed."""
     *others, last = (policy.__name__ for policy in policies)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def describe(policy: Batching) -> str:
+    """Return the repr of a policy.
+
+    A signal handler that interrupts a dataclass repr and calls it again would get `...`.
+    """
+    shown = (field for field in fields(policy) if field.repr)  # type: ignore[arg-type]
+    values = ", ".join(f"{field.name}={getattr(policy, field.name)!r}" for field in shown)
+    return f"{type(policy).__qualname__}({values})"
 
 
 def described_policy(described: object) -> tuple[str, dict[str, Any]] | None:

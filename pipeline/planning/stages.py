@@ -31,7 +31,7 @@ from itertools import accumulate
 from math import ceil, lcm
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -50,12 +50,13 @@ from tokenfeed.pipeline.planning.order import (
     derive_key,
     places_at,
 )
-from tokenfeed.pipeline.planning.policies import described_policy, policy_of
+from tokenfeed.pipeline.planning.policies import describe, policy_of
 from tokenfeed.pipeline.planning.policy import Batching
 
 __all__ = [
     "ENDLESS",
     "PlannedStage",
+    "SavedStage",
     "Stage",
     "StagedOrder",
     "data_of",
@@ -64,6 +65,7 @@ __all__ = [
     "least_tokens",
     "paths_of",
     "place_of",
+    "planned_stages",
     "reweighed",
 ]
 
@@ -159,6 +161,21 @@ def place_of(folder: StorePath) -> object:
     return folder
 
 
+_Weight = Annotated[float, msgspec.Meta(ge=0)]
+_Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+_Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 61)]
+
+
+class SavedStage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A stage in a saved state."""
+
+    until: _Tokens | None
+    weights: dict[_Fingerprint, _Weight]
+    window_tokens: _Tokens
+    to: dict[_Fingerprint, _Weight] | None = None
+    batching: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
     """A stage with its place in the run. Its data sets are named by fingerprint."""
@@ -172,11 +189,6 @@ class PlannedStage:
     to: Mapping[str, float] | None
     """Weights at the end, of the same data sets; None if they stay."""
     batching: Batching
-    described_policy: str = field(init=False)
-    """The repr of `batching`, made once; see `Plan.described_policy`."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "described_policy", repr(self.batching))
 
     @property
     def num_windows(self) -> int:
@@ -191,65 +203,35 @@ class PlannedStage:
             return self.until
         return self.begins + nth * self.window_tokens
 
-    def settings(self, default: Batching) -> dict[str, Any]:
-        """Return what defines the stage after its beginning, JSON-serialisable. The policy is left
-        out if it is `default`."""
-        settings: dict[str, Any] = {
-            "until": self.until,
-            "weights": dict(self.weights),
-            "window_tokens": self.window_tokens,
-        }
-        if self.to is not None:
-            settings["to"] = dict(self.to)
-        if self.batching != default:
-            settings["batching"] = self.described_policy
-        return settings
+    def settings(self, default: Batching) -> SavedStage:
+        """Return what defines the stage after its beginning. The policy is left out if it is
+        `default`."""
+        batching = None if self.batching == default else describe(self.batching)
+        to = None if self.to is None else dict(self.to)
+        return SavedStage(self.until, dict(self.weights), self.window_tokens, to, batching)
 
-    @classmethod
-    def list_from(cls, saved: Mapping[str, Any]) -> tuple["PlannedStage", ...]:
-        """Read the list in the settings of a saved plan.
 
-        Raises:
-            ResumeError: The list is damaged.
-        """
-        try:
-            known = msgspec.convert(saved["stages"], list[_SavedStage])
-        except (KeyError, msgspec.ValidationError) as error:
-            raise ResumeError(f"cannot resume: this is not a loader state ({error}).") from error
-        stages: list[PlannedStage] = []
-        begins: int | None = 0
-        for each in known:
-            ends = [each.weights] if each.to is None else [each.weights, each.to]
-            makes_sense = all(
-                sum(end.values()) > 0 and end.keys() == ends[0].keys() for end in ends
-            )
-            if begins is None or (each.until or ENDLESS) <= begins or not makes_sense:
-                break
-            batching = policy_of(saved["batching"] if each.batching is None else each.batching)
-            window = each.window_tokens
-            stages.append(cls(begins, each.until, window, each.weights, each.to, batching))
-            begins = each.until
-        if not known or len(stages) < len(known):
+def planned_stages(saved: Sequence[SavedStage], batching: str) -> tuple[PlannedStage, ...]:
+    """Return the stages of a saved plan. `batching` is the policy of a stage without one.
+
+    Raises:
+        ResumeError: The list is damaged.
+    """
+    stages: list[PlannedStage] = []
+    begins: int | None = 0
+    for number, each in enumerate(saved, 1):
+        ends = [each.weights] if each.to is None else [each.weights, each.to]
+        makes_sense = all(sum(end.values()) > 0 and end.keys() == ends[0].keys() for end in ends)
+        if begins is None or (each.until or ENDLESS) <= begins or not makes_sense:
             raise ResumeError(
-                f"cannot resume: stage {len(stages) + 1} of the state is damaged. Use an unchanged "
-                "state."
+                f"cannot resume: stage {number} of the state is damaged. Use an unchanged state."
             )
-        return tuple(stages)
-
-
-_Weight = Annotated[float, msgspec.Meta(ge=0)]
-_Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-_Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 61)]
-
-
-class _SavedStage(msgspec.Struct, frozen=True):
-    """What `PlannedStage.settings` returns."""
-
-    until: _Tokens | None
-    weights: dict[_Fingerprint, _Weight]
-    window_tokens: _Tokens
-    to: dict[_Fingerprint, _Weight] | None = None
-    batching: str | None = None
+        policy = policy_of(each.batching or batching)
+        stages.append(
+            PlannedStage(begins, each.until, each.window_tokens, each.weights, each.to, policy)
+        )
+        begins = each.until
+    return tuple(stages)
 
 
 class _Rates(NamedTuple):
@@ -492,9 +474,9 @@ def data_of(stages: Iterable[PlannedStage]) -> tuple[str, ...]:
 
 def digest_of(stages: Sequence[PlannedStage]) -> str:
     """Return a short name of a list, to recognise the same list again."""
-    settings = [each.settings(stages[0].batching) for each in stages]
+    settings = [msgspec.to_builtins(each.settings(stages[0].batching)) for each in stages]
     return xxhash.xxh3_64_hexdigest(
-        canonical({"batching": stages[0].described_policy, "stages": settings})
+        canonical({"batching": describe(stages[0].batching), "stages": settings})
     )
 
 
@@ -640,7 +622,7 @@ def _difference(
     if mine.to is not None and (mine.begins, mine.until) != (theirs.begins, theirs.until):
         our, their = (f"{each.begins:,} to {each.until:,}" for each in (mine, theirs))
         return "the range of a change of weights (`to`)", our, their
-    if described_policy(mine.described_policy) != described_policy(theirs.described_policy):
+    if mine.batching != theirs.batching:
         return "`batching`", mine.batching, theirs.batching
     if mine.window_tokens != theirs.window_tokens:
         return "`window_tokens`", f"{mine.window_tokens:,}", f"{theirs.window_tokens:,}"

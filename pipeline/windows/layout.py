@@ -16,7 +16,7 @@ documents have 10 targets. With prompts of 1, 2, 1 and 1 tokens, `ignored` is th
 Torch-free. Sizes: P pieces, S sequences, M micro-batches.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from tokenfeed.pipeline.arithmetic import offsets_of, ranges, round_up
 from tokenfeed.pipeline.format.schema import is_target
 from tokenfeed.pipeline.planning.policy import Batching
 
-__all__ = ["Layout", "Sequences", "lay_out"]
+__all__ = ["Layout", "PieceIndex", "lay_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +52,28 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
-    """Which pieces form a sequence, and which sequences a micro-batch. A sequence without pieces is
-    padding."""
+class PieceIndex:
+    """The pieces of a slice, and what belongs to each."""
 
+    numbers: np.ndarray
+    """Number of the row over all sources, shape (P,), int64."""
     lengths: np.ndarray
-    """Tokens of each piece, shape (P,), int32."""
+    """Tokens, shape (P,), int32."""
     batches: np.ndarray
     """Where each micro-batch begins among the sequences, shape (M + 1,), int64."""
-    offsets: np.ndarray | None = None
-    """Where each sequence begins among the pieces, shape (S + 1,), int64; None: every piece is a
-    sequence."""
+    starts: np.ndarray | None = None
+    """First token of the piece in its row, shape (P,), int64; None: no row was cut."""
+    sequences: np.ndarray | None = None
+    """Where each sequence begins among the pieces, shape (S + 1,), int64; a sequence without pieces
+    is padding. None: every piece is a sequence."""
+    targets: np.ndarray | None = None
+    """Target of the row, shape (P,), in storage dtype; None: rows have no target."""
 
     def sizes(self) -> np.ndarray:
         """Return the tokens of each sequence, shape (S,)."""
-        if self.offsets is None:
+        if self.sequences is None:
             return self.lengths
-        ends = offsets_of(self.lengths)[self.offsets]
+        ends = offsets_of(self.lengths)[self.sequences]
         return np.asarray(np.diff(ends), np.int32)
 
     def padded(self, multiple_of: int) -> np.ndarray:
@@ -76,27 +81,26 @@ class Sequences:
         longest = np.maximum.reduceat(self.sizes(), self.batches[:-1])
         return np.asarray(round_up(longest, multiple_of))
 
-    def filled(self, batching: Batching) -> "Sequences":
-        """Return the sequences with `batching.rows_to_fill` in each micro-batch: empty ones follow
-        those with tokens."""
+    def filled(self, batching: Batching) -> "PieceIndex":
+        """Return the index with `batching.rows_to_fill` sequences in each micro-batch: empty ones
+        follow those with tokens."""
         lengths, of_batch = np.unique(self.padded(batching.multiple_of), return_inverse=True)
         rows = np.array([batching.rows_to_fill(length) for length in lengths.tolist()])[of_batch]
         counts = np.diff(self.batches)
         missing = np.maximum(rows - counts, 0)
         if not missing.any():
             return self
-        offsets = np.arange(len(self.lengths) + 1) if self.offsets is None else self.offsets
+        offsets = np.arange(len(self.lengths) + 1) if self.sequences is None else self.sequences
         ends = np.repeat(self.batches[1:], missing)
         filled = np.insert(offsets, ends, offsets[ends])
-        return Sequences(self.lengths, offsets_of(counts + missing), filled)
+        return replace(self, batches=offsets_of(counts + missing), sequences=filled)
 
 
 def lay_out(
-    sequences: Sequences,
+    index: PieceIndex,
     multiple_of: int,
     *,
     packs: bool,
-    row_targets: bool = False,
     token_targets: np.ndarray | None = None,
     context: np.ndarray | None = None,
     learned: np.ndarray | None = None,
@@ -104,37 +108,36 @@ def lay_out(
     """Compute the layout of a slice.
 
     Args:
-        sequences: The pieces, sequences and micro-batches of the slice.
+        index: The pieces, sequences and micro-batches of the slice.
         multiple_of: Padded lengths are rounded up to a multiple of this.
         packs: Whether a sequence may have several documents.
-        row_targets: Whether each row has one target, and its tokens have none.
         token_targets: Target of each token, shape (N,), `no_target` for tokens without one. None if
             the target of a token is the next token.
         context: Number of leading tokens of each piece that are a prompt, not targets, shape (P,),
             int64. 0 or less counts as 1, because the first token has no context.
         learned: Which tokens are targets, shape (N,), bool. The first token of a piece is not.
     """
-    sizes, batches = sequences.sizes(), sequences.batches
-    padded = sequences.padded(multiple_of)
-    pieces = batches if sequences.offsets is None else sequences.offsets[batches]
-    tokens = offsets_of(np.add.reduceat(sequences.lengths, pieces[:-1], dtype=np.int64))
+    sizes, batches = index.sizes(), index.batches
+    padded = index.padded(multiple_of)
+    pieces = batches if index.sequences is None else index.sequences[batches]
+    tokens = offsets_of(np.add.reduceat(index.lengths, pieces[:-1], dtype=np.int64))
     segments = ignored = segment_offsets = ignored_offsets = None
-    slots = _Slots(sequences, sizes, padded, pieces)
+    slots = _Slots(index, sizes, padded, pieces)
     if packs:
         segments, segment_offsets = slots.segments()
-    if row_targets:
+    if index.targets is not None:
         num_targets = np.diff(pieces)
     elif token_targets is not None:
         num_targets = np.diff(offsets_of(is_target(token_targets))[tokens])
     elif context is not None:
-        given = np.clip(context, 1, sequences.lengths)  # the first token has no context
+        given = np.clip(context, 1, index.lengths)  # the first token has no context
         ignored = ranges(slots.of_pieces(), given).astype(np.int32)
         ignored_offsets = offsets_of(given)[pieces]
         num_targets = np.diff(tokens) - np.diff(ignored_offsets)
     elif learned is not None:
         is_ignored = ~learned
-        is_ignored[offsets_of(sequences.lengths)[:-1]] = True
-        ignored = ranges(slots.of_pieces(), sequences.lengths)[is_ignored].astype(np.int32)
+        is_ignored[offsets_of(index.lengths)[:-1]] = True
+        ignored = ranges(slots.of_pieces(), index.lengths)[is_ignored].astype(np.int32)
         ignored_offsets = offsets_of(is_ignored)[tokens]
         num_targets = np.diff(tokens) - np.diff(ignored_offsets)
     else:
@@ -156,7 +159,7 @@ def lay_out(
 class _Slots:
     """Computes slots in the flattened batches."""
 
-    sequences: Sequences
+    index: PieceIndex
     sizes: np.ndarray
     padded: np.ndarray
     pieces: np.ndarray
@@ -166,7 +169,7 @@ class _Slots:
 
         In a batch with padded length 8, sequence 0 begins at slot 0, sequence 1 at slot 8.
         """
-        batches = self.sequences.batches
+        batches = self.index.batches
         counts = np.diff(batches)
         nth = np.arange(batches[-1]) - np.repeat(batches[:-1], counts)
         return np.asarray(nth * np.repeat(self.padded, counts))
@@ -177,11 +180,11 @@ class _Slots:
         A piece begins at the slot of its sequence plus the tokens before it in the sequence: in
         the example of the module, at 0, 0 + 3, 8 and 8 + 2.
         """
-        slots, offsets = self.of_sequences(), self.sequences.offsets
+        slots, offsets = self.of_sequences(), self.index.sequences
         if offsets is None:
             return slots
         shift = slots - offsets_of(self.sizes)[:-1]
-        starts = offsets_of(self.sequences.lengths)[:-1] + np.repeat(shift, np.diff(offsets))
+        starts = offsets_of(self.index.lengths)[:-1] + np.repeat(shift, np.diff(offsets))
         return np.asarray(starts)
 
     def segments(self) -> tuple[np.ndarray, np.ndarray]:
@@ -192,7 +195,7 @@ class _Slots:
         with one extra slot per batch for its end: in the example, the next batch begins at 17, so
         the end of the first batch, 16, sorts before it.
         """
-        counts = np.diff(self.sequences.batches)
+        counts = np.diff(self.index.batches)
         bases = offsets_of(counts * self.padded + 1)
         length = np.repeat(self.padded, counts)
         open_ended = self.sizes < length

@@ -5,6 +5,7 @@ rows, so a training loop should not call it for every batch. Torch-free.
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ import numpy as np
 from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.manifest import read_checked
-from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import INPUT_IDS, ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardReader
 
@@ -86,27 +86,15 @@ def _of_source(source: OpenedSplit, rows: np.ndarray) -> Iterator[tuple[int, int
 
 def _of_shard(reader: ShardReader, batches: int, rows: np.ndarray) -> Iterator[tuple[int, int]]:
     """Yield file number and record of ascending rows of one shard, record batch by record batch."""
-    low = 0
+    number = 0
     while len(rows):
-        low, batch, first = _batch_of(reader, low, batches, int(rows[0]))
+        numbers, row = range(batches), int(rows[0])
+        number = bisect_right(numbers, row, lo=number, key=lambda n: reader.read(n)[1]) - 1
+        batch, first = reader.read(number)
         here = _between(rows, first, first + len(batch))
         files, records = batch.per_row[ORIGIN_FILE][here], batch.per_row[ORIGIN_RECORD][here]
         yield from zip(files.tolist(), records.tolist(), strict=True)
         rows = rows[len(here) :]
-
-
-def _batch_of(reader: ShardReader, low: int, high: int, row: int) -> tuple[int, Rows, int]:
-    """Find the record batch with a row between batches `low` and `high`: number, rows, first
-    row."""
-    while True:
-        middle = (low + high) // 2
-        batch, first = reader.read(middle)
-        if row < first:
-            high = middle
-        elif row >= first + len(batch):
-            low = middle + 1
-        else:
-            return middle, batch, first
 
 
 def _between(rows: np.ndarray, first: int, stop: int) -> np.ndarray:

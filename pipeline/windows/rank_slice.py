@@ -16,28 +16,9 @@ import numpy as np
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.planning.batching import Round
-from tokenfeed.pipeline.windows.layout import Layout
+from tokenfeed.pipeline.windows.layout import Layout, PieceIndex
 
-__all__ = ["TARGETS", "Header", "Index", "PieceIndex", "RaggedBatch", "RankSlice", "RoundIndex"]
-
-
-@dataclass(frozen=True, slots=True)
-class PieceIndex:
-    """The pieces of a slice, and what belongs to each."""
-
-    numbers: np.ndarray
-    """Number of the row over all sources, shape (P,), int64."""
-    lengths: np.ndarray
-    """Tokens, shape (P,), int32."""
-    batches: np.ndarray
-    """Where each micro-batch begins among the sequences, shape (M + 1,), int64."""
-    starts: np.ndarray | None = None
-    """First token of the piece in its row, shape (P,), int64; None: no row was cut."""
-    sequences: np.ndarray | None = None
-    """Where each sequence begins among the pieces, shape (S + 1,), int64; a sequence without pieces
-    is padding. None: every piece is a sequence."""
-    targets: np.ndarray | None = None
-    """Target of the row, shape (P,), in storage dtype; None: rows have no target."""
+__all__ = ["TARGETS", "Header", "Index", "RaggedBatch", "RankSlice", "RoundIndex"]
 
 
 @dataclass(frozen=True, slots=True)

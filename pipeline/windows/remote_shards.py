@@ -9,15 +9,14 @@ Bytes of version B arrive: the footer is read again, of version B, and equals th
 B are both accepted from then on. If it differs, the shard was replaced: ShardFormatError.
 """
 
-import json
 import logging
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Self
 
+import msgspec
 import numpy as np
 
 from tokenfeed.pipeline.caching.eviction import FIRST_END
@@ -38,7 +37,6 @@ _OPEN_SHARDS = 2048
 _MOST_COMPARISONS, _MOST_READS = 32, 4
 """Largest number of footers read for new versions of one shard, and of attempts to read bytes of a
 known version. Both exceed the usual number of replicas."""
-_VERSIONS = re.compile(rb"tokenfeed (\[[^\n]*\])\n")
 _UNSTEADY = (
     "%s: its version changes on every request, so a replacement during reading cannot be detected."
 )
@@ -206,7 +204,7 @@ class RemoteShards:
         )
 
 
-class _End(NamedTuple):
+class _End(msgspec.Struct, array_like=True):
     """The last bytes of a shard, and the object versions that have them."""
 
     versions: tuple[str, ...]
@@ -214,19 +212,13 @@ class _End(NamedTuple):
     data: bytes
 
     def to_bytes(self) -> bytes:
-        """Return the form for the cache: a line with the versions, then the bytes."""
-        if not self.versions:
-            return self.data
-        return b"tokenfeed %s\n%s" % (json.dumps(self.versions).encode(), self.data)
+        """Return the form for the cache."""
+        return msgspec.msgpack.encode(self)
 
     @classmethod
     def from_bytes(cls, kept: bytes) -> Self:
-        """Decode what `to_bytes` returned. Damaged bytes have no versions, or no valid footer."""
-        found = _VERSIONS.match(kept)
-        if found is None:
-            return cls((), kept)
+        """Decode what `to_bytes` returned. Damaged bytes have no versions and no valid footer."""
         try:
-            versions = tuple(map(str, json.loads(found[1])))
-        except ValueError:
-            versions = ()
-        return cls(versions, kept[found.end() :])
+            return msgspec.msgpack.decode(kept, type=cls)
+        except msgspec.MsgspecError:
+            return cls((), b"")

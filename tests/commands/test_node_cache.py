@@ -203,8 +203,6 @@ def test_a_store_is_never_read_in_the_training_process(store: RangedFolder, tmp_
         next(iter(loader))
         loader.num_workers = 0
         assert loader.num_workers == 1
-        state = loader.state_dict()
-        assert loader.compare(state, state) is None
     whole = open_loader(store, window_tokens=1 << 30, cache_dir=tmp_path)  # type: ignore[arg-type]
     assert len(whole) == len(open_loader(store.folder, window_tokens=1 << 30))
     assert not store.mine

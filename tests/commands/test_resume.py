@@ -11,7 +11,6 @@ from support.delivery import (
     open_loader,
     realistic_lengths,
     spans,
-    state_after,
 )
 
 from tokenfeed.pipeline.errors import ResumeError
@@ -55,8 +54,3 @@ def test_a_micro_batch_that_a_window_lacks_is_refused(folder: Path, num_workers:
     loader.load_state_dict(loader.state_dict() | {"micro_batch": 10**6})
     with loader, pytest.raises(ResumeError, match="window 0 has no micro-batch 1000000"):
         list(loader)
-
-
-def test_runs_that_delivered_the_same_have_no_difference(folder: Path) -> None:
-    state = state_after(folder, 30)
-    assert open_loader(folder).compare(state, state_after(folder, 30, num_workers=1)) is None

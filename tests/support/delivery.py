@@ -38,7 +38,6 @@ __all__ = [
     "shuffled",
     "small_batches",
     "spans",
-    "state_after",
     "times_delivered",
     "tokens_of",
 ]
@@ -248,12 +247,3 @@ def plain(dataset: ShardDataset, num_workers: int = 0, windows: int | None = Non
 
 
 State = dict[str, Any]
-
-
-def state_after(folder: Path, batches: int, **options: Any) -> State:
-    """The state of a loader that has delivered so many batches."""
-    with open_loader(folder, **{"epochs": None} | options) as loader:
-        for _ in islice(loader, batches):
-            pass
-        state: State = json.loads(json.dumps(loader.state_dict()))
-    return state

@@ -25,8 +25,8 @@ from tokenfeed import ShardLoader
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.feeding import transfer
 from tokenfeed.pipeline.feeding.window_source import Lease
-from tokenfeed.pipeline.windows.layout import Sequences, lay_out
-from tokenfeed.pipeline.windows.rank_slice import Index, PieceIndex, RankSlice, RoundIndex
+from tokenfeed.pipeline.windows.layout import PieceIndex, lay_out
+from tokenfeed.pipeline.windows.rank_slice import Index, RankSlice, RoundIndex
 
 __all__ = [
     "CUDA_1",
@@ -268,7 +268,7 @@ def slice_of(first: int, count: int) -> RankSlice:
     """Micro-batches of one token, which is their number."""
     per_token = {"input_ids": np.arange(first, first + count, dtype=np.uint16)}
     numbers, lengths, batches = np.arange(count), np.ones(count, np.int32), np.arange(count + 1)
-    layout = lay_out(Sequences(lengths, batches), 1, packs=False)
+    pieces = PieceIndex(numbers, lengths, batches)
     rounds = RoundIndex(
         filler=np.zeros(count, bool),
         position=numbers + 1,
@@ -276,7 +276,7 @@ def slice_of(first: int, count: int) -> RankSlice:
         digests=np.zeros(count, np.uint64),
         tokens=np.ones((count, 1), np.int64),
     )
-    index = Index(PieceIndex(numbers, lengths, batches), layout, rounds)
+    index = Index(pieces, lay_out(pieces, 1, packs=False), rounds)
     return RankSlice(0, 0, per_token, index, index)
 
 

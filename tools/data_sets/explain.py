@@ -18,16 +18,12 @@ from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.format.store import StorePath
-from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture
-from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.planning.mixture import Mixture
+from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
 from tokenfeed.pipeline.planning.policies import policy_of
-from tokenfeed.pipeline.planning.stages import PlannedStage, Stage
-from tokenfeed.pipeline.planning.state import (
-    Delivered,
-    first_difference,
-    own_stream,
-    plan_settings_of,
-)
+from tokenfeed.pipeline.planning.stages import Stage, planned_stages
+from tokenfeed.pipeline.planning.state import Delivered, first_difference, own_stream
+from tokenfeed.pipeline.planning.state import SavedState as LoaderState
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
 from tokenfeed.pipeline.windows.reader import WindowReader
@@ -130,10 +126,9 @@ class Explain:
                 "of them would be read. Give a state that was saved nearer to the step."
             )
         state = own_stream(saved.state, stream)
-        plan_settings = plan_settings_of(state)
-        settings = _Settings.read(plan_settings)
+        settings = LoaderState.read(state).plan
         sources = _sources(self.out, settings)
-        plan = _plan(sources, settings, plan_settings)
+        plan = _plan(sources, settings)
         position = Delivered.from_state(plan, state).position
         reader = WindowReader(sources)
         dealt = WindowMaker(plan, reader, 0, per_stream)
@@ -176,49 +171,13 @@ class _Step(NamedTuple):
     stop: int
 
 
-class _Settings(msgspec.Struct, frozen=True):
-    """The settings of the plan in a state."""
-
-    data: tuple[str, ...]
-    split: str
-    batching: str
-    micro_batches_per_step: int
-    stream: Annotated[int, msgspec.Meta(ge=0)]
-    num_streams: Annotated[int, msgspec.Meta(ge=1)]
-    seed: int
-    shuffle: bool
-    stages: list[Any] | None = None
-    weights: tuple[float, ...] = ()
-    phases: tuple[tuple[int, ...], ...] = ()
-    windows: Annotated[int, msgspec.Meta(ge=1)] = 1
-    window_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    exhausted: Exhausted = "repeat"
-
-    def __post_init__(self) -> None:
-        lengths = {len(self.weights), *map(len, self.phases)}
-        if self.stages is None and (lengths != {len(self.data)} or not self.phases):
-            raise ValueError("expected a weight and phases for each data set")
-
-    @classmethod
-    def read(cls, saved: dict[str, Any]) -> "_Settings":
-        """Check the types.
-
-        Raises:
-            ResumeError: A setting is missing or has another type.
-        """
-        try:
-            return msgspec.convert(saved, cls)
-        except (msgspec.ValidationError, UnicodeEncodeError) as error:
-            raise ResumeError(f"this is not a loader state ({error}).") from error
-
-
-def _sources(paths: tuple[str, ...], settings: _Settings) -> tuple[OpenedSplit, ...]:
+def _sources(paths: tuple[str, ...], settings: PlanSettings) -> tuple[OpenedSplit, ...]:
     """Open the data sets, and check that they are the ones of the state."""
     sources = open_splits(paths, settings.split, settings.data)
     ours = tuple(source.manifest.fingerprint for source in sources)
     if settings.stages is not None and set(ours) == set(settings.data):
         return tuple(sources[ours.index(data)] for data in settings.data)
-    if ours != settings.data:
+    if list(ours) != settings.data:
         raise ResumeError(
             f"the state belongs to data sets with the fingerprints {', '.join(settings.data)}; "
             f"these have {', '.join(ours)}. Give the same data sets, in the same order."
@@ -226,12 +185,18 @@ def _sources(paths: tuple[str, ...], settings: _Settings) -> tuple[OpenedSplit, 
     return sources
 
 
-def _plan(sources: tuple[OpenedSplit, ...], settings: _Settings, saved: dict[str, Any]) -> Plan:
+def _plan(sources: tuple[OpenedSplit, ...], settings: PlanSettings) -> Plan:
     """Make the plan of a state again."""
     stores: list[StorePath] = [source.store for source in sources]
     data: Mixture | list[Stage]
     if settings.stages is None:
-        data = Mixture(dict(zip(stores, settings.weights, strict=True)), settings.exhausted)
+        weights = settings.weights or []
+        if len(weights) != len(stores):
+            raise ResumeError(
+                f"the state has {len(weights)} weights for {len(stores)} data sets. Give an "
+                "unchanged state."
+            )
+        data = Mixture(dict(zip(stores, weights, strict=True)), settings.exhausted or "repeat")
     else:
         data = [Stage(dict.fromkeys(stores, 1.0))]
     plan = Plan.from_splits(
@@ -247,9 +212,9 @@ def _plan(sources: tuple[OpenedSplit, ...], settings: _Settings, saved: dict[str
         num_streams=settings.num_streams,
     )
     if settings.stages is not None:
-        plan = plan.with_stages(PlannedStage.list_from(saved))
-        return replace(plan, given=str(saved.get("given")))
-    if difference := first_difference(plan.settings(), saved):
+        plan = plan.with_stages(planned_stages(settings.stages, settings.batching))
+        return replace(plan, given=settings.given)
+    if difference := first_difference(plan.settings(), settings):
         name, ours, theirs = difference
         raise ResumeError(
             f"the state contradicts itself: its settings give {name}={ours!r}, but it has "

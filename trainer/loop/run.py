@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, Manifest
 from tokenfeed.pipeline.format.store import reading_once
-from tokenfeed.pipeline.planning.state import saved_data
+from tokenfeed.pipeline.planning.state import SavedState
 from tokenfeed.trainer.checkpoints.resume import download_newest
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads, check_upload
@@ -94,8 +94,9 @@ def _keep_versions(config: TrainConfig) -> None:
     grown since."""
     with contextlib.suppress(ResumeError, ManifestError):  # raised again where they are read
         meta = Checkpoints.of_run(config.run_dir).latest_meta()
+        data = SavedState.read(meta.loader).plan.data if meta else ()
         for address in {each for shards in config.all_shards for each in weights_of(shards)}:
-            for fingerprint in saved_data(meta.loader) if meta else ():
+            for fingerprint in data:
                 Manifest.keep_version(address, fingerprint)
 
 

@@ -199,7 +199,6 @@ def test_a_state_of_other_data_or_another_split_is_refused(
         {"digest": "no hex"},
         {"tokens": None},
         {"tokens": [1, 2]},
-        {"trail": [1]},
     ],
 )
 def test_what_is_no_state_is_refused(folder: Path, changes: dict[str, Any]) -> None:
@@ -285,7 +284,7 @@ def test_weights_of_the_same_proportions_are_the_same_plan(
     state = json.loads(json.dumps(first.state_dict()))
     second.load_state_dict(state)
     assert [spans(batch) for batch in second] == [spans(batch) for batch in first]
-    assert second.compare(first.state_dict(), second.state_dict()) is None
+    assert second.state_dict()["digest"] == first.state_dict()["digest"]
 
 
 def test_other_proportions_are_another_plan(small_folder: Path, other: Path) -> None:
@@ -338,7 +337,7 @@ def test_another_policy_and_no_policy_are_refused(small_folder: Path, saved: Any
     loader = open_loader(small_folder, Padded(700))
     state = loader.state_dict()
     state["plan"]["batching"] = saved
-    with pytest.raises(ResumeError, match="saved with batching="):
+    with pytest.raises(ResumeError, match=r"(saved with |\$\.plan\.)batching"):
         loader.load_state_dict(state)
 
 
@@ -372,7 +371,7 @@ def test_junk_in_the_settings_of_a_state_is_refused_by_its_name(
     loader = open_loader(small_folder, **options)
     state = loader.state_dict()
     state["plan"][name] = junk
-    with pytest.raises(ResumeError, match=f"saved with {name}="):
+    with pytest.raises(ResumeError, match=rf"(saved with |\$\.plan\.){name}"):
         loader.load_state_dict(state)
 
 
@@ -381,8 +380,6 @@ def test_what_is_no_state_is_no_state_wherever_it_is_given(small_folder: Path, j
     loader = open_loader(small_folder)
     for give in (
         lambda: loader.load_state_dict(junk),
-        lambda: loader.compare(junk, loader.state_dict()),
-        lambda: loader.compare(loader.state_dict(), junk),
         lambda: merge_states([junk]),
     ):
         with pytest.raises(ResumeError, match="not a loader state"):
@@ -445,7 +442,6 @@ def test_state_resumes_on_the_version_that_it_was_saved_on(
         loader.load_state_dict(states[0])
         assert [spans(batch) for batch in loader] == expected[9:]
         assert loader.state_dict() == end
-        assert loader.compare(end, loader.state_dict()) is None
         loader.rewind()
         assert spans(next(iter(loader))) == expected[0]
 

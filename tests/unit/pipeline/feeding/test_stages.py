@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_sets import VOCABULARY_SIZE, random_rows, write_rows
 from support.delivery import Ranks, joined, open_loader, same_values, spans
@@ -180,6 +180,7 @@ def check_rows(loader: ShardLoader, stages: list[Stage], folders: list[Path]) ->
 
 
 @pytest.mark.slow
+@settings(max_examples=settings().max_examples // 2)
 @given(drawn=LISTS, changes=CHANGES)
 def test_a_run_whose_future_changed_equals_an_uninterrupted_run_of_its_final_list(
     drawn: list[Drawn], changes: list[Change], folders: list[Path]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.data_sets import plan_in_memory, random_rows
 
 from tokenfeed.pipeline.planning.ahead import NEVER, Ahead
-from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase, permute, unpermute
+from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policies import Fixed
 
@@ -59,13 +59,6 @@ def test_until_counts_the_windows_before_a_record_batch_is_read(
             assert found == read
         else:  # a source that is read several times may be another stream's the next times
             assert all(f >= r for f, r in zip(found, read, strict=True))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 17, 1000])
-def test_unpermute_undoes_permute(size: int) -> None:
-    values = np.arange(size)
-    for key in (0, 7, 2**64 - 1):
-        assert (unpermute(permute(values, size, key), size, key) == values).all()
 
 
 def test_a_whole_cache_is_asked_about_in_a_moment() -> None:

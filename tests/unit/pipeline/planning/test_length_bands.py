@@ -92,13 +92,6 @@ def test_no_spread_is_strictly_by_length_and_a_whole_one_a_random_order() -> Non
     assert again < 0.01
 
 
-def test_more_spread_is_more_padding_and_fewer_meetings() -> None:
-    measured = [over_epochs(Padded(8192, spread=part), REVIEWS)[:2] for part in (0, 0.03, 0.1, 1)]
-    paddings, meetings = zip(*measured, strict=True)
-    assert list(paddings) == sorted(paddings)
-    assert list(meetings) == sorted(meetings, reverse=True)
-
-
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=200).map(np.array),
     batching=st.builds(Padded, st.integers(200, 900), spread=st.floats(0, 1))

@@ -30,8 +30,7 @@ from tokenfeed.pipeline.planning import length_bands
 from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.estimates import deviation, unmixed
 from tokenfeed.pipeline.planning.mixture import mix
-from tokenfeed.pipeline.planning.order import Draw, EpochOrder, MixturePhase, derive_key
-from tokenfeed.pipeline.planning.policies import described_policy
+from tokenfeed.pipeline.planning.order import Draw, EpochOrder, MixturePhase
 from tokenfeed.pipeline.planning.policy import Batching
 
 SHORT = np.clip(np.random.default_rng(0).lognormal(3.0, 0.6, 300_000), 1, 512).astype(np.int64)
@@ -92,48 +91,11 @@ def test_a_tiny_source_that_is_repeated_thousands_of_times_is_planned_at_once() 
     assert seconds(lambda: order.window(0, 0)) < 0.5
 
 
-@pytest.mark.slow
-@given(
-    size=st.integers(1, 40),
-    windows=st.integers(1, 9),
-    turns=st.integers(1, 6),
-    seed=st.integers(-(2**70), 2**70),
-)
-def test_every_reading_of_a_source_has_each_record_batch_once(
-    size: int, windows: int, turns: int, seed: int
-) -> None:
-    windows = min(windows, size * turns)
-    order = EpochOrder((size,), (MixturePhase((0,), (size * turns,), windows),), seed, shuffle=True)
-    delivered = Counter(b for w in range(windows) for b in order.window(3, w).tolist())
-    assert set(delivered.values()) == {turns}
-    assert derive_key(seed, 3) != derive_key(seed, 4)
-
-
-@pytest.mark.parametrize(
-    "batching", [Padded(2048, spread=1), Padded(2048, spread=0.3), Fixed(8, spread=0.5)]
-)
-def test_the_estimate_knows_what_bands_pad(make_dataset: MakeDataset, batching: Batching) -> None:
-    lengths = np.clip(np.random.default_rng(3).lognormal(4, 0.7, 3_000), 1, 512).astype(int)
-    with open_loader(make_dataset(lengths), batching, window_tokens=10**9) as loader:
-        assert loader.estimated_batches == pytest.approx(len(loader), rel=0.1)
-
-
 def mixed(sources: tuple[Any, ...], weights: tuple[float, ...], exhausted: Any = "repeat") -> Any:
     """A plan over sources of which only the sizes are known."""
     phases = mix(sources, weights, exhausted, 8 << 20)
     batches = tuple(source.batches for source in sources)
     return SimpleNamespace(order=EpochOrder(batches, phases, seed=0, shuffle=True))
-
-
-@pytest.mark.slow
-def test_a_small_part_of_a_mixture_is_no_reason_to_warn() -> None:
-    documents, short = source_of(rows_of(600, 1.0)), source_of(rows_of(24, 0.6))
-    few = source_of(rows_of(600, 1.0)[:400])
-    for pair, weights, exhausted in (
-        ((documents, short), (0.98, 0.02), "repeat"),
-        ((documents, few), (1.0, 1.0), "continue"),
-    ):
-        assert unmixed(mixed(pair, weights, exhausted), pair) is None
 
 
 def test_the_warning_names_the_source_and_its_places() -> None:
@@ -240,13 +202,6 @@ def test_a_mixture_with_bands_is_resumed_anywhere_on_any_ranks(
         assert state == end
 
 
-@pytest.mark.parametrize("policy", [Padded(64, spread=0.2), Fixed(4, spread=1e-300)])
-def test_a_policy_with_a_spread_reads_back_as_it_was_saved(policy: Batching) -> None:
-    assert described_policy(repr(policy)) == described_policy(repr(replace(policy)))
-    assert described_policy(repr(policy)) != described_policy(repr(replace(policy, spread=0.21)))
-    assert repr(replace(policy, spread=np.float64(0.5))) == repr(replace(policy, spread=0.5))
-
-
 @pytest.mark.parametrize(
     "value",
     [float("nan"), float("inf"), -1e-9, 1.01, "0.1", None, True, np.array([0.1]), 10**400],
@@ -257,22 +212,3 @@ def test_a_spread_that_is_no_share_is_refused_in_one_line(value: Any) -> None:
         with pytest.raises(ConfigError, match="`spread`=") as error:
             make()
         assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-def test_a_source_of_little_weight_comes_in_every_4_million_tokens() -> None:
-    """Within half and double its share, of sources of record batches of 64 k tokens."""
-    rng = np.random.default_rng(7)
-    for seed in range(3):
-        sources = tuple(source_of(rows_of(mean, 0.8)) for mean in (600, 200, 24))
-        order = replace(mixed(sources, (0.78, 0.02, 0.2), "stop").order, seed=seed)
-        edges = np.cumsum([0, *order.sizes])
-        came: list[np.ndarray] = []
-        for window in range(order.num_windows):
-            counts = np.histogram(order.window(0, window), edges)[0]
-            came.append(rng.permutation(np.repeat([0, 1, 2], counts * 256)))  # rows of 256 tokens
-        tokens = np.concatenate(came)
-        steps = tokens[: len(tokens) // 16_384 * 16_384].reshape(-1, 16_384)
-        share = (steps == 1).mean(axis=1)
-        assert (share > 0.01).all()
-        assert (share < 0.04).all()

@@ -18,7 +18,7 @@ from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.state import Delivered, own_stream
+from tokenfeed.pipeline.planning.state import Delivered
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.reader import Window
 
@@ -64,24 +64,6 @@ def last(delivered: Iterable[Delivered]) -> Delivered:
 
 def whole_epoch(plan: Plan, reader: MemoryReader, **ranks: int) -> Delivered:
     return last(deliver(Delivered(plan), reader, **ranks))
-
-
-STOPS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 7)), max_size=5)
-
-
-@pytest.mark.slow
-@given(POLICIES, STOPS, st.data())
-def test_what_is_delivered_does_not_depend_on_ranks_and_stops(
-    batching: Batching, stops: list[tuple[int, int]], data: st.DataObject
-) -> None:
-    plan, reader = planned(batching)
-    delivered = Delivered(plan)
-    for rounds, world_size in [*stops, (10**9, 2)]:
-        rank = data.draw(st.integers(0, world_size - 1))
-        ranks = {"world_size": world_size, "rank": rank}
-        delivered = last(deliver(delivered, reader, rounds=rounds, **ranks))
-        delivered = Delivered.from_state(plan, json.loads(json.dumps(delivered.state())))
-    assert delivered.state() == whole_epoch(plan, reader).state()
 
 
 def digests(plan: Plan, reader: MemoryReader, position: Position = START) -> list[int]:
@@ -203,20 +185,6 @@ def test_a_wrong_number_of_tokens_at_the_end_of_an_epoch_is_an_error() -> None:
     whole_epoch(replace(plan, epoch_tokens=(None, two)), reader)
 
 
-@pytest.mark.parametrize("num_windows", [1, 3, 5])
-def test_the_trail_holds_the_last_two_multiples_of_every_power_of_two(num_windows: int) -> None:
-    plan, reader = planned(Fixed(8), num_windows)
-    digests = {}
-    for delivered in deliver(Delivered(plan), reader, epochs=9):
-        epoch, window, micro_batch = delivered.position
-        windows = epoch * num_windows + window
-        if micro_batch == 0:
-            digests[windows] = delivered.digest
-        powers = [1 << bit for bit in range(20) if 1 << bit <= windows]
-        multiples = {windows - windows % power - back for power in powers for back in (0, power)}
-        assert delivered.trail == tuple((n, digests[n]) for n in sorted(multiples - {0}))
-
-
 def saved(rounds: int = 5) -> tuple[Plan, dict[str, Any]]:
     plan, reader = planned(Padded(30))
     return plan, last(deliver(Delivered(plan), reader, rounds=rounds)).state()
@@ -253,46 +221,6 @@ def test_the_state_of_another_plan_is_refused_by_what_differs(
     changed = replace(plan, **other)
     with pytest.raises(ResumeError, match=rf"saved with {name}=.*this loader has {name}="):
         Delivered.from_state(changed, state)
-
-
-JUNK: list[Any] = [None, "junk", -1, [None], {"a": 1}]
-
-
-@pytest.mark.parametrize("name", saved()[1])
-@pytest.mark.parametrize("junk", ["missing", *JUNK], ids=str)
-def test_a_damaged_state_is_refused(name: str, junk: Any) -> None:
-    plan, state = saved()
-    damaged = {key: value for key, value in state.items() if key != name or junk != "missing"}
-    if name in damaged:
-        damaged[name] = junk
-    with pytest.raises(ResumeError, match="cannot resume"):
-        Delivered.from_state(plan, damaged)
-
-
-@pytest.mark.parametrize("state", [None, [], "state", 3, {}])
-def test_what_is_no_state_is_refused(state: Any) -> None:
-    with pytest.raises(ResumeError, match="this is not a loader state"):
-        Delivered.from_state(planned(Padded(30))[0], own_stream(state, 0))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"version": 1},
-        {"window": 3},
-        {"epoch": -1},
-        {"tokens": []},
-        {"tokens": [1, 2]},
-        {"digest": "-1"},
-        {"digest": "1" * 17},
-        {"epoch": float("inf")},
-    ],
-    ids=str,
-)
-def test_a_state_that_no_run_can_have_is_refused(change: dict[str, Any]) -> None:
-    plan, state = saved()
-    with pytest.raises(ResumeError, match="cannot resume"):
-        Delivered.from_state(plan, state | change)
 
 
 def test_a_position_beyond_the_window_is_refused_when_it_is_read() -> None:

@@ -13,7 +13,7 @@ from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.windows.layout import Sequences, lay_out
+from tokenfeed.pipeline.windows.layout import PieceIndex, lay_out
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
@@ -80,8 +80,7 @@ def test_micro_batches_are_padded_to_their_longest_sequence_rounded_up(
     rank_slice: RankSlice, multiple_of: int
 ) -> None:
     pieces = rank_slice.index.pieces
-    joined = Sequences(pieces.lengths, pieces.batches, pieces.sequences)
-    made = lay_out(joined, multiple_of, packs=False)
+    made = lay_out(pieces, multiple_of, packs=False)
     lengths = pieces.lengths.tolist()
     cuts = np.arange(len(lengths) + 1) if pieces.sequences is None else pieces.sequences
     sequences = [sum(lengths[start:stop]) for start, stop in pairwise(cuts.tolist())]
@@ -119,12 +118,14 @@ def test_segments_begin_at_documents_and_at_padding_and_end_with_the_batch(
     batches: list[list[list[int]]],
 ) -> None:
     sequences = [sequence for batch in batches for sequence in batch]
-    joined = Sequences(
-        np.array([length for sequence in sequences for length in sequence], np.int32),
-        offsets_of(np.array([len(batch) for batch in batches])),
-        offsets_of(np.array([len(sequence) for sequence in sequences])),
+    lengths = np.array([length for sequence in sequences for length in sequence], np.int32)
+    index = PieceIndex(
+        np.arange(len(lengths)),
+        lengths,
+        batches=offsets_of(np.array([len(batch) for batch in batches])),
+        sequences=offsets_of(np.array([len(sequence) for sequence in sequences])),
     )
-    made = lay_out(joined, 12, packs=True)
+    made = lay_out(index, 12, packs=True)
     assert made.segments is not None
     assert made.segment_offsets is not None
     assert (made.segments.tolist(), made.segment_offsets.tolist()) == slow_segments(batches, 12)
@@ -144,8 +145,8 @@ def test_segments_begin_at_documents_and_at_padding_and_end_with_the_batch(
 def test_ignored_are_prompts_and_what_has_no_context(
     context: list[int], ignored: list[int]
 ) -> None:
-    joined = Sequences(np.array([2, 3, 4], np.int32), np.array([0, 3]))
-    made = lay_out(joined, 1, packs=False, context=np.array(context))
+    index = PieceIndex(np.arange(3), np.array([2, 3, 4], np.int32), np.array([0, 3]))
+    made = lay_out(index, 1, packs=False, context=np.array(context))
     assert made.ignored is not None
     assert made.ignored.tolist() == ignored
     assert made.num_targets.tolist() == [9 - len(ignored)]

@@ -201,8 +201,7 @@ def test_wrong_function_is_refused_in_a_line(
 
 
 def test_labels_of_rows_with_a_class_are_refused() -> None:
-    rows = random_rows(np.array([5, 3]), "classify")
-    plan, reader = plan_in_memory([rows], Padded(100))
+    plan, reader = plan_in_memory([random_rows(np.array([5, 3]), "classify")], Padded(100))
     maker = WindowMaker(plan, reader, 0, 1, row_map=RowMap(masked, VOCABULARY_SIZE, 0))
     with pytest.raises(ConfigError, match="unknown column 'labels'"):
         maker.make(Position(0, 0, 0))
