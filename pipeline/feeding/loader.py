@@ -37,7 +37,7 @@ from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, unmixed
 from tokenfeed.pipeline.planning.mixture import Mixture
-from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.planning.plan import Plan, Position, RowOrder
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.stages import Stage, paths_of, place_of
 from tokenfeed.pipeline.planning.state import (
@@ -101,6 +101,7 @@ class ShardLoader:
         num_workers: int | Literal["auto"] = "auto",
         seed: int = 0,
         shuffle: bool = True,
+        order: RowOrder = "shuffled",
         epochs: int | None = 1,
         micro_batches_per_step: int | None = None,
         window_tokens: int | None = None,
@@ -130,7 +131,9 @@ class ShardLoader:
                 at least 1. "auto" starts one worker and measures how many keep up with the loop,
                 at most this rank's share of the cores. The order of rows does not depend on it.
             seed: Seed of the shuffle.
-            shuffle: False delivers rows in file order, sorted by length within a window.
+            shuffle: False delivers windows in file order, their rows sorted by length.
+            order: "file" delivers the rows exactly in the order of the data set, without shuffling
+                and sorting, for a curriculum. See `docs/how/mixtures.md` for what it costs.
             epochs: Number of epochs in a pass. None repeats forever. A list of stages is one epoch;
                 without an end it repeats its data sets forever.
             micro_batches_per_step: Micro-batches of one optimizer step, over all ranks (of a
@@ -196,6 +199,7 @@ class ShardLoader:
             window_tokens=window_tokens,
             seed=seed,
             shuffle=shuffle,
+            order=order,
             stream=self._ranks.stream,
             num_streams=self._ranks.num_streams,
         )

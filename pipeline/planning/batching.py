@@ -48,6 +48,7 @@ __all__ = [
     "WindowPlan",
     "deal_rounds",
     "digests",
+    "file_order",
     "plan_window",
     "tokens_by_source",
 ]
@@ -85,6 +86,7 @@ def plan_window(
     step_size: int,
     draw: Draw | None,
     labels: np.ndarray | None = None,
+    rows: np.ndarray | None = None,
 ) -> WindowPlan:
     """Plan the micro-batches of one window.
 
@@ -94,20 +96,52 @@ def plan_window(
         step_size: Micro-batches of a step.
         draw: The random numbers of the window; None without shuffling.
         labels: Label of each row, shape (R,); None if rows have none. Labelled rows are not cut.
+        rows: All rows in the order of delivery, for `order`="file"; see `file_order`. None: the
+            policy decides.
 
     Raises:
         ConfigError: The policy omits or repeats rows.
 
     Cost: O(R log R), one sort. Python loops run per step or per distinct length, not per row.
     """
-    arranged = batching.arrange(lengths, step_size, draw, labels)
-    arranged.check(lengths, batching)
-    dealt, batch_offsets, steps = _deal(arranged.step_offsets, step_size)
+    if rows is None:
+        arranged = batching.arrange(lengths, step_size, draw, labels)
+        arranged.check(lengths, batching)
+        dealt, batch_offsets, steps = _deal(arranged.step_offsets, step_size)
+    else:
+        arranged = batching.in_order(lengths, rows)
+        arranged.check(lengths, batching)
+        dealt, batch_offsets = None, arranged.step_offsets
+        count = len(batch_offsets) - 1
+        steps = np.append(np.arange(0, count, step_size), count)
     order = arranged.order if dealt is None else arranged.order[dealt]
     if arranged.packed is None:
         return WindowPlan(arranged.cut, order, None, batch_offsets, steps)
     pieces, sequence_offsets = regroup(*arranged.packed, order)
     return WindowPlan(arranged.cut, pieces, sequence_offsets, batch_offsets, steps)
+
+
+def file_order(lengths: np.ndarray, sources: np.ndarray) -> np.ndarray:
+    """Merge the rows of several sources in proportion to their tokens. Rows of a source keep their
+    order.
+
+    Each row is placed at its middle token, as a share of the tokens of its source. Two sources with
+    rows of 2, 2, 2, 2 and of 4, 4 tokens: places 1/8 3/8 5/8 7/8 and 1/4 3/4, so the order is
+    0 4 1 2 5 3.
+
+    Args:
+        lengths: Tokens of each row of a window, shape (R,).
+        sources: Source of each row, shape (R,).
+
+    Returns:
+        A permutation of range(R), int64.
+    """
+    places = np.empty(len(lengths))
+    for source in np.unique(sources):
+        own = lengths[sources == source]
+        ends = np.cumsum(own)
+        places[sources == source] = (ends - own / 2) / ends[-1]
+    return np.argsort(places, kind="stable")
 
 
 def _deal(

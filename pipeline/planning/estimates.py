@@ -20,6 +20,7 @@ from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.batching import deal_rounds, plan_window
 from tokenfeed.pipeline.planning.order import Stretch
 from tokenfeed.pipeline.planning.plan import Plan
+from tokenfeed.pipeline.planning.policy import random_order
 
 __all__ = ["STEP_TOKENS", "deviation", "estimate_rounds", "likely_lengths", "unmixed"]
 
@@ -32,12 +33,13 @@ def estimate_rounds(plan: Plan, sources: tuple[OpenedSplit, ...], world_size: in
     step_size = plan.micro_batches_per_step
     total = 0
     for stretch in plan.order.stretches:
-        draw = plan.order.draw(0, stretch.first_window)  # shuffling adds padding
+        lengths = _window_lengths(stretch, sources)
         window = plan_window(
-            _window_lengths(stretch, sources),
+            lengths,
             plan.batching_of(stretch.first_window),
             step_size=step_size,
-            draw=draw,
+            draw=plan.order.draw(0, stretch.first_window),  # shuffling adds padding
+            rows=random_order(len(lengths), 0) if plan.order.keeps_rows else None,
         )
         rounds = deal_rounds(window.step_offsets, step_size, first=0, rank=0, world_size=world_size)
         total += len(rounds.starts) * stretch.num_windows

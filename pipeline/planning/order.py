@@ -199,6 +199,8 @@ class EpochOrder:
     seed: int
     shuffle: bool
     """False: every epoch has the record batches in file order."""
+    keeps_rows: bool = False
+    """Whether a window has its record batches in the order of reading, for `order`="file"."""
 
     @classmethod
     def of_one(cls, num_batches: int, num_windows: int, *, seed: int, shuffle: bool) -> Self:
@@ -226,13 +228,15 @@ class EpochOrder:
     def window(self, epoch: int, window: int) -> np.ndarray:
         """Return the record batches of a window, counted over all sources, shape (K,), int64.
 
-        They ascend in each source, so that a shard is opened once. In a phase, the number of
-        batches of a source differs by at most one between windows.
+        They ascend in each source, so that a shard is opened once; with `keeps_rows`, they have the
+        order of reading. In a phase, the number of batches of a source differs by at most one
+        between windows.
         """
         parts, first = [], 0
         for source, size in enumerate(self.sizes):
             start, stop = self._places(source, window)
-            parts.append(first + np.sort(self._batches(source, epoch, start, stop)))
+            batches = self._batches(source, epoch, start, stop)
+            parts.append(first + (batches if self.keeps_rows else np.sort(batches)))
             first += size
         return np.concatenate(parts)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from tokenfeed.pipeline.arithmetic import ceil_div, offsets_of, ranges
 
-__all__ = ["concatenate", "crop", "pack"]
+__all__ = ["concatenate", "crop", "next_fit", "pack"]
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
@@ -82,6 +82,23 @@ def concatenate(
     pieces = np.arange(len(offsets) - 1) + np.repeat(first[order] - first_laid, cuts + 1)
     bins = np.append(first_laid[place] + nth, len(pieces))
     return np.repeat(np.arange(len(laid)), counts), offsets, pieces, bins
+
+
+def next_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Put pieces into bins one after the other. A piece that does not fit begins the next bin.
+
+    Args:
+        lengths: Piece lengths, shape (P,), every value in [1, capacity].
+        capacity: Tokens per bin.
+
+    Returns:
+        Offsets of the bins into the pieces, shape (S + 1,), int64.
+    """
+    ends, offsets, filled = np.cumsum(lengths), [0], 0
+    while offsets[-1] < len(lengths):
+        offsets.append(int(np.searchsorted(ends, filled + capacity, side="right")))
+        filled = int(ends[offsets[-1] - 1])
+    return np.array(offsets)
 
 
 def crop(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from os import PathLike
-from typing import Annotated, NamedTuple, Self, get_args
+from typing import Annotated, Literal, NamedTuple, Self, get_args
 
 import msgspec
 import numpy as np
@@ -40,7 +40,7 @@ from tokenfeed.pipeline.planning.stages import (
     reweighed,
 )
 
-__all__ = ["Plan", "PlanSettings", "Position"]
+__all__ = ["Plan", "PlanSettings", "Position", "RowOrder"]
 
 _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
 """Smallest and largest default window in tokens. The smallest has about 128 record batches, so it
@@ -63,6 +63,8 @@ class Position(NamedTuple):
     """Number of delivered micro-batches of the window."""
 
 
+RowOrder = Literal["shuffled", "file"]
+"""Order of rows: planned by a seed, or exactly that of the data set."""
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -83,9 +85,10 @@ class PlanSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     windows: _Positive | None = None
     window_tokens: _Positive | None = None
     exhausted: Exhausted | None = None
-    stages: list[SavedStage] | None = None
+    stages: Annotated[list[SavedStage], msgspec.Meta(min_length=1)] | None = None
     given: str = ""
     """See `Plan.given`."""
+    order: Literal["file"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +130,12 @@ class Plan:
         window_tokens: int | None,
         seed: int,
         shuffle: bool,
+        order: RowOrder = "shuffled",
         stream: int = 0,
         num_streams: int = 1,
     ) -> Self:
-        """Make the plan of some data. `sources` are the opened `paths_of(data)`.
+        """Make the plan of some data. `sources` are the opened `paths_of(data)`. See `ShardLoader`
+        for the other arguments.
 
         Raises:
             ConfigError: The settings contradict each other or do not fit the data.
@@ -143,8 +148,9 @@ class Plan:
             window_tokens = checks.whole("window_tokens", window_tokens, least=1, other=", or None")
         _check_columns(sources[0])
         sizes = tuple(source.batches for source in sources)
-        seed, shuffle = checks.seed(seed), checks.flag("shuffle", shuffle)
-        order: EpochOrder | StagedOrder
+        keeps_rows = checks.choice("order", order, get_args(RowOrder)) == "file"
+        seed, shuffle = checks.seed(seed), checks.flag("shuffle", shuffle) and not keeps_rows
+        ordered: EpochOrder | StagedOrder
         weights: tuple[float, ...] = (1.0,)
         exhausted: Exhausted = "continue"
         given = ""
@@ -156,21 +162,23 @@ class Plan:
             if window_tokens is None:
                 window_tokens = default_window_tokens(sources, weights, batching, step_size)
             phases = mix(sources, weights, exhausted, window_tokens)
-            order = EpochOrder(sizes, phases, seed, shuffle)
-            _check_epoch(sources, order)
-            epoch_tokens = _epoch_tokens(sources, order, batching, num_streams)
+            ordered = EpochOrder(sizes, phases, seed, shuffle, keeps_rows)
+            _check_epoch(sources, ordered)
+            epoch_tokens = _epoch_tokens(sources, ordered, batching, num_streams)
         else:
             opened = dict(zip(map(place_of, paths_of(data)), sources, strict=True))
             planned = _planned(data, opened, batching, window_tokens, step_size)
             tokens = tuple(source.tokens for source in sources)
-            order = StagedOrder(data_of(planned), sizes, tokens, planned, seed, shuffle)
-            weights, given = (), digest_of(planned)
-        if order.num_windows < num_streams:
-            raise ConfigError(
-                f"`num_streams`={num_streams}, but an epoch has only {order.num_windows} windows. "
-                "Lower `num_streams` or `window_tokens`."
+            ordered = StagedOrder(
+                data_of(planned), sizes, tokens, planned, seed, shuffle, keeps_rows
             )
-        return cls(
+            weights, given = (), digest_of(planned)
+        if (windows := ordered.num_windows) < num_streams:
+            raise ConfigError(
+                f"`num_streams`={num_streams}, but an epoch has only {windows} windows. Lower "
+                "`num_streams` or `window_tokens`."
+            )
+        plan = cls(
             tuple(source.manifest.fingerprint for source in sources),
             weights,
             tuple(np.cumsum([source.rows for source in sources]).tolist()),
@@ -178,13 +186,17 @@ class Plan:
             split,
             batching,
             step_size,
-            order,
+            ordered,
             stream,
             num_streams,
             window_tokens or 0,
             exhausted,
             given,
         )
+        if keeps_rows:
+            for policy in {batching, *(stage.batching for stage in plan.stages)}:
+                policy.in_order(np.ones(1, np.int64), np.zeros(1, np.int64))  # or a ConfigError
+        return plan
 
     @property
     def stages(self) -> tuple[PlannedStage, ...]:
@@ -329,6 +341,7 @@ class Plan:
             self.num_streams,
             order.seed,
             order.shuffle,
+            order="file" if order.keeps_rows else None,
         )
         if isinstance(order, StagedOrder):
             stages = [stage.settings(self.batching) for stage in order.stages]

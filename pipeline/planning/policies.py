@@ -17,7 +17,7 @@ from tokenfeed.pipeline.arithmetic import offsets_of, round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.length_bands import sort_by_length
 from tokenfeed.pipeline.planning.order import Draw
-from tokenfeed.pipeline.planning.packing import concatenate, crop, pack
+from tokenfeed.pipeline.planning.packing import concatenate, crop, next_fit, pack
 from tokenfeed.pipeline.planning.policy import (
     Arranged,
     Batching,
@@ -210,14 +210,32 @@ class Packed(Batching):
         self, lengths: np.ndarray, step_size: int, draw: Draw | None, labels: np.ndarray | None
     ) -> Arranged:
         """Pack by best fit or concatenation, and put the sequences in random order."""
-        if self.long_rows == "crop":
-            cut, packed = self._crop(lengths, draw)
+        if self.split:
+            rows = random_order(len(lengths), draw.key) if draw else np.arange(len(lengths))
+            cut, packed = self._split(lengths, rows)
         else:
-            cut, packed = self._split(lengths, draw) if self.split else self._fit(lengths, draw)
+            crops = self.long_rows == "crop"
+            cut, packed = self._crop(lengths, draw) if crops else self._fit(lengths, draw)
         count = len(packed[1]) - 1
         order = random_order(count, draw.key ^ 1) if draw else np.arange(count)
         step_offsets = np.append(np.arange(0, count, self.batch_size * step_size), count)
         return Arranged(cut, order, step_offsets, packed)
+
+    def in_order(self, lengths: np.ndarray, rows: np.ndarray) -> Arranged:
+        """Fill each sequence with the next documents: as many as fit whole, or with `split`, cut
+        wherever a sequence is full."""
+        if self.long_rows == "crop":
+            return Batching.in_order(self, lengths, rows)  # raises
+        if self.split:
+            cut, (pieces, offsets) = self._split(lengths, rows)
+        else:
+            cut = cut_rows(lengths, self.longest_piece)
+            truncates = self.long_rows == "truncate"
+            pieces = cut.beginnings[rows] if truncates else cut.in_order_of(rows)
+            offsets = next_fit(cut.lengths[pieces], self.sequence_length)
+        count = len(offsets) - 1
+        batches = np.append(np.arange(0, count, self.batch_size), count)
+        return Arranged(cut, np.arange(count), batches, (pieces, offsets))
 
     def _fit(
         self, lengths: np.ndarray, draw: Draw | None
@@ -250,9 +268,8 @@ class Packed(Batching):
         return pieces, (begins[ascending[order]], sequence_offsets)
 
     def _split(
-        self, lengths: np.ndarray, draw: Draw | None
+        self, lengths: np.ndarray, order: np.ndarray
     ) -> tuple[Pieces, tuple[np.ndarray, np.ndarray]]:
-        order = random_order(len(lengths), draw.key) if draw else np.arange(len(lengths))
         cut_from, offsets, pieces, sequence_offsets = concatenate(
             lengths, order, self.sequence_length
         )

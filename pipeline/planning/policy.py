@@ -5,6 +5,7 @@ makes micro-batches of what they arrange. Torch-free.
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -45,6 +46,12 @@ class Pieces:
         if self.cut_from is None:
             return np.arange(len(self.lengths))
         return np.flatnonzero(np.diff(self.cut_from, prepend=-1))
+
+    def in_order_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the pieces row by row, where `rows` are all rows in some order, shape (P,)."""
+        if self.cut_from is None:
+            return rows
+        return ranges(self.beginnings[rows], np.bincount(self.cut_from)[rows])
 
     @property
     def rows(self) -> np.ndarray:
@@ -185,6 +192,23 @@ class Batching(ABC):
                 cut.
         """
 
+    def in_order(self, lengths: np.ndarray, rows: np.ndarray) -> Arranged:
+        """Arrange rows strictly one after the other, for `order`="file".
+
+        Args:
+            lengths: Tokens of each row of the window, shape (R,).
+            rows: All rows in the order of delivery, a permutation of range(R).
+
+        Returns:
+            Sequences in the order of rows. Each step has one micro-batch.
+
+        Raises:
+            ConfigError: The policy chooses rows by their lengths.
+        """
+        raise ConfigError(
+            f"`order`='file': {self} does not keep the order of rows. Use another policy."
+        )
+
 
 class ByLength(Batching):
     """Base class of Padded and Fixed: a sequence is a row, and a micro-batch has similar
@@ -229,6 +253,21 @@ class ByLength(Batching):
             order = random_order(len(step_offsets) - 1, draw.key ^ 2)
             pieces, step_offsets = regroup(pieces, step_offsets, order)
         return Arranged(cut, pieces, step_offsets)
+
+    def in_order(self, lengths: np.ndarray, rows: np.ndarray) -> Arranged:
+        """Fill each micro-batch with the next rows, as many as fit."""
+        cut = cut_rows(lengths, self.longest_piece)
+        pieces = cut.beginnings[rows] if self.long_rows == "truncate" else cut.in_order_of(rows)
+        sizes, edges = cut.lengths[pieces], [0]
+        while edges[-1] < len(sizes):
+            edges.append(edges[-1] + self._fitting(sizes[edges[-1] :]))
+        return Arranged(cut, pieces, np.array(edges))
+
+    def _fitting(self, sizes: np.ndarray) -> int:
+        """Return how many of the first pieces fit into a micro-batch, at least 1."""
+        longest = np.maximum.accumulate(sizes[: self.rows_of(int(sizes[0]))])
+        counts = range(1, len(longest) + 1)
+        return bisect_left(counts, True, key=lambda n: n > self.rows_of(int(longest[n - 1])))
 
 
 def _once(numbers: np.ndarray, wanted: np.ndarray) -> bool:

@@ -294,6 +294,8 @@ class StagedOrder:
     stages: tuple[PlannedStage, ...]
     seed: int
     shuffle: bool
+    keeps_rows: bool = False
+    """See `EpochOrder.keeps_rows`."""
     first_windows: tuple[int, ...] = field(init=False)
     """First window of each stage."""
 
@@ -344,7 +346,8 @@ class StagedOrder:
             stop = self._given(number, source, stage.edge(nth + 1))
             if stop > start:
                 batches = self._batches(source, epoch, start, stop)
-                parts.append(self._first_batches[source] + np.sort(batches))
+                batches = batches if self.keeps_rows else np.sort(batches)
+                parts.append(self._first_batches[source] + batches)
         return np.concatenate(parts)
 
     def draw(self, epoch: int, window: int) -> Draw | None:

@@ -20,6 +20,7 @@ from tokenfeed.pipeline.planning.batching import (
     WindowPlan,
     deal_rounds,
     digests,
+    file_order,
     plan_window,
     tokens_by_source,
 )
@@ -66,6 +67,7 @@ class WindowMaker:
             step_size=plan.micro_batches_per_step,
             draw=plan.order.draw(epoch, number),
             labels=_column_of(window, "target"),
+            rows=self._rows_in_order(window) if plan.order.keeps_rows else None,
         )
         rounds = deal_rounds(
             planned.step_offsets,
@@ -120,6 +122,11 @@ class WindowMaker:
         )
         whole = Index(index, layout, added)
         return RankSlice(epoch, nth, per_token, whole, whole)
+
+    def _rows_in_order(self, window: Window) -> np.ndarray:
+        """Return the rows of a window in the order of their data sets, for `order`="file"."""
+        sources = np.searchsorted(self.plan.row_ends, window.numbers, side="right")
+        return file_order(window.rows.lengths, sources)
 
 
 def _column_of(window: Window, role: Role) -> np.ndarray | None:

@@ -208,6 +208,7 @@ def _plan(sources: tuple[OpenedSplit, ...], settings: PlanSettings) -> Plan:
         window_tokens=settings.window_tokens,
         seed=settings.seed,
         shuffle=settings.shuffle,
+        order=settings.order or "shuffled",
         stream=settings.stream,
         num_streams=settings.num_streams,
     )

@@ -193,16 +193,22 @@ def test_ranks_that_take_several_steps_at_once_are_told_them_as_one(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"num_streams": 0}, {"weights": []}, {"phases": []}, {"phases": [[1, 1]]}]
+    ("changes", "message"),
+    [
+        ({"num_streams": 0}, "cannot resume: this is not a loader state ("),
+        ({"weights": []}, "the state has 0 weights for 1 data sets"),
+        ({"phases": []}, "the state contradicts itself"),
+        ({"phases": [[1, 1]]}, "the state contradicts itself"),
+    ],
 )
 def test_a_state_that_is_none_is_told_in_one_line(
-    folder: Path, tmp_path: Path, changes: dict[str, Any]
+    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with open_loader(folder) as loader:
         state = loader.state_dict()
     path = tmp_path / "state.json"
     path.write_text(json.dumps(state | {"plan": state["plan"] | changes}))
-    assert explain(folder, path, expect=1).startswith("error: this is not a loader state (")
+    assert explain(folder, path, expect=1).startswith(f"error: {message}")
     path.write_text('{"streams": 5}')
     assert explain(folder, path, expect=1).startswith("error: cannot resume: this is not a loader")
     for step in ({}, {"step": "x"}):
