@@ -133,7 +133,7 @@ class ShardLoader:
             seed: Seed of the shuffle.
             shuffle: False delivers windows in file order, their rows sorted by length.
             order: "file" delivers the rows exactly in the order of the data set, without shuffling
-                and sorting, for a curriculum. See `docs/how/mixtures.md` for what it costs.
+                and sorting, for a curriculum. `shuffle` is ignored.
             epochs: Number of epochs in a pass. None repeats forever. A list of stages is one epoch;
                 without an end it repeats its data sets forever.
             micro_batches_per_step: Micro-batches of one optimizer step, over all ranks (of a
