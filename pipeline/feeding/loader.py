@@ -430,7 +430,7 @@ class ShardLoader:
             ResumeError: The state was saved with other data, another seed or another policy. The
                 message names the difference.
         """
-        saved = SavedState.read(own_stream(state, self._plan.stream))
+        saved = SavedState.checked(own_stream(state, self._plan.stream))
         plan = self._plan_for(saved)
         names = [source.name for source in self._opened[plan.data]]
         self._go_on_from(Delivered.from_state(plan, saved, names))

@@ -102,7 +102,7 @@ class Delivered:
             ResumeError: The state is damaged or belongs to another plan. The message names the
                 difference.
         """
-        saved = state if isinstance(state, SavedState) else SavedState.read(state)
+        saved = state if isinstance(state, SavedState) else SavedState.checked(state)
         position, theirs = Position(saved.epoch, saved.window, saved.micro_batch), saved.plan
         tokens = tuple(saved.tokens)
         if (theirs.stages is not None) != bool(plan.stages):
@@ -153,7 +153,7 @@ class SavedState(msgspec.Struct, frozen=True):
     tokens: list[_Count]
 
     @classmethod
-    def read(cls, state: object) -> Self:
+    def checked(cls, state: object) -> Self:
         """Check a saved state.
 
         Raises:
@@ -201,7 +201,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Raises:
         ResumeError: A stream is missing, or the states belong to different plans.
     """
-    plans = [SavedState.read(state).plan for state in states]
+    plans = [SavedState.checked(state).plan for state in states]
     by_stream = {plan.stream: state for plan, state in zip(plans, states, strict=True)}
     for plan in plans[1:]:
         same_stream = msgspec.structs.replace(plan, stream=plans[0].stream)

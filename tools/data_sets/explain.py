@@ -126,7 +126,7 @@ class Explain:
                 "of them would be read. Give a state that was saved nearer to the step."
             )
         state = own_stream(saved.state, stream)
-        settings = LoaderState.read(state).plan
+        settings = LoaderState.checked(state).plan
         sources = _sources(self.out, settings)
         plan = _plan(sources, settings)
         position = Delivered.from_state(plan, state).position

@@ -94,7 +94,7 @@ def _keep_versions(config: TrainConfig) -> None:
     grown since."""
     with contextlib.suppress(ResumeError, ManifestError):  # raised again where they are read
         meta = Checkpoints.of_run(config.run_dir).latest_meta()
-        data = SavedState.read(meta.loader).plan.data if meta else ()
+        data = SavedState.checked(meta.loader).plan.data if meta else ()
         for address in {each for shards in config.all_shards for each in weights_of(shards)}:
             for fingerprint in data:
                 Manifest.keep_version(address, fingerprint)
