@@ -227,3 +227,23 @@ def test_a_position_beyond_the_window_is_refused_when_it_is_read() -> None:
     plan, reader = planned(Padded(30))
     with pytest.raises(ResumeError, match="window 1 has no micro-batch 1000"):
         WindowMaker(plan, reader, 0, 1).make(Position(0, 1, 1000))
+
+
+JUNK: list[tuple[str, Any]] = [
+    *[(name, value) for name in ("epoch", "window", "micro_batch") for value in (0.5, -1, True)],
+    *[(name, 10**30) for name in ("epoch", "window", "micro_batch")],
+    ("window", 3),
+    *[("tokens", value) for value in ([0.5], [10**30], "1", [], [1, 2])],
+    *[("digest", value) for value in ("0x00000000000000", " 0123456789abcde", 5, "1" * 17)],
+    *[("version", value) for value in (1, 2.5, None)],
+    *[("plan", value) for value in ([1], {1: 2}, {})],
+]
+
+
+@pytest.mark.parametrize(("name", "junk"), JUNK, ids=repr)
+def test_junk_in_a_state_is_refused_in_one_line(name: str, junk: Any) -> None:
+    plan, state = saved()
+    without = {key: value for key, value in state.items() if key != name}
+    for damaged in (state | {name: junk}, without):
+        with pytest.raises(ResumeError, match=r"^cannot resume: .*$"):
+            Delivered.from_state(plan, damaged)
