@@ -15,6 +15,8 @@ during which the device idles. These 2 ms are charged to `wait`, and 3 ms of the
 Once the host is 4 ms ahead again, only 1 ms remains.
 """
 
+import copy
+import dataclasses
 from typing import NamedTuple, cast
 
 from tokenfeed.trainer.stall.causes import ABOUT, Cause, Phase
@@ -25,7 +27,6 @@ from tokenfeed.trainer.stall.reading import (
     OpenStep,
     SpanKind,
     StallReading,
-    Sums,
     WorkSpan,
     WorkSums,
     idle_seconds,
@@ -72,6 +73,8 @@ _QUEUED = 0.002
 """Largest share of a reference span that may run before the whole span is queued."""
 _AHEAD = 0.25
 """A host that leads by this share of a span at both ends counts as ahead throughout the span."""
+_FEW = 3
+"""References behind a full queue that are enough to ignore those of a host that is ahead."""
 _FEW_REFERENCES = 8
 _SHARE_OF_REFERENCES = 0.02
 """Calibration stops when the references reach this share of the spans, plus `_FEW_REFERENCES`."""
@@ -101,7 +104,12 @@ class Accounts:
         """Lower bound of the host's lead: seconds from queueing the mark to `_passed`."""
         self._spin_lead = 0.0
         """The part of the lead that the host has only because spins delayed the device."""
-        self._step, self._sums = OpenStep(), Sums()
+        self._step, self._sums = OpenStep(), StallReading()
+        self._queued: dict[SpanKind, LinearFit] = {}
+        """References from spans whose kernels were all queued before they began. Includes steps
+        that are not measured."""
+        self._ahead: dict[SpanKind, LinearFit] = {}
+        """References from spans with the host ahead of the device at both ends."""
         self._spin = 0.0
         """Length of a spin just before the next span; 0 without a spin."""
         self._host_seconds: dict[SpanKind, float] = {}
@@ -165,8 +173,17 @@ class Accounts:
         self._step = OpenStep()
 
     def read(self) -> StallReading:
-        """Return the sums of all whole steps so far."""
-        return self._sums.read()
+        """Return the sums of all whole steps so far. Later steps do not change the reading."""
+        kinds = self._queued.keys() | self._ahead.keys()
+        references = {kind: line for kind in kinds if (line := self._reference(kind)) is not None}
+        return copy.deepcopy(dataclasses.replace(self._sums, references=references))
+
+    def _reference(self, kind: SpanKind) -> LinearFit | None:
+        """Return the reference of a kind of spans, preferably from spans behind a full queue."""
+        queued, ahead = self._queued.get(kind), self._ahead.get(kind)
+        if queued is None or (queued.count < _FEW and ahead is not None):
+            return ahead
+        return queued
 
     def _gap(self, cause: Cause, start: Moment, end: Moment, lead: float) -> None:
         """Charge a gap. `lead` is the host's lead at its start."""
@@ -254,7 +271,7 @@ class Accounts:
 
     def _longer(self, span: WorkSpan) -> float:
         """Return how much longer than its reference a span took."""
-        reference = self._sums.reference(span.kind)
+        reference = self._reference(span.kind)
         if reference is None:
             return span.bound if span.kind.is_between_steps else 0.0
         return span.seconds - reference.total(1, span.slots)
@@ -297,7 +314,7 @@ class Accounts:
         """Add references from a step that is not measured: only spans behind a spin."""
         for span in self._step.spans:
             if span.spin and span.is_queued:
-                fit = self._sums.queued.setdefault(span.kind, LinearFit())
+                fit = self._queued.setdefault(span.kind, LinearFit())
                 fit.add(span.slots, span.seconds)
 
     def _blame(self, cause: Cause) -> None:
@@ -321,7 +338,7 @@ class Accounts:
         if self._lead < seconds:  # a host that leads by a whole step loses nothing to marks
             sums.marking_seconds += self._step.marking
         for cause, idle in gaps.items():
-            sums.gaps[cause] += idle
+            sums.gaps[cause] = sums.gaps.get(cause, 0.0) + idle
         behind = sum(map(self._record_span, self._step.spans))
         if seconds:
             self.behind_share += 0.1 * (behind / seconds - self.behind_share)
@@ -334,21 +351,21 @@ class Accounts:
         """Add a span to the sums. Return how many of its seconds may have been idle unseen."""
         self._usual.setdefault(span.kind, LinearFit()).add(span.slots, span.seconds)
         if span.is_known:
-            fits = self._sums.queued if span.is_queued else self._sums.ahead
+            fits = self._queued if span.is_queued else self._ahead
             fits.setdefault(span.kind, LinearFit()).add(span.slots, span.seconds)
         if span.is_queued and not span.hidden_idle:
             return 0.0
         charge = Charge(span.kind, span.cause)
-        self._sums.work[charge].add(span)
+        self._sums.work.setdefault(charge, WorkSums()).add(span)
         alone = WorkSums()
         alone.add(span)
-        reference = self._sums.reference(span.kind)
+        reference = self._reference(span.kind)
         self._step.gaps[span.cause] += idle_seconds(alone, reference, span.cause)
         return 0.0 if span.is_known or not self._needs_reference(charge) else span.bound
 
     def _needs_reference(self, charge: Charge) -> bool:
         if charge.kind.is_between_steps:
             return False
-        queued = self._sums.queued.get(charge.kind)
+        queued = self._queued.get(charge.kind)
         known = queued.count if queued else 0
         return known < _FEW_REFERENCES + _SHARE_OF_REFERENCES * self._sums.work[charge].count

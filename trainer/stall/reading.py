@@ -10,7 +10,6 @@ Example: references of a kind take 10 ms for 1,000 slots. Three others of 1,000 
     span would count 0 + 1 + 3 = 4 ms.
 """
 
-import copy
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ __all__ = [
     "OpenStep",
     "SpanKind",
     "StallReading",
-    "Sums",
     "WorkSpan",
     "WorkSums",
     "idle_seconds",
@@ -204,21 +202,18 @@ def idle_seconds(sums: WorkSums, reference: LinearFit | None, cause: Cause) -> f
     return min(max(0.0, longer), sums.bound)
 
 
-_FEW = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class StallReading:
     """The time that the measured steps took, and the part of that time that was stall."""
 
-    steps: int
-    tokens: int
+    steps: int = 0
+    tokens: int = 0
     """Real tokens trained in these steps."""
-    slots: int
+    slots: int = 0
     """Token slots of these steps, padding included."""
-    seconds: float
+    seconds: float = 0.0
     """Wall time of these steps on the device's clock, stall included."""
-    gaps: dict[Cause, float]
+    gaps: dict[Cause, float] = field(default_factory=dict)
     """Idle seconds between spans of work, by cause."""
     work: dict[Charge, WorkSums] = field(default_factory=dict)
     """Spans of work that may have been idle in part."""
@@ -301,46 +296,4 @@ class StallReading:
             },
             references=self.references,
             marking_seconds=self.marking_seconds - earlier.marking_seconds,
-        )
-
-
-@dataclass(slots=True)
-class Sums:
-    """Running sums behind a reading. Fields have the meaning of those of `StallReading`."""
-
-    steps: int = 0
-    tokens: int = 0
-    slots: int = 0
-    seconds: float = 0.0
-    marking_seconds: float = 0.0
-    gaps: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
-    work: defaultdict[Charge, WorkSums] = field(default_factory=lambda: defaultdict(WorkSums))
-    queued: dict[SpanKind, LinearFit] = field(default_factory=dict)
-    """References from spans whose kernels were all queued before they began. Includes steps that
-    are not measured."""
-    ahead: dict[SpanKind, LinearFit] = field(default_factory=dict)
-    """References from spans with the host ahead of the device at both ends."""
-
-    def reference(self, kind: SpanKind) -> LinearFit | None:
-        """Return the reference of a kind of spans, preferably from spans behind a full queue."""
-        queued, ahead = self.queued.get(kind), self.ahead.get(kind)
-        if queued is None or (queued.count < _FEW and ahead is not None):
-            return ahead
-        return queued
-
-    def read(self) -> StallReading:
-        """Return the sums as they are now. Later additions do not change the reading."""
-        return StallReading(
-            steps=self.steps,
-            tokens=self.tokens,
-            slots=self.slots,
-            seconds=self.seconds,
-            marking_seconds=self.marking_seconds,
-            gaps=dict(self.gaps),
-            work={charge: copy.copy(sums) for charge, sums in self.work.items()},
-            references={
-                kind: copy.copy(line)
-                for kind in self.queued.keys() | self.ahead.keys()
-                if (line := self.reference(kind)) is not None
-            },
         )

@@ -192,11 +192,8 @@ def test_the_best_is_kept_besides(folder: Path) -> None:
     assert Checkpoints(folder).best() == best_of(1)
 
 
-@pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
-def test_the_best_is_kept_also_where_a_loss_that_did_not_decide_is_no_number(
-    loss: float, folder: Path
-) -> None:
-    best = Best(step=1, metric="macro_f1", metrics={"loss": loss, "macro_f1": 0.5})
+def test_best_is_kept_if_its_loss_is_nan(folder: Path) -> None:
+    best = Best(step=1, metric="macro_f1", metrics={"loss": math.nan, "macro_f1": 0.5})
     with open_saver(folder) as saver:
         for step in (1, 2, 3, 4):
             saver.save(make_meta(step, best=best), make_state(step))
@@ -276,13 +273,6 @@ def test_checkpoint_that_lists_foreign_files_is_refused(folder: Path, name: str)
 def test_nothing_to_resume_from_says_so(folder: Path) -> None:
     with pytest.raises(ResumeError, match="no checkpoint to resume from"):
         load(folder)
-
-
-def test_what_was_loaded_stays_when_its_file_goes(folder: Path) -> None:
-    path = save(folder, 1)
-    weight = load(folder)["model"]["weight"]
-    (path / "state-0.safetensors").write_bytes(b"")
-    assert torch.equal(weight, torch.full((4,), 1.0))
 
 
 def test_random_numbers_go_on_where_the_state_was_taken() -> None:

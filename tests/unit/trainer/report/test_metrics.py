@@ -132,13 +132,6 @@ def test_only_rank_0_tells(serve: Any, tmp_path: Path, monkeypatch: pytest.Monke
     assert service.calls == []
 
 
-def test_figures_within_figures_have_both_names(serve: Any, tmp_path: Path) -> None:
-    service = serve("trackio")
-    told = Trackers(TrainConfig(shards="out", run_dir=tmp_path, track=("trackio",)))
-    told.log({"step": 3, "gpu": {"memory_bytes": 5}, "stall": None})
-    assert service.called("log") == [(3, {"gpu/memory_bytes": 5})]
-
-
 def test_a_package_that_is_missing_is_refused_before_training(
     monkeypatch: pytest.MonkeyPatch, lm_rows: Path, tmp_path: Path
 ) -> None:

@@ -7,19 +7,16 @@ import math
 import os
 import resource
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support.training import assert_same_run, make_config, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop import evaluation
@@ -268,34 +265,6 @@ def test_a_new_start_in_a_folder_without_checkpoints_keeps_no_old_figures(
     assert read_metrics(tmp_path, "validation_loss")[0] < 10
 
 
-@pytest.mark.parametrize("words", [["--run-dir", ""], ["--run-dir="], ["--run_dir", ""]])
-def test_an_empty_run_dir_is_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["train", "--shards", "out", *words])
-    with pytest.raises(ConfigError, match=r"`--run-dir` is empty"):
-        parse_config()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("steps", "many", "steps: expected a whole number of at least 1, got many"),
-        ("seed", [1], "seed"),
-        ("precision", "int8", "expected one of auto, fp32, bf16, fp16, got int8"),
-        ("shards", 3, "shards: expected a folder, or several like .*, got 3"),
-        ("stepps", 3, "unknown setting stepps. Did you mean steps?"),
-    ],
-)
-def test_a_setting_of_a_wrong_type_in_config_yaml_is_one_line(
-    name: str, value: object, message: str, finished: Path
-) -> None:
-    path = finished / "config.yaml"
-    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {name: value}))
-    with pytest.raises(ConfigError, match=message) as error:
-        TrainConfig.of_run(finished)
-    assert "\n" not in str(error.value)
-    assert str(path) in str(error.value)
-
-
 def test_a_learning_rate_without_a_point_is_a_number_in_config_yaml(finished: Path) -> None:
     path = finished / "config.yaml"
     path.write_text(path.read_text().replace("learning_rate: 0.002", "learning_rate: 1e-3"))
@@ -326,25 +295,6 @@ def test_a_strange_line_of_metrics_is_named(line: str, counting: Path, finished:
     ) as error:
         run(make_config(counting, finished, resume=True, steps=10))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--shards", "out", "--steps", "3", "--epochs", "2"], "`--epochs` and --steps both say"),
-        (
-            ["--shards", "out", "--step-rows", "8", "--step-tokens", "64"],
-            "`--step-rows` and --step",
-        ),
-        (["--resume", "--run-dir", "nowhere"], "`--run-dir`: nowhere holds no run"),
-    ],
-)
-def test_words_that_contradict_each_other_are_refused(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train", *words])
-    with pytest.raises(ConfigError, match=message):
-        parse_config()
 
 
 def test_a_run_is_not_mixed_with_the_shards(counting: Path) -> None:

@@ -51,14 +51,6 @@ def test_the_slowest_rank_is_who_waits_least_for_the_others_and_its_own_cause_is
     assert [each.waited_seconds for each in ranks] == pytest.approx([4, 0, 3])
 
 
-def test_a_rank_whose_work_takes_longer_is_named_with_its_work() -> None:
-    found = slowest_rank(
-        told(reading(work=5, communication=3, data=1), reading(work=8, communication=0, data=1))
-    )
-    assert found is not None
-    assert (found.rank, found.cause) == (1, "work")
-
-
 def test_one_rank_is_not_compared_and_one_without_a_step_is_waited_for() -> None:
     alone = reading(work=5, communication=0)
     assert told(alone) == []
@@ -147,7 +139,7 @@ def seconds_a_step(fault: str) -> float:
     return (ranks.devices[0].done - begun) / STEPS
 
 
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", [0])
 @pytest.mark.parametrize("fault", ["data", "work", "log"])
 def test_of_simulated_devices_the_late_one_is_named_with_its_cause_and_its_cost(
     fault: str, late: int

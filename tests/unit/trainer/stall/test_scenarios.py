@@ -104,11 +104,6 @@ def covered(loop: Loop, seeds: range) -> int:
     return count
 
 
-@pytest.mark.parametrize("regime", FEW)
-def test_the_interval_holds_the_truth_of_most_runs(regime: str) -> None:
-    assert covered(FEW[regime], range(6)) >= 5
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("regime", FEW)
 def test_the_interval_holds_the_truth_in_at_least_nine_of_ten_runs(regime: str) -> None:
