@@ -83,9 +83,9 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def atomic_write(path: Path, data: bytes, *, is_shared: bool = False) -> None:
+def atomic_write(path: Path, data: bytes) -> None:
     """Write a small file whole or not at all; see `atomic_file`."""
-    with atomic_file(path, is_shared=is_shared) as file:
+    with atomic_file(path) as file:
         file.write(data)
 
 

@@ -216,25 +216,19 @@ class ObjectStore:
                 return
             last = page[-1].name
 
-    def write(self, name: str, data: bytes | Path, metadata: dict[str, str] | None = None) -> str:
-        """Write an object, whole or not at all, with its checksum as metadata. Return its ETag.
+    def write(self, name: str, data: bytes | Path) -> None:
+        """Write an object, whole or not at all, with its checksum as metadata.
 
         An object above 64 MiB is sent in parts of 16 MiB. Parts that fail are sent again.
 
         Args:
             name: The object.
             data: The content, or a file with the content.
-            metadata: Metadata to write instead of the checksum.
         """
-        if metadata is None:
-            metadata = {XXH3_KEY: _xxh3(data)}
+        metadata = {XXH3_KEY: _xxh3(data)}
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         timing = self.timing if size <= _QUICK_BYTES else self.timing.uploading
-
-        def attempt() -> str:
-            return self._etag(_put(self._connection, name, data, size, metadata))
-
-        return self._persist(attempt, name, timing)
+        self._persist(lambda: _put(self._connection, name, data, size, metadata), name, timing)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object unless it exists. Return whether it now has this content.
@@ -242,11 +236,7 @@ class ObjectStore:
         After any answer but a success the object is read back and compared. So the result is right
         even if an answer was lost.
         """
-        return self._put_if(name, data, "create")
-
-    def replace(self, name: str, data: bytes, etag: str) -> bool:
-        """Replace an object if it has this ETag. Return whether it now has this content."""
-        return self._put_if(name, data, {self._etag_key: etag})
+        return self._persist(lambda: _create(self._connection, name, data), name)
 
     def delete(self, *names: str) -> None:
         """Delete objects, up to 16 at a time; missing objects are ignored."""
@@ -277,11 +267,8 @@ class ObjectStore:
         return "version" if self.address.traits.counts_versions else "e_tag"
 
     def _info(self, name: str, meta: Mapping[str, Any], metadata: dict[str, str]) -> ObjectInfo:
-        modified_s, etag = meta["last_modified"].timestamp(), self._etag(meta)
+        modified_s, etag = meta["last_modified"].timestamp(), _strong(meta.get(self._etag_key))
         return ObjectInfo(name, meta["size"], etag, version_of(meta), modified_s, metadata)
-
-    def _etag(self, said: Mapping[str, Any]) -> str:
-        return _strong(said.get(self._etag_key))
 
     @property
     def _connection(self) -> Connection:
@@ -327,9 +314,6 @@ class ObjectStore:
         page = next(iter(stream), [])
         return [self._info(meta["path"], meta, {}) for meta in page]
 
-    def _put_if(self, name: str, data: bytes, mode: Any) -> bool:
-        return self._persist(lambda: _put_if(self._connection, name, data, mode), name)
-
 
 def _xxh3(data: bytes | Path) -> str:
     if isinstance(data, bytes):
@@ -344,17 +328,13 @@ def _strong(etag: str | None) -> str:
 
 
 def _put(
-    connection: Connection,
-    name: str,
-    data: bytes | Path,
-    size: int,
-    metadata: dict[str, str] | None,
-) -> Mapping[str, Any]:
-    """Write an object, a large one in parts. Return what the store answers."""
+    connection: Connection, name: str, data: bytes | Path, size: int, metadata: dict[str, str]
+) -> None:
+    """Write an object, a large one in parts."""
     in_parts = size > _ONE_REQUEST_BYTES
     content = data.read_bytes() if isinstance(data, Path) and not in_parts else data
     client = connection.reads if size <= _QUICK_BYTES else connection.writes
-    result = client.put(
+    client.put(
         name,
         content,
         attributes=metadata,
@@ -363,32 +343,26 @@ def _put(
         max_concurrency=_PARTS_AT_ONCE,
     )
     connection.meter.add(Traffic(bytes=size))
-    return result
 
 
-def _put_if(connection: Connection, name: str, data: bytes, mode: Any) -> bool:
-    """Write an object under a condition. Return whether it now has this content."""
+def _create(connection: Connection, name: str, data: bytes) -> bool:
+    """Write an object unless it exists. Return whether it now has this content."""
     try:
-        connection.reads.put(name, data, mode=mode, use_multipart=False)
+        connection.reads.put(name, data, mode="create", use_multipart=False)
     except Exception as error:
-        return _settled(connection.reads, name, data, error)
+        return _is_created(connection.reads, name, data, error)
     connection.meter.add(Traffic(bytes=len(data)))
     return True
 
 
-def _settled(client: "Client", name: str, data: bytes, error: Exception) -> bool:
+def _is_created(client: "Client", name: str, data: bytes, error: Exception) -> bool:
     """Return whether a write without success has written; raise the error to try again."""
-    from obstore.exceptions import PreconditionError
-
-    refused = isinstance(error, PreconditionError)
     try:
         found = bytes(client.get(name).bytes())
     except FileNotFoundError:
-        if refused:
-            return False
         raise error from None
     if found == data:
         return True
-    if refused or type(error).__name__ == "AlreadyExistsError":
+    if type(error).__name__ in ("AlreadyExistsError", "PreconditionError"):
         return False
     raise error

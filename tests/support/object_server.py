@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 import socket
 import struct
 import threading
@@ -46,7 +45,6 @@ __all__ = [
     "StoredObject",
     "as_own_process",
     "fault_proxy",
-    "keeps_conditions",
     "object_server",
     "remote_store",
     "serving",
@@ -133,7 +131,7 @@ class _Objects(Handler):
         }
         with self.server_state.lock:
             there = objects.get(self._name)
-            if not self.server_state.lies and not self._met(there):
+            if not self._met(there):
                 return self.answer(412, {})
             objects[self._name] = made = StoredObject(data, metadata)
         return self.answer(200, {"ETag": made.etag, "x-goog-generation": str(made.generation)})
@@ -161,8 +159,7 @@ class _Objects(Handler):
         generation = self.headers.get("x-goog-if-generation-match")
         if generation is not None:
             return generation == str(there.generation if there else 0)
-        wanted = self.headers.get("If-Match")
-        return wanted is None or (there is not None and there.etag == wanted)
+        return True
 
     def _give(self, *, head: bool) -> None:
         there = self.server_state.objects.get(self._name)
@@ -172,7 +169,7 @@ class _Objects(Handler):
         if there is None:
             return self.answer(404, {})
         wanted = self.headers.get("If-Match")
-        if wanted and wanted != there.etag and not self.server_state.lies:
+        if wanted and wanted != there.etag:
             return self.answer(412, {})
         headers = {
             f"x-{company}-meta-{name}": value
@@ -229,7 +226,6 @@ class ObjectServer:
     """Its objects, by bucket and name, and where it is."""
 
     objects: dict[str, StoredObject] = field(default_factory=dict)
-    lies: bool = False
     signature: str = ""
     """What the query must hold, if anything; then GET alone is answered, as for a signed URL."""
     etags: Iterator[str] | None = None
@@ -442,16 +438,3 @@ def remote_store(monkeypatch: pytest.MonkeyPatch, timing: Timing = FAST) -> Iter
         prefix = f"bucket{next(_buckets)}/data"
         address = ObjectStore.from_url(f"s3://{prefix}").address
         yield Remote(ObjectStore(address, timing), server, proxy, prefix)
-
-
-def keeps_conditions(store: ObjectStore) -> bool:
-    """Whether a store refuses a second `create`, and a `replace` of an object that has changed."""
-    name = f".tokenfeed-probe-{secrets.token_hex(8)}"
-    try:
-        if not store.create(name, b"first") or store.create(name, b"second"):
-            return False
-        before = store.head(name).etag
-        store.write(name, b"third")
-        return not store.replace(name, b"fourth", before)
-    finally:
-        store.delete(name)

@@ -23,7 +23,7 @@ def remote() -> Iterator[Remote]:
 @pytest.fixture(autouse=True)
 def no_faults(remote: Remote) -> None:
     remote.server.objects.clear()
-    remote.server.lies, remote.server.etags = False, None
+    remote.server.etags = None
     remote.proxy.schedule.clear()
     remote.proxy.seen.clear()
     remote.proxy.signed.clear()
