@@ -8,6 +8,9 @@ In `scripts/base_train.py`, replace the loaders:
     build_val_loader = lambda: shard_loader("shards/", args.device_batch_size, args.max_seq_len,
         split="val", device=device)
 
+To begin every row and every document with a token, as nanochat's own loader does, pass
+`batching=Packed(T, B, fill=True, begin_token=ID)`.
+
 All batches have one shape, as `torch.compile(dynamic=False)` needs it. Documents stay whole if they
 fit into a row; longer documents are cut. Padding, and the first token of a document, are not
 targets. A resumed run continues with exactly the batch that it had fetched and not trained on.

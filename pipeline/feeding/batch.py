@@ -232,7 +232,7 @@ class Batch(Mapping[str, Any]):
 
     @property
     def piece_lengths(self) -> np.ndarray:
-        """Tokens of each piece, numpy, [P]."""
+        """Tokens of each piece, numpy, [P]; without `Packed.begin_token`."""
         return self._ragged.piece_lengths
 
     @property

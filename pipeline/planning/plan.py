@@ -544,6 +544,9 @@ def _check_fit(sources: tuple[OpenedSplit, ...], batching: Batching) -> None:
             f"{batching.longest_piece:,}. Raise the limit, or cut long rows (`long_rows`='cut')."
         )
     manifest = sources[0].manifest
+    begin, size = batching.begin_token, manifest.tokenizer.vocabulary_size
+    if begin is not None and begin >= size:
+        raise ConfigError(f"`begin_token`={begin}: the vocabulary has only {size:,} ids.")
     if not any(c.per == "row" and role_of(c.name) == "target" for c in manifest.columns):
         return
     if batching.packs:

@@ -176,6 +176,13 @@ class Packed(Batching):
     fill: bool = field(default=False, repr=False, compare=False)
     """True: sequences of padding fill a micro-batch up to `batch_size`, so all have one shape.
     Default: False. Neither the order of rows nor a saved state depends on it."""
+    begin_token: int | None = field(default=None, repr=False)
+    """Id that is put before every piece of a document, and so before every sequence. No loss counts
+    it, but it is the context of the first token of the piece. Not with `split` or "crop". Default:
+    None, which puts nothing there."""
+
+    def __repr__(self) -> str:
+        return describe(self)
 
     def __post_init__(self) -> None:
         _check_sizes(self, "sequence_length", "batch_size")
@@ -187,11 +194,17 @@ class Packed(Batching):
                 f"`split`=True cuts documents, but `long_rows`={self.long_rows!r} forbids cutting. "
                 "Use `long_rows`='cut'."
             )
+        _check_begin_token(self)
 
     @property
     def longest_piece(self) -> int:
-        """Largest number of tokens of a piece."""
-        return self.sequence_length
+        """Largest number of tokens of a piece, without a begin token."""
+        return self.sequence_length - self._added
+
+    @property
+    def _added(self) -> int:
+        """Number of tokens that are added to a piece."""
+        return int(self.begin_token is not None)
 
     @property
     def multiple_of(self) -> int:
@@ -203,8 +216,9 @@ class Packed(Batching):
         return self.batch_size if self.fill else 0
 
     def tokens_per_batch(self, mean_tokens: float) -> int:
-        """Return the tokens of a full micro-batch."""
-        return self.sequence_length * self.batch_size
+        """Return the tokens of a full micro-batch, without begin tokens."""
+        slots = self.sequence_length * self.batch_size
+        return int(slots * mean_tokens / (mean_tokens + 1)) if self._added else slots
 
     def arrange(
         self, lengths: np.ndarray, step_size: int, draw: Draw | None, labels: np.ndarray | None
@@ -232,7 +246,7 @@ class Packed(Batching):
             cut = cut_rows(lengths, self.longest_piece)
             truncates = self.long_rows == "truncate"
             pieces = cut.beginnings[rows] if truncates else cut.in_order_of(rows)
-            offsets = next_fit(cut.lengths[pieces], self.sequence_length)
+            offsets = next_fit(cut.lengths[pieces] + self._added, self.sequence_length)
         count = len(offsets) - 1
         batches = np.append(np.arange(0, count, self.batch_size), count)
         return Arranged(cut, np.arange(count), batches, (pieces, offsets))
@@ -246,7 +260,8 @@ class Packed(Batching):
             begins = np.zeros(len(cut.lengths), np.bool_)
             begins[cut.beginnings] = True
             longest_first = longest_first[begins[longest_first]]
-        packed, sequence_offsets = pack(cut.lengths[longest_first], self.sequence_length)
+        sizes = cut.lengths[longest_first] + self._added
+        packed, sequence_offsets = pack(sizes, self.sequence_length)
         return cut, (longest_first[packed], sequence_offsets)
 
     def _crop(
@@ -292,11 +307,16 @@ def offered(policies: Iterable[type[Batching]] = POLICIES) -> str:
 def describe(policy: Batching) -> str:
     """Return the repr of a policy.
 
-    A signal handler that interrupts a dataclass repr and calls it again would get `...`.
+    A signal handler that interrupts a dataclass repr and calls it again would get `...`. A field
+    with `repr=False` is shown if it is compared and has not its default.
     """
-    shown = (field for field in fields(policy) if field.repr)  # type: ignore[arg-type]
-    values = ", ".join(f"{field.name}={getattr(policy, field.name)!r}" for field in shown)
-    return f"{type(policy).__qualname__}({values})"
+    values = [(field, getattr(policy, field.name)) for field in fields(policy)]  # type: ignore[arg-type]
+    shown = ", ".join(
+        f"{field.name}={value!r}"
+        for field, value in values
+        if field.repr or (field.compare and value != field.default)
+    )
+    return f"{type(policy).__qualname__}({shown})"
 
 
 def described_policy(described: object) -> tuple[str, dict[str, Any]] | None:
@@ -348,6 +368,24 @@ def _check_sizes(policy: Padded | Packed | Fixed, *names: str) -> None:
     for name in names:
         size = checks.whole(name, getattr(policy, name), least=1, most=checks.MOST)
         object.__setattr__(policy, name, size)  # a plain int, also for numpy integers
+
+
+def _check_begin_token(policy: Packed) -> None:
+    if policy.begin_token is None:
+        return
+    token = checks.whole("begin_token", policy.begin_token, most=checks.MOST)
+    if policy.split or policy.long_rows == "crop":
+        other = "`split`=True" if policy.split else "`long_rows`='crop'"
+        raise ConfigError(
+            f"`begin_token`={token} cannot be added with {other}. Leave one of them out, or write "
+            "the token at the beginning of each document (`pretokenize`)."
+        )
+    if policy.sequence_length < 2:
+        raise ConfigError(
+            f"`begin_token`={token} leaves no room in `sequence_length`={policy.sequence_length}. "
+            "Raise it."
+        )
+    object.__setattr__(policy, "begin_token", token)
 
 
 def _check_flag(policy: Padded | Packed | Fixed, name: str) -> None:

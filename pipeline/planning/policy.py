@@ -155,6 +155,11 @@ class Batching(ABC):
         """Padded lengths are rounded up to a multiple of this."""
 
     @property
+    def begin_token(self) -> int | None:
+        """Id that is put before every piece; None for no such token."""
+        return None
+
+    @property
     @abstractmethod
     def long_rows(self) -> LongRows:
         """What happens to rows longer than `longest_piece`."""

@@ -5,14 +5,14 @@ deal them to the ranks, copy those of this rank. Worker processes get a `WindowM
 and make the same slices as the parent would. Torch-free.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tokenfeed.pipeline.arithmetic import offsets_of, take
+from tokenfeed.pipeline.arithmetic import Ragged, join, offsets_of, take
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.kinds import TargetRule
-from tokenfeed.pipeline.format.schema import KINDS, Role, role_of
+from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, Role, no_target, role_of
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.batching import (
     Rounds,
@@ -105,8 +105,17 @@ class WindowMaker:
             sequences,
             None if targets is None else targets[rows],
         ).filled(batching)
+        sizes = index
+        if (begin := batching.begin_token) is not None:
+            per_token = {
+                name: _put_before(values, index.lengths, _value_of_begin(name, values, begin))
+                for name, values in per_token.items()
+            }
+            learned = None if learned is None else _put_before(learned, index.lengths, 0)
+            context = None if context is None else np.maximum(context, 0) + 1
+            sizes = replace(index, lengths=index.lengths + 1)
         layout = lay_out(
-            index,
+            sizes,
             batching.multiple_of,
             packs=batching.packs,
             token_targets=per_token.get(TARGETS),
@@ -127,6 +136,18 @@ class WindowMaker:
         """Return the rows of a window in the order of their data sets, for `order`="file"."""
         sources = np.searchsorted(self.plan.row_ends, window.numbers, side="right")
         return file_order(window.rows.lengths, sources)
+
+
+def _put_before(values: np.ndarray, lengths: np.ndarray, value: float) -> np.ndarray:
+    """Put a value before each piece of a column with one value per token."""
+    return join([np.array([value]), Ragged(values, lengths)]).values
+
+
+def _value_of_begin(column: str, values: np.ndarray, token: int) -> float:
+    """Return the value that a begin token has in a column."""
+    if column == TARGETS:
+        return no_target(is_float=values.dtype.kind == "f")
+    return token if column == INPUT_IDS else 0
 
 
 def _column_of(window: Window, role: Role) -> np.ndarray | None:
