@@ -10,6 +10,8 @@ bytes, which the checksums of record batches detect, as in any shard.
 import errno
 import io
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -38,7 +40,7 @@ class OtherFile(NamedTuple):
     """A file with the bytes of some pieces."""
 
     path: str
-    """Absolute."""
+    """Absolute path, or the address of an object."""
     bytes: int
     """Its size when it was stitched."""
 
@@ -83,14 +85,23 @@ def stitched_size(path: str) -> int:
         return _read_header(file, path)[0].bytes
 
 
+ReadAt = Callable[[int, int], bytes]
+"""Returns some bytes of a file, by their number and the first one."""
+
+
 class StitchedFile(SeekableFile):
     """Reads a stitched file. Several threads may not share it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, open_address: Callable[[str], ReadAt]) -> None:
         """Open the file and all others that it needs.
 
+        Args:
+            path: The stitched file.
+            open_address: Opens a file in a store.
+
         Raises:
-            OSError: One of them is missing, damaged, or of another size than it was.
+            OSError: One of them is missing, damaged, or of another size than it was. In a store,
+                a file is first asked for when it is read.
         """
         self._descriptors: list[int] = []
         try:
@@ -98,35 +109,38 @@ class StitchedFile(SeekableFile):
                 header, first = _read_header(file, path)
                 pieces = np.frombuffer(file.read(24 * header.pieces), "<i8").reshape(-1, 3)
                 self._descriptors.append(os.dup(file.fileno()))
+            self._files: list[ReadAt] = [partial(os.pread, self._descriptors[0])]
             for other in header.files:
-                self._descriptors.append(_opened(other, path))
-        except ValueError:
-            raise _damaged(path) from None
-        except OSError:
+                if "://" in other.path:
+                    self._files.append(open_address(other.path))
+                else:
+                    self._descriptors.append(_opened(other, path))
+                    self._files.append(partial(os.pread, self._descriptors[-1]))
+        except BaseException as error:
             self.close()
+            if isinstance(error, ValueError):
+                raise _damaged(path) from None
             raise
         super().__init__(header.bytes)
-        self._starts = pieces[:, 0]
-        starts, files = self._starts, pieces[:, 1]
-        is_rising = starts[0] == 0 and (np.diff(starts) > 0).all() and starts[-1] < self._size
+        self._starts, files, places = pieces.T
+        is_rising = self._starts[0] == 0 and (np.diff(self._starts) > 0).all()
         are_known = files.min() >= _OWN and files.max() < len(header.files)
-        if not (is_rising and are_known and (pieces[:, 2] >= 0).all()):
+        ends_inside = self._starts[-1] < header.bytes
+        if not (is_rising and ends_inside and are_known and (places >= 0).all()):
             self.close()
             raise _damaged(path)
-        self._files = (pieces[:, 1] + 1).tolist()
-        own = (pieces[:, 1] == _OWN) * (first + 24 * header.pieces)
-        self._places = (pieces[:, 2] + own).tolist()
-        self._ends = [*self._starts[1:].tolist(), self._size]
+        self._file_of = (files + 1).tolist()
+        self._places = (places + (files == _OWN) * (first + 24 * header.pieces)).tolist()
+        self._ends = [*self._starts[1:].tolist(), header.bytes]
 
     def _bytes(self, at: int, size: int) -> bytes:
-        """See `SeekableFile`. Bytes after the end of a file that was cut short are missing."""
-        stop = at + size
+        """Return `size` bytes from `at` on; fewer at a file that was cut short."""
         piece = int(np.searchsorted(self._starts, at, side="right")) - 1
-        parts = []
+        stop, parts = at + size, []
         while at < stop:
             end = min(self._ends[piece], stop)
             place = self._places[piece] + at - int(self._starts[piece])
-            part = os.pread(self._descriptors[self._files[piece]], end - at, place)
+            part = self._files[self._file_of[piece]](end - at, place)
             if not part:
                 break
             parts.append(part)

@@ -12,6 +12,7 @@ always read the current file. Torch-free.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -28,13 +29,14 @@ import pyarrow as pa
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.stitched import (
     STITCHED_SUFFIX,
+    ReadAt,
     StitchedFile,
     is_stitched,
     stitched_size,
 )
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file, atomic_write, file_xxh3
 from tokenfeed.pipeline.redaction import is_address, public
-from tokenfeed.pipeline.remote.address import SCHEMES
+from tokenfeed.pipeline.remote.address import SCHEMES, object_address
 from tokenfeed.pipeline.remote.object_file import FileFacts, Ranges, VersionedBytes
 from tokenfeed.pipeline.remote.retrying import Traffic
 
@@ -245,7 +247,7 @@ class LocalStore:
         """
         path = os.path.join(self.root, name)
         if is_stitched(path):
-            return pa.PythonFile(StitchedFile(path + STITCHED_SUFFIX), "r")
+            return pa.PythonFile(StitchedFile(path + STITCHED_SUFFIX, _ranges_of), "r")
         if size <= _SMALL_BYTES:
             return pa.BufferReader(self.read(name))
         return pa.OSFile(os.fsencode(path))
@@ -253,9 +255,10 @@ class LocalStore:
     def read(self, name: str) -> bytes:
         """Return the whole of a small file."""
         path = os.path.join(self.root, name)
-        with (
-            StitchedFile(path + STITCHED_SUFFIX) if is_stitched(path) else open(path, "rb") as file
-        ):
+        if is_stitched(path):
+            with StitchedFile(path + STITCHED_SUFFIX, _ranges_of) as stitched:
+                return stitched.read()
+        with open(path, "rb") as file:
             return file.read()
 
     def absolute(self) -> Self:
@@ -354,6 +357,15 @@ class LocalStore:
     def room(self) -> Iterator[Path]:
         """See `Place`: files are written where they stay."""
         yield self.folder
+
+
+def _ranges_of(address: str) -> ReadAt:
+    """Return what reads some bytes of an object."""
+    folder, name = object_address(address)
+    store = open_store(folder)
+    if not isinstance(store, RangedStore):
+        raise OSError(errno.EINVAL, "is not a store that can be read by ranges", address)
+    return lambda length, start: store.read_range(name, start, length).data
 
 
 def _object_store(url: str) -> Store:

@@ -9,6 +9,7 @@ when it is read.
 import fnmatch
 import io
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ __all__ = ["Adopt", "adopt"]
 
 SHARD_TOKENS = 1 << 25
 SHARD_ROWS = 1 << 22
+_log = logging.getLogger(__name__)
 _SPLIT = re.compile(r"\w[\w-]*")
 
 
@@ -141,16 +143,24 @@ def adopt(
             shards: list[ShardInfo] = []
             histogram = length_histogram(np.empty(0))
             for number in numbers:
-                file, ledger = files[number], ledgers[number]
+                file, ledger, odd = files[number], ledgers[number], 0
                 for part in _parts(file):
                     name = f"{split}/{len(shards):05d}.arrow"
-                    shards.append(_stitch(new.work, name, file, part, number, tokenizer))
+                    shard, more = _stitch(new.work, name, file, part, number, tokenizer)
+                    shards.append(shard)
+                    odd += more
                     histogram += length_histogram(part.lengths)
                     ledger["written"] += len(part.lengths)
                     ledger["empty"] += part.empty
                     share = shards[-1].tokens / file.tokens
                     bar.advance(Progress(file.file.size * share, shards[-1].tokens))
                 ledger["read"] = ledger["written"] + ledger["empty"]
+                if file.by_index and 0 < 2 * odd < ledger["written"]:
+                    _log.warning(
+                        "%s: %s of %s rows do not end with the end token or have another one, "
+                        "unlike the rest. Is the index the one of this file?",
+                        *(file.name, f"{odd:,}", f"{ledger['written']:,}"),
+                    )
                 bar.count_unit()
             infos[split] = SplitInfo(
                 shards=tuple(shards), length_histogram=tuple(histogram.tolist())
@@ -225,8 +235,12 @@ def _part(first_token: int, first_row: int, pending: list[np.ndarray]) -> _Part:
 
 def _stitch(
     folder: Path, name: str, file: TokenFile, part: _Part, source: int, tokenizer: TextTokenizer
-) -> ShardInfo:
-    """Write the stitched file of some rows, and return what the manifest says about it.
+) -> tuple[ShardInfo, int]:
+    """Write the stitched file of some rows.
+
+    Returns:
+        What the manifest says about the shard, and how many rows have another place of the end
+        token than the last.
 
     Raises:
         CorpusError: An id is not in the vocabulary.
@@ -239,6 +253,8 @@ def _stitch(
             f"{file.name}, token {part.first_token + at:,}: has the id {int(ids[at]):,}, and the "
             f"tokenizer has {size:,} ids. Give the tokenizer that made it."
         )
+    are_odd = ids[ends - 1] != tokenizer.end_id
+    are_odd |= np.add.reduceat(ids == tokenizer.end_id, ends - part.lengths, dtype=np.int64) > 1
     ids = ids.view(token_dtype(size))
     schema, seal = shard_schema(size, ()), xxhash.xxh3_64()
     described = schema.with_metadata(shard_metadata(name, size) | {SEAL_KEY: UNSEALED})
@@ -266,7 +282,7 @@ def _stitch(
     with atomic_file(folder / f"{name}{STITCHED_SUFFIX}") as stitched:
         others, pieces = (OtherFile(file.file.path, file.file.size),), np.array(sink.pieces)
         write_stitched(stitched, others, pieces, sink.size, own)
-    return ShardInfo(
+    info = ShardInfo(
         file=name,
         bytes=sink.size,
         xxh3=_checksum(sink, own, ids, file.first + part.first_token * ids.itemsize),
@@ -276,6 +292,7 @@ def _stitch(
         longest_row=int(part.lengths.max()),
         seal=seal.hexdigest(),
     )
+    return info, int(are_odd.sum())
 
 
 class _Sink(io.RawIOBase):

@@ -5,6 +5,7 @@ files beside it. Indexes and ids are read in pieces, so memory stays small.
 """
 
 import gzip
+import io
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,12 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from numpy.lib.format import (
+    MAGIC_PREFIX,
+    read_array_header_1_0,
+    read_array_header_2_0,
+    read_magic,
+)
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.schema import token_dtype
@@ -120,8 +127,10 @@ class TokenFile(NamedTuple):
     first: int
     """Where the ids begin, in bytes."""
     tokens: int
-    rows_of: Lengths
-    """Yields the tokens of each row, some rows at a time, int64."""
+    end_id: int | None
+    """The end token of the tokenizer."""
+    by_index: Lengths | None
+    """Yields the tokens of each row, some rows at a time, int64. None: rows end with `end_id`."""
 
     @property
     def name(self) -> str:
@@ -139,7 +148,7 @@ class TokenFile(NamedTuple):
             CorpusError: The index is damaged, or belongs to another file.
         """
         total = 0
-        for lengths in self.rows_of(self):
+        for lengths in self.by_index(self) if self.by_index else _by_end(self):
             total += sum(lengths.tolist())  # a sum of int64 could overflow
             if total > self.tokens:
                 break
@@ -175,22 +184,26 @@ def _opened(name: str, tokenizer: TextTokenizer) -> TokenFile:
     file, suffix = _File.of(name), Path(name).suffix
     if file is None:
         raise ConfigError(f"{name}: is not a file. Give the files with tokens: .bin, .npy or .ds.")
-    by_end = partial(_by_end, tokenizer.end_id)
+    flat = partial(_flat, file, end_id=tokenizer.end_id)
     if suffix == ".idx":
         raise ConfigError(f"{name}: is an index. Give the file beside it, {Path(name).stem}.bin.")
+    if suffix == ".bin" and (index := file.beside(".bin", ".idx")):
+        return flat(*_megatron(index))
     if suffix == ".bin":
-        if index := file.beside(".bin", ".idx"):
-            return _megatron(file, index)
-        header = file.array("<i4", 0, 256 if file.size >= 1024 else 0).tolist()
-        if dtype := header and _LLM_C.get((header[0], header[1])):
-            return _flat(file, dtype, by_end, first=1024, tokens=header[2])
-        return _flat(file, "<u2", by_end)
+        header = file.array("<i4", 0, 256).tolist() if file.size >= 1024 else [0]
+        if dtype := _LLM_C.get(tuple(header[:2])):
+            return flat(dtype, None, first=1024, tokens=header[2])
+        _refuse_other_ids(file, any(header[3:]))
+        return flat("<u2", None)
     if suffix == ".ds":
-        return _datatrove(file)
+        return flat(*_datatrove(file))
     if suffix == ".npy":
         table = file.beside(".npy", ".csv.gz")
-        dtype = token_dtype(tokenizer.vocabulary_size)
-        return _flat(file, dtype, partial(_by_csv, table) if table else by_end)
+        by_index = partial(_by_csv, table) if table else None
+        if file.read(0, len(MAGIC_PREFIX)) == MAGIC_PREFIX:
+            values, first = _numpy_header(file)
+            return flat(values, by_index, first=first)
+        return flat(token_dtype(tokenizer.vocabulary_size), by_index)
     raise ConfigError(
         f"{name}: of no known format. Known are .bin (with .idx: Megatron; else nanoGPT, llm.c), "
         ".npy (OLMo) and .ds (datatrove)."
@@ -203,10 +216,49 @@ _MEGATRON = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """dtype by its code in an index."""
 
 
+def _refuse_other_ids(file: _File, is_filled: bool) -> None:
+    """Reject a file whose ids do not have two bytes each.
+
+    Args:
+        file: A file without an index and with no known header.
+        is_filled: Whether bytes 12 to 1024 are not all zero.
+
+    Raises:
+        CorpusError: It begins with a damaged header of llm.c, or every second id is 0.
+    """
+    if file.size >= 1024 and not is_filled:
+        raise CorpusError(f"{file.name}: begins with an unknown header. Copy it again.")
+    ids = file.array("<u2", 0, min(file.size // 2, CHUNK_TOKENS))
+    if len(ids) >= 16 and not ids[1::2].any():
+        raise CorpusError(
+            f"{file.name}: every second id of two bytes is 0, so the ids have four bytes. If it "
+            "is of Megatron, put its .idx beside it."
+        )
+
+
+def _numpy_header(file: _File) -> tuple[np.dtype, int]:
+    """Return the dtype in the header of a file of `numpy.save`, and where the ids begin."""
+    head = io.BytesIO(file.read(0, 1 << 16))
+    try:
+        read = {(1, 0): read_array_header_1_0, (2, 0): read_array_header_2_0}[read_magic(head)]
+        shape, _, dtype = read(head)
+    except (ValueError, KeyError, SyntaxError) as error:
+        raise CorpusError(f"{file.name}: has a damaged header of numpy: {error}.") from None
+    counted = (file.size - head.tell()) // max(dtype.itemsize, 1)
+    if len(shape) != 1 or dtype.kind not in "iu" or not dtype.isnative or shape[0] != counted:
+        raise CorpusError(
+            f"{file.name}: has {counted:,} values and a header that says {dtype} of the shape "
+            f"{shape}, expected whole numbers of one dimension."
+        )
+    return dtype, head.tell()
+
+
 def _flat(
     file: _File,
     dtype: "np.dtype | str",
-    rows_of: Lengths,
+    by_index: Lengths | None,
+    *,
+    end_id: int | None,
     first: int = 0,
     tokens: int | None = None,
 ) -> TokenFile:
@@ -219,10 +271,10 @@ def _flat(
             f"{dtype.itemsize} bytes each{f' after {first} bytes of a header' if first else ''}. "
             "Copy it again."
         )
-    return TokenFile(file, dtype, first, counted, rows_of)
+    return TokenFile(file, dtype, first, counted, end_id, by_index)
 
 
-def _megatron(file: _File, index: _File) -> TokenFile:
+def _megatron(index: _File) -> tuple[np.dtype, Lengths]:
     """Read the index of Megatron's `IndexedDataset`, version 1. A row is a document."""
     head = index.read(0, 34)
     if head[:17] != b"MMIDIDX\0\0" + (1).to_bytes(8, "little") or len(head) < 34:
@@ -241,7 +293,7 @@ def _megatron(file: _File, index: _File) -> TokenFile:
         )
     if not sequences:
         raise CorpusError(f"{index.name}: has no rows.")
-    return _flat(file, dtype, partial(_by_index, index, sequences, borders))
+    return dtype, partial(_by_index, index, sequences, borders)
 
 
 def _by_index(
@@ -273,7 +325,7 @@ def _by_index(
         yield found
 
 
-def _datatrove(file: _File) -> TokenFile:
+def _datatrove(file: _File) -> tuple[str, Lengths]:
     """Read the ends of rows from `.ds.index`, and the size of ids from `.ds.metadata`."""
     index, metadata = file.beside("", ".index"), file.beside("", ".metadata")
     if not index or not metadata:
@@ -293,7 +345,7 @@ def _datatrove(file: _File) -> TokenFile:
             yield _between(ends, index.name, end)
             end = int(ends[-1])
 
-    return _flat(file, f"<u{width}", lengths)
+    return f"<u{width}", lengths
 
 
 def _by_csv(table: _File, tokens: TokenFile) -> Iterator[np.ndarray]:
@@ -324,9 +376,9 @@ def _between(ends: np.ndarray, index: str, begin: int) -> np.ndarray:
     return lengths
 
 
-def _by_end(end_id: int | None, tokens: TokenFile) -> Iterator[np.ndarray]:
+def _by_end(tokens: TokenFile) -> Iterator[np.ndarray]:
     """Find the rows of a file without an index: each ends with the end token."""
-    if end_id is None:
+    if tokens.end_id is None:
         raise ConfigError(
             f"{tokens.name}: has no index, and the tokenizer no end token that ends a document. "
             "Name it by `--end-token`."
@@ -334,7 +386,7 @@ def _by_end(end_id: int | None, tokens: TokenFile) -> Iterator[np.ndarray]:
     begin = 0
     for start in range(0, tokens.tokens, CHUNK_TOKENS):
         chunk = tokens.ids(start, min(CHUNK_TOKENS, tokens.tokens - start))
-        ends = start + np.flatnonzero(chunk == end_id) + 1
+        ends = start + np.flatnonzero(chunk == tokens.end_id) + 1
         if len(ends):
             yield np.diff(ends, prepend=begin)
             begin = int(ends[-1])

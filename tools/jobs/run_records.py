@@ -289,7 +289,7 @@ def claimed(output: Place, recipe: dict[str, Any]) -> Iterator[None]:
         ConfigError: Another command is writing there, or has left an unfinished run.
     """
     output.prepare()
-    with alone_in_folder(output) if isinstance(output, LocalStore) else contextlib.nullcontext():
+    with alone_in_folder(output):
         try:
             is_ours = _create_job(output, recipe) or _job_of(output)["recipe"] == recipe
         except RemoteError as error:

@@ -1,7 +1,8 @@
 """Adopted files: the same rows as they came with, read in place, and never wrong ones."""
 
 import random
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_sets import random_rows, write_rows
+from support.object_server import Remote, as_own_process, remote_store
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -155,6 +157,12 @@ def test_documents_of_several_sequences_and_empty_ones(tmp_path: Path) -> None:
     assert (made.ledger.read, made.ledger.written, made.ledger.empty) == (4, 3, 1)
 
 
+def test_file_of_numpy_save_is_adopted_without_its_header(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([1, 2, END, 3, END], np.uint16))
+    adopt([str(tmp_path / "a.npy")], str(tmp_path / "out"), TOKENIZERS["narrow"])
+    assert rows_in(tmp_path / "out") == [[1, 2, END], [3, END]]
+
+
 def _too_large(folder: Path) -> tuple[str, str]:
     np.array([1, 2, 5000, 7], np.uint16).tofile(folder / "a.bin")
     return "a.bin", "a.bin, token 2: has the id 5,000, and the tokenizer has 1,000 ids"
@@ -198,6 +206,30 @@ def _no_index(folder: Path) -> tuple[str, str]:
     return "a.ds", "a.ds.index: not found"
 
 
+def _other_width(folder: Path) -> tuple[str, str]:
+    file = foreign(folder, random_rows(np.full(5, 4), vocabulary_size=1000), "datatrove")
+    np.fromfile(file, np.uint16).astype(np.uint32).tofile(file)
+    Path(f"{file}.metadata").write_text("tokenizer|4\n20\n")
+    return str(file), "has ids of 4 bytes, and a data set with 1,000 ids has 2 bytes each"
+
+
+def _lost_index(folder: Path) -> tuple[str, str]:
+    np.arange(1, 20, dtype=np.int32).tofile(folder / "a.bin")
+    return "a.bin", "every second id of two bytes is 0, so the ids have four bytes"
+
+
+def _unknown_header(folder: Path) -> tuple[str, str]:
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240521, 1, 2
+    (folder / "a.bin").write_bytes(header.tobytes() + b"\1\0\2\0")
+    return "a.bin", "begins with an unknown header"
+
+
+def _table(folder: Path) -> tuple[str, str]:
+    np.save(folder / "a.npy", np.ones((3, 4), np.uint16))
+    return "a.npy", "a header that says uint16 of the shape"
+
+
 def _an_index(folder: Path) -> tuple[str, str]:
     (folder / "a.idx").write_bytes(b"")
     return "a.idx", "is an index. Give the file beside it, a.bin"
@@ -220,6 +252,10 @@ WRONG: dict[str, Callable[[Path], tuple[str, str]]] = {
     "an index of another file": _lying_index,
     "an index out of order": _unordered,
     "no index": _no_index,
+    "ids of another width": _other_width,
+    "ids of four bytes whose index was lost": _lost_index,
+    "an unknown header": _unknown_header,
+    "an array of two dimensions": _table,
     "an index instead of tokens": _an_index,
     "an unknown format": _unknown,
     "a missing file": _missing,
@@ -248,35 +284,116 @@ def test_no_end_token_is_told_before_reading(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("to", ["megatron", "datatrove"])
-def test_damage_anywhere_is_an_error_or_the_same_rows(to: Format, tmp_path: Path) -> None:
-    """Flipped bits, files cut short and longer ones: in the tokens and in the stitched file."""
-    rows = random_rows(np.full(300, 40), vocabulary_size=1000)
+def damaged(good: bytes, draw: random.Random) -> bytes:
+    """Flip a bit, cut the end off, or add a byte."""
+    at, kind = draw.randrange(len(good)), draw.randrange(10)
+    if draw.randrange(2):
+        at = min(at, draw.randrange(1100))  # headers and the first pieces
+    if kind == 0:
+        return good[:at]
+    if kind == 1:
+        return good + b"\0"
+    return good[:at] + bytes([good[at] ^ (1 << draw.randrange(8))]) + good[at + 1 :]
+
+
+FLIPS = [pytest.param(60, id="few"), pytest.param(1000, id="many", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("number", FLIPS)
+@pytest.mark.parametrize("to", ENDINGS)
+def test_damage_after_adopting_is_found_when_rows_are_read(
+    to: Format, number: int, tmp_path: Path
+) -> None:
+    """In the tokens and in the stitched file. A change may be in the padding of Arrow."""
+    rows = random_rows(np.full(120, 40), vocabulary_size=1000)
     file = foreign(tmp_path, rows, to)
     adopt([str(file)], str(tmp_path / "out"), TOKENIZERS["narrow"])
     (stitched,) = (tmp_path / "out/train").iterdir()
-    draw, whole, found = random.Random(0), lists_of(rows), {file: 0, stitched: 0}
-    for number in range(600):
-        victim = (file, stitched)[number % 2]
+    draw, found = random.Random(0), {file: 0, stitched: 0}
+    for victim in [file, stitched] * (number // 2):
         good = victim.read_bytes()
-        at = draw.randrange(len(good))
-        if number % 4 == 1:
-            at = draw.randrange(1000)  # the header and the pieces
-        bad = {
-            0: good[:at] + bytes([good[at] ^ (1 << draw.randrange(8))]) + good[at + 1 :],
-            1: good[:at],
-            2: good + b"\0",
-        }[0 if number % 8 < 6 else number % 8 - 5]
-        victim.write_bytes(bad)
+        victim.write_bytes(damaged(good, draw))
         try:
-            assert rows_in(tmp_path / "out") == whole
+            assert rows_in(tmp_path / "out") == lists_of(rows)
         except TokenfeedError as error:
             assert "\n" not in str(error)
             found[victim] += 1
-        finally:
-            victim.write_bytes(good)
-    assert found[file] == 300, "every change of the tokens is found"
-    assert found[stitched] > 100, "the rest is padding"
+        victim.write_bytes(good)
+    header = 0 if to != "llm.c" else number // 4  # no token depends on it any more
+    assert found[file] >= number // 2 - header
+    assert found[stitched] > number // 8
+
+
+@pytest.mark.parametrize("number", FLIPS)
+@pytest.mark.parametrize("to", ENDINGS)
+def test_damage_before_adopting_is_refused_or_keeps_all_tokens(
+    to: Format, number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrong id may be in the vocabulary, and is then the id of the file. Other borders of rows
+    are logged."""
+    rows = random_rows(np.arange(1, 90), vocabulary_size=1000)
+    file = foreign(tmp_path, rows, to)
+    whole, draw, refused = lists_of(rows), random.Random(1), 0
+    victims = [path for path in sorted(file.parent.iterdir()) if path.is_file()]
+    for attempt, victim in enumerate(victims * (number // len(victims))):
+        good, out = victim.read_bytes(), tmp_path / f"out{attempt}"
+        victim.write_bytes(damaged(good, draw))
+        content = file.read_bytes()
+        caplog.clear()
+        try:
+            adopt([str(file)], str(out), TOKENIZERS["narrow"])
+            ids = np.frombuffer(content, np.uint16, offset=1024 if to == "llm.c" else 0)
+            found = rows_in(out)
+            assert [token for row in found for token in row] == ids.tolist()
+            if victim != file:
+                assert found == whole or "do not end with the end token" in caplog.text
+        except TokenfeedError as error:
+            assert "\n" not in str(error)
+            assert not (out / "manifest.json").exists()
+            refused += 1
+        victim.write_bytes(good)
+        shutil.rmtree(out, ignore_errors=True)
+    assert refused > number // 10
+
+
+@pytest.fixture
+def remote() -> Iterator[Remote]:
+    pytest.importorskip("obstore")
+    with pytest.MonkeyPatch.context() as patch, remote_store(patch) as remote:
+        as_own_process(patch)
+        yield remote
+
+
+@pytest.mark.parametrize("to", ENDINGS)
+def test_files_in_a_bucket_are_read_there_and_verified(
+    to: Format, tmp_path: Path, remote: Remote
+) -> None:
+    rows = random_rows(np.random.default_rng(0).integers(1, 900, 90), vocabulary_size=1000)
+    file = foreign(tmp_path, rows, to)
+    remote.put_folder(file.parent)
+    host = f"http://127.0.0.1:{remote.proxy.port}/{remote.prefix}"
+    for number, address in enumerate((f"s3://{remote.prefix}", host)):
+        out = tmp_path / f"out{number}"
+        manifest = adopt([f"{address}/{file.name}"], str(out), TOKENIZERS["narrow"])
+        assert rows_in(out) == lists_of(rows)
+        assert list(find_problems(out, manifest)) == []
+        assert sum(path.stat().st_size for path in (out / "train").iterdir()) < 15_000
+    batching, data = Packed(512, batch_size=2), tmp_path / "data"
+    loaders = [ShardLoader(path, batching=batching, num_workers=0) for path in (out, data)]
+    for one, other in zip(*loaders, strict=True):
+        assert (one["labels"] == other["labels"]).all()
+    good = remote.content(file.name)
+    remote.put(file.name, good[:-3] + b"\0" + good[-2:])
+    with pytest.raises(TokenfeedError, match="fails its checksum"):
+        rows_in(out)
+    remote.put(file.name, good[:-3])
+    with pytest.raises(TokenfeedError, match=f"{file.name}.* cut short"):
+        rows_in(out)
+    del remote.server.objects[f"{remote.prefix}/{file.name}"]
+    with pytest.raises(TokenfeedError, match=f"{file.name}"):
+        rows_in(out)
+    with pytest.raises(ConfigError, match="stores the address"):
+        adopt([f"{host}/{file.name}?token=x"], str(tmp_path / "no"), TOKENIZERS["narrow"])
 
 
 def test_a_file_that_is_gone_or_has_changed_is_named(tmp_path: Path) -> None:
