@@ -36,7 +36,7 @@ def main() -> None:
 
     meter = StallMeter(device)
     with loader:  # ends its workers
-        for number, step in enumerate(meter.watch(steps(loader, meter=meter)), start=done + 1):
+        for number, step in enumerate(meter.watch(steps(loader)), start=done + 1):
             losses, tokens = [], 0
             for batch in step:
                 tokens += batch.num_tokens

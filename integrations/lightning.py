@@ -151,7 +151,8 @@ class StallCallback(Callback):  # type: ignore[misc]  # untyped
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the first batch. Checkpoints are bracketed from here on."""
         self.meter.begin(trainer.strategy.root_device)
-        self._steps, self._save = trainer.global_step, trainer.save_checkpoint
+        self._tokens, self._steps = 0, trainer.global_step
+        self._save = trainer.save_checkpoint
         trainer.save_checkpoint = self._bracketed_save
 
     def on_train_batch_start(

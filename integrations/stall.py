@@ -6,10 +6,9 @@ the next step counts as waiting for data, except the time of other events.
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from tokenfeed.trainer.stall import Cause, StallMeter, StallReport
 
@@ -82,13 +81,15 @@ class MeterOfEvents:
             return None
         self.train()
         if not has_failed:
-            self._meter.gather()
+            with _survived("the readings of other ranks are missing"):
+                self._meter.gather()
         report = self._meter.report()
         self._close()
         if folder is not None:
-            report.write(folder)
+            with _survived(f"the report cannot be written into {folder}"):
+                report.write(folder)
         if is_first:
-            _log.info("%s%s", "" if report.ranks else _own_rank(), report)
+            _log.info("%s", report)
         return report
 
     def _close(self) -> None:
@@ -98,7 +99,10 @@ class MeterOfEvents:
             self._meter = None
 
 
-def _own_rank() -> str:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return ""
-    return f"of rank {dist.get_rank()} alone, of {dist.get_world_size()}:\n"
+@contextlib.contextmanager
+def _survived(loss: str) -> Iterator[None]:
+    """Log an error instead of raising it: no training fails by its meter."""
+    try:
+        yield
+    except Exception as error:
+        _log.warning("stall: %s (%s)", loss, error)

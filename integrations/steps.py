@@ -8,8 +8,7 @@
         optimizer.zero_grad()
 
 Micro-batches have different numbers of targets, so the mean of their mean losses is not the loss of
-the step. Here each loss is a sum over its targets, divided by the targets of the whole step. In a
-loop with a StallMeter, pass the meter: `meter.watch(steps(loader, meter=meter))`.
+the step. Here each loss is a sum over its targets, divided by the targets of the whole step.
 """
 
 import contextlib
@@ -25,6 +24,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.stall import StallMeter
+from tokenfeed.trainer.stall.watchers import watching
 
 __all__ = ["Step", "steps"]
 
@@ -73,8 +73,8 @@ def steps(
         loader: The source of the batches.
         group: Process group of the ranks that share the loader's `world_size`. Default: all ranks.
             With tensor or pipeline parallelism, the data-parallel group.
-        meter: The StallMeter of the loop. It then counts the all-reduce, and the wait for slower
-            ranks, as `communication` instead of `data`.
+        meter: The meter that counts the all-reduce, and the wait for slower ranks, as
+            `communication`. Default: the StallMeter that watches these steps.
 
     Raises:
         ConfigError: The group does not have the loader's `world_size` ranks.
@@ -93,7 +93,8 @@ def _steps(
     for batch in loader:
         batches.append(batch)
         if batch.ends_step:
-            with meter.cause("communication") if meter else contextlib.nullcontext():
+            charged = meter or watching.get()
+            with charged.cause("communication") if charged else contextlib.nullcontext():
                 divisor = _divisor(batches, loader, group)
             yield Step(tuple(batches), divisor, loader.state_dict())
             batches = []

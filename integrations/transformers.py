@@ -145,20 +145,27 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
     """The stall of a `transformers.Trainer`, logged, and as report.json and report.html in its
     output folder.
 
-    With several ranks, the report has the readings of all. A ShardTrainer charges its sum of
-    targets over ranks to `communication`; in other Trainers it counts as data, unless
-    `average_tokens_across_devices` is False. The report has tokens if
+    With several ranks, the report has the readings of all. The sum of targets over ranks, which
+    waits for late ranks, counts as `communication`. The report has tokens if
     `include_num_input_tokens_seen` counts them.
+
+    If training ends by an exception, no event follows. Then
+    `callback.meter.end(folder, has_failed=True)` returns the report of this rank.
     """
 
     def __init__(self, **settings: Any) -> None:
         """Args: `settings` of `StallMeter`."""
         self.meter, self._tokens = MeterOfEvents(**settings), 0
+        self._patched = contextlib.ExitStack()
         self.report: StallReport | None = None
         """Set when training ends."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait for the first batches."""
+        self._tokens = int(state.num_input_tokens_seen)  # of the checkpoint
+        self._patched.close()  # after a training that an exception ended
+        if args.world_size > 1:
+            self._bracket_sums()
         self.meter.begin(args.device)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -189,8 +196,21 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report where the time went."""
+        self._patched.close()
         folder = Path(args.output_dir) if args.should_save else None
         self.report = self.meter.end(folder, is_first=args.should_log)
+
+    def _bracket_sums(self) -> None:
+        """Charge the sum of targets over ranks, until training ends. The Trainer sums inside its
+        fetch of batches, where no event is."""
+        count = transformers.Trainer._get_num_items_in_batch
+
+        def bracketed(*args: Any) -> Any:
+            with self.meter.cause("communication"):
+                return count(*args)
+
+        transformers.Trainer._get_num_items_in_batch = bracketed
+        self._patched.callback(setattr, transformers.Trainer, "_get_num_items_in_batch", count)
 
 
 class _LoaderState(transformers.TrainerCallback):  # type: ignore[misc]  # untyped

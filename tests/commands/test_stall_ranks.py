@@ -67,3 +67,15 @@ def test_steps_waiting_for_a_late_rank_is_communication(tmp_path: Path) -> None:
     quick = stall["ranks"][0]
     assert quick["causes"]["communication"] / quick["steps"] > 0.02
     assert quick["causes"]["data"] < quick["causes"]["communication"] / 4
+
+
+@pytest.mark.slow
+def test_trainer_waiting_for_late_loader_of_another_rank_is_communication(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    found = python(PROGRAMS / "trainer_ranks.py", tmp_path, 0.05).splitlines()[-1]
+    stall = json.loads(found)
+    quick, late = stall["ranks"]
+    assert quick["causes"]["communication"] / quick["steps"] > 0.04
+    assert quick["causes"].get("data", 0.0) / quick["steps"] < 0.02
+    assert late["causes"]["data"] / late["steps"] > 0.04
+    assert (stall["slowest_rank"]["rank"], stall["slowest_rank"]["cause"]) == (1, "data")

@@ -174,6 +174,7 @@ def make_report(
     machine: MeteredDevice,
     *,
     events: dict[str, Any],
+    place: tuple[int, int],
     ranks: Sequence[RankStall],
     queued_steps: int,
     core_wait: float | None,
@@ -188,6 +189,7 @@ def make_report(
         accounts: The accounts behind the reading.
         machine: The device.
         events: Counts of events.
+        place: The rank of this process, and the number of ranks.
         ranks: The stall of each rank, if there are several.
         queued_steps: Calls of `step`, warm-up included.
         core_wait: Share of the time in which the training thread got no core.
@@ -218,6 +220,8 @@ def make_report(
         on_gpu=machine.on_gpu,
         method=machine.clock.method,
         events=events,
+        rank=place[0],
+        world_size=place[1],
         ranks=[*ranks],
         slowest_rank=slowest_rank(ranks) if ranks else None,
         advice=[],

@@ -27,7 +27,7 @@ from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
 from tokenfeed.trainer.stall.device import Clock, MeteredDevice
 from tokenfeed.trainer.stall.make_report import REMEDIES, make_report
 from tokenfeed.trainer.stall.marks import MarkChain, Timeline
-from tokenfeed.trainer.stall.ranks import Exchange, RankReadings, is_distributed
+from tokenfeed.trainer.stall.ranks import Exchange, RankReadings, is_distributed, own_place
 from tokenfeed.trainer.stall.reading import StallReading
 from tokenfeed.trainer.stall.report import StallReport
 from tokenfeed.trainer.stall.statistics import StepSeconds
@@ -115,6 +115,7 @@ class StallMeter:
         self._is_busy = False
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._ranks, self._remedies = RankReadings(), _remedies(remedies)
+        self._place = own_place()
         self._queued_steps, self._core_wait = 0, CoreWait() if clock is None else None
         self._loader: LoaderUse | None = None
         self._waits = WaitFinder()
@@ -229,6 +230,7 @@ class StallMeter:
             earlier: The report of an earlier part of the same run, which was resumed since. The
                 report then covers both parts.
         """
+        self._place = max(self._place, own_place(), key=lambda place: place[1])
         return make_report(
             self.read(),
             self._accounts,
@@ -239,6 +241,7 @@ class StallMeter:
                 **self._allocator.counts(),
                 "waits": self._waits.found(),
             },
+            place=self._place,
             ranks=self._ranks.latest,
             queued_steps=self._queued_steps,
             core_wait=self._core_wait.share() if self._core_wait else None,

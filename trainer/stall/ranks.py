@@ -14,6 +14,7 @@ __all__ = [
     "SlowestRank",
     "is_distributed",
     "numbers_of",
+    "own_place",
     "rank_stalls",
     "slowest_rank",
 ]
@@ -126,6 +127,13 @@ def is_distributed() -> bool:
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
+
+
+def own_place() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks: 0 of 1 without torch.distributed."""
+    import torch.distributed as dist
+
+    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
 
 
 class RankReadings:

@@ -158,6 +158,8 @@ def headline(report: "StallReport") -> str:
         bar = f" [{report.interval[0]:.2%}, {report.interval[1]:.2%}]"
     line = f"{report.stall:.2%}{bar} of {report.seconds:,.1f} s"
     line += f" {'of GPU time' if report.on_gpu else 'on the CPU'}, {report.steps:,} steps"
+    if report.world_size > 1:
+        line += f", rank {report.rank} of {report.world_size}"
     if report.at_most is not None and report.at_most > report.stall + 0.001:
         line += f"; at most {report.at_most:.2%} with idle time that cannot be seen"
     return line
@@ -296,6 +298,9 @@ class StallReport:
     method: str
     events: dict[str, Any]
     """Counts of events. `waits` has the waits per step by source line, if they were looked for."""
+    rank: int = 0
+    """The rank that measured all of this, except `ranks`."""
+    world_size: int = 1
     ranks: list[RankStall]
     """The stall of each rank at the latest `gather`; empty for a single process."""
     slowest_rank: SlowestRank | None

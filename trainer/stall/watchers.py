@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -29,6 +30,7 @@ __all__ = [
     "LoaderUse",
     "WaitFinder",
     "WatchedLoader",
+    "watching",
 ]
 
 _OLDEST_GENERATION = 2
@@ -249,6 +251,8 @@ class WaitFinder:
 
 
 Batch = TypeVar("Batch")
+watching: ContextVar["StallMeter | None"] = ContextVar("watching", default=None)
+"""The meter that waits for a batch now. Loaders charge their waits for other ranks to it."""
 
 _END: Any = object()
 
@@ -313,9 +317,11 @@ class WatchedLoader(Generic[Batch]):
             meter.leave(outer)
         while True:
             outer, began_s = meter.enter("data"), time.perf_counter()
+            before = watching.set(meter)
             try:
                 batch = next(iterator, _END)
             finally:
+                watching.reset(before)
                 meter.leave(outer)
             if batch is _END:
                 return

@@ -4,9 +4,11 @@ The frameworks themselves are run by `test_examples.py`.
 """
 
 import contextlib
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ import torch.distributed as dist
 from support.delivery import MakeDataset, open_loader
 from torch.utils.data import DataLoader
 
-from tokenfeed import Fixed, Padded, ShardLoader
+from tokenfeed import Fixed, Padded, ShardLoader, StallMeter
+from tokenfeed.integrations import steps as step_module
 from tokenfeed.integrations.dataloader import StatefulShardLoader
+from tokenfeed.integrations.stall import MeterOfEvents
 from tokenfeed.integrations.steps import Step, steps
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 
@@ -193,3 +197,41 @@ def test_a_checkpoint_without_a_loader_is_refused_by_name(tmp_path: Path) -> Non
     module = pytest.importorskip("tokenfeed.integrations.transformers")
     with pytest.raises(ResumeError, match=r"loader\.json: .* cannot be read"):
         module.saved_state(tmp_path)
+
+
+def test_steps_charge_the_sum_of_targets_to_the_meter_that_watches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    divisor = step_module._divisor
+
+    def slow(*args: Any) -> torch.Tensor:
+        time.sleep(0.01)  # another rank is late
+        return divisor(*args)
+
+    monkeypatch.setattr(step_module, "_divisor", slow)
+    meter = StallMeter("cpu", skipped_steps=1)
+    for _ in meter.watch(steps(open_loader(folder, Padded(24), **SETTINGS))):
+        meter.step()
+    report = meter.report()
+    assert report.causes["communication"].seconds >= 0.01 * report.steps
+    assert report.causes["data"].seconds < report.causes["communication"].seconds
+
+
+def test_meter_of_events_that_fails_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(meter: StallMeter) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(StallMeter, "gather", refuse)
+    (tmp_path / "file").write_text("in the way")
+    meter = MeterOfEvents(skipped_steps=1)
+    meter.begin("cpu")
+    for _ in range(3):
+        meter.train()
+        meter.step(5)
+    report = meter.end(tmp_path / "file")
+    assert report is not None
+    assert report.steps == 2
+    assert "readings of other ranks are missing (Connection closed by peer)" in caplog.text
+    assert "the report cannot be written into" in caplog.text

@@ -130,3 +130,15 @@ def test_sum_of_targets_over_ranks_is_communication(shards: Path, tmp_path: Path
     causes = stall.report.causes
     assert causes["communication"].seconds >= 0.02 * 10
     assert causes["data"].seconds < causes["communication"].seconds
+
+
+def test_stall_callback_counts_tokens_of_a_second_training(shards: Path, tmp_path: Path) -> None:
+    stall = StallCallback(skipped_steps=1)
+    count = transformers.Trainer._get_num_items_in_batch
+    ours = trainer(tmp_path, open_split(shards), callbacks=[stall])
+    ours.args.include_num_input_tokens_seen = "all"
+    for _ in range(2):
+        ours.train()
+        assert stall.report is not None
+        assert stall.report.tokens > 0
+    assert transformers.Trainer._get_num_items_in_batch is count

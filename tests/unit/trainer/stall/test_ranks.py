@@ -266,3 +266,17 @@ def test_a_loop_that_is_alone_in_the_end_keeps_what_ranks_told_before() -> None:
     meter.gather()  # the group is gone
     assert len(before) == 2
     assert meter.report().ranks == before
+
+
+def test_report_of_one_rank_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = SimulatedDevice()
+    meter = StallMeter(clock=device, skipped_steps=0)
+    monkeypatch.setattr("tokenfeed.trainer.stall.meter.own_place", lambda: (3, 8))
+    device.work(10, KERNEL)
+    meter.step(1)
+    device.wait()
+    report = meter.report()
+    assert (report.rank, report.world_size, report.ranks) == (3, 8, [])
+    assert ", 1 steps, rank 3 of 8" in str(report)
+    assert ", 1 steps, rank 3 of 8" in report.write(tmp_path).read_text()
+    assert RunData.of_folder(tmp_path).stall.world_size == 8
