@@ -102,6 +102,7 @@ class ShardLoader:
         seed: int = 0,
         shuffle: bool = True,
         order: RowOrder = "shuffled",
+        skip: Mapping[StorePath, Sequence[tuple[int, int]]] | None = None,
         epochs: int | None = 1,
         micro_batches_per_step: int | None = None,
         window_tokens: int | None = None,
@@ -134,6 +135,9 @@ class ShardLoader:
             shuffle: False delivers windows in file order, their rows sorted by length.
             order: "file" delivers the rows exactly in the order of the data set, without shuffling
                 and sorting, for a curriculum. `shuffle` is ignored.
+            skip: Rows that no loss counts, such as a damaged record: folder or URL -> ranges (first
+                row, row after the last) of the split. `explain` returns row numbers. The rows stay
+                in their batches, without targets, so the order does not change. The state has them.
             epochs: Number of epochs in a pass. None repeats forever. A list of stages is one epoch;
                 without an end it repeats its data sets forever.
             micro_batches_per_step: Micro-batches of one optimizer step, over all ranks (of a
@@ -200,6 +204,7 @@ class ShardLoader:
             seed=seed,
             shuffle=shuffle,
             order=order,
+            skip=skip,
             stream=self._ranks.stream,
             num_streams=self._ranks.num_streams,
         )

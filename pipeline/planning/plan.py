@@ -7,7 +7,7 @@ devices. Torch-free.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from os import PathLike
 from typing import Annotated, Literal, NamedTuple, Self, get_args
@@ -89,6 +89,8 @@ class PlanSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     given: str = ""
     """See `Plan.given`."""
     order: Literal["file"] | None = None
+    skip: dict[str, list[tuple[int, int]]] | None = None
+    """See `Plan.skip`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,9 @@ class Plan:
     """What ends an epoch of a mixture."""
     given: str = ""
     """Name of the list of stages as the user gave it, before `reweigh` or a resume changed it."""
+    skip: Mapping[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """Rows that no loss counts: ranges (first row, row after the last) of each source, by
+    fingerprint."""
 
     @classmethod
     def from_splits(
@@ -133,6 +138,7 @@ class Plan:
         order: RowOrder = "shuffled",
         stream: int = 0,
         num_streams: int = 1,
+        skip: Mapping[StorePath, Iterable[tuple[int, int]]] | None = None,
     ) -> Self:
         """Make the plan of some data. `sources` are the opened `paths_of(data)`. See `ShardLoader`
         for the other arguments.
@@ -151,6 +157,7 @@ class Plan:
         keeps_rows = checks.choice("order", order, get_args(RowOrder)) == "file"
         seed, shuffle = checks.seed(seed), checks.flag("shuffle", shuffle) and not keeps_rows
         ordered: EpochOrder | StagedOrder
+        opened = dict(zip(map(place_of, paths_of(data)), sources, strict=True))
         weights: tuple[float, ...] = (1.0,)
         exhausted: Exhausted = "continue"
         given = ""
@@ -166,7 +173,6 @@ class Plan:
             _check_epoch(sources, ordered)
             epoch_tokens = _epoch_tokens(sources, ordered, batching, num_streams)
         else:
-            opened = dict(zip(map(place_of, paths_of(data)), sources, strict=True))
             planned = _planned(data, opened, batching, window_tokens, step_size)
             tokens = tuple(source.tokens for source in sources)
             ordered = StagedOrder(
@@ -192,6 +198,7 @@ class Plan:
             window_tokens or 0,
             exhausted,
             given,
+            _ranges(skip, opened),
         )
         if keeps_rows:
             for policy in {batching, *(stage.batching for stage in plan.stages)}:
@@ -207,6 +214,23 @@ class Plan:
     def has_end(self) -> bool:
         """Whether an epoch ends."""
         return self.order.num_windows < ENDLESS
+
+    def with_skip(self, skip: Mapping[str, list[tuple[int, int]]]) -> Self:
+        """Return this plan, which also skips the given rows."""
+        both = {
+            data: sorted({*self.skip.get(data, []), *skip.get(data, [])})
+            for data in dict.fromkeys((*self.skip, *skip))
+        }
+        return replace(self, skip=both)
+
+    def is_skipped(self, rows: np.ndarray) -> np.ndarray:
+        """Return which rows no loss counts. `rows` are numbers over all sources, any shape."""
+        found = np.zeros(rows.shape, np.bool_)
+        starts = dict(zip(self.data, (0, *self.row_ends), strict=False))
+        for data, ranges in self.skip.items():
+            for first, stop in ranges if data in starts else ():
+                found |= (rows >= starts[data] + first) & (rows < starts[data] + stop)
+        return found
 
     def batching_of(self, window: int) -> Batching:
         """Return the policy of a window."""
@@ -342,6 +366,7 @@ class Plan:
             order.seed,
             order.shuffle,
             order="file" if order.keeps_rows else None,
+            skip=dict(self.skip) or None,
         )
         if isinstance(order, StagedOrder):
             stages = [stage.settings(self.batching) for stage in order.stages]
@@ -481,6 +506,32 @@ def _refuse_copies(sources: Iterable[OpenedSplit]) -> None:
                 f"{other.name} and {source.name} have the same content: use one of them in all "
                 "stages."
             )
+
+
+def _ranges(
+    skip: Mapping[StorePath, Iterable[tuple[int, int]]] | None, opened: Mapping[object, OpenedSplit]
+) -> dict[str, list[tuple[int, int]]]:
+    """Return the rows to skip by fingerprint. `opened` has the data set of each place."""
+    found = {}
+    for folder, ranges in (skip or {}).items():
+        source = opened.get(place_of(folder))
+        if source is None:
+            names = ", ".join(each.name for each in opened.values())
+            raise ConfigError(
+                f"`skip`: {folder} is no data set of this loader. Its data sets are {names}."
+            )
+        pairs = []
+        for given in ranges:
+            edges = [checks.as_int(edge) for edge in given] if isinstance(given, Sequence) else []
+            first, stop = edges if len(edges) == 2 else (None, None)
+            if first is None or stop is None or not 0 <= first < stop <= source.rows:
+                raise ConfigError(
+                    f"`skip`: {given!r} of {source.name}: expected (first row, row after the "
+                    f"last), of rows 0 to {source.rows - 1:,}."
+                )
+            pairs.append((first, stop))
+        found[source.manifest.fingerprint] = pairs
+    return found
 
 
 def _epoch_tokens(

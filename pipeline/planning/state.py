@@ -32,7 +32,7 @@ other rows before it."""
 _WORD = (1 << 64) - 1
 _START = Position(0, 0, 0)
 
-_TO_MAKE_AGAIN = ("window_tokens", "exhausted", "given")
+_TO_MAKE_AGAIN = ("window_tokens", "exhausted", "given", "skip")
 """Settings for making the plan again. Other values may make an equal plan, so they are not
 compared."""
 
@@ -116,6 +116,7 @@ class Delivered:
             plan, position = plan.going_on(theirs, position, of_data)
             counted = dict(zip(theirs.data, tokens, strict=False))
             tokens = tuple(counted.get(data, 0) for data in plan.data)
+        plan = plan.with_skip(theirs.skip or {})
         settings = plan.settings()
         if plan.stages:  # compared by `going_on`
             theirs = msgspec.structs.replace(
@@ -179,7 +180,8 @@ def first_difference(ours: PlanSettings, theirs: PlanSettings) -> tuple[str, obj
     """Return the name and both values of the first different setting of two plans; None if equal.
 
     Weights are compared by proportion, policies field by field. `window_tokens` and `exhausted` are
-    not compared. Their effects are compared: the phases and the number of windows.
+    not compared. Their effects are compared: the phases and the number of windows. `skip` may
+    change.
     """
     for name in PlanSettings.__struct_fields__:
         our, their = getattr(ours, name), getattr(theirs, name)

@@ -126,7 +126,7 @@ def lay_out(
     if packs:
         segments, segment_offsets = slots.segments()
     if index.targets is not None:
-        num_targets = np.diff(pieces)
+        num_targets = np.diff(offsets_of(is_target(index.targets))[pieces])
     elif token_targets is not None:
         num_targets = np.diff(offsets_of(is_target(token_targets))[tokens])
     elif context is not None:

@@ -97,14 +97,17 @@ class WindowMaker:
         targets, context = _column_of(window, "target"), _column_of(window, "context")
         if context is not None:  # negative if the prompt ended in an earlier piece of the row
             context = context[rows].astype(np.int64) - (0 if starts is None else starts)
-        index = PieceIndex(
-            spans.numbers[chosen],
-            spans.lengths[chosen],
-            batches,
-            starts,
-            sequences,
-            None if targets is None else targets[rows],
-        ).filled(batching)
+        targets = None if targets is None else targets[rows]
+        numbers, lengths = spans.numbers[chosen], spans.lengths[chosen]
+        if (skipped := plan.is_skipped(numbers)).any():
+            ignored = np.repeat(skipped, lengths)
+            targets = None if targets is None else _without_targets(targets, skipped)
+            context = None if context is None else np.where(skipped, lengths, context)
+            learned = ~ignored if learned is None else learned & ~ignored
+            if TARGETS in per_token:
+                per_token[TARGETS] = _without_targets(per_token[TARGETS], ignored)
+        index = PieceIndex(numbers, lengths, batches, starts, sequences, targets)
+        index = index.filled(batching)
         sizes = index
         if (begin := batching.begin_token) is not None:
             per_token = {
@@ -157,6 +160,12 @@ def _column_of(window: Window, role: Role) -> np.ndarray | None:
     """
     columns = window.rows.per_row.items()
     return next((values for name, values in columns if role_of(name) == role), None)
+
+
+def _without_targets(targets: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """Return targets of which no loss counts some."""
+    value = no_target(is_float=targets.dtype.kind == "f")
+    return np.where(where, value, targets).astype(targets.dtype)
 
 
 def _pick(

@@ -31,6 +31,10 @@ class Origin(NamedTuple):
     """First token of the piece, counted in the tokens of the record."""
     stop: int
     """The token after the last one of the piece."""
+    data_set: str
+    """Name of the data set."""
+    row: int
+    """Number of the row in the split, as `skip` of `ShardLoader` takes it."""
 
 
 def origins_of(
@@ -50,9 +54,20 @@ def origins_of(
     """
     wanted, places = np.unique(rows, return_inverse=True)
     found = list(_of_sources(sources, wanted))
-    spans = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
-    named = zip((found[place] for place in places.tolist()), spans, strict=True)
-    return [Origin(file, record, *span) for (file, record), span in named]
+    row_starts = offsets_of(np.array([source.rows for source in sources]))
+    of_source = np.searchsorted(row_starts, rows, side="right") - 1
+    own_rows = (rows - row_starts[of_source]).tolist()
+    return [
+        Origin(*found[place], start, stop, sources[source].name, row)
+        for place, start, stop, source, row in zip(
+            places.tolist(),
+            starts.tolist(),
+            (starts + lengths).tolist(),
+            of_source.tolist(),
+            own_rows,
+            strict=True,
+        )
+    ]
 
 
 def _of_sources(sources: tuple[OpenedSplit, ...], rows: np.ndarray) -> Iterator[tuple[str, int]]:

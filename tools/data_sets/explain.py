@@ -150,7 +150,10 @@ class Explain:
             f"micro-batch {micro_batch.micro_batch}{filler}"
         )
         for piece in micro_batch.pieces:
-            print(f"{piece.file} record {piece.record}, tokens {piece.start} to {piece.stop}")
+            print(
+                f"{piece.file} record {piece.record}, tokens {piece.start} to {piece.stop} "
+                f"(row {piece.row} of {piece.data_set})"
+            )
 
 
 class _MicroBatch(NamedTuple):

@@ -1,0 +1,138 @@
+"""Rows of `skip` have no targets; the order of rows and everything else stay as they are."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.data_sets import plan_in_memory, random_rows
+from support.delivery import MakeDataset, Ranks, joined, open_loader, small_batches
+
+from tokenfeed import Fixed, Packed, Padded, ShardLoader, Stage
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.batch import BatchForm, build_on_host
+from tokenfeed.pipeline.format.kinds import TargetRule
+from tokenfeed.pipeline.format.schema import IGNORED, KINDS, Task
+from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.windows.maker import WindowMaker
+
+POLICIES = st.sampled_from([Padded(60), Fixed(3), Packed(40, 2), Packed(30, 2, split=True)])
+FORM = BatchForm(0, is_numpy=True)
+LENGTHS = st.lists(st.integers(1, 25), min_size=1, max_size=30)
+
+
+@given(
+    lengths=LENGTHS,
+    batching=POLICIES,
+    task=st.sampled_from(["lm", "complete", "tag", "classify", "score", "chat"]),
+    ranges=st.lists(st.tuples(st.integers(0, 29), st.integers(1, 9)), max_size=3),
+    world_size=st.integers(1, 3),
+)
+def test_only_labels_of_skipped_rows_change(
+    lengths: list[int],
+    batching: Batching,
+    task: Task,
+    ranges: list[tuple[int, int]],
+    world_size: int,
+) -> None:
+    if task in ("classify", "score"):
+        batching = Fixed(3)
+    rows = random_rows(np.array(lengths), task)
+    plan, reader = plan_in_memory([rows], batching, micro_batches_per_step=2)
+    skipped = plan.with_skip({"memory": [(first, first + count) for first, count in ranges]})
+    bad = {row for first, count in ranges for row in range(first, first + count)}
+    rule = TargetRule("assistant") if KINDS in rows.per_token else None
+    for rank in range(world_size):
+        slices = [
+            WindowMaker(each, reader, rank, world_size, rule).make(Position(0, 0, 0)).batches()
+            for each in (plan, skipped)
+        ]
+        for plain, without in zip(*slices, strict=True):
+            assert plain.round == without.round, "the order has changed"
+            one, other = (
+                build_on_host(each, BatchForm(0, is_numpy=True)) for each in (plain, without)
+            )
+            assert np.array_equal(one["input_ids"], other["input_ids"])
+            expected = expected_labels(one["labels"].copy(), one, bad)
+            labels = np.array(other["labels"])
+            assert np.array_equal(labels, expected, equal_nan=labels.dtype.kind == "f")
+            if not without.is_filler:
+                counted = ~np.isnan(labels) if labels.dtype.kind == "f" else labels != IGNORED
+                assert without.num_targets == counted.sum()
+
+
+def expected_labels(labels: np.ndarray, batch: Any, bad: Iterable[int]) -> np.ndarray:
+    """The labels of a batch without the targets of some rows, piece by piece."""
+    is_bad = np.isin(batch.rows, list(bad))
+    if labels.ndim == 1:
+        labels[is_bad] = np.nan if labels.dtype.kind == "f" else IGNORED
+        return labels
+    piece = 0
+    for sequence, end in enumerate(batch.sequence_offsets[1:].tolist()):
+        slot = 0
+        while piece < end:
+            stop = slot + int(batch.piece_lengths[piece])
+            labels[sequence, slot:stop] = IGNORED if is_bad[piece] else labels[sequence, slot:stop]
+            slot, piece = stop, piece + 1
+    return labels
+
+
+@pytest.fixture
+def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small_batches(monkeypatch)
+    return make_dataset(np.random.default_rng(0).integers(1, 90, 400), num_shards=2)
+
+
+def learned(loader: ShardLoader) -> set[int]:
+    """Rows with targets in the batches of a loader."""
+    with loader:
+        found = [(batch.rows, batch["labels"].numpy()) for batch in loader]
+    return {int(row) for rows, labels in found for row in rows[(labels != IGNORED).any(axis=1)]}
+
+
+def test_state_keeps_skipped_rows_for_any_ranks(folder: Path) -> None:
+    options: dict[str, Any] = {"batching": Padded(700), "micro_batches_per_step": 2}
+    first = Ranks(folder, 1, **options, skip={folder: [(3, 5)]})
+    state = json.loads(json.dumps(first.run(4)))
+    assert state["plan"]["skip"] == {state["plan"]["data"][0]: [[3, 5]]}
+    second = Ranks(folder, 2, state, **options, skip={str(folder): [(100, 130)]})
+    end = second.run()
+    plain = Ranks(folder, 1, **options)
+    whole = plain.run()
+    assert joined([first, second]) == joined([plain])
+    assert whole["digest"] == end["digest"]
+    resumed = open_loader(folder, Padded(700))
+    resumed.load_state_dict(open_loader(folder, Padded(700), skip={folder: [(3, 5)]}).state_dict())
+    assert not learned(resumed) & {3, 4}
+
+
+def test_skipped_rows_of_a_stage_are_counted_by_data_set(
+    folder: Path, make_dataset: MakeDataset
+) -> None:
+    other = make_dataset([50] * 200, num_shards=1)
+    stages: Any = [
+        Stage({other: 1}, until_tokens=8_000),
+        Stage({folder: 1, other: 1}, until_tokens=80_000),
+    ]
+    plain, without = (
+        open_loader(stages, Fixed(1), window_tokens=4_000, skip=skip)
+        for skip in (None, {folder: [(0, 10)], other: [(199, 200)]})
+    )
+    seen = learned(plain)
+    assert {200 + row for row in range(10)} & seen
+    assert learned(without) == seen - {199, *range(200, 210)}
+
+
+@pytest.mark.parametrize(
+    "ranges", [[(5, 5)], [(-1, 3)], [(0, 401)], [(0.5, 3)], [7], [(1, 2, 3)]], ids=str
+)
+def test_ranges_that_no_split_has_are_refused(folder: Path, ranges: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^`skip`: .* expected \(first row, .* 0 to 399\.$"):
+        open_loader(folder, skip={folder: ranges})
+    with pytest.raises(ConfigError, match=r"`skip`: nowhere/ is no data set of this loader"):
+        open_loader(folder, skip={"nowhere/": ranges})
