@@ -27,6 +27,7 @@ __all__ = [
     "load",
     "make",
     "orders_of",
+    "ours",
     "run",
 ]
 

@@ -58,9 +58,9 @@ def origins_of(
     of_source = np.searchsorted(row_starts, rows, side="right") - 1
     own_rows = (rows - row_starts[of_source]).tolist()
     return [
-        Origin(*found[place], start, stop, sources[source].name, row)
-        for place, start, stop, source, row in zip(
-            places.tolist(),
+        Origin(file, record, start, stop, sources[source].name, row)
+        for (file, record), start, stop, source, row in zip(
+            (found[place] for place in places.tolist()),
             starts.tolist(),
             (starts + lengths).tolist(),
             of_source.tolist(),
