@@ -79,8 +79,10 @@ def tokenizer_with(folder: Path, tokens: set[str], target: Path) -> Path:
 
 
 def write_corpus(path: Path, turns: int) -> None:
-    """Conversations of two to ten messages, with words of this file."""
-    draw, words = random.Random(0), Path(__file__).read_text(encoding="utf-8").split()
+    """Conversations of two to ten messages, with words of the documentation, but no tags."""
+    pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+    text = " ".join(page.read_text(encoding="utf-8") for page in pages)
+    draw, words = random.Random(0), [word for word in text.split() if "<" not in word]
     with open(path, "w", encoding="utf-8") as file:
         while turns > 0:
             messages = []

@@ -1,6 +1,6 @@
 """Conversations: rendered by a chat template, and where each part is in the rendered text.
 
-A conversation is rendered once, whole, and encoded once. What the assistant says is found in one of
+A conversation is rendered whole, and encoded once. What the assistant says is found in one of
 three ways, the first that applies:
 
     generation  the template encloses it in {% generation %}
@@ -12,27 +12,38 @@ The contents of messages are found by rendering once more with marks, characters
 around each. If that text without the marks equals the text rendered without them, the marks are
 right. Otherwise the template changes its output by the contents, and the parts of other roles stay
 unknown.
+
+Most conversations need no rendering: they have the layout of an earlier conversation. See
+`ChatTemplate.render`.
 """
 
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.runtime
-import jinja2.utils
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import msgspec
+import numpy as np
 
-from tokenfeed.pipeline.format.kinds import Kind
+from tokenfeed.pipeline.arithmetic import offsets_of
+from tokenfeed.pipeline.format.kinds import BEGINS, Kind
 from tokenfeed.tools.corpus.records import Unusable
+from tokenfeed.tools.encoding.jinja_sandbox import (
+    MARKS,
+    Use,
+    Watch,
+    compiled,
+    generated_by,
+    marks_from,
+)
 
-__all__ = ["ChatTemplate", "Conversation", "Rendered", "read_messages"]
+__all__ = ["COUNTS", "ChatTemplate", "Conversation", "Layout", "Rendered", "read_messages"]
 
 Message = dict[str, Any]
 
@@ -91,7 +102,9 @@ def read_messages(value: Any) -> list[Message]:
 def _message(raw: Any, name: str) -> Message:
     if not isinstance(raw, dict):
         raise Unusable(f"has {name} that is {type(raw).__name__}, expected role and content")
-    message = {key: value for key, value in raw.items() if value is not None}
+    message = raw
+    if None in raw.values():
+        message = {key: value for key, value in raw.items() if value is not None}
     if "role" not in message and "from" in message:
         message = _from_share_gpt(message, name)
     role = message.get("role")
@@ -131,101 +144,16 @@ def _from_share_gpt(raw: Message, name: str) -> Message:
     return {"role": "assistant", "tool_calls": functions, **others}
 
 
-class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %} of transformers: notes where the enclosed text begins and ends."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja's
-
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        self.found: list[tuple[int, int]] = []
-        self.length = 0
-        """Characters that were rendered so far."""
-
-    def parse(self, parser: Any) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
-
-    def _note(self, caller: Any) -> str:
-        text: str = caller()
-        self.found.append((self.length, self.length + len(text)))
-        return text
-
-
-_OF_DICT = frozenset(dir(dict))
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, faster at `message.role`: a plain dict has no attributes but those of dict."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _OF_DICT:
-            if attribute in obj:
-                return obj[attribute]
-            return self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
-
-
-class _Dict:
-    """`dict` in templates: only what builds one."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """`namespace` in templates: without names that reach Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name
-        self, args = args[0], args[1:]
-        values = dict(*args, **kwargs)
-        for name in values:
-            _check_name(name)
-        jinja2.utils.Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot have the name {name!r}")
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise(message: str) -> None:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-@functools.cache
-def _compiled(source: str) -> jinja2.Template:
-    """Compile a template in the sandbox and with the settings of transformers.
-
-    `strftime_now` is missing: a data set must not depend on the day it was made.
-    """
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise, "dict": _Dict(), "namespace": _Namespace}
-    return environment.from_string(source)
-
-
-_FIRST_MARKS, _MARKS = (0xF0000, 0x100000), 0xFFFE
+_FIRST_MARKS = (0xF0000, 0x100000)
 """Two planes of characters for private use, in case a conversation has such characters."""
+_PRIVATE = re.compile(rb"\xf3[\xb0-\xbf]|\xf4")
+"""Matches such characters in UTF-8."""
+_MOST_LAYOUTS = 10_000
+"""Layouts that are kept. Conversations with tool calls rarely share one."""
+_TRIED = 500
+"""Conversations before layouts are given up, if most of them had a layout of their own."""
+_MOST_ALTERNATIVES = 8
+"""Layouts of conversations that differ only in contents."""
 _THOUGHT = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
 _END_OF_THOUGHT = re.compile(r".*</think>\s*", re.DOTALL)
 
@@ -244,6 +172,8 @@ class _Part(NamedTuple):
     end: int
     message: int
     kind: Kind
+    content: int
+    """The number of the content."""
 
 
 class _Said(NamedTuple):
@@ -253,23 +183,112 @@ class _Said(NamedTuple):
     end: int
 
 
-@dataclass(slots=True)
-class Rendered:
-    """A rendered conversation, and what its characters are."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """What the pieces of a rendered conversation are. Conversations may share a layout."""
 
-    text: str
-    starts: list[int]
-    """Where each stretch of characters of one kind begins, ascending from 0."""
-    kinds: list[int]
-    """The kind of each stretch."""
-    messages: list[tuple[int, int]]
-    """Begin and end of what belongs to each message."""
-    counts: dict[str, int]
-    """What users should know, by name: see `docs/format.md`."""
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """Begin and end of all that belongs to a message, ascending."""
-    owners: list[int] = field(default_factory=list)
+    pieces: tuple[bytes | int, ...]
+    """Texts of the template in UTF-8, and numbers of contents."""
+    starts: np.ndarray
+    """The piece with which each stretch of one kind begins, ascending from 0, shape (K,)."""
+    kinds: np.ndarray
+    """The kind of each stretch, shape (K,), uint8."""
+    messages: np.ndarray
+    """First piece and last piece + 1 of what belongs to each message, shape (M, 2)."""
+    spans: np.ndarray
+    """First piece and last piece + 1 of all that belongs to a message, ascending, shape (S, 2)."""
+    owners: tuple[int, ...]
     """The number of the message of each span, from 0; -1 if it is not certain."""
+    counts: tuple[int, ...]
+    """What users should know, by `COUNTS`."""
+
+
+COUNTS = ("no_stop", "unmarked", "unproved", "removed_thinking", "removed_text")
+"""Names of the counts of a layout; see `docs/format.md`."""
+
+
+_NO_PIECES = np.empty((0, 2), np.int64)
+EMPTY = Layout((), np.zeros(1, np.int64), np.zeros(1, np.uint8), *2 * (_NO_PIECES,), (), (0,) * 5)
+"""The layout of an empty text."""
+
+
+class Rendered(NamedTuple):
+    """A rendered conversation."""
+
+    layout: Layout
+    pieces: list[bytes]
+    """The text in UTF-8."""
+
+
+class TokensOfPieces:
+    """The tokens of R rendered conversations, and the pieces in which they begin."""
+
+    def __init__(self, rendered: list[Rendered], starts: np.ndarray, ends: np.ndarray) -> None:
+        """Find the byte at which each piece begins.
+
+        Args:
+            rendered: The conversations.
+            starts: Where each token begins, in bytes over all conversations, shape (N,).
+            ends: Where each token ends, shape (N,).
+        """
+        self._layouts = [each.layout for each in rendered]
+        self._starts, self._ends = starts, ends
+        sizes = [len(piece) for each in rendered for piece in each.pieces]
+        self._places = offsets_of(np.array(sizes, np.int64))
+        self._first_piece = offsets_of(np.array([len(each.pieces) for each in rendered], np.int64))
+
+    def _bytes_of(self, pieces: list[np.ndarray]) -> np.ndarray:
+        """Return the byte at which pieces begin, given their numbers in each conversation."""
+        firsts = np.repeat(self._first_piece[:-1], [len(each) for each in pieces])
+        numbers = np.concatenate(pieces)
+        places: np.ndarray = self._places[numbers + firsts.reshape(-1, *(1,) * (numbers.ndim - 1))]
+        return places
+
+    def kinds(self, lengths: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the kinds column, and counts of each conversation.
+
+        A token has the kind of its first character. Tokens that end in characters of another kind
+        are counted.
+
+        Args:
+            lengths: Tokens of each conversation, shape (R,).
+        """
+        starts, num_rows = self._starts, len(self._layouts)
+        begins = self._bytes_of([each.starts for each in self._layouts])
+        values = np.concatenate([each.kinds for each in self._layouts])
+        first_token = np.searchsorted(starts, begins)
+        kinds = np.repeat(values, np.diff(np.append(first_token, len(starts))))
+        rows = np.repeat(np.arange(num_rows), lengths)
+        per_row = np.bincount(rows * 8 + kinds, minlength=8 * num_rows).reshape(-1, 8)
+        counts = {kind.label + "_tokens": per_row[:, kind] for kind in Kind}
+        before = np.maximum(first_token - 1, 0)
+        is_split = (first_token > 0) & (self._ends[before] > begins) if len(starts) else before < 0
+        last = kinds.copy()
+        last[before[is_split]] = values[is_split]  # of several in one token, the last counts
+        counts["split_tokens"] = np.bincount(rows[last != kinds], minlength=num_rows)
+        found = np.array([each.counts for each in self._layouts], np.int64)
+        counts |= dict(zip(COUNTS, found.T, strict=True))
+        first, stop = self._bytes_of([each.messages for each in self._layouts]).T
+        tokens = np.searchsorted(starts, first)
+        tokens, stop = tokens[tokens < len(starts)], stop[tokens < len(starts)]
+        kinds[tokens[starts[tokens] < stop]] |= BEGINS
+        return kinds, counts
+
+    def numbers(self, of_messages: list[list[float]]) -> np.ndarray:
+        """Return for each token the number of the message that its first character belongs to.
+
+        The number of the template's tokens is 0.
+
+        Args:
+            of_messages: The numbers of the messages of each conversation; empty for an empty text.
+        """
+        found = np.zeros(len(self._starts))
+        edges = self._bytes_of([each.spans for each in self._layouts])
+        tokens = iter(np.searchsorted(self._starts, edges).tolist())
+        for layout, numbers in zip(self._layouts, of_messages, strict=True):
+            for owner, (first, stop) in zip(layout.owners, tokens, strict=False):
+                found[first:stop] = numbers[owner]
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,29 +322,77 @@ class ChatTemplate:
             Unusable: It is not valid.
         """
         with _named("is not valid"):
-            _compiled(self.source)
+            compiled(self.source)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields, without what other processes find out for themselves."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def render(self, conversation: Conversation) -> Rendered:
         """Render a conversation and find its parts.
 
+        A conversation has the layout of an earlier conversation that differs in contents only, if
+        the template finds the same in both: see `Watch`.
+
         Raises:
             Unusable: The template fails, or it is not certain what the assistant says.
         """
+        shapes = []
+        for inside in (False, True):
+            shape, contents = _shape(conversation, inside=inside)
+            encoded = [content.encode() for content in contents]
+            if shape is None or _PRIVATE.search(b"".join(encoded)):
+                return self._render_first(conversation)[0]
+            for uses, layout in self._layouts.get(shape, ()):
+                if all(use.is_same(contents) for use in uses):
+                    self._tally["known"] += 1
+                    pieces = [encoded[p] if isinstance(p, int) else p for p in layout.pieces]
+                    return Rendered(layout, pieces)
+            shapes.append(shape)
+        self._tally["new"] += 1
+        rendered, found = self._render_first(conversation)
+        if found is not None and found.uses is not None:
+            if len(self._layouts) > _MOST_LAYOUTS:
+                self._layouts.clear()
+            alternatives = self._layouts.setdefault(shapes[found.inside], [])
+            if len(alternatives) < _MOST_ALTERNATIVES:
+                alternatives.append((found.uses, rendered.layout))
+        return rendered
+
+    def _render_first(self, conversation: Conversation) -> "tuple[Rendered, _Found | None]":
+        """Render a conversation, and return it with its contents, if they are certain."""
         text, generated = self._render(conversation, conversation.messages)
         found = self._found(conversation, text)
-        parts = None if found is None else found[0]
+        parts = [] if found is None else found.parts
         said: list[_Said] | None
         if self._has_generation:
             said = [_Said(start, end) for start, end in generated if end > start]
         else:
-            said = self._by_prompt(conversation, text, parts) if parts is not None else None
-            said = self._by_prefix(conversation, text) if said is None else said
+            said = self._by_prompt(conversation, text, parts) if found is not None else None
+            if said is None:
+                said = self._by_prefix(conversation, text)
+                found = found and found._replace(uses=None)
         turns = [n for n, m in enumerate(conversation.messages) if m["role"] == "assistant"]
-        rendered = self._described(text, said, parts or [], turns)
-        rendered.counts["unproved"] = int(found is None)
-        if found is not None:
-            rendered.counts |= found[1]
-        return rendered
+        missing = (1, 0, 0) if found is None else (0, *found.removed)
+        rendered = self._laid_out(text, said, parts, turns, missing)
+        if sum(isinstance(piece, int) for piece in rendered.layout.pieces) < len(parts):
+            found = found and found._replace(uses=None)
+        return rendered, found
+
+    @functools.cached_property
+    def _layouts(self) -> dict[bytes, list[tuple[tuple[Use, ...], Layout]]]:
+        """Layouts so far, by the conversation without its contents."""
+        return {}
+
+    @functools.cached_property
+    def _tally(self) -> Counter[str]:
+        """Number of conversations with a known layout, and of others."""
+        return Counter()
+
+    @property
+    def _is_worth_watching(self) -> bool:
+        """Whether layouts are used again. A watched template takes twice the time."""
+        return self._tally["new"] < _TRIED or self._tally["known"] > self._tally["new"]
 
     @functools.cached_property
     def _has_generation(self) -> bool:
@@ -345,45 +412,49 @@ class ChatTemplate:
         self, conversation: Conversation, messages: list[Message], *, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and what {% generation %} encloses."""
-        template = _compiled(self.source)
-        tracker: Any = template.environment.extensions[_Generation.identifier]
-        tracker.found, tracker.length = [], 0
+        with _named("the template fails"):
+            return generated_by(
+                compiled(self.source), self._variables(conversation, messages, prompt=prompt)
+            )
+
+    def _variables(
+        self, conversation: Conversation, messages: list[Message], *, prompt: bool = False
+    ) -> dict[str, Any]:
         variables = {**self.variables, **conversation.arguments}
         variables |= {"tools": conversation.tools, "documents": variables.get("documents")}
-        pieces = []
-        with _named("the template fails"):
-            for piece in template.generate(
-                variables, messages=messages, add_generation_prompt=prompt
-            ):
-                pieces.append(piece)
-                tracker.length += len(piece)
-        return "".join(pieces), tracker.found
+        return variables | {"messages": messages, "add_generation_prompt": prompt}
 
-    def _found(
-        self, conversation: Conversation, text: str
-    ) -> tuple[list[_Part], dict[str, int]] | None:
+    def _found(self, conversation: Conversation, text: str) -> "_Found | None":
         """Find the contents in the text, and count those that are missing.
 
         Marks stand around a content, or inside its outer white space for templates that trim.
         """
-        first = next((first for first in _FIRST_MARKS if not _marks(first).search(text)), None)
+        first = next((first for first in _FIRST_MARKS if not marks_from(first).search(text)), None)
         if first is None:
             return None
         for inside in (False, True):
-            marked, fields = _marked(conversation.messages, first, inside=inside)
-            if 2 * len(fields) > _MARKS:
+            marked, contents = _marked(conversation.messages, first, inside=inside)
+            if 2 * len(contents) > MARKS:
                 return None
+            variables = self._variables(conversation, marked)
+            watch = _watch(self.source, first) if self._is_worth_watching else None
             try:
-                with_marks, _ = self._render(conversation, marked)
+                with _named("the template fails"):
+                    if watch:
+                        with_marks = watch.render(variables)
+                    else:
+                        with_marks, _ = generated_by(compiled(self.source), variables)
             except Unusable:
                 continue
-            if (parts := _parts(with_marks, first, text, fields)) is None:
+            if (parts := _parts(with_marks, first, text, contents)) is None:
                 continue
-            present = {part[2:] for part in parts}
-            missing = [each for each in {*fields} if each not in present]
+            present = {(part.message, part.kind) for part in parts}
+            missing = [each for each in {*contents} if each not in present]
             thinking = sum(each.kind is Kind.THINKING for each in missing)
-            counts = {"removed_thinking": thinking, "removed_text": len(missing) - thinking}
-            return parts, counts
+            uses = None
+            if watch and watch.is_complete:
+                uses = tuple({repr(use): use for use in watch.uses}.values())
+            return _Found(parts, (thinking, len(missing) - thinking), inside, uses)
         return None
 
     def _by_prompt(
@@ -464,10 +535,15 @@ class ChatTemplate:
             said.append(_Said(len(before), next(ends, len(until))))
         return said
 
-    def _described(
-        self, text: str, said: list[_Said], parts: list[_Part], turns: list[int]
+    def _laid_out(
+        self,
+        text: str,
+        said: list[_Said],
+        parts: list[_Part],
+        turns: list[int],
+        missing: tuple[int, ...],
     ) -> Rendered:
-        """Return the kinds of all characters. `turns` numbers the messages of the assistant."""
+        """Return a text with its layout. `turns` numbers the messages of the assistant."""
         spans: list[tuple[int, int]] = []
         owners: list[int] = []
         turns = turns if len(turns) == len(said) else [-1] * len(said)
@@ -510,8 +586,28 @@ class ChatTemplate:
             messages.append((start, end))
             spans.append((start, end))
             owners.append(turn)
-        counts = {"no_stop": no_stop, "unmarked": unmarked}
-        return Rendered(text, starts, kinds, messages, counts, spans, owners)
+        edges = {0, len(text), *starts, *chain(*messages), *chain(*spans)}
+        edges |= {edge for part in parts for edge in part[:2]}
+        places = sorted(edges)
+        number = {place: nth for nth, place in enumerate(places)}
+        whole = (part for part in parts if number[part.end] == number[part.start] + 1)
+        content_at = {number[part.start]: part.content for part in whole}
+        pieces = [text[start:end].encode() for start, end in pairwise(places)]
+
+        def pieces_at(ranges: list[tuple[int, int]]) -> np.ndarray:
+            found = [number[place] for place in chain(*ranges)]
+            return np.array(found, np.int64).reshape(-1, 2)
+
+        layout = Layout(
+            tuple(content_at.get(nth, piece) for nth, piece in enumerate(pieces)),
+            np.array([number[start] for start in starts], np.int64),
+            np.array(kinds, np.uint8),
+            pieces_at(messages),
+            pieces_at(spans),
+            tuple(owners),
+            (no_stop, unmarked, *missing),
+        )
+        return Rendered(layout, pieces)
 
     def _stop(self, text: str, own: list[_Part], start: int, end: int, begin: Any) -> bool:
         """Begin the stretches of what the assistant says; return whether a stop token ends it.
@@ -576,10 +672,55 @@ def _outside(text: str, prompt: str, parts: list[_Part]) -> Iterator[int]:
         at = end
 
 
+class _Found(NamedTuple):
+    """The contents in a rendered text."""
+
+    parts: list[_Part]
+    removed: tuple[int, int]
+    """Messages whose thinking, and whose text, the template removed."""
+    inside: bool
+    """Whether a content is without its outer white space."""
+    uses: tuple[Use, ...] | None
+    """What the template asked of contents; None if the text may depend on them in other ways."""
+
+
 @functools.cache
-def _marks(first: int) -> re.Pattern[str]:
-    """Return a pattern of the marks from a character on."""
-    return re.compile(f"[{chr(first)}-{chr(first + _MARKS - 1)}]")
+def _watch(source: str, first: int) -> Watch:
+    return Watch(source, first)
+
+
+Write = Callable[[str, int, Kind], str]
+"""Takes a content, the number of its message and its kind. Returns what stands in its place."""
+
+
+def _replaced(messages: list[Message], write: Write) -> list[Message]:
+    """Return the messages with other contents."""
+
+    def content(text: str, message: int, kind: Kind) -> str:
+        if kind is not Kind.TEXT or not (match := _THOUGHT.fullmatch(text)):
+            return write(text, message, kind)
+        opening, thinking, closing, rest = match.groups()
+        thinking = write(thinking, message, Kind.THINKING)
+        return f"{opening}{thinking}{closing}{write(rest, message, kind)}"
+
+    made = []
+    for number, message in enumerate(messages):
+        new, kind = dict(message), _ROLES[message["role"]]
+        if kind is Kind.TEXT and isinstance(thinking := message.get("reasoning_content"), str):
+            new["thinking"] = new["reasoning_content"] = write(thinking, number, Kind.THINKING)
+        if isinstance(given := message.get("content"), str):
+            new["content"] = content(given, number, kind)
+        elif given is not None:
+            new["content"] = [
+                {**part, "text": content(part["text"], number, kind)} for part in given
+            ]
+        if kind is Kind.TEXT and isinstance(calls := message.get("tool_calls"), list):
+            new["tool_calls"] = [
+                _renamed(call, lambda name: write(name, number, Kind.CALL))  # noqa: B023
+                for call in calls
+            ]
+        made.append(new)
+    return made
 
 
 def _marked(
@@ -594,35 +735,38 @@ def _marked(
             begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
         if begin >= end:
             return text
-        opening = first + min(2 * len(fields), _MARKS - 2)
+        opening = first + min(2 * len(fields), MARKS - 2)
         fields.append(_Field(message, kind))
         return f"{text[:begin]}{chr(opening)}{text[begin:end]}{chr(opening + 1)}{text[end:]}"
 
-    def content(text: str, message: int, kind: Kind) -> str:
-        if kind is not Kind.TEXT or not (match := _THOUGHT.fullmatch(text)):
-            return mark(text, message, kind)
-        opening, thinking, closing, rest = match.groups()
-        thinking = mark(thinking, message, Kind.THINKING)
-        return f"{opening}{thinking}{closing}{mark(rest, message, kind)}"
+    return _replaced(messages, mark), fields
 
-    marked = []
-    for number, message in enumerate(messages):
-        made, kind = dict(message), _ROLES[message["role"]]
-        if kind is Kind.TEXT and isinstance(thinking := message.get("reasoning_content"), str):
-            made["thinking"] = made["reasoning_content"] = mark(thinking, number, Kind.THINKING)
-        if isinstance(given := message.get("content"), str):
-            made["content"] = content(given, number, kind)
-        elif given is not None:
-            made["content"] = [
-                {**part, "text": content(part["text"], number, kind)} for part in given
-            ]
-        if kind is Kind.TEXT and isinstance(calls := message.get("tool_calls"), list):
-            made["tool_calls"] = [
-                _renamed(call, lambda name: mark(name, number, Kind.CALL))  # noqa: B023
-                for call in calls
-            ]
-        marked.append(made)
-    return marked, fields
+
+def _shape(conversation: Conversation, *, inside: bool) -> tuple[bytes | None, list[str]]:
+    """Return a conversation without its contents, and the contents that are not empty.
+
+    If `inside`, the outer white space of the contents stays in the conversation.
+    """
+    contents: list[str] = []
+    shape: list[Any] = [inside, conversation.tools, conversation.arguments]
+
+    def keep(text: str, message: int, kind: Kind) -> str:
+        content = text.strip() if inside else text
+        if not content:
+            return text
+        contents.append(content)
+        return "?" if content == text else text.replace(content, "?")
+
+    for message in conversation.messages:
+        content = message.get("content")
+        if len(message) == 2 and isinstance(content, str) and "</think>" not in content:
+            shape.append([message["role"], keep(content, 0, Kind.TEXT)])  # most messages
+        else:
+            shape += _replaced([message], keep)
+    try:
+        return msgspec.msgpack.encode(shape), contents
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return None, contents
 
 
 def _renamed(call: Any, rename: Any) -> Any:
@@ -637,7 +781,7 @@ def _renamed(call: Any, rename: Any) -> Any:
 
 def _parts(marked: str, first: int, text: str, fields: list[_Field]) -> list[_Part] | None:
     """Find the marked contents; None if the marks changed the text, or came apart."""
-    pattern = _marks(first)
+    pattern = marks_from(first)
     pieces = pattern.split(marked)
     if "".join(pieces) != text:
         return None
@@ -648,7 +792,7 @@ def _parts(marked: str, first: int, text: str, fields: list[_Field]) -> list[_Pa
         if opening % 2 or closing != opening + 1:
             return None
         end = at + len(pieces[nth + 1])
-        parts.append(_Part(at, end, *fields[opening // 2]))
+        parts.append(_Part(at, end, *fields[opening // 2], opening // 2))
         at = end + len(pieces[nth + 2])
     return parts
 

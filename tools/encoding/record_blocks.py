@@ -319,7 +319,7 @@ def _batch(part: FilePart, records: Records) -> RecordBlock:
 
 def _fitting(batch: RecordBlock, task: TaskEncoder, ledger: UnitCounts) -> RecordBlock:
     """Return a batch without the records whose fields contradict each other."""
-    unusable = task.unusable(batch.values)
+    unusable = {} if task.checks_in_encode else task.unusable(batch.values)
     if not unusable:
         return batch
     for index, reason in unusable.items():

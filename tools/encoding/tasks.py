@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
-from tokenfeed.pipeline.arithmetic import Ragged, join, offsets_of
+from tokenfeed.pipeline.arithmetic import Ragged, join
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.kinds import BEGINS, Kind
 from tokenfeed.pipeline.format.schema import (
@@ -45,15 +45,18 @@ from tokenfeed.pipeline.format.schema import (
 )
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Unusable
 from tokenfeed.tools.encoding.chat import (
+    COUNTS,
+    EMPTY,
     ChatTemplate,
     Conversation,
     Rendered,
+    TokensOfPieces,
     read_messages,
 )
 from tokenfeed.tools.encoding.fim import FIM_ROWS, FillInMiddle
 from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.template import Template
-from tokenfeed.tools.encoding.token_places import TokenPlaces, byte_places
+from tokenfeed.tools.encoding.token_places import TokenPlaces
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 __all__ = [
@@ -116,6 +119,8 @@ class TaskEncoder(ABC):
     """What its own fields must hold."""
     keeps: ClassVar[bool] = False
     """Whether records have values for single tokens, so that `keep` may name some."""
+    checks_in_encode: ClassVar[bool] = False
+    """Whether `encode` finds the records of `unusable` itself, so that a run need not."""
     add_special_tokens: bool = False
     keep: tuple[Column, ...] = ()
     """Columns of the user with a value per token, which are stored beside the ids."""
@@ -613,6 +618,7 @@ class ChatEncoder(TaskEncoder):
         "template_arguments": FieldKind.OPTIONAL_JSON,
     }
     keeps: ClassVar[bool] = True
+    checks_in_encode: ClassVar[bool] = True
     messages: str | None = "messages"
     prompt: str | None = None
     completion: str | None = None
@@ -635,21 +641,20 @@ class ChatEncoder(TaskEncoder):
         return replace(self, places=TokenPlaces(json_bytes))
 
     def texts(self, values: FieldValues) -> list[bytes]:
-        """The records as JSON."""
+        """The records as JSON; empty for a record that UTF-8 cannot express."""
         records = zip(*(values[name] for name in self.fields), strict=True)
-        return [msgspec.json.encode(record) for record in records]
+        return [_json_of(record) for record in records]
 
     def unusable(self, values: FieldValues) -> dict[int, str]:
         """Records that are no conversation."""
         reasons = {}
-        for row in range(len(next(iter(values.values())))):
+        for row, text in enumerate(self.texts(values)):
             try:
                 self._numbers(self._conversation(values, row))
-                msgspec.json.encode([values[name][row] for name in self.fields])
             except Unusable as reason:
                 reasons[row] = str(reason)
-            except UnicodeEncodeError:
-                reasons[row] = "has a lone surrogate: no UTF-8 can express it"
+            if not text:
+                reasons.setdefault(row, _SURROGATE)
         return reasons
 
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
@@ -658,23 +663,25 @@ class ChatEncoder(TaskEncoder):
         assert self.places, "the tokenizer is not known"
         rendered: list[Rendered] = []
         numbers: list[dict[str, list[float]]] = []
-        unusable = {}
-        for row in range(len(next(iter(values.values())))):
+        conversations, unusable = self._conversations(values)
+        for row, conversation in enumerate(conversations):
+            rendered.append(_NOTHING)
+            numbers.append({})
+            if row in unusable:
+                continue
             try:
-                conversation = self._conversation(values, row)
-                self._check_special(conversation)
                 of_messages = self._numbers(conversation)
                 made = self.chat_template.render(conversation)
-                if of_messages and (made.counts["unproved"] or -1 in made.owners):
+                is_proved = not made.layout.counts[COUNTS.index("unproved")]
+                if of_messages and not (is_proved and -1 not in made.layout.owners):
                     raise Unusable("it is not certain which tokens belong to which message")
+                rendered[-1], numbers[-1] = made, of_messages
             except Unusable as reason:
                 unusable[row] = str(reason)
-                made, of_messages = Rendered("", [0], [0], [], {}), {}
-            rendered.append(made)
-            numbers.append(of_messages)
-        texts = [each.text.encode() for each in rendered]
+        texts = [b"".join(each.pieces) for each in rendered]
         ids = encode(texts)
-        kinds, counts = _kinds_of_tokens(rendered, texts, ids, self.places)
+        tokens = TokensOfPieces(rendered, *self.places.starts(texts, ids))
+        kinds, counts = tokens.kinds(ids.lengths)
         says = sum(counts[f"{kind.label}_tokens"] for kind in Kind if kind >= Kind.TEXT) > 0
         for row in np.flatnonzero(~says & (ids.lengths > 0)).tolist():
             unusable.setdefault(row, "has nothing to learn: the assistant says nothing")
@@ -682,10 +689,39 @@ class ChatEncoder(TaskEncoder):
         has_text[[*unusable]] = False
         per_token = {INPUT_IDS: ids, KINDS: Ragged(kinds, ids.lengths)}
         for column in self.keep:
-            of_rows = [each.get(column.name, []) for each in numbers]
-            kept = _numbers_of_tokens(rendered, texts, ids, self.places, of_rows)
+            kept = tokens.numbers([each.get(column.name, []) for each in numbers])
             per_token[column.name] = Ragged(kept.astype(column.dtype), ids.lengths)
         return Samples(per_token, {}, has_text, unusable, counts)
+
+    def _conversations(self, values: FieldValues) -> tuple[list[Conversation], dict[int, str]]:
+        """Return R conversations, empty where a record is unusable, and why it is."""
+        conversations, unusable = [], {}
+        for row in range(len(next(iter(values.values())))):
+            try:
+                conversations.append(self._conversation(values, row))
+            except Unusable as reason:
+                conversations.append(Conversation([]))
+                unusable[row] = str(reason)
+        if all(self.texts(values)) and not self._has_special(conversations):
+            return conversations, unusable
+        for row, (text, conversation) in enumerate(
+            zip(self.texts(values), conversations, strict=True)
+        ):
+            try:
+                if not text:
+                    raise Unusable(_SURROGATE)
+                self._check_special(conversation)
+            except Unusable as reason:
+                unusable.setdefault(row, str(reason))
+        return conversations, unusable
+
+    def _has_special(self, conversations: list[Conversation]) -> bool:
+        """Return whether any of the texts has the text of a special token, for all at once."""
+        assert self.chat_template
+        if self.splits_special:
+            return False
+        parts = [(each.messages, each.tools) for each in conversations]
+        return bool(self.chat_template.special.search(msgspec.json.encode(parts).decode()))
 
     def _numbers(self, conversation: Conversation) -> dict[str, list[float]]:
         """Return the kept numbers of each message, by column. Only those of the assistant need one.
@@ -752,6 +788,10 @@ class ChatEncoder(TaskEncoder):
                 )
 
 
+_SURROGATE = "has a lone surrogate: no UTF-8 can express it"
+_NOTHING = Rendered(EMPTY, [])
+
+
 @contextmanager
 def _in_field(name: str) -> Iterator[None]:
     try:
@@ -768,61 +808,11 @@ def _parsed(value: Any, name: str) -> Any:
         raise Unusable(f"field `{name}` is a text that is not JSON") from None
 
 
-def _kinds_of_tokens(
-    rendered: list[Rendered], texts: list[bytes], ids: Ragged, places: TokenPlaces
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the kinds column of R conversations, and counts of each.
-
-    A token has the kind of its first character. Tokens that end in characters of another kind are
-    counted.
-    """
-    starts, ends = places.starts(texts, ids)
-    text_offsets = offsets_of(np.fromiter(map(len, texts), np.int64, len(texts)))
-    pairs = [*zip(rendered, text_offsets.tolist(), strict=False)]
-    begins = np.concatenate(
-        [byte_places(each.text, np.array(each.starts)) + offset for each, offset in pairs]
-    )
-    values = np.fromiter(chain.from_iterable(each.kinds for each in rendered), np.uint8)
-    stretch = np.searchsorted(begins, starts, side="right") - 1
-    last = np.searchsorted(begins, np.maximum(ends - 1, starts), side="right") - 1
-    kinds = values[stretch]
-    rows = np.repeat(np.arange(len(rendered)), ids.lengths)
-    per_row = np.bincount(rows * 8 + kinds, minlength=8 * len(rendered)).reshape(-1, 8)
-    counts = {f"{kind.label}_tokens": per_row[:, kind] for kind in Kind}
-    counts["split_tokens"] = np.bincount(rows[values[last] != kinds], minlength=len(rendered))
-    for name in ("no_stop", "unmarked", "unproved", "removed_thinking", "removed_text"):
-        found = (each.counts.get(name, 0) for each in rendered)
-        counts[name] = np.fromiter(found, np.int64, len(rendered))
-    of_messages = [
-        byte_places(each.text, np.array(each.messages, np.int64).reshape(-1)) + offset
-        for each, offset in pairs
-    ]
-    first, stop = np.concatenate(of_messages).reshape(-1, 2).T
-    tokens = np.searchsorted(starts, first)
-    tokens, stop = tokens[tokens < len(starts)], stop[tokens < len(starts)]
-    kinds[tokens[starts[tokens] < stop]] |= BEGINS
-    return kinds, counts
-
-
-def _numbers_of_tokens(
-    rendered: list[Rendered],
-    texts: list[bytes],
-    ids: Ragged,
-    places: TokenPlaces,
-    numbers: list[list[float]],
-) -> np.ndarray:
-    """Return for each token the number of the message that its first character belongs to; 0 for
-    the tokens of the template."""
-    starts, _ = places.starts(texts, ids)
-    offsets = offsets_of(np.fromiter(map(len, texts), np.int64, len(texts))).tolist()
-    found = np.zeros(len(starts))
-    for each, offset, of_row in zip(rendered, offsets, numbers, strict=False):
-        edges = byte_places(each.text, np.array(each.spans, np.int64).reshape(-1)) + offset
-        tokens = np.searchsorted(starts, edges).reshape(-1, 2).tolist()
-        for (first, stop), owner in zip(tokens, each.owners, strict=True):
-            if of_row:
-                found[first:stop] = of_row[owner]
-    return found
+def _json_of(record: tuple[Any, ...]) -> bytes:
+    try:
+        return msgspec.json.encode(record)
+    except UnicodeEncodeError:
+        return b""
 
 
 TaskName = Literal["lm", "classify", "score", "tag", "complete", "chat", "ids"]

@@ -4,6 +4,7 @@ import functools
 import html
 import json
 import pickle
+import random
 import re
 import warnings
 from pathlib import Path
@@ -30,8 +31,15 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.tools.encoding.chat import ChatTemplate, Conversation, Rendered, read_messages
+from tokenfeed.tools.encoding.chat import (
+    COUNTS,
+    ChatTemplate,
+    Conversation,
+    Rendered,
+    read_messages,
+)
 from tokenfeed.tools.encoding.engines import ReferenceEngine
+from tokenfeed.tools.encoding.jinja_sandbox import Watch
 from tokenfeed.tools.encoding.tasks import ChatEncoder, Samples
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -149,9 +157,14 @@ def rendered(source: str, messages: list[Message]) -> Rendered:
 def pieces_of(source: str, messages: list[Message]) -> list[tuple[str, str]]:
     """The stretches of a rendered conversation, without those of the template."""
     found = rendered(source, messages)
-    ends = [*found.starts[1:], len(found.text)]
-    stretches = zip(found.starts, ends, found.kinds, strict=True)
-    return [(Kind(kind).label, found.text[a:b]) for a, b, kind in stretches if kind and a < b]
+    stretches = np.split(np.array(found.pieces, object), found.layout.starts[1:])
+    texts = [b"".join(stretch).decode() for stretch in stretches]
+    pairs = zip(found.layout.kinds, texts, strict=True)
+    return [(Kind(kind).label, text) for kind, text in pairs if kind and text]
+
+
+def text_of(found: Rendered) -> str:
+    return b"".join(found.pieces).decode()
 
 
 ODD = ["", " ", "\n\n", "  two  ", "\nseam\n", "e\u0301", "漢字 🎉", "\u200b", "</think>", "user"]
@@ -223,7 +236,7 @@ def test_generation_blocks_change_no_kind(name: str, messages: list[Message]) ->
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(["chatml", "generating", "llama", "inst"]), conversations(plain=True))
 def test_kinds_have_the_contents_of_their_roles(name: str, messages: list[Message]) -> None:
-    if rendered(TEMPLATES[name], messages).counts["unproved"]:  # all private characters used
+    if rendered(TEMPLATES[name], messages).layout.counts[COUNTS.index("unproved")]:
         return
     found = pieces_of(TEMPLATES[name], messages)
     expected = {"system": "", "user": "", "text": ""}
@@ -631,6 +644,76 @@ def test_engines_make_the_same_bytes(tmp_path: Path, tokenizer: Path) -> None:
     assert manifests[0].counts == manifests[1].counts
 
 
+READING = """{% macro shown(m) %}{{ m.content | trim }}{% endmacro %}{% for m in messages %}\
+{% set content = m.content %}{% if content.startswith('a') or 'b' in content %}{% set content = \
+content + ' ' %}{% endif %}{{ m.role }}{{ 'c' if content == 'c' }}{{ OPERATION }}\
+{% if m.role == 'assistant' %}{% generation %}{{ content }}</s>{% endgeneration %}\
+{% else %}{{ content }}{% endif %}{% endfor %}"""
+OPERATIONS = [
+    *(
+        "content | length",
+        "content[:2]",
+        "content | upper",
+        "content | trim",
+        "shown(m)",
+        "content[0]",
+    ),
+    *("content.split('b')[-1]", "(content ~ 'x') | trim", "'x%sx' % content", "content * 2"),
+    *("content | replace('a', 'z')", "content in ['a', 'bb']", "content in 'abc'", "content > 'b'"),
+    *("content is in ['a']", "content is eq('b')", "messages | map(attribute='content') | join"),
+    *("messages | selectattr('content', 'eq', 'a') | list | length", "loop.changed(content)"),
+    *("content.upper()", "content.find('b')", "'-'.join([content, 'a'])", "content | tojson"),
+    *("{'a': 1, 'b': 2}.get(content)", "content | list | first", "dict(a=content).a | lower"),
+    *(
+        "[content] | unique | list | length",
+        "namespace(x=content).x.strip('a')",
+        "content | default",
+    ),
+    *("(content or 'a') | trim", "[content].index(content)", "messages | string | length"),
+]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_conversations_of_one_shape_are_rendered_as_alone(operation: str) -> None:
+    """A template reads contents, so that some conversations need another layout."""
+    source = READING.replace("OPERATION", operation)
+    draw = random.Random(operation)
+    together = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
+    for _ in range(60):
+        texts = ["".join(draw.choices("ab c\n", k=draw.randint(0, 3))) for _ in range(2)]
+        messages = [
+            {"role": "user", "content": texts[0]},
+            {"role": "assistant", "content": texts[1]},
+        ]
+        alone = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
+        found, expected = (each.render(Conversation(messages)) for each in (together, alone))
+        assert text_of(found) == text_of(expected)
+        assert found.layout.counts == expected.layout.counts
+        ends = [np.cumsum([0, *map(len, each.pieces)]) for each in (found, expected)]
+        for name in ("starts", "messages", "spans"):
+            places = (getattr(each.layout, name) for each in (found, expected))
+            assert np.array_equal(*(end[place] for end, place in zip(ends, places, strict=True)))
+        assert found.layout.kinds.tolist() == expected.layout.kinds.tolist()
+
+
+@pytest.mark.parametrize("name", ["generating", "llama", "qwen", "qwen, generating"])
+def test_template_is_run_once_for_each_shape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+    render = Watch.render
+
+    def counted(watch: Watch, variables: dict[str, Any]) -> str:
+        runs.append(name)
+        return render(watch, variables)
+
+    monkeypatch.setattr(Watch, "render", counted)
+    template = ChatTemplate(source=TEMPLATES[name], special_tokens=SPECIAL, variables=VARIABLES)
+    for number in range(40):
+        thought = f"<think>\nwhy {number}\n</think>\n\n" if number % 2 else ""
+        answer = {"role": "assistant", "content": f"{thought}answer {number}"}
+        template.render(Conversation([*SHORT[number % 5][:1], answer]))
+    assert len(runs) == 2 + name.startswith("qwen")
+
+
 def test_an_encoder_is_the_same_in_another_process() -> None:
     task, engine = encoder(QWEN)
     values = {"messages": [THOUGHTFUL], "tools": [TOOLS]}
@@ -672,4 +755,4 @@ def test_a_template_with_its_variables_renders_the_same_text(start: str) -> None
     assert "unused" not in whole.with_variables
     for arguments in ({}, {"mood": "sad"}):
         conversation = Conversation(SHORT[0], None, arguments)
-        assert apart.render(conversation).text == whole.render(conversation).text
+        assert text_of(apart.render(conversation)) == text_of(whole.render(conversation))

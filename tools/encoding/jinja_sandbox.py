@@ -1,0 +1,401 @@
+"""The sandbox in which chat templates run, with the settings and the tags of transformers.
+
+`Watch` also notes how a template uses the contents of messages. Contents are marked by characters
+for private use, so a text that has such a character is a content, or was made of one. Output,
+concatenation, assignment and truth values treat every content that is not empty alike. The other
+operations go through the sandbox: they are noted with their result, or end the watch.
+"""
+
+import functools
+import json
+import operator
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.runtime
+import jinja2.utils
+import jinja2.visitor
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+__all__ = ["MARKS", "Use", "Watch", "compiled", "generated_by", "marks_from"]
+
+MARKS = 0xFFFE
+"""Number of marks: all characters for private use of a plane."""
+
+
+@functools.cache
+def marks_from(first: int) -> re.Pattern[str]:
+    """Return a pattern of the marks from a character on."""
+    return re.compile(f"[{chr(first)}-{chr(first + MARKS - 1)}]")
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag {% generation %} of transformers: notes where the enclosed text begins and ends."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.found: list[tuple[int, int]] = []
+        self.length = 0
+        """Characters that were rendered so far."""
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+
+    def _note(self, caller: Any) -> str:
+        text: str = caller()
+        self.found.append((self.length, self.length + len(text)))
+        return text
+
+
+def generated_by(
+    template: jinja2.Template, variables: dict[str, Any]
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render a template. Return the text, and what {% generation %} encloses."""
+    tracker: Any = template.environment.extensions[_Generation.identifier]
+    tracker.found, tracker.length = [], 0
+    pieces = []
+    for piece in template.generate(variables):
+        pieces.append(piece)
+        tracker.length += len(piece)
+    return "".join(pieces), tracker.found
+
+
+class _Dict:
+    """`dict` in templates: only what builds one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace` in templates: without names that reach Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name
+        self, args = args[0], args[1:]
+        values = dict(*args, **kwargs)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot have the name {name!r}")
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+_OF_DICT = frozenset(dir(dict))
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, faster at `message.role`: a plain dict has no attributes but those of dict.
+
+    `strftime_now` is missing: a data set must not depend on the day it was made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        self.filters["tojson"] = _to_json
+        self.globals |= {"raise_exception": _raise, "dict": _Dict(), "namespace": _Namespace}
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _OF_DICT:
+            if attribute in obj:
+                return obj[attribute]
+            return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
+@functools.cache
+def compiled(source: str) -> jinja2.Template:
+    """Compile a template."""
+    return _Environment().from_string(source)
+
+
+Pattern = tuple[str | int, ...]
+"""A text with contents: literal texts, and numbers of contents."""
+
+
+class Use(NamedTuple):
+    """A method of `str` that a template called, and its result."""
+
+    text: Pattern
+    method: str
+    arguments: tuple[Any, ...]
+    result: Any
+    """A pattern, a list of patterns, or another value."""
+
+    def is_same(self, contents: list[str]) -> bool:
+        """Return whether the method has the same result with other contents."""
+        try:
+            found = getattr(_filled(self.text, contents), self.method)(*self.arguments)
+        except ValueError:
+            return False
+        same: bool = found == _filled(self.result, contents)
+        return same
+
+
+def _filled(value: Any, contents: list[str]) -> Any:
+    """Return patterns with their contents, and other values as they are."""
+    if isinstance(value, list):
+        return [_filled(each, contents) for each in value]
+    if not isinstance(value, tuple):
+        return value
+    if len(value) == 1:
+        return contents[value[0]]
+    return "".join(contents[each] if isinstance(each, int) else each for each in value)
+
+
+_KEEPING_FILTERS = {"default", "d", "string", "safe"}
+"""Filters that return a content as it is."""
+_LIST_FILTERS = {"default", "d", "length", "count", "list", "first", "last", "map", "select"}
+_LIST_FILTERS |= {"reject", "selectattr", "rejectattr", "items", "join", "reverse"}
+"""Filters that read no content in a list, beside what other filters and tests read."""
+_TYPE_TESTS = {"defined", "undefined", "none", "string", "mapping", "iterable", "sequence"}
+_TYPE_TESTS |= {"number", "boolean", "true", "false", "integer", "float", "callable"}
+_EQUAL_TESTS = {"eq", "equalto", "=="}
+_PASSING = (jinja2.runtime.Macro, _Dict)
+"""Functions that only pass on what they get; a namespace does too."""
+
+
+class Watch:
+    """Renders a template with marked contents, and notes how it uses them."""
+
+    def __init__(self, source: str, first: int) -> None:
+        """Compile the template. `first` is the first mark."""
+        self._first, self._marks = first, marks_from(first)
+        self.uses: list[Use] = []
+        self.is_complete = True
+        """Whether `uses` are all that the text depends on, beside the contents themselves."""
+        self._template = _WatchedEnvironment(self).from_string(source)
+
+    def render(self, variables: dict[str, Any]) -> str:
+        """Return the text."""
+        self.uses, self.is_complete = [], True
+        return generated_by(self._template, variables)[0]
+
+    def has_marks(self, value: Any) -> bool:
+        """Return whether a content is in a value of JSON."""
+        if isinstance(value, str):
+            return self._marks.search(value) is not None
+        if isinstance(value, dict):
+            return any(map(self.has_marks, (*value, *value.values())))
+        if isinstance(value, list | tuple):
+            return any(map(self.has_marks, value))
+        harmless = int | float | jinja2.Undefined | jinja2.runtime.Macro | None
+        return not isinstance(value, harmless)
+
+    def is_marked(self, value: Any) -> bool:
+        """Return whether a value is a text with a content."""
+        return isinstance(value, str) and self._marks.search(value) is not None
+
+    def give_up(self) -> None:
+        """Note that the text may depend on contents in any way."""
+        self.is_complete = False
+
+    def ask(self, text: str, method: str, *arguments: Any) -> Any:
+        """Call a method of a text with marks, and note the result."""
+        result = getattr(text, method)(*arguments)
+        pattern, expected = self._pattern(text), self._pattern(result)
+        if pattern is None or expected is None or self.has_marks(arguments):
+            self.give_up()
+        else:
+            self.uses.append(Use(pattern, method, arguments, expected))
+        return result
+
+    def _pattern(self, value: Any) -> Any:
+        """Return a text with marks as a pattern; None if an opening or a closing mark is missing.
+
+        A list becomes a list of patterns. Texts without marks and numbers stay as they are.
+        """
+        if isinstance(value, list):
+            made = [self._pattern(each) for each in value]
+            return None if None in made else made
+        if not self.is_marked(value):
+            return value if isinstance(value, str | int) else None
+        marks = [ord(mark) - self._first for mark in self._marks.findall(value)]
+        if any(m % 2 for m in marks[::2]) or marks[1::2] != [m + 1 for m in marks[::2]]:
+            return None
+        pieces: list[Any] = self._marks.split(value)
+        pieces[1::2] = [mark // 2 for mark in marks[::2]]
+        return tuple(piece for piece in pieces if piece != "")
+
+
+class _Operators(jinja2.visitor.NodeTransformer):
+    """Has the operators that Jinja compiles to Python's call filters of `_WatchedEnvironment`."""
+
+    def visit_Compare(self, node: Any) -> Any:
+        """Compare each operand with the next."""
+        self.generic_visit(node)
+        left, pairs = node.expr, []
+        for operand in node.ops:
+            arguments = [jinja2.nodes.Const(operand.op), operand.expr]
+            pairs.append(_filtered(left, " compare", arguments))
+            left = operand.expr
+        return functools.reduce(lambda a, b: jinja2.nodes.And(a, b, lineno=node.lineno), pairs)
+
+    def visit_For(self, node: Any) -> Any:
+        """Watch what a loop takes apart."""
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, " cut", [])
+        return node
+
+    def visit_Getitem(self, node: Any) -> Any:
+        """Watch what a subscript cuts."""
+        self.generic_visit(node)
+        node.node = _filtered(node.node, " cut", [])
+        return node
+
+
+def _filtered(node: Any, name: str, arguments: list[Any]) -> Any:
+    return jinja2.nodes.Filter(node, name, arguments, [], None, None, lineno=node.lineno)
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "lteq": operator.le,
+    "gt": operator.gt,
+    "gteq": operator.ge,
+    "in": lambda value, values: value in values,
+    "notin": lambda value, values: value not in values,
+}
+
+
+class _WatchedEnvironment(_Environment):
+    """The sandbox, which reports to a `Watch`."""
+
+    intercepted_binops = frozenset(["%", "*"])
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+        for name, function in self.filters.items():
+            self.filters[name] = self._noting(name, function, self._filtered)
+        for name, function in self.tests.items():
+            self.tests[name] = self._noting(name, function, self._tested)
+        self.filters |= {" compare": self._compare, " cut": self._cut}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        """Parse a template; see `_Operators`."""
+        tree: jinja2.nodes.Template = _Operators().visit(super()._parse(source, name, filename))
+        return tree
+
+    def _compare(self, left: Any, operation: str, right: Any) -> bool:
+        """Return the result of a comparison, and note what it tells of contents."""
+        watch = self._watch
+        if operation in ("in", "notin"):
+            found = self._is_in(left, right)
+        elif operation in ("eq", "ne"):
+            found = self._is_equal(left, right)
+        else:
+            found = None
+        if found is not None:
+            return found is (operation in ("in", "eq"))
+        if watch.has_marks([left, right]):
+            watch.give_up()
+        return _COMPARISONS[operation](left, right)
+
+    def _is_equal(self, left: Any, right: Any) -> bool | None:
+        """Return whether a content is a text; None if neither is a content."""
+        if self._watch.is_marked(right):
+            left, right = right, left
+        if not self._watch.is_marked(left):
+            return None
+        return isinstance(right, str) and bool(self._watch.ask(left, "__eq__", right))
+
+    def _is_in(self, value: Any, values: Any) -> bool | None:
+        """Return whether a content has a text or is one of some texts; None for other values."""
+        if self._watch.is_marked(values):
+            return bool(self._watch.ask(values, "__contains__", value))
+        if self._watch.is_marked(value) and isinstance(values, list | tuple):
+            return any(self._is_equal(value, each) for each in values)
+        if isinstance(values, dict) and not self._watch.has_marks([value, *values]):
+            return value in values
+        return None
+
+    def _cut(self, value: Any) -> Any:
+        if self._watch.is_marked(value):
+            self._watch.give_up()
+        return value
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """See `SandboxedEnvironment`."""
+        if self._watch.has_marks([left, right]):
+            self._watch.give_up()
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """See `SandboxedEnvironment`."""
+        watch, owner = __self._watch, getattr(__obj, "__self__", None)
+        given = [*args, *(kwargs[name] for name in kwargs if not name.startswith("_"))]
+        if watch.is_marked(owner) and not kwargs.keys() - {"_loop_vars", "_block_vars"}:
+            if type(owner) is str:
+                return watch.ask(owner, __obj.__name__, *args)
+            watch.give_up()
+        elif not (isinstance(__obj, _PASSING) or __obj is _Namespace) and (
+            watch.has_marks(given) or (isinstance(owner, list) and watch.has_marks(owner))
+        ):
+            watch.give_up()
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def _noting(self, name: str, function: Any, note: Callable[..., None]) -> Any:
+        skipped = hasattr(function, "jinja_pass_arg")
+
+        @functools.wraps(function)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            note(name, args[skipped], [*args[1 + skipped :], *kwargs.values()])
+            return function(*args, **kwargs)
+
+        return noted
+
+    def _filtered(self, name: str, value: Any, arguments: list[Any]) -> None:
+        watch = self._watch
+        if watch.is_marked(value):
+            if name == "trim":
+                watch.ask(value, "strip", *arguments)
+            elif name not in _KEEPING_FILTERS:
+                watch.give_up()
+        elif name not in _LIST_FILTERS and watch.has_marks(value):
+            watch.give_up()
+        if name not in ("default", "d") and watch.has_marks(arguments):
+            watch.give_up()
+
+    def _tested(self, name: str, value: Any, arguments: list[Any]) -> None:
+        watch = self._watch
+        if name in _TYPE_TESTS:
+            return
+        if name in _EQUAL_TESTS and watch.is_marked(value):
+            watch.ask(value, "__eq__", *arguments)
+        elif watch.has_marks([value, arguments]):
+            watch.give_up()
