@@ -6,7 +6,7 @@ sequence is the same for any number of workers, also for 0.
 
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -16,14 +16,12 @@ from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, build_on_host
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.pipeline.format.kinds import Targets
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.pipeline.windows.rank_slice import Header, RankSlice
-from tokenfeed.pipeline.windows.row_map import MapRow
 
 __all__ = ["ShardDataset", "WindowSlice"]
 
@@ -72,6 +70,9 @@ def _refuse_to_collate(slices: list[WindowSlice], **_: object) -> NoReturn:
 default_collate_fn_map[WindowSlice] = _refuse_to_collate
 
 
+_OF_LOADERS = {"device", "num_workers", "timeout", "num_streams"}
+
+
 class ShardDataset(IterableDataset[WindowSlice]):
     """Slices of windows, in order, for a plain `DataLoader(dataset, batch_size=None)`.
 
@@ -87,60 +88,28 @@ class ShardDataset(IterableDataset[WindowSlice]):
         self,
         path: StorePath | Mixture | Sequence[Stage],
         batching: Batching,
-        *,
-        split: str = "train",
-        seed: int = 0,
-        shuffle: bool = True,
-        epochs: int | None = 1,
-        micro_batches_per_step: int | None = None,
-        window_tokens: int | None = None,
-        rank: int | Literal["launcher"] | None = None,
-        world_size: int | None = None,
-        targets: Targets | None = None,
-        map: MapRow | None = None,
+        **settings: Any,
     ) -> None:
         """Read the manifest and make the plan. No shard is opened yet.
 
         Args:
-            path: Output folder of `pretokenize`, or a Mixture of several.
+            path: Output folder of `pretokenize`, a Mixture of several, or a list of `Stage`s.
             batching: How micro-batches are made.
-            split: Name of the split, such as "train".
-            seed: Seed of the shuffle.
-            shuffle: False delivers rows in file order, sorted by length within a window.
-            epochs: Number of epochs of an iteration. None repeats forever.
-            micro_batches_per_step: Micro-batches of one optimizer step, over all ranks. None: the
-                number of ranks.
-            window_tokens: Tokens that are shuffled and sorted together. None chooses 8 to 32
-                million.
-            rank: Rank of this process. Default: the rank of torch.distributed, or 0. "launcher":
-                rank and world size from the variables of torchrun, srun, Open MPI or MPICH, for
-                programs without torch.distributed.
-            world_size: Number of ranks that share each step. Default: the world size of
-                torch.distributed, or 1.
-            targets: Which tokens of conversations are targets, as for `ShardLoader`.
-            map: A function on rows, as for `ShardLoader`.
+            settings: Other settings of `ShardLoader`: the split, the order, ranks, targets, the
+                form of batches. `epochs` is the number of epochs of an iteration.
 
         Raises:
             ManifestError: The folder has no such data set or split.
-            ConfigError: A setting is out of range or does not fit the data.
+            ConfigError: A setting is out of range or does not fit the data, or is one of the
+                device, the workers or streams of a loader.
         """
-        loader = ShardLoader(
-            path,
-            batching=batching,
-            split=split,
-            num_workers=0,
-            seed=seed,
-            shuffle=shuffle,
-            epochs=epochs,
-            micro_batches_per_step=micro_batches_per_step,
-            window_tokens=window_tokens,
-            rank=rank,
-            world_size=world_size,
-            targets=targets,
-            map=map,
-        )
-        self._maker = loader._window_maker()
-        self._form = BatchForm(loader.manifest.tokenizer.pad_id)
+        if unfit := sorted(_OF_LOADERS & settings.keys()):
+            raise ConfigError(
+                f"`{unfit[0]}`: a ShardDataset has no such setting, because the DataLoader has the "
+                "workers and the loop moves the batches. Use a ShardLoader, or leave it out."
+            )
+        loader = ShardLoader(path, batching=batching, num_workers=0, **settings)
+        self._maker, self._form = loader._window_maker(), loader._form
         self.epochs = loader.epochs
         self._epoch = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._share_epoch()

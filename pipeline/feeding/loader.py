@@ -193,7 +193,8 @@ class ShardLoader:
         self.device: Any = _device(device)
         """The torch device of the batches, or "numpy"."""
         self._paths = paths_of(path)
-        self._open = partial(open_splits, self._paths, checks.text("split", split))
+        split = checks.text("split", split)
+        self._open = partial(open_splits, self._paths, split)
         sources = self._open()
         self._make_plan = partial(
             Plan.from_splits,

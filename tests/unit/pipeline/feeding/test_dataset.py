@@ -2,6 +2,7 @@
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,3 +50,16 @@ def test_default_device_elsewhere_leaves_batches_on_cpu(folder: Path) -> None:
         batches += islice(open_loader(folder, num_workers=0), 2)
         devices = {value.device.type for batch in batches for value in batch.values()}
     assert devices == {"cpu"}
+
+
+@pytest.mark.parametrize("name", ["device", "num_workers", "timeout", "num_streams"])
+def test_dataset_refuses_settings_of_a_loaders_workers(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{name}`: a ShardDataset has no such setting"):
+        open_dataset(folder, **{name: 1})
+
+
+def test_dataset_takes_the_other_settings_of_a_loader(folder: Path) -> None:
+    options: dict[str, Any] = {"order": "file", "id_dtype": "int32", "rank": 1, "world_size": 2}
+    batches = [batch for share in open_dataset(folder, **options) for batch in share]
+    for ours, theirs in zip(batches, open_loader(folder, **options), strict=True):
+        assert ours["input_ids"].equal(theirs["input_ids"])

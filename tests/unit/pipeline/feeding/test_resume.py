@@ -29,7 +29,6 @@ from support.delivery import (
 from tokenfeed import Fixed, Mixture, Packed, Padded, ShardLoader, merge_states
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.planning.policies import described_policy
 from tokenfeed.pipeline.planning.policy import Batching
 
 LENGTHS = realistic_lengths()
@@ -187,29 +186,6 @@ def test_a_state_of_other_data_or_another_split_is_refused(
         open_loader(both).load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"version": 1},
-        {"epoch": "x"},
-        {"epoch": -1},
-        {"window": 10**6},
-        {"window": -1},
-        {"plan": 3},
-        {"digest": "no hex"},
-        {"tokens": None},
-        {"tokens": [1, 2]},
-    ],
-)
-def test_what_is_no_state_is_refused(folder: Path, changes: dict[str, Any]) -> None:
-    state = open_loader(folder).state_dict()
-    with pytest.raises(ResumeError, match="cannot resume: "):
-        open_loader(folder).load_state_dict(state | changes)
-    for name in changes:
-        with pytest.raises(ResumeError, match="not a loader state"):
-            open_loader(folder).load_state_dict({k: v for k, v in state.items() if k != name})
-
-
 @pytest.mark.slow
 def test_ranks_without_a_step_size_of_their_own_take_that_of_the_state(folder: Path) -> None:
     whole = Ranks(folder, 6)
@@ -293,16 +269,15 @@ def test_other_proportions_are_another_plan(small_folder: Path, other: Path) -> 
         mixed(small_folder, other, 0.71, 0.3).load_state_dict(state)
 
 
-POLICIES: list[tuple[str, Batching]] = [
-    ("Padded(max_tokens=700)", Padded(700)),
-    ("Padded(long_rows='cut', max_tokens=700, multiple_of=1)", Padded(700)),
-    ("Fixed(batch_size=7)", Fixed(7)),
-    ("Packed(sequence_length=64, batch_size=4)", Packed(64, 4)),
-    ("Packed(sequence_length=64, batch_size=4, split=True)", Packed(64, 4, split=True)),
-]
-
-
-@pytest.mark.parametrize(("saved", "now"), POLICIES, ids=str)
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        ("Padded(long_rows='cut', max_tokens=700, multiple_of=1)", Padded(700)),
+        ("Fixed(batch_size=7)", Fixed(7)),
+        ("Packed(sequence_length=64, batch_size=4, split=True)", Packed(64, 4, split=True)),
+    ],
+    ids=str,
+)
 def test_a_field_that_a_saved_policy_does_not_name_has_its_default(
     small_folder: Path, saved: str, now: Batching
 ) -> None:
@@ -341,14 +316,6 @@ def test_another_policy_and_no_policy_are_refused(small_folder: Path, saved: Any
         loader.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    "policy", [Padded(700, 8), Fixed(3), Packed(64, 4, long_rows="refuse")], ids=str
-)
-def test_the_settings_of_a_policy_are_its_class_and_its_fields(policy: Batching) -> None:
-    fields = {name: getattr(policy, name) for name in type(policy).__dataclass_fields__}
-    assert described_policy(repr(policy)) == (type(policy).__name__, fields)
-
-
 JUNK_SETTINGS: list[tuple[str, Any]] = [
     ("weights", ["x"]),
     ("weights", [0.0]),
@@ -364,11 +331,10 @@ JUNK_SETTINGS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "junk"), JUNK_SETTINGS, ids=repr)
-@pytest.mark.parametrize("options", [{}, {"micro_batches_per_step": 2}], ids=str)
 def test_junk_in_the_settings_of_a_state_is_refused_by_its_name(
-    small_folder: Path, name: str, junk: Any, options: dict[str, int]
+    small_folder: Path, name: str, junk: Any
 ) -> None:
-    loader = open_loader(small_folder, **options)
+    loader = open_loader(small_folder)
     state = loader.state_dict()
     state["plan"][name] = junk
     with pytest.raises(ResumeError, match=rf"(saved with |\$\.plan\.){name}"):

@@ -132,13 +132,6 @@ def test_numbers_of_numpy_are_the_numbers_they_are(folder: Path) -> None:
     plain.load_state_dict(numpy.state_dict())
 
 
-def test_policies_of_equal_numbers_are_equal() -> None:
-    assert repr(Padded(np.int64(700))) == repr(Padded(700))  # type: ignore[arg-type]
-    assert repr(Fixed(np.uint8(7))) == repr(Fixed(7))  # type: ignore[arg-type]
-    packed: Any = Packed(np.int16(70), np.int64(2), np.bool_(True), np.str_("cut"))  # type: ignore[arg-type]
-    assert repr(packed) == repr(Packed(70, 2, split=True))
-
-
 def test_seeds_of_any_size_give_an_order(folder: Path) -> None:
     for seed in (-1, 2**64 - 1, 10**30, np.uint64(2**64 - 1)):
         loader = open_loader(folder, seed=seed)
