@@ -459,6 +459,7 @@ class ShardLoader:
                 until_tokens=stage.until,
                 to=None if stage.to is None else named(stage.to),
                 batching=None if stage.batching == self._plan.batching else stage.batching,
+                targets=stage.targets,
             )
             for stage in self._plan.stages
         ]
@@ -579,7 +580,8 @@ class ShardLoader:
         """Return what makes the windows of this rank, by `plan` or the loader's own plan."""
         plan, ranks, rule = plan or self._plan, self._ranks, self._targets_by
         sources = self._opened[plan.data]
-        reader = WindowReader(sources, with_kinds=rule is not None, cache=self._cache)
+        with_kinds = rule is not None or any(stage.targets for stage in plan.stages)
+        reader = WindowReader(sources, with_kinds=with_kinds, cache=self._cache)
         return WindowMaker(plan, reader, ranks.rank_in_group, ranks.group_size, rule, self._row_map)
 
     def _single_windows(self, plan: Plan) -> Callable[[Position], RankSlice]:

@@ -18,6 +18,7 @@ import numpy as np
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
+from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.schema import role_of
 from tokenfeed.pipeline.format.store import Store, StorePath
 from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, mix, proportions
@@ -237,6 +238,11 @@ class Plan:
         order = self.order
         return order.stage_of(window).batching if isinstance(order, StagedOrder) else self.batching
 
+    def targets_of(self, window: int) -> str | None:
+        """Return the targets of the stage of a window; None if it has none of its own."""
+        order = self.order
+        return order.stage_of(window).targets if isinstance(order, StagedOrder) else None
+
     def reweighed(
         self, weights: Mapping[str, float], position: Position, opened: Mapping[str, OpenedSplit]
     ) -> Self:
@@ -433,8 +439,11 @@ def _planned(
             _by_data(stage.weights, opened),
             None if stage.to is None else _by_data(stage.to, opened),
             stage.batching or batching,
+            None if stage.targets is None else str(stage.targets),
         )
         _check_policy(made.batching)
+        if made.targets is not None:  # or a ConfigError
+            TargetRule.from_setting(made.targets, next(iter(by_data.values())).manifest.columns)
         _check_fit(tuple(by_data[data] for data in made.weights), made.batching)
         planned.append(_with_window(made, by_data, step_size))
         _check_length(planned[-1], batch_tokens, number)

@@ -23,7 +23,7 @@ bands comes from the sources and `window_tokens` of a stage. Torch-free, no I/O.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -95,6 +95,9 @@ class Stage:
     """Weights at the end of the stage. Each share changes linearly. None: weights stay."""
     batching: Batching | None = None
     """How micro-batches are made. None: as the loader's `batching` says."""
+    targets: str | Collection[str] | None = None
+    """Which tokens of conversations are targets: "assistant", "last", "all", or kinds such as
+    {"text", "call"}. None: as the loader's `targets` says."""
 
     def __post_init__(self) -> None:
         if self.to is None:
@@ -103,6 +106,11 @@ class Stage:
             weights, to = _both_ends(self.weights, self.to)
         object.__setattr__(self, "weights", weights)
         object.__setattr__(self, "to", to)
+        if isinstance(self.targets, Collection) and not isinstance(self.targets, str):
+            object.__setattr__(self, "targets", ",".join(sorted(map(str, self.targets))))
+        elif self.targets is not None and not isinstance(self.targets, str):
+            expected = "a word or a set of kinds; a function only as `targets` of the loader"
+            raise checks.refusal("targets", self.targets, expected)
         if self.until_tokens is not None:
             until = checks.whole("until_tokens", self.until_tokens, least=1, most=1 << 61)
             object.__setattr__(self, "until_tokens", until)
@@ -174,6 +182,7 @@ class SavedStage(msgspec.Struct, frozen=True, omit_defaults=True):
     window_tokens: _Tokens
     to: dict[_Fingerprint, _Weight] | None = None
     batching: str | None = None
+    targets: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +198,8 @@ class PlannedStage:
     to: Mapping[str, float] | None
     """Weights at the end, of the same data sets; None if they stay."""
     batching: Batching
+    targets: str | None = None
+    """See `Stage.targets`."""
 
     @property
     def num_windows(self) -> int:
@@ -208,7 +219,8 @@ class PlannedStage:
         `default`."""
         batching = None if self.batching == default else describe(self.batching)
         to = None if self.to is None else dict(self.to)
-        return SavedStage(self.until, dict(self.weights), self.window_tokens, to, batching)
+        weights = dict(self.weights)
+        return SavedStage(self.until, weights, self.window_tokens, to, batching, self.targets)
 
 
 def planned_stages(saved: Sequence[SavedStage], batching: str) -> tuple[PlannedStage, ...]:
@@ -228,7 +240,15 @@ def planned_stages(saved: Sequence[SavedStage], batching: str) -> tuple[PlannedS
             )
         policy = policy_of(each.batching or batching)
         stages.append(
-            PlannedStage(begins, each.until, each.window_tokens, each.weights, each.to, policy)
+            PlannedStage(
+                begins,
+                each.until,
+                each.window_tokens,
+                each.weights,
+                each.to,
+                policy,
+                each.targets,
+            )
         )
         begins = each.until
     return tuple(stages)

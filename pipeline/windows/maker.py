@@ -90,8 +90,12 @@ class WindowMaker:
             if name != KINDS
         }
         learned = None
-        if self.targets_by is not None:
-            mask = self.targets_by.mask(window.rows.per_token[KINDS], window.rows.lengths)
+        rule = self.targets_by
+        of_stage = plan.targets_of(number)
+        if of_stage is not None and KINDS in window.rows.per_token:
+            rule = TargetRule.from_setting(of_stage, self.reader.columns)
+        if rule is not None:
+            mask = rule.mask(window.rows.per_token[KINDS], window.rows.lengths)
             learned = take(mask, cut.offsets, pieces)
         starts = None if spans.starts is None else spans.starts[chosen]
         targets, context = _column_of(window, "target"), _column_of(window, "context")

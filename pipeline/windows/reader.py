@@ -213,7 +213,9 @@ class WindowReader:
             with_kinds: Whether to read the kinds of the tokens of conversations too.
             cache: Settings of the node cache for data from stores; None for no cache.
         """
-        names = (column.name for column in sources[0].manifest.columns)
+        self.columns = sources[0].manifest.columns
+        """Columns of the data sets."""
+        names = (column.name for column in self.columns)
         wanted = (INPUT_IDS, *(name for name in names if with_kinds or name != KINDS))
         only = None if whole_rows else wanted
         self._batch_starts = offsets_of(np.array([source.batches for source in sources]))

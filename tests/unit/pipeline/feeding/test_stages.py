@@ -305,6 +305,40 @@ def test_the_length_of_sequences_grows(folders: list[Path]) -> None:
         assert sum(batch.num_tokens for batch in loader) > 9_000
 
 
+def test_targets_of_a_stage_select_its_labels_and_are_resumed(tmp_path: Path) -> None:
+    rows = random_rows(np.random.default_rng(0).integers(20, 60, 300), "chat")
+    chat = write_rows(tmp_path / "chat", {"train": rows}, VOCABULARY_SIZE, task="chat")
+    targets = [None, "all", {"text", "call"}, "last"]
+    plain = [Stage({chat: 1}, until_tokens=3_000 * n) for n in (1, 2, 3, 4)]
+    list_ = [replace(each, targets=of) for each, of in zip(plain, targets, strict=True)]
+    options: dict[str, Any] = {"window_tokens": 3_000, "targets": "assistant"}
+
+    def labels(stages: list[Stage], **changes: Any) -> list[tuple[int, list[Any]]]:
+        with open_loader(stages, Fixed(4), **options | changes) as loader:
+            at = [loader.position.window]
+            found = []
+            for batch in loader:
+                found.append((at[-1], batch["labels"].tolist()))
+                at.append(loader.position.window)
+        return found
+
+    expected = [labels(plain, targets="assistant" if of is None else of) for of in targets]
+    found = labels(list_)
+    assert found == [expected[window][nth] for nth, (window, _) in enumerate(found)]
+    assert len({str([labels for _, labels in each]) for each in expected}) == 4
+    with open_loader(list_, Fixed(4), **options) as loader:
+        first = [next(iter(loader))["labels"].tolist() for _ in range(len(found) // 2)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert [stage.targets for stage in loader.stages] == [None, "all", "call,text", "last"]
+    for stages in (list_, loader.stages):
+        with open_loader(stages, Fixed(4), **options) as loader:
+            loader.load_state_dict(state)
+            assert first + [b["labels"].tolist() for b in loader] == [each for _, each in found]
+    for wrong, message in (("texts", "`targets`='texts'"), (len, "a function only as `targets`")):
+        with pytest.raises(ConfigError, match=message):
+            open_loader([replace(plain[0], targets=wrong)], Fixed(4))  # type: ignore[arg-type]
+
+
 def test_a_dataset_of_stages_delivers_the_batches_of_a_loader(folders: list[Path]) -> None:
     list_ = [
         Stage({folders[1]: 1}, until_tokens=9_000),
