@@ -1,5 +1,6 @@
 """Data sets that grow: random sequences of append, merge and select, killed and repeated."""
 
+import contextlib
 import json
 import random
 import shutil
@@ -8,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
+from support import warm
 from support.commands import call, kill_at, run
 from support.data_sets import corpus_rows, files_of
 from support.delivery import open_loader
@@ -186,3 +189,182 @@ def test_any_sequence_of_changes_keeps_every_row(
     world.make()
     for change in world.random.choices([world.append, world.merge, world.select, world.make], k=3):
         change()
+
+
+@pytest.fixture
+def world(tmp_path: Path, tokenizer: Path) -> World:
+    world = World(tmp_path, tokenizer, 0)
+    world.make()
+    world.make()
+    return world
+
+
+def in_process(command: str, *arguments: object) -> "warm.Popen":
+    code = f"from tokenfeed.tools.{command} import main; main()"
+    return warm.Popen(["-c", code, *map(str, arguments)], stderr=PIPE, stdout=PIPE)
+
+
+@pytest.mark.parametrize("command", ["append", "merge", "select"])
+def test_two_processes_at_once_lose_and_double_no_row(world: World, command: str) -> None:
+    """Of the same command: one may be refused in a line. The same command ends in the same
+    bytes."""
+    one, other = world.folder / "set0", world.folder / "set1"
+    new, files = world.folder / "new", world.new_files(4)
+    (first, *_), rows = world.sets["set0"].rows, world.sets["set0"].rows
+    words: tuple[object, ...]
+    if command == "append":
+        words, new = ("pretokenize", *files, one, "--append", "--shard-size", "1KB"), one
+        expected = rows + world.rows_of(files)
+    elif command == "merge":
+        words, expected = ("shards", "merge", one, other, new), rows + world.sets["set1"].rows
+    else:
+        words = ("shards", "select", one, new, "--where", f"origin {first[0]}", "--drop")
+        expected = Counter({row: count for row, count in rows.items() if row[0] != first[0]})
+        if not expected:
+            return
+    processes = [in_process(*words) for _ in range(3)]
+    for process in processes:
+        _, errors = process.communicate(timeout=100)
+        assert "Traceback" not in errors
+        assert process.returncode == 0 or errors.count("error: ") == 1, errors
+    call(MAINS[str(words[0])], *words[1:])
+    assert corpus_rows(new) == expected
+    call(shards.main, "verify", new)
+    assert not [path for path in new.rglob("*") if path.suffix == ".tmp" or path.name == ".work"]
+
+
+def test_append_while_others_read_gives_them_one_version(world: World) -> None:
+    """A merge, a selection and a copy during an append have the rows before or after it."""
+    one, files = world.folder / "set0", world.new_files(6)
+    before = world.sets["set0"].rows
+    after, other = before + world.rows_of(files), world.sets["set1"].rows
+    options = ("--append", "--shard-size", "1KB")
+    process = in_process("pretokenize", *files, one, *options)
+    number, ended = 0, False
+    while not ended:
+        ended, number = process.poll() is not None, number + 1
+        call(shards.main, "merge", one, world.folder / "set1", world.folder / f"m{number}")
+        call(shards.main, "select", one, world.folder / f"s{number}", "--where", "origin *")
+        call(shards.main, "copy", one, world.folder / f"c{number}")
+        for name, more in (("m", other), ("s", Counter()), ("c", Counter())):
+            assert corpus_rows(world.folder / f"{name}{number}") in (before + more, after + more)
+    process.communicate()
+    assert process.returncode == 0
+    assert corpus_rows(world.folder / f"c{number}") == after
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(12, id="few"), pytest.param(400, id="many", marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("command", ["append", "merge", "select", "copy"])
+def test_damage_is_refused_or_found_in_what_is_made(
+    world: World, command: str, number: int
+) -> None:
+    """No row is lost, doubled or changed in silence, and the damaged data set stays as it was."""
+    source, out = world.folder / "set0", world.folder / "out"
+    rows, files = world.sets["set0"].rows, world.new_files(1)
+    good = world.folder / "good"
+    shutil.copytree(source, good)
+    names = sorted(path for path in files_of(good) if not path.startswith(".made"))
+    expected = {
+        "append": rows + world.rows_of(files),
+        "merge": rows + world.sets["set1"].rows,
+    }.get(command, rows)
+    refused = 0
+    for turn in range(number):
+        shutil.rmtree(source)
+        shutil.copytree(good, source)
+        victim = source / names[turn % len(names)]
+        content = bytearray(victim.read_bytes())
+        if not content:
+            continue
+        content[world.random.randrange(len(content))] ^= 1 << world.random.randrange(8)
+        victim.write_bytes(content)
+        before = files_of(source)
+        words = {
+            "append": ("pretokenize", *files, source, "--append"),
+            "merge": ("shards", "merge", source, world.folder / "set1", out),
+            "select": ("shards", "select", source, out, "--where", "origin *"),
+            "copy": ("shards", "copy", source, out),
+        }[command]
+        made = source if command == "append" else out
+        result = attempt(MAINS[str(words[0])], *words[1:])
+        if result.returncode:
+            refused += 1
+            assert result.stderr.count("error: ") == 1, result.stderr
+            assert "Traceback" not in result.stderr
+            assert before.items() <= files_of(source).items()
+            assert not (out / "manifest.json").exists()
+        elif attempt(shards.main, "verify", made).returncode == 0:
+            assert corpus_rows(made) == expected
+        shutil.rmtree(out, ignore_errors=True)
+    assert refused > number // 6
+
+
+def attempt(main: Callable[[], None], *arguments: object) -> Any:
+    """Run a command that may fail."""
+    with contextlib.suppress(AssertionError):
+        return call(main, *arguments)
+    for code in (1, 2):
+        with contextlib.suppress(AssertionError):
+            return call(main, *arguments, expect=code)
+    raise AssertionError(arguments)
+
+
+def test_careless_commands_are_one_line_and_change_nothing(world: World) -> None:
+    one, other = world.folder / "set0", world.folder / "set1"
+    files = world.new_files(2)
+    (world.folder / "notes").mkdir()
+    (world.folder / "notes/mine.txt").write_text("mine")
+    before = files_of(world.folder)
+    kill_at(9, "pretokenize", files[0], one, "--append", "--shard-size", "1KB")
+    for words in (
+        ("pretokenize", files[1], one, "--append"),
+        ("pretokenize", files[1], one),
+        ("pretokenize", files[1], world.folder / "notes", "--append"),
+        ("pretokenize", world.folder / "gone.jsonl", other, "--append"),
+        ("pretokenize", other, one, "--append"),
+        ("shards", "merge", one, other, one),
+        ("shards", "merge", one, other, other),
+        ("shards", "merge", one, one, world.folder / "out"),
+        ("shards", "merge", one, f"{one}/../set0", world.folder / "out"),
+        ("shards", "merge", one, other, world.folder / "notes"),
+        ("shards", "select", one, one, "--where", "origin *"),
+        ("shards", "select", one, other, "--where", "origin *"),
+        ("shards", "select", one, world.folder / "notes", "--where", "origin *"),
+        ("shards", "select", one, world.folder / "out", "--where", "origin *", "--drop"),
+        ("shards", "select", one, files[0], "--where", "origin *"),
+        ("shards", "copy", one, other),
+        ("shards", "copy", one, f"{one}/"),
+        ("shards", "export", one, other),
+    ):
+        result = attempt(MAINS[str(words[0])], *words[1:])
+        assert result.returncode, words
+        assert result.stderr.count("error: ") == 1, result.stderr
+        assert not (world.folder / "out").exists()
+        now = files_of(world.folder)
+        assert {name: now.get(name) for name in before} == before, words
+    call(pretokenize.main, files[0], one, "--append", "--shard-size", "1KB")
+    assert corpus_rows(one) == world.sets["set0"].rows + world.rows_of(files[:1])
+    assert not [name for name in files_of(one) if name.startswith(".append")]
+
+
+def test_merge_of_two_versions_is_refused(world: World) -> None:
+    one = world.folder / "set0"
+    shutil.copytree(one, world.folder / "earlier")
+    run(*world.new_files(1), one, "--append")
+    for paths in ((one, world.folder / "earlier"), (world.folder / "earlier", one)):
+        said = call(shards.main, "merge", *paths, world.folder / "out", expect=2).stderr
+        assert "is an earlier version of" in said
+
+
+def test_states_of_every_version_resume_after_many_appends(world: World) -> None:
+    folder, states = world.folder / "set0", []
+    for _ in range(4):
+        states.append(world.saved(folder))
+        run(*world.new_files(1), folder, "--append", "--validation", 0.2, "--shard-size", "1KB")
+    for state, end in states:
+        with open_loader(folder, Padded(256), window_tokens=400) as loader:
+            loader.load_state_dict(state)
+            assert (sum(1 for _ in loader) > 0) == (state != end)
+            assert loader.state_dict() == end

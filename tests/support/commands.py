@@ -105,8 +105,8 @@ def records_in(out: Path) -> list[Path]:
 
 
 def kill_at(moment: int, command: str, *arguments: object) -> bool:
-    """Run a command, and kill it when it has renamed, synced or deleted `moment` files. Return
-    False if it ended before."""
+    """Run a command, and kill it when it has renamed, synced, linked or deleted `moment` files.
+    Return False if it ended before."""
     code = f"""
 import os, signal
 left = [{moment}]
@@ -117,7 +117,7 @@ def counted(function):
         left[0] -= 1
         return function(*arguments, **options)
     return call
-for name in ("replace", "fsync", "unlink", "rmdir"):
+for name in ("replace", "fsync", "link", "unlink", "rmdir"):
     setattr(os, name, counted(getattr(os, name)))
 from tokenfeed.tools.{command} import main
 main()

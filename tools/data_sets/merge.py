@@ -90,6 +90,13 @@ def merge(paths: Sequence[str], to: str) -> Derived:
                 "Give each data set once."
             )
         seen[manifest.fingerprint] = store.name
+    for store, manifest in parts:
+        for version in manifest.versions or ():
+            if earlier := seen.get(version.fingerprint):
+                raise ConfigError(
+                    f"{earlier} is an earlier version of {store.name}, so its rows would be there "
+                    "twice. Give the later version alone."
+                )
     manifest, files, moves = _merged(parts)
     names = {name.partition("/")[0] for name in (*files, *(move.after.file for move in moves))}
     with new_data_set(to, "shards merge", manifest.fingerprint, names) as new:
