@@ -1,8 +1,9 @@
 """`tokenfeed doctor`: print what a bug report needs, as text or as JSON.
 
-It reads facts about the machine, opens a data set, and reads it for two seconds. Without a data set
-it makes a small one in a temporary folder. If a fact cannot be had, the reason is printed instead.
-The command ends with 1 if the data set cannot be read.
+It reads facts about the machine, reaches an address, and reads a data set for two seconds. Without
+a data set it makes a small one in a temporary folder. If a fact cannot be had, the reason is
+printed instead. The command ends with 1 if the address cannot be reached or the data set not be
+read.
 """
 
 import contextlib
@@ -16,15 +17,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.facts import facts
-from tokenfeed.pipeline.feeding.cores import num_cores, usable_cores
+from tokenfeed.pipeline.feeding.cores import control_groups, num_cores, usable_cores
+from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
+from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.redaction import public, without_secrets
 from tokenfeed.tools.shell.command_line import parse_command, text
 from tokenfeed.tools.shell.console import print_json, run_command
@@ -33,9 +36,12 @@ __all__ = ["Doctor", "main"]
 
 _PACKAGES = (
     *("tokenfeed", "torch", "numpy", "pyarrow", "tokenizers", "gigatoken", "datasets"),
-    *("zstandard", "nvidia-ml-py", "transformers", "peft", "obstore"),
+    *("zstandard", "nvidia-ml-py", "transformers", "accelerate", "peft", "lightning", "obstore"),
 )
 _SECONDS = 2.0
+_TIMEOUT = "TOKENFEED_REMOTE_TIMEOUT"
+_NO_MEMORY_LIMIT = str((1 << 63) - 4096)
+"""What control groups of version 1 show without a limit."""
 _WORDS = ("the", "loader", "reads", "every", "row", "of", "a", "shard", "once", "in", "order")
 
 
@@ -46,18 +52,22 @@ class Doctor:
     data_set: Annotated[str, text("DATA_SET")] | None = None
     """Output folder of `pretokenize`, or its address. Default: a small one that the command makes
     in a temporary folder."""
+    url: Annotated[str, text("URL")] | None = None
+    """Address to reach, such as that of a bucket for `--upload`. Only reads."""
     json: bool = False
     """Print the facts as JSON."""
 
     def run(self) -> int:
-        """Print the facts. Return 1 if the data set cannot be read."""
+        """Print the facts. Return 1 if the address or the data set cannot be read."""
         found: dict[str, dict[str, Any]] = {
             "versions": _versions(),
             "machine": _tried(_machine),
             "limits": _tried(_limits),
             "devices": _tried(_devices),
         }
-        with _quiet():
+        with _brief():
+            if self.url is not None:
+                found["address"] = {public(self.url): _tried(partial(_reach, self.url))}
             found["loader"] = {public(self.data_set or "a small data set"): _tried(self._read)}
         if self.json:
             print_json(found)
@@ -66,7 +76,8 @@ class Doctor:
                 print(
                     facts({title: facts({name: _shown(value) for name, value in values.items()})})
                 )
-        return int(any("error" in value for value in found["loader"].values()))
+        tests = (found["loader"], found.get("address", {}))
+        return int(any("error" in value for test in tests for value in test.values()))
 
     def _read(self) -> dict[str, Any]:
         if self.data_set:
@@ -122,6 +133,16 @@ def _gib(num_bytes: float) -> float:
     return round(num_bytes / 2**30, 2)
 
 
+def _reach(url: str) -> dict[str, Any]:
+    """Read the manifest at an address, whether or not there is one."""
+    start = time.perf_counter()
+    try:
+        found = f"{len(open_store(url).read(MANIFEST_FILE)):,} bytes"
+    except FileNotFoundError:
+        found = "missing"
+    return {"answers after, s": round(time.perf_counter() - start, 2), MANIFEST_FILE: found}
+
+
 def _limits() -> dict[str, Any]:
     found: dict[str, Any] = {}
     with contextlib.suppress(ImportError):  # Windows
@@ -131,13 +152,21 @@ def _limits() -> dict[str, Any]:
         for name, limit in names.items():
             soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{limit}"))
             found[name] = "unlimited" if soft == resource.RLIM_INFINITY else soft
-    for name, path in {
-        "memory of the container": "/sys/fs/cgroup/memory.max",
-        "CPU time of the container": "/sys/fs/cgroup/cpu.max",
-    }.items():
-        with contextlib.suppress(OSError):
-            found[name] = Path(path).read_text().strip()
+    # Names of control groups of version 2 and 1. The CPU time is in µs per period.
+    found["memory of the container"] = _group_limit("memory", "memory.max", "memory.limit_in_bytes")
+    found["CPU time of the container"] = _group_limit("cpu", "cpu.max", "cpu.cfs_quota_us")
     return found
+
+
+def _group_limit(controller: str, *files: str) -> str:
+    """Return the limit of the innermost control group that has one."""
+    for group in control_groups(controller):
+        for file in files:
+            with contextlib.suppress(OSError):
+                limit = (group / file).read_text().strip()
+                if limit.split()[0] not in ("max", "-1", _NO_MEMORY_LIMIT):
+                    return limit
+    return "unlimited"
 
 
 def _devices() -> dict[str, Any]:
@@ -165,15 +194,18 @@ def _driver() -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Show warnings only."""
-    logger = logging.getLogger("tokenfeed")
+def _brief() -> Iterator[None]:
+    """Show warnings only, and repeat requests for 10 s at most."""
+    logger, is_set = logging.getLogger("tokenfeed"), _TIMEOUT in os.environ
     level = logger.level
     logger.setLevel(logging.WARNING)
+    os.environ.setdefault(_TIMEOUT, "10")
     try:
         yield
     finally:
         logger.setLevel(level)
+        if not is_set:
+            del os.environ[_TIMEOUT]
 
 
 @contextlib.contextmanager

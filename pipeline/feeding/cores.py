@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from math import inf
 from pathlib import Path, PurePosixPath
 
-__all__ = ["cores_per_rank", "first_number", "num_cores", "ranks_on_node", "usable_cores"]
+__all__ = [
+    "control_groups",
+    "cores_per_rank",
+    "first_number",
+    "num_cores",
+    "ranks_on_node",
+    "usable_cores",
+]
 
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -57,19 +64,22 @@ def first_number(*names: str) -> tuple[str, int | None]:
 
 def _cpu_quota() -> float:
     """Return the number of cores that the control groups allow; inf without a limit."""
-    return min(map(_quota_of, _control_groups()), default=inf)
+    return min(map(_quota_of, control_groups("cpu")), default=inf)
 
 
-def _control_groups() -> Iterator[Path]:
-    """Yield the folders of this process's control groups, and of their parents.
+def control_groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's control groups, the innermost first.
+
+    Args:
+        controller: What the groups limit, such as cpu or memory.
 
     A container sees its own group at the top, and may read a group name of the host.
     """
     with contextlib.suppress(OSError):
         for line in MEMBERSHIP.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
-            if not controllers or "cpu" in controllers.split(","):
-                top = CGROUPS / "cpu" if controllers else CGROUPS
+            if not controllers or controller in controllers.split(","):
+                top = CGROUPS / controller if controllers else CGROUPS
                 group = PurePosixPath(name.lstrip("/"))
                 yield from (top / folder for folder in (group, *group.parents))
 

@@ -6,7 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from support import ROOT
+from support.commands import call
+
+from tokenfeed.pipeline.feeding import cores
+from tokenfeed.tools import doctor
 
 
 def tokenfeed(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -22,8 +27,11 @@ def test_tokenfeed_runs_every_command(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     shown = tokenfeed("shards", "inspect", "out", "--json", cwd=tmp_path)
     assert json.loads(shown.stdout)["splits"]["train"]["shards"]
-    found = tokenfeed("doctor", "--data-set", "out", "--json", cwd=tmp_path)
+    found = tokenfeed("doctor", "--data-set", "out", "--url", "out", "--json", cwd=tmp_path)
     facts = json.loads(found.stdout)
+    assert facts["address"]["out"]["manifest.json"].endswith(" bytes")
+    assert {"open files", "locked memory", "memory of the container"} <= facts["limits"].keys()
+    assert {"cores", "disk, here", "shared memory"} <= facts["machine"].keys()
     assert facts["loader"]["out"]["M tokens/s"] > 0
     assert facts["versions"]["tokenfeed"] == tokenfeed("--version", cwd=tmp_path).stdout.split()[1]
     for name in ("train", "report"):
@@ -39,12 +47,46 @@ def test_tokenfeed_names_its_commands(tmp_path: Path) -> None:
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
 
 
-def test_doctor_fails_if_the_data_set_cannot_be_read(tmp_path: Path) -> None:
-    found = tokenfeed("doctor", "--data-set", "nothing", "--json", cwd=tmp_path)
-    assert found.returncode == 1
-    assert (
-        "nothing/manifest.json: not found" in json.loads(found.stdout)["loader"]["nothing"]["error"]
-    )
+@pytest.mark.parametrize(
+    ("words", "test", "reason"),
+    [
+        (("--data-set", "nothing"), "loader", "nothing/manifest.json: not found"),
+        (("--url", "s3://user:pass@x/y?sig=1"), "address", "contains a user"),
+        (("--url", "http://127.0.0.1:9/x"), "address", "127.0.0.1:9"),
+    ],
+)
+def test_doctor_fails_if_address_or_data_set_cannot_be_read(
+    words: tuple[str, str], test: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKENFEED_REMOTE_TIMEOUT", "1")
+    found = call(doctor.main, *words, "--json", expect=1)
+    ((_, value),) = json.loads(found.stdout)[test].items()
+    assert reason in value["error"]
+    assert "pass" not in found.stdout
+
+
+def test_doctor_finds_limits_of_nested_control_groups(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "membership").write_text("0::/user/job\n")
+    for group, limit in (("", "max"), ("user", "8589934592"), ("user/job", "max")):
+        (tmp_path / group).mkdir(exist_ok=True)
+        (tmp_path / group / "memory.max").write_text(limit)
+    monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(cores, "CGROUPS", tmp_path)
+    limits = doctor._limits()
+    assert limits["memory of the container"] == "8589934592"
+    assert limits["CPU time of the container"] == "unlimited"
+
+
+def test_issue_templates_ask_for_output_of_doctor() -> None:
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    for name in ("bug.yml", "question.yml"):
+        form = yaml.safe_load((folder / name).read_text())
+        asked = {field["id"]: field for field in form["body"] if "id" in field}
+        assert "tokenfeed doctor --json" in asked["doctor"]["attributes"]["description"]
+        assert asked["doctor"]["validations"]["required"] == (name == "bug.yml")
 
 
 def test_an_interruption_of_the_imports_of_a_command_is_one_line() -> None:
