@@ -8,6 +8,7 @@
     stall         measures the stall of other loops; used by the callbacks for both
     dataloader    code that requires a torch DataLoader or a StatefulDataLoader
     trl           TRL's `SFTTrainer`
+    preferences   pairs of conversations, for DPO trainers such as TRL's
     litgpt        a `DataModule` for `litgpt pretrain`
     nanochat      (inputs, targets, state) as nanochat's `base_train` takes them
     torchtitan    a dataloader for torchtitan's configs

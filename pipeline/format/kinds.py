@@ -1,8 +1,8 @@
 """Kinds: why each token of a conversation is there, and which tokens a loss counts.
 
 A shard of conversations has one byte per token. Bits 0 to 2 are the kind, bit 7 marks the first
-token of a message, and the other bits are 0. The loader turns kinds into targets, so the same
-shards serve every choice. Torch-free.
+token of a message, bit 6 marks the tokens of a rejected conversation, and the other bits are 0. The
+loader turns kinds into targets, so the same shards serve every choice. Torch-free.
 """
 
 import enum
@@ -17,7 +17,7 @@ from tokenfeed.pipeline.checks import refusal
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import KINDS, Column
 
-__all__ = ["BEGINS", "Kind", "TargetRule", "Targets", "kinds_of"]
+__all__ = ["BEGINS", "REJECTED", "Kind", "TargetRule", "Targets", "kinds_of"]
 
 
 class Kind(enum.IntEnum):
@@ -44,6 +44,8 @@ class Kind(enum.IntEnum):
 
 BEGINS = np.uint8(0x80)
 """Bit of the first token of a message."""
+REJECTED = np.uint8(0x40)
+"""Bit of each token of the rejected conversation, which follows the chosen one in its row."""
 _ASSISTANT = np.uint8(4)
 _OF_MESSAGES = (Kind.TEXT, Kind.CALL)
 """Kinds that bring the stop token with them: a model that never learns to stop is no use."""
@@ -57,6 +59,8 @@ Targets = str | Collection[str] | Callable[[np.ndarray], np.ndarray]
     {"text", "call"}  tokens of these kinds, also written "text,call". "text" and "call" include
                       the stop tokens.
     a function        takes the kinds of many tokens (uint8) and returns a bool for each
+
+Of a pair, only the chosen conversation has targets, except for "all" and functions.
 """
 
 
@@ -115,14 +119,13 @@ class TargetRule:
             ConfigError: The user's function returned something else than a bool per token.
         """
         if self.given == "assistant":
-            says: np.ndarray = (kinds & _ASSISTANT) != 0
-            return says
+            return _says(kinds)
         if self.given == "last":
             return _last(kinds, lengths)
         if isinstance(self.given, frozenset):
             wanted = np.array([kind.label in self.given for kind in Kind])
             wanted[Kind.STOP] |= wanted[list(_OF_MESSAGES)].any()
-            mask: np.ndarray = wanted[kinds_of(kinds)]
+            mask: np.ndarray = wanted[kinds_of(kinds)] & ((kinds & REJECTED) == 0)
             return mask
         assert callable(self.given)
         found = np.asarray(self.given(kinds))
@@ -134,9 +137,15 @@ class TargetRule:
         return found
 
 
+def _says(kinds: np.ndarray) -> np.ndarray:
+    """Return what the assistant says in chosen conversations."""
+    says: np.ndarray = (kinds & (_ASSISTANT | REJECTED)) == _ASSISTANT
+    return says
+
+
 def _last(kinds: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the tokens of each row's last message of the assistant."""
-    is_assistant = (kinds & _ASSISTANT) != 0
+    is_assistant = _says(kinds)
     begins = np.flatnonzero(is_assistant & ((kinds & BEGINS) != 0))
     offsets = offsets_of(lengths)
     at = np.searchsorted(begins, offsets[1:]) - 1

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.arithmetic import Ragged, join
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.kinds import BEGINS, Kind
+from tokenfeed.pipeline.format.kinds import BEGINS, REJECTED, Kind
 from tokenfeed.pipeline.format.schema import (
     ENDED_TASKS,
     IGNORED,
@@ -609,11 +609,15 @@ class ChatEncoder(TaskEncoder):
     """Conversations: the template writes them as texts, and each token gets a kind."""
 
     name: ClassVar[Task] = "chat"
-    record: ClassVar[str] = "a conversation: messages, or a prompt and its completion"
+    record: ClassVar[str] = (
+        "a conversation: messages, or a prompt and its completion, or a chosen and a rejected one"
+    )
     kinds: ClassVar[Fields] = {
         "messages": FieldKind.JSON,
         "prompt": FieldKind.JSON,
         "completion": FieldKind.JSON,
+        "chosen": FieldKind.JSON,
+        "rejected": FieldKind.JSON,
         "tools": FieldKind.OPTIONAL_JSON,
         "template_arguments": FieldKind.OPTIONAL_JSON,
     }
@@ -622,6 +626,9 @@ class ChatEncoder(TaskEncoder):
     messages: str | None = "messages"
     prompt: str | None = None
     completion: str | None = None
+    chosen: str | None = None
+    """What follows the prompt in the conversation that a model should prefer; None: no pairs."""
+    rejected: str | None = None
     tools: str | None = None
     template_arguments: str | None = None
     chat_template: ChatTemplate | None = None
@@ -631,10 +638,20 @@ class ChatEncoder(TaskEncoder):
     places: TokenPlaces | None = None
 
     def __post_init__(self) -> None:
-        if (self.prompt is None) != (self.completion is None):
+        if (self.chosen is None) != (self.rejected is None):
+            raise ConfigError("`--field`: expected both chosen and rejected, or none of them.")
+        if self.chosen is not None:
+            if self.completion is not None:
+                raise ConfigError("`--field`: expected completion, or chosen and rejected.")
+        elif (self.prompt is None) != (self.completion is None):
             raise ConfigError("`--field`: expected both prompt and completion, or none of them.")
-        if self.prompt is not None:
+        if self.prompt is not None or self.chosen is not None:
             object.__setattr__(self, "messages", None)
+
+    @property
+    def _endings(self) -> tuple[str, ...]:
+        """Fields that end the conversations of a record: one conversation, or a pair."""
+        return ("completion",) if self.chosen is None else ("chosen", "rejected")
 
     def with_tokenizer(self, json_bytes: bytes) -> Self:
         """The task with the bytes that each token stands for."""
@@ -650,7 +667,8 @@ class ChatEncoder(TaskEncoder):
         reasons = {}
         for row, text in enumerate(self.texts(values)):
             try:
-                self._numbers(self._conversation(values, row))
+                for ending in self._endings:
+                    self._numbers(self._conversation(values, row, ending))
             except Unusable as reason:
                 reasons[row] = str(reason)
             if not text:
@@ -658,12 +676,29 @@ class ChatEncoder(TaskEncoder):
         return reasons
 
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
-        """Turn R records into R rows."""
+        """Turn R records into R rows. A pair is one row: the chosen conversation is first."""
+        samples = [self._encoded(values, encode, ending) for ending in self._endings]
+        if len(samples) == 1:
+            return samples[0]
+        chosen, rejected = samples
+        kinds = rejected.per_token[KINDS]
+        rejected.per_token[KINDS] = Ragged(kinds.values | REJECTED, kinds.lengths)
+        return Samples(
+            {name: join([each.per_token[name] for each in samples]) for name in chosen.per_token},
+            {},
+            chosen.has_text & rejected.has_text,
+            {row: f"rejected: {reason}" for row, reason in rejected.unusable.items()}
+            | {row: f"chosen: {reason}" for row, reason in chosen.unusable.items()},
+            {name: counts + rejected.counts[name] for name, counts in chosen.counts.items()},
+        )
+
+    def _encoded(self, values: FieldValues, encode: Encode, ending: str) -> Samples:
+        """Turn R records into R conversations, which end with the given field."""
         assert self.chat_template, "the template is not known"
         assert self.places, "the tokenizer is not known"
         rendered: list[Rendered] = []
         numbers: list[dict[str, list[float]]] = []
-        conversations, unusable = self._conversations(values)
+        conversations, unusable = self._conversations(values, ending)
         for row, conversation in enumerate(conversations):
             rendered.append(_NOTHING)
             numbers.append({})
@@ -693,12 +728,14 @@ class ChatEncoder(TaskEncoder):
             per_token[column.name] = Ragged(kept.astype(column.dtype), ids.lengths)
         return Samples(per_token, {}, has_text, unusable, counts)
 
-    def _conversations(self, values: FieldValues) -> tuple[list[Conversation], dict[int, str]]:
+    def _conversations(
+        self, values: FieldValues, ending: str
+    ) -> tuple[list[Conversation], dict[int, str]]:
         """Return R conversations, empty where a record is unusable, and why it is."""
         conversations, unusable = [], {}
         for row in range(len(next(iter(values.values())))):
             try:
-                conversations.append(self._conversation(values, row))
+                conversations.append(self._conversation(values, row, ending))
             except Unusable as reason:
                 conversations.append(Conversation([]))
                 unusable[row] = str(reason)
@@ -743,14 +780,14 @@ class ChatEncoder(TaskEncoder):
                 numbers.append(float(value))
         return found
 
-    def _conversation(self, values: FieldValues, row: int) -> Conversation:
+    def _conversation(self, values: FieldValues, row: int, ending: str) -> Conversation:
         """Return a record as a conversation.
 
         Raises:
             Unusable: Names the field and the message.
         """
         messages = []
-        for own, role in (("messages", None), ("prompt", "user"), ("completion", "assistant")):
+        for own, role in (("messages", None), ("prompt", "user"), (ending, "assistant")):
             if (name := getattr(self, own)) is None:
                 continue
             value = values[name][row]
