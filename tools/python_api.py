@@ -7,6 +7,7 @@ continues if the records are the same.
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -93,10 +94,11 @@ def pretokenize(
 
             - a path or address, or a list of them, as the command takes them;
             - a `datasets.Dataset` or `IterableDataset`;
-            - a table of pyarrow, pandas, polars or anything else that exports Arrow;
+            - a table of pyarrow, pandas, polars or anything else that exports Arrow, or a column;
             - a list of dicts, or a function without arguments that returns an iterator of dicts, of
               texts or of tables;
-            - a dict from split name to one of the sources above, such as a `datasets.DatasetDict`.
+            - a dict from split name to one of the sources above, such as a `datasets.DatasetDict`;
+              either all splits have paths, or none has.
         out: A new or empty folder, the folder of an interrupted run, or an address.
         task: The content of a record. `pretokenize --help` describes this option and all options
             below. They have the same names and defaults.
@@ -124,7 +126,9 @@ def pretokenize(
     words["template_argument"] = tuple(
         f"{name}={json.dumps(value)}" for name, value in (template_argument or {}).items()
     )
-    paths = _paths(source)
+    paths, patterns = _paths_by_split(source) if isinstance(source, Mapping) else (None, ())
+    words["split"] += patterns
+    paths = paths or _paths(source)
     by_split = None if paths else _by_split(source)
     options = Options(paths=(*(paths or by_split or ()), os.fspath(out)), **words)
     options.check()
@@ -153,6 +157,34 @@ def _paths(source: object) -> tuple[str, ...] | None:
     sources = source if isinstance(source, list | tuple) else [source]
     paths = [os.fspath(path) for path in sources if isinstance(path, str | os.PathLike)]
     return tuple(paths) if paths and len(paths) == len(sources) else None
+
+
+def _paths_by_split(
+    source: Mapping[str, object],
+) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """Return the paths of a dict, and the patterns that put them into its splits. None for records.
+
+    Raises:
+        ConfigError: Only some of the splits have paths.
+    """
+    by_split = {name: _paths(given) for name, given in source.items()}
+    having = [name for name, paths in by_split.items() if paths]
+    if not having:
+        return None, ()
+    if len(having) < len(by_split):
+        raise ConfigError(
+            f"source: the split {having[0]!r} has paths, and other splits have records. Make a "
+            "data set of each kind, and join them with `shards merge`."
+        )
+    found: list[str] = []
+    patterns: list[str] = []
+    for name, paths in by_split.items():
+        for path in paths or ():
+            place = re.sub(r"([*?[])", r"[\1]", path if "://" in path else os.path.abspath(path))
+            many = "*" if "://" in path else "/*" if os.path.isdir(path) else ""
+            found.append(path)
+            patterns.append(f"{name}={place}{many}")
+    return tuple(found), tuple(patterns)
 
 
 def _by_split(source: object) -> dict[str, tuple[str | None, object]]:

@@ -64,6 +64,8 @@ SOURCES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
     ),
     "a pandas frame": pd.DataFrame,
     "a polars frame": pl.DataFrame,
+    "a column of pandas": lambda rows: pd.DataFrame(rows)["text"],
+    "a column of polars": lambda rows: pl.DataFrame(rows)["text"],
     "a Dataset": datasets.Dataset.from_list,
     "a shuffled and restored Dataset": lambda rows: datasets.Dataset.from_list(rows[::-1]).select(
         range(len(rows) - 1, -1, -1)
@@ -125,6 +127,20 @@ def test_a_dict_of_records_names_their_splits(rows: list[dict[str, Any]], tmp_pa
     assert sorted(names) == ["records/test", "records/train"]
 
 
+def test_a_dict_of_paths_names_their_splits(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a[b]*").mkdir()
+    for name in ("a[b]*/one.txt", "a[b]*/two.txt", "c.txt", "d.txt", "e.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}\n' if "jsonl" in name else name)
+    by_split = {
+        "train": tmp_path / "a[b]*",
+        "dev": [str(tmp_path / "c.txt"), tmp_path / "d.txt"],
+        "test": str(tmp_path / "e.jsonl"),
+    }
+    made = tokenfeed.pretokenize(by_split, tmp_path / "out", tokenizer=tokenizer)
+    rows = {name: split.rows for name, split in made.manifest.splits.items()}
+    assert rows == {"train": 2, "dev": 2, "test": 1}
+
+
 def test_a_record_that_cannot_be_used_is_rejected_and_the_rest_goes_on(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [
         {"text": "good"},
@@ -149,6 +165,10 @@ WRONG: dict[str, tuple[object, type[Exception], str]] = {
     "a generator": ((row for row in [{"text": "a"}]), ConfigError, "can be read only once"),
     "a number": (3, ConfigError, "records: got int. Give paths"),
     "a function of no records": (lambda: None, ConfigError, "returns NoneType"),
+    "a function of one text": (lambda: "abc", ConfigError, "returns str, expected an iterator"),
+    "a function of one record": (lambda: {"text": "a"}, ConfigError, "returns dict"),
+    "a dict of columns": ({"text": ["some", "words"]}, CorpusError, "some: not found"),
+    "paths and records": ({"train": "a", "test": [{"text": "a"}]}, ConfigError, "'train' has path"),
     "a list of numbers": ([1, 2], CorpusError, "records, record 0: is int, expected a dict"),
     "an empty list": ([], CorpusError, "no text in 1 input file"),
     "an empty dict": ({}, ConfigError, "names no split"),

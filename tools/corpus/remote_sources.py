@@ -208,7 +208,7 @@ def hub_files(name: str) -> Iterator[tuple[str, str, str | None]]:
     Raises:
         CorpusError: The data set cannot be loaded.
     """
-    if is_address(name.removeprefix(HUB_PREFIX)):
+    if name == HUB_PREFIX or is_address(name.removeprefix(HUB_PREFIX)):
         raise CorpusError(f"{public(name)}: expected hub:OWNER/NAME[@REVISION][:CONFIG].")
     import datasets  # seconds that only its users should pay
 

@@ -98,8 +98,9 @@ def json_lines(name: str, records: object, fields: Iterable[str]) -> Iterator[by
     Args:
         name: Name of the records in errors.
         records: A `datasets.Dataset` or `IterableDataset`; any table that exports Arrow streams
-            (pyarrow, pandas, polars, DuckDB); a list of mappings; or a function that returns an
-            iterator of mappings, of texts (each the first field), or of Arrow tables.
+            (pyarrow, pandas, polars, DuckDB), or a column of it, the first field; a list of
+            mappings; or a function that returns an iterator of mappings, of texts (each the first
+            field), or of Arrow tables.
         fields: The fields that the task reads.
 
     Raises:
@@ -125,7 +126,7 @@ def _batches(name: str, records: object, fields: tuple[str, ...]) -> Iterator[li
         yield from _rows(records, fields)
     elif callable(records):
         made: Any = records()
-        if not isinstance(made, Iterable):
+        if not isinstance(made, Iterable) or isinstance(made, str | bytes | Mapping):
             raise ConfigError(f"{name}: the function returns {_kind(made)}, expected an iterator.")
         yield from _rows_of(name, made, fields)
     elif isinstance(records, Iterator):
@@ -173,7 +174,11 @@ def _rows(table: Any, fields: tuple[str, ...]) -> Iterator[list[dict[str, Any]]]
     """Yield lists of rows of a table that exports Arrow."""
     if isinstance(table, pa.RecordBatch) or not hasattr(table, "__arrow_c_stream__"):
         table = pa.Table.from_batches([pa.record_batch(table)])
-    for batch in pa.RecordBatchReader.from_stream(table):
+    try:
+        reader = pa.RecordBatchReader.from_stream(table)
+    except pa.ArrowInvalid:  # a column, like a Series
+        reader = pa.table({fields[0]: pa.chunked_array(table)}).to_reader()
+    for batch in reader:
         wanted = batch.select([name for name in fields if name in batch.schema.names])
         for start in range(0, batch.num_rows, _BATCH_RECORDS):
             num_rows = min(_BATCH_RECORDS, batch.num_rows - start)

@@ -115,6 +115,7 @@ def read_command_line(
         prog: Name of the command.
         description: Help text above the options. Default: the docstring of the dataclass.
         words: The words after the command's name. Default: from the command line of this process.
+            Words behind `--` are no options.
         groups: The fields that are options, by the title of their group in the help. Default: all
             fields that have a default, without a group.
         reversible: Switches that `--no-NAME` turns off, because a file may turn them on.
@@ -127,6 +128,8 @@ def read_command_line(
             take its value.
     """
     words = list(sys.argv[1:] if words is None else words)
+    end = words.index("--") if "--" in words else len(words)
+    words, behind = words[:end], words[end + 1 :]
     kinds = get_type_hints(options, include_extras=True)
     fields = dataclasses.fields(options)
     groups = groups or {"": [field.name for field in fields if field.default is not MISSING]}
@@ -160,7 +163,7 @@ def read_command_line(
     _check_others(
         others, words, optional.values(), prog, other_names or {}, takes_words=bool(positional)
     )
-    given = _positional(others, positional, prog)
+    given = _positional([*others, *behind], positional, prog)
     for name, value in vars(found).items():
         given[name] = _value(kinds[name], value, f"`{optional[name]}`")
     return given
@@ -221,9 +224,8 @@ def _positional(words: list[str], kinds: Mapping[str, Any], prog: str) -> dict[s
         (name,) = kinds
         return {name: tuple(words)}
     if len(words) > len(names):
-        raise ConfigError(
-            f"`{words[len(names)]}`: unexpected word, expected {placeholders}. See {prog} --help."
-        )
+        known = f", expected {placeholders}" if names else ""
+        raise ConfigError(f"`{words[len(names)]}`: unexpected word{known}. See {prog} --help.")
     given = zip(kinds.items(), words, strict=True)
     return {name: setting_of(kind, word, _placeholder(kind)) for (name, kind), word in given}
 
