@@ -41,7 +41,7 @@ def test_standard_input_is_one_text_or_json_lines(tmp_path: Path, tokenizer: Pat
 def test_a_killed_run_continues_only_with_the_same_standard_input(
     tmp_path: Path, tokenizer: Path
 ) -> None:
-    data = write_lines(tmp_path / "a.jsonl", texts(4000)).read_bytes()
+    data = write_lines(tmp_path / "a.jsonl", texts(2500)).read_bytes()
     options = ("--tokenizer", tokenizer, "--shard-size", "100KB", "--workers", 1)
     out = tmp_path / "out"
     with open(tmp_path / "a.jsonl", "rb") as file:

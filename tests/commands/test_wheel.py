@@ -159,5 +159,7 @@ def test_the_main_job_runs_from_the_wheel_alone(environment: Environment) -> Non
     place, version, filled = environment.run("python", "-c", JOB).split()
     assert Path(place).is_relative_to(environment.packages)
     assert (version, filled) == (distribution("tokenfeed").version, "True")
-    environment.run("train", "--shards", "out", "--run-dir", "run", "--steps", "2")
+    small = ("--sequence-length", "32", "--micro-batch-tokens", "64", "--step-tokens", "64")
+    small = (*small, "--eval-tokens", "64", "--steps", "2")
+    environment.run("train", "--shards", "out", "--run-dir", "run", *small)
     assert (environment.folder / "run" / "metrics.jsonl").exists()

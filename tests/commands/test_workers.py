@@ -184,7 +184,7 @@ def no_collector() -> Iterator[None]:
 
 def test_close_leaves_no_descriptor_and_no_process(folder: Path, no_collector: None) -> None:
     before, others = open_files(), children_of("self")
-    for number in range(12):
+    for number in range(6):
         with open_loader(folder, num_workers=number % 3, epochs=None) as loader:
             assert len(list(islice(loader, 1 + 2 * number))) == 1 + 2 * number
         assert children_of("self") == others

@@ -135,20 +135,21 @@ def test_no_other_character_differs(name: str) -> None:
 
 
 NAMES = ["", *shapes.REGEXES]
-IN_CI = {"", "DeepSeek V3"}
+PARTS = [(place, name, 64) for place, name in enumerate(NAMES)]
+"""Another part for each: all characters, which take an hour, `character_probe.py` compares."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("place", "name"),
+    ("place", "name", "parts"),
     [
-        pytest.param(place, name, marks=() if name in IN_CI else pytest.mark.long)
-        for place, name in enumerate(NAMES)
+        (0, "", 512),
+        (7, "DeepSeek V3", 512),
+        *(pytest.param(*part, marks=pytest.mark.long) for part in PARTS),
     ],
 )
-def test_no_other_character_of_a_part_of_all_differs(place: int, name: str) -> None:
-    """Another part for each: all of them, which take an hour, `character_probe.py` compares."""
-    check_characters(name, CHARACTERS[place::64] + ENDS)
+def test_no_other_character_of_a_part_of_all_differs(place: int, name: str, parts: int) -> None:
+    check_characters(name, CHARACTERS[place::parts] + ENDS)
 
 
 def check_characters(name: str, characters: list[int]) -> None:
