@@ -82,7 +82,7 @@ def test_a_signal_ends_the_command_with_a_checkpoint_and_a_report(
 
 def wait_for_step(step: int, run_dir: Path, process: subprocess.Popen[str]) -> None:
     metrics = run_dir / "metrics.jsonl"
-    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+    while not (metrics.exists() and f'"step":{step},' in metrics.read_text()):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
 
@@ -220,7 +220,7 @@ WITH_UPLOADS = 16
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [15, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [30, pytest.param(60, marks=pytest.mark.long)])
 def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(
     kills: int, tmp_path: Path, write_dataset: Callable[..., Path]
 ) -> None:
