@@ -70,7 +70,7 @@ editor: setup
 # What is uploaded: sdist and wheel into dist/, and the main job from such a wheel in an empty environment.
 package: setup
 	rm -rf build dist
-	$(RUN_CHECKS) build --quiet
+	$(BIN)/python .ci/package.py --quiet
 	$(RUN_CHECKS) pytest -q tests/commands/test_wheel.py
 
 # Each Python that is here, and the lowest versions of what we depend on; not part of CI: half an hour and 15 GB.

@@ -5,6 +5,7 @@ is trained on, and that its loader makes several windows out of little data.
 """
 
 import functools
+import json
 import math
 import os
 import re
@@ -225,6 +226,40 @@ def test_a_data_module_that_no_trainer_has_says_so(tmp_path: Path) -> None:
     module = ShardDataModule(tmp_path, batching=Padded(64))
     with pytest.raises(ConfigError, match="no trainer yet"):
         module.train_dataloader()
+
+
+NOTEBOOK = """
+import json, sys
+from types import ModuleType, SimpleNamespace
+
+class IFrame(SimpleNamespace):
+    def __init__(self, src, **size):
+        print("shown:", src)
+
+display = sys.modules["IPython.display"] = ModuleType("IPython.display")
+display.IFrame = IFrame
+names = {"__name__": "__main__"}
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    if cell["cell_type"] == "code":
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+"""
+
+
+def test_notebook_trains_a_model_and_shows_its_report(tmp_path: Path) -> None:
+    bin = str(Path(sys.executable).parent)
+    env = os.environ | ENVIRONMENT | {"PATH": f"{bin}:{os.environ['PATH']}"}
+    program = ["-c", NOTEBOOK, EXAMPLES / "quickstart.ipynb"]
+    done = warm.run(program, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    shown = re.search(r"^shown: (.*)$", done.stdout, re.MULTILINE)
+    assert shown
+    assert "trained  20 steps" in done.stdout
+    assert "<svg" in (tmp_path / shown[1]).read_text()
+
+
+def test_notebook_has_no_outputs() -> None:
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    assert all(not cell.get("outputs") for cell in cells)
 
 
 def test_slow_loader_meter_agrees_with_stopwatch() -> None:

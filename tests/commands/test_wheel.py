@@ -5,6 +5,7 @@ that asks for more: an import that is not declared fails, and nothing is downloa
 """
 
 import os
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -141,8 +142,23 @@ def test_both_archives_hold_every_module(archives: Archives) -> None:
     with tarfile.open(archives.sdist) as sdist:
         files = (member.name for member in sdist if member.isfile())
         assert modules_of(name.partition("/")[2] for name in files) == kept
+        tops = {member.name.split("/")[1] for member in sdist if "/" in member.name}
+    assert tops <= {*BUILT_FROM, "PKG-INFO", "setup.cfg"}, "neither tests nor results"
     with zipfile.ZipFile(archives.wheel) as wheel:
         assert modules_of(iter(wheel.namelist())) == kept
+
+
+def test_sdists_of_one_commit_have_the_same_bytes(archives: Archives, tmp_path: Path) -> None:
+    set_times = runpy.run_path(str(ROOT / ".ci/package.py"))["set_times"]
+    later = tmp_path / "later.tar.gz"
+    with tarfile.open(archives.sdist) as sdist, tarfile.open(later, "w:gz") as other:
+        for entry in reversed(sdist.getmembers()):
+            entry.mtime, entry.uid, entry.uname = entry.mtime + 99, 1000, "somebody"
+            other.addfile(entry, sdist.extractfile(entry) if entry.isfile() else None)
+    sooner = copy2(archives.sdist, tmp_path / "sooner.tar.gz")
+    for path in (sooner, later):
+        set_times(path, 10**9)
+    assert sooner.read_bytes() == later.read_bytes()
 
 
 def test_the_wheel_asks_for_no_tool_of_development(environment: Environment) -> None:
