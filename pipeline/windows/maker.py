@@ -103,7 +103,7 @@ class WindowMaker:
             context = context[rows].astype(np.int64) - (0 if starts is None else starts)
         targets = None if targets is None else targets[rows]
         numbers, lengths = spans.numbers[chosen], spans.lengths[chosen]
-        if (skipped := plan.is_skipped(numbers)).any():
+        if plan.skip and (skipped := plan.is_skipped(numbers)).any():
             ignored = np.repeat(skipped, lengths)
             targets = None if targets is None else _without_targets(targets, skipped)
             context = None if context is None else np.where(skipped, lengths, context)

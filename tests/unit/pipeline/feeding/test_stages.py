@@ -181,14 +181,14 @@ def check_rows(loader: ShardLoader, stages: list[Stage], folders: list[Path]) ->
 
 @pytest.mark.slow
 @settings(max_examples=settings().max_examples // 2)
-@given(drawn=LISTS, changes=CHANGES)
+@given(drawn=LISTS, changes=CHANGES, order=st.sampled_from(["shuffled", "file"]))
 def test_a_run_whose_future_changed_equals_an_uninterrupted_run_of_its_final_list(
-    drawn: list[Drawn], changes: list[Change], folders: list[Path]
+    drawn: list[Drawn], changes: list[Change], order: str, folders: list[Path]
 ) -> None:
-    stages, state = listed(drawn, folders), None
+    stages, state, options = listed(drawn, folders), None, OPTIONS | {"order": order}
     runs: list[Ranks] = []
     for change in changes:
-        ranks = Ranks(stages, change.world_size, state, batching=SMALL, **OPTIONS)
+        ranks = Ranks(stages, change.world_size, state, batching=SMALL, **options)
         if change.weights and state is not None:
             weights = {f: w for n, w in change.weights.items() if (f := folders[n])}
             known = {folder for stage in ranks.loaders[0].stages for folder in stage.weights}
@@ -206,16 +206,16 @@ def test_a_run_whose_future_changed_equals_an_uninterrupted_run_of_its_final_lis
         if change.future is not None:
             stages = edited(stages, state, change, folders)
     else:
-        runs.append(Ranks(stages, 1, state, batching=SMALL, **OPTIONS))
+        runs.append(Ranks(stages, 1, state, batching=SMALL, **options))
         state = runs[-1].run()
     final = runs[-1].loaders[0].stages
-    alone = Ranks(final, 1, batching=SMALL, **OPTIONS)
+    alone = Ranks(final, 1, batching=SMALL, **options)
     whole = alone.run()
     assert (whole["digest"], whole["epoch"]) == (state["digest"], 1)
     assert [batch for step in joined(runs) for batch in step] == [
         batch for step in joined([alone]) for batch in step
     ]
-    check_rows(open_loader(final, SMALL, **OPTIONS), final, folders)
+    check_rows(open_loader(final, SMALL, **options), final, folders)
 
 
 def test_a_loop_that_reweighs_is_replayed_from_its_list(folders: list[Path]) -> None:

@@ -118,6 +118,17 @@ def test_a_checkpoint_counts_the_steps_of_its_run_and_the_next_one_is_told_by_de
     assert said.startswith("--- step 1 | epoch 0, window 0, micro-batch 12\ncorpus.txt record ")
 
 
+def test_step_of_a_run_in_file_order_is_explained(folder: Path, tmp_path: Path) -> None:
+    with open_loader(folder, POLICIES[0], order="file", skip={folder: [(0, 2)]}) as loader:
+        batches = iter(loader)
+        next(batches)
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+        told = [origin._asdict() for origin in loader.explain(next(batches))]
+    (said,) = lines_of(explain(folder, tmp_path / "state.json", "--json"))
+    assert said["pieces"] == told
+    assert [piece["row"] for piece in told] == sorted(piece["row"] for piece in told)
+
+
 @pytest.mark.parametrize("exhausted", ["repeat", "stop", "continue"])
 def test_a_step_of_a_mixture_is_told(
     exhausted: Any, make_dataset: MakeDataset, tmp_path: Path
