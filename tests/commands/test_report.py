@@ -53,15 +53,6 @@ def test_two_runs_stand_side_by_side(runs: tuple[Path, Path]) -> None:
     assert "communication" not in [row["name"] for row in found["causes"]]
 
 
-@pytest.mark.parametrize("words", [["nowhere"], ["compare", "nowhere", "nowhere"]])
-def test_a_folder_that_is_no_run_is_one_line(words: list[str], tmp_path: Path) -> None:
-    ended = report(*(word if word == "compare" else tmp_path / word for word in words))
-    assert ended.returncode != 0
-    assert ended.stdout == ""
-    assert ended.stderr.count("\n") == 1
-    assert "holds no report.json" in ended.stderr
-
-
 def test_the_command_needs_no_torch(runs: tuple[Path, Path]) -> None:
     code = (
         "import sys; sys.argv = ['report', sys.argv[1]]\n"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tokenfeed.pipeline.facts import facts
 from tokenfeed.pipeline.format.storage import atomic_write
@@ -47,21 +47,6 @@ _SHOWN_FROM = 5e-5
 _MOST_RANKS = 8
 _LEAST_COST = 0.005
 """If the slowest rank costs a smaller share of the time, the ranks count as equally fast."""
-
-
-class CauseRow(NamedTuple):
-    """A cause, or the work, as the text of a table row."""
-
-    name: str
-    fraction: float
-    share: str
-    seconds: str
-    tails: tuple[str, ...] = ("",) * len(TAILS)
-    """Seconds in a step, as `TAILS`."""
-    likely: str = ""
-    """The 95 % interval of the share."""
-    gain: str = ""
-    meaning: str = ""
 
 
 def stall_facts(report: "StallReport") -> dict[str, str]:
@@ -165,44 +150,23 @@ def headline(report: "StallReport") -> str:
     return line
 
 
-def cause_rows(report: "StallReport") -> list[CauseRow]:
-    """Return a row for each cause that shows, largest first, and a row for the work.
-
-    Empty without a measured step.
-    """
-    if report.stall is None:
-        return []
-    work = 1 - report.stall
-    return [
-        *(_cause_row(name, part) for name, part in shown_causes(report).items()),
-        CauseRow("work", work, f"{work:.2%}", f"{work * report.seconds:,.2f}"),
-    ]
-
-
-def _cause_row(name: Cause, part: "CauseReport") -> CauseRow:
-    return CauseRow(
-        name,
-        part.fraction,
-        f"{part.fraction:.2%}",
-        f"{part.seconds:,.2f}",
-        tuple(_short(getattr(part, key)) for key in TAILS),
-        "" if part.interval is None else f"{part.interval[0]:.2%} to {part.interval[1]:.2%}",
-        gain_words(part.speed_up - 1),
-        ABOUT[name].meaning,
-    )
-
-
 def cause_table(report: "StallReport") -> list[str]:
-    """Return the rows of the causes as lines of text; empty if no cause shows."""
-    rows = cause_rows(report)
-    if len(rows) < 2:
+    """Return the causes and the work as lines of text; empty if no cause shows."""
+    causes = shown_causes(report)
+    if report.stall is None or not causes:
         return []
-    names = "".join(f"{name:>{_COLUMN}}" for name in ("share", "seconds", *TAILS.values()))
-    lines = []
-    for row in rows:
-        cells = (f"{cell:>{_COLUMN}}" for cell in (row.share, row.seconds, *row.tails))
-        lines.append(f"{row.name:<{_NAME}}{''.join(cells)}".rstrip())
-    return [f"{'':<{_NAME}}{names}  a step", *lines]
+    lines = [("", "share", "seconds", *TAILS.values(), "a step")]
+    for name, part in causes.items():
+        tails = (_short(getattr(part, key)) for key in TAILS)
+        lines.append((name, f"{part.fraction:.2%}", f"{part.seconds:,.2f}", *tails))
+    work = 1 - report.stall
+    lines.append(("work", f"{work:.2%}", f"{work * report.seconds:,.2f}"))
+    width = len(TAILS) + 2
+    return [
+        f"{name:<{_NAME}}{''.join(f'{cell:>{_COLUMN}}' for cell in cells[:width])}"
+        + "".join(f"  {cell}" for cell in cells[width:])
+        for name, *cells in lines
+    ]
 
 
 def rank_table(report: "StallReport") -> list[str]:
@@ -402,13 +366,14 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {"format_as": format, "sentence": _sentence, "code": _code}
+    made.filters |= {"format_as": format, "sentence": _sentence, "code": _code, "short": _short}
     made.globals |= {
-        "tails": TAILS.values(),
+        "about": ABOUT,
+        "tails": TAILS,
         **{
             function.__name__: function
             for function in (
-                cause_rows,
+                shown_causes,
                 gain_words,
                 headline,
                 main_of,
