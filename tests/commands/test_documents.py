@@ -53,6 +53,7 @@ NOT_RUN = {
     ("README.md", "pip install torch", NETWORK),
     ("README.md", "pretokenize chats.jsonl", NETWORK),
     ("docs/benchmarks.md", "python -m venv peers", "needs the network and an hour"),
+    ("docs/how/adopt.md", "pretokenize mds/*.mds", "needs files of mosaicml-streaming"),
     ("docs/how/bucket.md", "train --shards s3://bucket/out", "needs a bucket"),
     ("docs/how/bucket.md", "from tokenfeed import Padded, ShardLoader", "needs a bucket"),
     ("docs/how/chat.md", "pretokenize chats.jsonl chat/ --task chat --tokenizer Qwen", NETWORK),

@@ -254,7 +254,7 @@ def test_append_while_others_read_gives_them_one_version(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(12, id="few"), pytest.param(400, id="many", marks=pytest.mark.long)]
+    "number", [pytest.param(8, id="few"), pytest.param(150, id="many", marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("command", ["append", "merge", "select", "copy"])
 def test_damage_is_refused_or_found_in_what_is_made(

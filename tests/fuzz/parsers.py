@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
@@ -224,6 +225,18 @@ def _stream(table: pa.Table, sink: io.BytesIO) -> None:
 
 
 _DELIMITED = "text,n\n" + "".join(f'"{text[:300]}",{n}\n' for n, text in enumerate(_TEXTS))
+
+
+def _mds() -> bytes:
+    """A shard of mosaicml-streaming with a column of texts."""
+    names = {"column_names": ["text"], "column_encodings": ["str"], "column_sizes": [None]}
+    config, texts = json.dumps(names).encode(), [text[:300].encode() for text in _TEXTS]
+    first = 4 * (len(texts) + 2) + len(config)
+    ends = first + np.cumsum([0, *(4 + len(text) for text in texts)])
+    numbers = np.array([len(texts), *ends], np.uint32).tobytes()
+    return numbers + config + b"".join(np.uint32(len(t)).tobytes() + t for t in texts)
+
+
 _CORPORA = {
     "a.jsonl": _LINES,
     "a.json": json.dumps([{"text": text} for text in _TEXTS]).encode(),
@@ -238,6 +251,7 @@ _CORPORA = {
     "a.parquet": _table(lambda table, sink: pq.write_table(table, sink, row_group_size=4)),
     "a.arrow": _table(_arrow),
     "b.arrow": _table(_stream),
+    "a.mds": _mds(),
 }
 
 

@@ -24,7 +24,7 @@ from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.records import Fields, Records
 from tokenfeed.tools.corpus.spool import json_lines
 
-__all__ = ["GROUP", "installed_format"]
+__all__ = ["GROUP", "installed_format", "read_by"]
 
 GROUP = "tokenfeed.formats"
 
@@ -54,7 +54,7 @@ def installed_format(ending: str) -> Format | None:
     return Format(
         name=ending,
         endings=(ending,),
-        read=partial(_read, read),
+        read=partial(read_by, read),
         damage=(Exception,),
         packages=(point.dist.name,) if point.dist else (),
         is_compressible=True,
@@ -66,7 +66,8 @@ def _points() -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=GROUP))
 
 
-def _read(read: Read, part: FilePart, fields: Fields) -> Iterator[Records]:
+def read_by(read: Read, part: FilePart, fields: Fields) -> Iterator[Records]:
+    """Read a file by a function on its bytes; see above."""
     blocks = part.blocks()
     errors: list[Exception] = []
     """Raised at the end, after the records before them."""

@@ -9,6 +9,7 @@ from tokenfeed.tools.corpus.formats.delimited import CSV, TSV
 from tokenfeed.tools.corpus.formats.installed import installed_format
 from tokenfeed.tools.corpus.formats.json_lines import JSON_LINES
 from tokenfeed.tools.corpus.formats.json_list import JSON_LIST
+from tokenfeed.tools.corpus.formats.mds import MDS
 from tokenfeed.tools.corpus.formats.parquet import PARQUET
 from tokenfeed.tools.corpus.formats.text import TEXT
 
@@ -30,6 +31,7 @@ class _Formats(dict[str, Format]):
 
 
 FORMATS: dict[str, Format] = _Formats(
-    (format_.name, format_) for format_ in (TEXT, JSON_LINES, JSON_LIST, CSV, TSV, PARQUET, ARROW)
+    (format_.name, format_)
+    for format_ in (TEXT, JSON_LINES, JSON_LIST, CSV, TSV, PARQUET, ARROW, MDS)
 )
 """Contents are compared with them in this order."""

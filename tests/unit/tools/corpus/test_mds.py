@@ -1,0 +1,115 @@
+"""Shards of mosaicml-streaming: the values that its writer stored, or an error."""
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+
+from tokenfeed import pretokenize
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.tools.corpus.formats.mds import read_mds
+
+CODES = {"uint16": 16, "uint32": 32, "int32": 33, "int64": 65}
+
+
+def array(row: list[int], dtype: str, *, is_named: bool) -> bytes:
+    """An array as the peer's `NDArray` encodes it: the type unless it is named, the number of
+    dimensions and the width of lengths, the length, the values."""
+    width = next(n for n in range(4) if len(row) < 1 << (8 << n))
+    head = b"" if is_named else bytes([CODES[dtype]])
+    return (
+        head
+        + bytes([1 << 2 | width])
+        + len(row).to_bytes(1 << width, "little")
+        + np.array(row, dtype).tobytes()
+    )
+
+
+def shard_of(samples: list[list[bytes]], config: dict[str, Any]) -> bytes:
+    sizes = config["column_sizes"]
+    whole = [
+        b"".join(
+            [
+                np.uint32(len(value)).tobytes()
+                for value, size in zip(sample, sizes, strict=True)
+                if size is None
+            ]
+            + sample
+        )
+        for sample in samples
+    ]
+    content = json.dumps(config).encode()
+    first = 4 * (len(whole) + 2) + len(content)
+    ends = [first, *(first + np.cumsum([len(each) for each in whole])).tolist()]
+    numbers = np.array([len(whole), *ends], np.uint32).tobytes()
+    return numbers + content + b"".join(whole)
+
+
+def shard(rows: list[list[int]], dtype: str, *, is_named: bool) -> bytes:
+    config = {
+        "column_names": ["input_ids", "number", "pickled", "text"],
+        "column_encodings": [f"ndarray:{dtype}" if is_named else "ndarray", "int", "pkl", "str"],
+        "column_sizes": [None, 8, None, None],
+    }
+    samples = [
+        [array(row, dtype, is_named=is_named), np.int64(n).tobytes(), b"!" * n, f"té {n}".encode()]
+        for n, row in enumerate(rows)
+    ]
+    return shard_of(samples, config)
+
+
+def read(content: bytes) -> list[dict[str, Any]]:
+    return [row for table in read_mds(io.BytesIO(content)) for row in table.to_pylist()]
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 60_000), max_size=300), min_size=1, max_size=9),
+    dtype=st.sampled_from([*CODES]),
+    is_named=st.booleans(),
+    chunk=st.sampled_from([1, 500, 1 << 22]),
+)
+def test_mds_has_the_values_of_every_column_it_reads(
+    rows: list[list[int]], dtype: str, is_named: bool, chunk: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tokenfeed.tools.corpus.formats.mds._CHUNK_BYTES", chunk)
+        found = read(shard(rows, dtype, is_named=is_named))
+    assert found == [
+        {"input_ids": row, "number": n, "text": f"té {n}"} for n, row in enumerate(rows)
+    ]
+
+
+def test_mds_of_any_bytes_is_read_or_is_a_value_error() -> None:
+    good, draw, refused = shard([[1, 2, 3]] * 9, "uint16", is_named=False), random.Random(0), 0
+    for _ in range(400):
+        at = draw.randrange(len(good))
+        flipped = bytes([good[at] ^ 1 << draw.randrange(8)])
+        bad = good[:at] if draw.random() < 0.2 else good[:at] + flipped + good[at + 1 :]
+        try:
+            read(bad)
+        except (ValueError, KeyError, TypeError):  # each rejects the rest of the file
+            refused += 1
+    assert refused > 100
+
+
+def test_ids_of_mds_shards_become_rows(tmp_path: Path) -> None:
+    vocabulary = {f"w{number}": number for number in range(700)}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="w0")).save(str(tmp_path / "t.json"))
+    rows = [[1, 2, 3], [699], [4, 700], [5]]
+    (tmp_path / "a.mds").write_bytes(shard(rows, "int32", is_named=True))
+    made = pretokenize(
+        tmp_path / "a.mds", tmp_path / "out", task="ids", tokenizer=tmp_path / "t.json"
+    )
+    assert [reject["record"] for reject in made.rejects] == [2]
+    manifest = Manifest.read(tmp_path / "out")
+    (info,) = manifest.split("train").shards
+    found, _ = ShardReader.open(tmp_path / "out", manifest, info).read(0)
+    assert (found.ids.tolist(), found.lengths.tolist()) == ([1, 2, 3, 699, 5], [3, 1, 1])
