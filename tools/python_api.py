@@ -8,11 +8,11 @@ continues if the records are the same.
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -26,6 +26,7 @@ from tokenfeed.tools.jobs.progress_bar import bytes_read
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.summary import Summary
+from tokenfeed.trainer.config.values import setting_of
 
 __all__ = ["Pretokenized", "pretokenize"]
 
@@ -116,21 +117,27 @@ def pretokenize(
     """
     given = dict(locals())
     words = {name: value for name, value in given.items() if name not in ("source", "out")}
+    for name in ("field", "split", "template_argument"):
+        if not isinstance(words[name] or {}, Mapping):
+            raise ConfigError(f"`{name}`: expected a dict, got {type(words[name]).__name__}.")
     words["field"] = tuple((f"{own}={name}",) for own, name in (field or {}).items())
     kept = keep.items() if isinstance(keep, Mapping) else ((name, "") for name in _texts(keep))
     words["keep"] = tuple(f"{name}={dtype}".rstrip("=") for name, dtype in kept)
     words["split"] = tuple(f"{name}={pattern}" for name, pattern in (split or {}).items())
     words["exclude"] = _texts(exclude)
-    words["tokenizer"] = None if tokenizer is None else os.fspath(tokenizer)
-    words["chat_template"] = None if chat_template is None else os.fspath(chat_template)
+    words["tokenizer"] = None if tokenizer is None else _path("tokenizer", tokenizer)
+    words["chat_template"] = chat_template and _path("chat_template", chat_template)
     words["template_argument"] = tuple(
         f"{name}={json.dumps(value)}" for name, value in (template_argument or {}).items()
     )
+    place = _path("out", out)
     paths, patterns = _paths_by_split(source) if isinstance(source, Mapping) else (None, ())
     words["split"] += patterns
     paths = paths or _paths(source)
     by_split = None if paths else _by_split(source)
-    options = Options(paths=(*(paths or by_split or ()), os.fspath(out)), **words)
+    kinds = get_type_hints(Options, include_extras=True)
+    words = {name: setting_of(kinds[name], value, f"`{name}`") for name, value in words.items()}
+    options = Options(paths=(*(paths or by_split or ()), place), **words)
     options.check()
     if by_split and runner != "local":
         raise ConfigError(
@@ -148,8 +155,26 @@ def pretokenize(
     return Pretokenized(out=summary.out, manifest=Manifest.read(summary.out), summary=summary)
 
 
-def _texts(given: Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _texts(given: Any) -> Any:
+    """Return one text or several as a tuple; another value as it is, to be rejected."""
+    if isinstance(given, str):
+        return (given,)
+    return tuple(given) if isinstance(given, Iterable) else given
+
+
+def _path(name: str, given: object) -> str:
+    """Return a path as text.
+
+    Raises:
+        ConfigError: It is another object.
+    """
+    path = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(path, str):
+        raise ConfigError(
+            f"`{name}`: got {type(given).__name__}, expected a path. Save the object to a file "
+            "and give its path."
+        )
+    return path
 
 
 def _paths(source: object) -> tuple[str, ...] | None:

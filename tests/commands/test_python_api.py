@@ -178,6 +178,37 @@ WRONG: dict[str, tuple[object, type[Exception], str]] = {
 }
 
 
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"task": None}, "`task`: expected one of lm"),
+    ({"field": ["text=a"]}, "`field`: expected a dict, got list"),
+    ({"exclude": 3}, "`exclude`: expected a list of text, got 3"),
+    ({"validation": "half"}, "`validation`: expected a share from 0 up to 1, got half"),
+    ({"tokenizer": object()}, "`tokenizer`: got object, expected a path"),
+    ({"out": None}, "`out`: got NoneType, expected a path"),
+    ({"shard_size": 1000}, "`shard_size`: expected text, got 1000. Put it in quotes"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), OPTIONS)
+def test_a_wrong_option_is_one_line(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        tokenfeed.pretokenize([{"text": "a"}], **{"out": tmp_path / "out"} | given)
+    assert str(raised.value).startswith(message)
+
+
+def test_options_may_be_texts_as_on_a_command_line(tmp_path: Path, tokenizer: Path) -> None:
+    rows = [{"text": f"text {number}"} for number in range(40)]
+    given: dict[str, Any] = {"validation": "0.5", "workers": "1", "exclude": "x"}
+    made = tokenfeed.pretokenize(rows, tmp_path / "out", tokenizer=tokenizer, **given)
+    assert made.manifest.splits["validation"].rows > 5
+
+
+@pytest.mark.parametrize("make", [list, pl.DataFrame, datasets.Dataset.from_list])
+def test_a_wrong_field_names_the_fields_of_objects(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="`text`; it has: body, id"):
+        tokenfeed.pretokenize(make([{"body": "a", "id": 1}] * 9), tmp_path / "out")
+
+
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_source_is_one_line_and_leaves_nothing(
     kind: str, tmp_path: Path, tokenizer: Path
@@ -249,7 +280,9 @@ def test_json_lines_hold_the_fields_of_each_record(
 ) -> None:
     source = (lambda: iter(records)) if is_function else records
     lines = b"".join(json_lines("records", source, ["text", "label"])).splitlines()
-    wanted = [{k: row[k] for k in ("text", "label") if k in row} for row in records]
+    wanted = [
+        {k: row[k] for k in ("text", "label") if k in row} or dict.fromkeys(row) for row in records
+    ]
     assert [json.loads(line) for line in lines] == wanted
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import pyarrow as pa
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.tools.corpus.records import shown_names
 
 __all__ = ["Spooled", "json_lines", "spool", "stdin_blocks"]
 
@@ -119,11 +120,13 @@ def _batches(name: str, records: object, fields: tuple[str, ...]) -> Iterator[li
     if type(records).__module__.startswith("datasets."):
         known: Any = records
         if known.column_names is not None:
-            known = known.select_columns([field for field in fields if field in known.column_names])
+            columns = [field for field in fields if field in known.column_names]
+            _check_columns(name, columns, fields, known.column_names)
+            known = known.select_columns(columns)
         for table in known.with_format("arrow").iter(_BATCH_RECORDS):
-            yield from _rows(table, fields)
+            yield from _rows(name, table, fields)
     elif hasattr(records, "__arrow_c_stream__"):
-        yield from _rows(records, fields)
+        yield from _rows(name, records, fields)
     elif callable(records):
         made: Any = records()
         if not isinstance(made, Iterable) or isinstance(made, str | bytes | Mapping):
@@ -155,9 +158,10 @@ def _rows_of(
         if isinstance(record, str):
             rows.append({fields[0]: record})
         elif isinstance(record, Mapping):
-            rows.append({field: _copied(record[field]) for field in fields if field in record})
+            row = {field: _copied(record[field]) for field in fields if field in record}
+            rows.append(row or dict.fromkeys(map(str, record)))  # the reject names these fields
         elif hasattr(record, "__arrow_c_stream__") or hasattr(record, "__arrow_c_array__"):
-            rows += [row for some in _rows(record, fields) for row in some]
+            rows += [row for some in _rows(name, record, fields) for row in some]
         else:
             yield rows
             raise CorpusError(
@@ -170,7 +174,18 @@ def _rows_of(
     yield rows
 
 
-def _rows(table: Any, fields: tuple[str, ...]) -> Iterator[list[dict[str, Any]]]:
+def _check_columns(
+    name: str, columns: Sequence[str], fields: tuple[str, ...], present: Sequence[str]
+) -> None:
+    """Reject a table that has none of the fields, before it is read."""
+    if not columns:
+        raise CorpusError(
+            f"{name}: no column `{'` or `'.join(fields)}`; it has: {shown_names(present)}. Name "
+            "the column with `field`."
+        )
+
+
+def _rows(name: str, table: Any, fields: tuple[str, ...]) -> Iterator[list[dict[str, Any]]]:
     """Yield lists of rows of a table that exports Arrow."""
     if isinstance(table, pa.RecordBatch) or not hasattr(table, "__arrow_c_stream__"):
         table = pa.Table.from_batches([pa.record_batch(table)])
@@ -179,13 +194,15 @@ def _rows(table: Any, fields: tuple[str, ...]) -> Iterator[list[dict[str, Any]]]
     except pa.ArrowInvalid:  # a column, like a Series
         reader = pa.table({fields[0]: pa.chunked_array(table)}).to_reader()
     for batch in reader:
-        wanted = batch.select([name for name in fields if name in batch.schema.names])
+        present = batch.schema.names
+        wanted = batch.select([field for field in fields if field in present])
+        _check_columns(name, wanted.schema.names, fields, present)
         for start in range(0, batch.num_rows, _BATCH_RECORDS):
             num_rows = min(_BATCH_RECORDS, batch.num_rows - start)
             rows = wanted.slice(start, num_rows).to_pylist()
             if "binary" in str(wanted.schema.types):
-                rows = [{name: _text(value) for name, value in row.items()} for row in rows]
-            yield rows if wanted.num_columns else [{}] * num_rows
+                rows = [{field: _text(value) for field, value in row.items()} for row in rows]
+            yield rows
 
 
 def _copied(value: Any) -> Any:
