@@ -24,6 +24,7 @@ from tokenfeed.trainer.config.values import Shards
 
 __all__ = [
     "DataSets",
+    "as_tokenizer",
     "first_of",
     "open_tokenizer",
     "read_chat_template",
@@ -112,11 +113,19 @@ def open_tokenizer(shards: StorePath) -> Tokenizer:
         ManifestError: The file cannot be read, or its checksum differs from that in the manifest.
         ConfigError: The file is not a tokenizer.
     """
-    content = read_tokenizer(shards)
+    return as_tokenizer(read_tokenizer(shards), shards)
+
+
+def as_tokenizer(content: bytes, where: object) -> Tokenizer:
+    """Decode a tokenizer.json. `where` names its place in the error.
+
+    Raises:
+        ConfigError: The file is not a tokenizer.
+    """
     try:
         return Tokenizer.from_buffer(content)
     except Exception as error:  # `tokenizers` raises nothing more exact
-        raise ConfigError(f"{shards}: tokenizer.json cannot be decoded ({error}).") from error
+        raise ConfigError(f"{where}: tokenizer.json cannot be decoded ({error}).") from error
 
 
 def read_chat_template(shards: StorePath) -> bytes | None:

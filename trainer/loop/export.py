@@ -22,11 +22,9 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import safetensors.torch
 import torch
 from torch import nn
@@ -40,6 +38,7 @@ from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.schedule import phase_at, phases_of
 from tokenfeed.trainer.data.datasets import (
+    as_tokenizer,
     first_of,
     open_tokenizer,
     read_chat_template,
@@ -56,19 +55,19 @@ from tokenfeed.trainer.models.starcoder2 import (
     starcoder2_config,
     to_starcoder2,
 )
-from tokenfeed.trainer.models.tokenizer_match import tokens_of
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
+from tokenfeed.trainer.models.transformer import SIZES, Transformer
 from tokenfeed.trainer.models.weights import (
     EXPORT_FILE,
+    Exported,
     base_of,
-    check_exported,
     given_weights,
     kept_weights,
+    tokens_of,
 )
 from tokenfeed.trainer.tasks.language_modeling import mask_id
 from tokenfeed.trainer.tasks.registry import make_task
 
-__all__ = ["Exported", "check_export", "export_run", "load_exported"]
+__all__ = ["check_export", "export_run", "load_exported"]
 
 _WEIGHTS = "model.safetensors"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -77,46 +76,6 @@ _CPU = torch.device("cpu")
 
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
-    """The content of tokenfeed.json."""
-
-    model: str
-    """tiny, mini, ...; MODULE:FACTORY; or hf: for a model of `transformers`."""
-    size: ModelSize | None
-    """The size of a built-in model; None for other models."""
-    head: Head
-    task: str
-    step: int
-    """The step of the weights."""
-    metrics: dict[str, float]
-    """Metrics of the validation split at that step."""
-    shards: str
-    """Fingerprint of the data set."""
-    weights: dict[str, str]
-    """The xxh3-64 of each file of weights."""
-
-    @classmethod
-    def read(cls, folder: Path) -> "Exported":
-        """Read tokenfeed.json in a folder.
-
-        Raises:
-            ConfigError: The file is missing or damaged.
-        """
-        try:
-            # json first: msgspec rejects an infinite loss
-            return msgspec.convert(json.loads((folder / EXPORT_FILE).read_bytes()), cls)
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{folder}: not a folder written by `train --export` ({error}). Give such a folder."
-            ) from error
-
-    @property
-    def is_hub(self) -> bool:
-        """Whether the model is one of `transformers`."""
-        return self.model == _HUB
 
 
 def check_export(config: TrainConfig) -> None:
@@ -176,7 +135,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
         shards=manifest.fingerprint,
         weights={},
     )
-    found = Exported.read(folder) if (folder / EXPORT_FILE).is_file() else None
+    found = Exported.of(folder)
     if found and dataclasses.replace(found, weights={}) == about:
         return  # schedulers may start a command twice
     check_export(config)
@@ -213,9 +172,12 @@ def load_exported(folder: Path | str) -> nn.Module:
         ConfigError: The folder was not written by `export_run`.
     """
     folder = Path(folder)
-    about = Exported.read(folder)
-    check_exported(folder)
-    if about.is_hub:
+    about = Exported.of(folder)
+    if about is None:
+        raise ConfigError(
+            f"{folder}: not a folder written by `train --export`. Give such a folder."
+        )
+    if about.model == _HUB:
         settings = TrainConfig(shards="", model=f"{_HUB}{folder}", sequence_length=2)
         return make_model(settings, about.head).eval()
     if about.size is not None:
@@ -232,7 +194,7 @@ def load_exported(folder: Path | str) -> nn.Module:
 
 def _write_weights(folder: Path, model: nn.Module, about: Exported, config: TrainConfig) -> None:
     """Write the weights, and config.json if `transformers` has such a model."""
-    if about.is_hub:
+    if about.model == _HUB:
         # With weights trained beside them, the adapters alone would be a part of what was learnt.
         adapter_folder = None if config.chooses else folder / "adapter"
         model.save(folder, adapter_folder=adapter_folder)  # type: ignore[operator]
@@ -284,12 +246,18 @@ def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dic
     """Return the files of the model's own tokenizer, if its ids mean the same in the shards. If
     not, return tokenizer.json of the shards, and tokenizer_config.json for `AutoTokenizer`."""
     content = read_tokenizer(first_of(config.shards))
-    own = _companion_files(config.model)
-    ours, theirs = tokens_of(content), tokens_of(own.get(TOKENIZER_FILE, b""))
+    own: dict[str, bytes] = {}
+    if config.model.startswith(_HUB):
+        from tokenfeed.trainer.models.hf_model import companion_files
+
+        own = companion_files(config.model)
+    tokenizer = open_tokenizer(first_of(config.shards))
+    ours, theirs = tokens_of(tokenizer), dict[int, str]()
+    with contextlib.suppress(ConfigError):  # a tokenizer that cannot be decoded is not copied
+        theirs = tokens_of(as_tokenizer(own.get(TOKENIZER_FILE, b""), config.model))
     if theirs and all(theirs.get(id, token) == token for id, token in ours.items()):
         is_same = ours.keys() <= theirs.keys() and _rules(content) == _rules(own[TOKENIZER_FILE])
         return own if is_same else own | {TOKENIZER_FILE: content}
-    tokenizer = open_tokenizer(first_of(config.shards))
     ids = {"eos_token": manifest.tokenizer.end_id, "mask_token": mask_id(tokenizer)}
     ids["pad_token"] = manifest.tokenizer.pad_id
     types = ["token_type_ids"] if head.pairs else []
@@ -319,14 +287,6 @@ def _with_template(config: TrainConfig, files: dict[str, bytes]) -> dict[str, by
     about = about if isinstance(about, dict) else {}
     about.pop("chat_template", None)  # older versions of transformers prefer it to the file
     return files | {CHAT_TEMPLATE_FILE: template, _TOKENIZER_CONFIG: _json(about)}
-
-
-def _companion_files(model: str) -> dict[str, bytes]:
-    if not model.startswith(_HUB):
-        return {}
-    from tokenfeed.trainer.models.hf_model import companion_files
-
-    return companion_files(model)
 
 
 def _json(content: dict[str, Any]) -> bytes:

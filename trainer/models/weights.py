@@ -6,11 +6,13 @@ drawn or loaded from elsewhere. Untrained weights of `transformers` are loaded a
 name.
 """
 
+import contextlib
 import difflib
 import json
 import logging
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -18,44 +20,84 @@ import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError, TokenfeedError
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.checkpoints.metadata import Base
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.data.datasets import as_tokenizer, first_of, open_tokenizer
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.models.starcoder2 import from_starcoder2, is_starcoder2
 from tokenfeed.trainer.models.transformer import ModelSize
 
 __all__ = [
     "EXPORT_FILE",
+    "Exported",
     "State",
     "base_of",
-    "check_exported",
     "count_parameters",
     "given_weights",
     "kept_state",
     "kept_weights",
     "product_weights",
     "start_from",
+    "tokens_of",
     "train_only",
     "trainable_names",
+    "warn_of_other_ids",
 ]
 
 EXPORT_FILE = "tokenfeed.json"
-"""File of an exported folder; see `loop.export`."""
 _NEAREST = 3
 
 
-class _Exported(msgspec.Struct):
-    """The fields of the export file that are read here."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """The content of tokenfeed.json in an exported folder; see `loop.export`."""
 
-    weights: dict[str, str]
+    model: str
+    """tiny, mini, ...; MODULE:FACTORY; or hf: for a model of `transformers`."""
+    size: ModelSize | None
+    """The size of a built-in model; None for other models."""
     head: Head
-    size: ModelSize | None = None
+    task: str
+    step: int
+    """The step of the weights."""
+    metrics: dict[str, float]
+    """Metrics of the validation split at that step."""
+    shards: str
+    """Fingerprint of the data set."""
+    weights: dict[str, str]
+    """The xxh3-64 of each file of weights."""
+
+    @classmethod
+    def of(cls, folder: Path) -> "Exported | None":
+        """Read a folder and verify its weights; None if another program wrote the folder.
+
+        Raises:
+            ConfigError: The weights or tokenfeed.json are damaged.
+        """
+        path = folder / EXPORT_FILE
+        if not path.exists():
+            return None
+        try:
+            # json first: msgspec rejects an infinite loss
+            about = msgspec.convert(json.loads(path.read_bytes()), cls)
+            damaged = [
+                name for name, xxh3 in about.weights.items() if file_xxh3(folder / name) != xxh3
+            ]
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: is damaged ({error}). Export again.") from error
+        if damaged:
+            raise ConfigError(
+                f"{folder / damaged[0]} is damaged: it fails its checksum. Export again."
+            )
+        return about
 
 
 def trainable_names(model: nn.Module, pattern: str | None) -> frozenset[str]:
@@ -221,32 +263,12 @@ def _read(source: str) -> State:
             "found neither checkpoints nor *.safetensors."
         )
     if files:
-        about = check_exported(folder)
+        about = Exported.of(folder)
         found = {name: value for file in files for name, value in _load(file).items()}
         return from_starcoder2(found) if about and is_starcoder2(about.size, about.head) else found
     _, checkpoint = checkpoints.open_best()
     weights: State = checkpoint.read(only="model")["model"]
     return weights
-
-
-def check_exported(folder: Path) -> _Exported | None:
-    """Reject exported weights that fail their checksums. Return None if another program wrote the
-    folder.
-
-    Raises:
-        ConfigError: The weights or the file of checksums are damaged.
-    """
-    path = folder / EXPORT_FILE
-    if not path.exists():
-        return None
-    try:
-        about = msgspec.convert(json.loads(path.read_bytes()), _Exported)
-        damaged = [name for name, xxh3 in about.weights.items() if file_xxh3(folder / name) != xxh3]
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is damaged ({error}). Export again.") from error
-    if damaged:
-        raise ConfigError(f"{folder / damaged[0]} is damaged: it fails its checksum. Export again.")
-    return about
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -261,3 +283,40 @@ def _load(file: Path) -> State:
         raise ConfigError(
             f"`--init-from`: {file} is damaged ({error}). Export again, or copy it once more."
         ) from error
+
+
+def warn_of_other_ids(config: TrainConfig) -> None:
+    """Warn if ids of --init-from are other tokens in the shards: an embedding fits by its shape,
+    whatever tokenizer its rows were learnt with. Does nothing if that tokenizer cannot be found.
+
+    Raises:
+        ConfigError: The tokenizer of the shards cannot be read, or is another one by its checksum.
+    """
+    if config.init_from is None or config.resume:
+        return
+    shards, folder = first_of(config.shards), Path(config.init_from)
+    ours = tokens_of(open_tokenizer(shards))
+    with contextlib.suppress(TokenfeedError, OSError):
+        begun = TrainConfig.of_run(folder)
+        file = folder / TOKENIZER_FILE
+        theirs = tokens_of(
+            open_tokenizer(first_of(begun.shards))
+            if begun
+            else as_tokenizer(file.read_bytes(), file)
+        )
+        others = sum(ours.get(id, token) != token for id, token in theirs.items())
+        if others:
+            _log.warning(
+                "`--init-from`=%s: its tokenizer is not that of %s: %s of %s ids are other tokens, "
+                "so an embedding that is taken knows nothing of them. Make shards with its "
+                "tokenizer, by `pretokenize --tokenizer`",
+                config.init_from,
+                shards,
+                f"{others:,}",
+                f"{len(theirs):,}",
+            )
+
+
+def tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the tokens of a tokenizer by id."""
+    return {id: token for token, id in tokenizer.get_vocab().items()}

@@ -21,7 +21,8 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop import evaluation, export
-from tokenfeed.trainer.loop.export import Exported, load_exported
+from tokenfeed.trainer.loop.export import load_exported
+from tokenfeed.trainer.models.weights import Exported
 
 IDS = torch.randint(2, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(2))
 
@@ -72,7 +73,8 @@ def test_an_exported_model_gives_the_logits_of_the_best_weights(
     assert all(torch.equal(state[name], weights[name]) for name in weights)
     with torch.no_grad():
         assert loaded(MicroBatch.of_ids(IDS, causal=True)).shape[:2] == IDS.shape
-    about = Exported.read(folder)
+    about = Exported.of(folder)
+    assert about is not None
     assert (about.step, about.task, about.model) == (report.best_step, "lm", model)
     assert about.metrics == report.metrics["validation"]
 
@@ -107,8 +109,10 @@ def test_weights_that_are_the_best_by_a_score_are_read_whatever_their_loss(
     monkeypatch.setattr(evaluation, "evaluate", lambda *args: evaluate(*args) | {"loss": loss})
     folder = tmp_path / "exported"
     report = run(make_config(tagged, tmp_path / "run", export=folder))
-    assert Exported.read(folder).step == report.best_step is not None
-    assert repr(Exported.read(folder).metrics["loss"]) == repr(loss)
+    about = Exported.of(folder)
+    assert about is not None
+    assert about.step == report.best_step is not None
+    assert repr(about.metrics["loss"]) == repr(loss)
     assert load_exported(folder).state_dict()
 
 
@@ -145,7 +149,9 @@ def test_export_of_a_finished_run_survives_later_rows(documents: Path, tmp_path:
     before = Manifest.read(shards).fingerprint
     grown_by(shards, documents)
     run(make_config(shards, tmp_path / "run", export=tmp_path / "exported"))
-    assert Exported.read(tmp_path / "exported").shards == before
+    about = Exported.of(tmp_path / "exported")
+    assert about is not None
+    assert about.shards == before
 
 
 def test_exported_weights_with_a_flipped_bit_are_rejected(documents: Path, tmp_path: Path) -> None:
