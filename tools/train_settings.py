@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
 from msgspec import Meta
@@ -19,7 +19,6 @@ from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.tools.shell.command_line import read_command_line
-from tokenfeed.trainer.config.presets import PRESETS, PresetName
 from tokenfeed.trainer.config.run_config import BY_NUMBERS, MODEL_NUMBERS, TrainConfig
 from tokenfeed.trainer.config.values import Positive, Tokens, flag_of, read_settings
 from tokenfeed.trainer.data.datasets import read_manifest
@@ -40,7 +39,7 @@ from tokenfeed.trainer.sizing.recommended import (
     tuning_defaults,
 )
 
-__all__ = ["FILE_KINDS", "GROUPS", "Command", "layered", "parse_config", "read_command"]
+__all__ = ["FILE_KINDS", "GROUPS", "PRESETS", "Command", "layered", "parse_config", "read_command"]
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +79,64 @@ GROUPS = {
     ),
 }
 """The options by the title of their group in the help."""
+
+PresetName = Literal["quick", "t4", "rtx4090", "h100", "production"]
+
+PRESETS: dict[PresetName, dict[str, Any]] = {
+    # A run in a minute, with evaluations, checkpoints and a report.
+    "quick": {
+        "steps": 20,
+        "warmup_steps": 2,
+        "eval_every": 10,
+        "save_every": 10,
+        "log_every": 2,
+    },
+    # 16 GB, half precision only in fp16: a small model that starts without compiling.
+    "t4": {
+        "model": "small",
+        "sequence_length": 512,
+        "micro_batch_tokens": 16_384,
+        "step_tokens": 65_536,
+        "epochs": 1,
+        "learning_rate": 1e-3,
+    },
+    # 24 GB, bf16.
+    "rtx4090": {
+        "model": "gpt2",
+        "sequence_length": 1024,
+        "micro_batch_tokens": 16_384,
+        "step_tokens": 262_144,
+        "epochs": 1,
+        "learning_rate": 6e-4,
+        "compile": True,
+    },
+    # 80 GB, bf16: GPT-2 as its reproductions train it.
+    "h100": {
+        "model": "gpt2",
+        "sequence_length": 1024,
+        "micro_batch_tokens": 65_536,
+        "step_tokens": 524_288,
+        "epochs": 1,
+        "learning_rate": 6e-4,
+        "compile": True,
+    },
+    # A run of days: rare evaluations, more checkpoints, a schedule that can be extended.
+    "production": {
+        "epochs": 1,
+        "schedule": "wsd",
+        "warmup_steps": 500,
+        "eval_every": 1000,
+        "save_every": 1000,
+        "keep": 3,
+        "log_every": 20,
+    },
+}
+"""Settings for a purpose, by name. A preset overrides the defaults that suit the data. A file and
+the command line override a preset.
+
+The presets for GPUs train on documents for one epoch, with a warm-up of 3.7 % of the steps, at most
+700. Their micro-batches fit according to `train --dry-run --preset NAME --gpu NAME`.
+"""
 
 _BUDGETS = ("steps", "epochs", "tokens")
 _PAIRS = (

@@ -8,7 +8,7 @@ already trained are the same too.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenfeed.trainer.config.run_config import ScheduleName, TrainConfig
@@ -50,12 +50,20 @@ def learning_rate(
     """
     if step <= warmup_steps:
         return peak * (step / warmup_steps)
-    start = _decay_start(schedule, steps, warmup_steps)
+    start, default = warmup_steps, _END
+    if schedule == "wsd":
+        start, default = max(warmup_steps, steps - math.ceil(_WSD_DECAY * steps)), 0.0
     if step <= start or schedule == "constant":
         return peak
-    default = 0.0 if schedule == "wsd" else _END
+    done, of = step - start, steps - start
+    if schedule == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * done / of))
+    elif schedule == "linear":
+        left = 1 - done / of
+    else:
+        left = 1 - math.sqrt(done / (of + 1))
     end = default if least is None else least / peak
-    return peak * (end + (1 - end) * _DECAYS[schedule](step - start, steps - start))
+    return peak * (end + (1 - end) * left)
 
 
 def rate_factor(step_tokens: int, reference_tokens: int) -> float:
@@ -65,33 +73,6 @@ def rate_factor(step_tokens: int, reference_tokens: int) -> float:
     size, as AdamW and Muon do.
     """
     return math.sqrt(step_tokens / reference_tokens)
-
-
-def _decay_start(schedule: ScheduleName, steps: int, warmup_steps: int) -> int:
-    """Return the last step at the peak."""
-    if schedule != "wsd":
-        return warmup_steps
-    return max(warmup_steps, steps - math.ceil(_WSD_DECAY * steps))
-
-
-def _cosine(done: int, steps: int) -> float:
-    return 0.5 * (1 + math.cos(math.pi * done / steps))
-
-
-def _linear(done: int, steps: int) -> float:
-    return 1 - done / steps
-
-
-def _square_root(done: int, steps: int) -> float:
-    return 1 - math.sqrt(done / (steps + 1))
-
-
-_DECAYS: dict[ScheduleName, Callable[[int, int], float]] = {
-    "cosine": _cosine,
-    "linear": _linear,
-    "wsd": _square_root,
-}
-"""Share of the way down that is left after the first `done` of the `steps` decay steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from tokenfeed.trainer.distributed.world import RankError, World, join_world
 from tokenfeed.trainer.loop.export import check_export, export_run
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.models.weights import warn_of_other_ids
-from tokenfeed.trainer.optim.gradients import is_out_of_memory
+from tokenfeed.trainer.optim.train_state import is_out_of_memory
 from tokenfeed.trainer.report.metrics import check_trackers
 from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.profiler import check_profile

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -35,9 +36,8 @@ from tokenfeed.trainer.loop.divergence import divergence_error, warn_of_skip
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.malloc import keep_freed_memory
 from tokenfeed.trainer.loop.samples import Sampler
-from tokenfeed.trainer.optim.gradients import StepGradients, Tally
 from tokenfeed.trainer.optim.precision import Precision, all_finite
-from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.metrics import MetricsFile, Trackers
 from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.profiler import StepTracer
@@ -131,7 +131,7 @@ class Trainer:
     def _train(self, should_save: Callable[[], bool]) -> None:
         config, task, curriculum = self.config, self.task, self.curriculum
         learner, stall, shape = self.learner, self.stall, self.loaders.shape
-        gradients, step_sync = StepGradients(learner, self.world, stall), self.step_sync
+        step_sync, is_sharded = self.step_sync, config.shard_model and self.world.size > 1
         batches = curriculum.batches()
         for step in range(self.step + 1, config.steps + 1):
             if curriculum.ends_before(step):
@@ -145,11 +145,18 @@ class Trainer:
                     batch = next(batches)
                 ends_step = batch.ends_step
                 micro_batch = task.prepare(shape(batch), number)
-                loss = gradients.add(micro_batch, number, last=ends_step)
+                if is_sharded:  # wait for late ranks here: within the step it would show as work
+                    with stall.cause("communication"):
+                        self.world.all_reduce([torch.zeros((), device=self.device)])
+                learner.draw_for(number)
+                waiting = stall.cause("communication")
+                loss = learner.add_gradients(micro_batch, last=ends_step, waiting=waiting)
                 tally.add(loss, batch.num_tokens, 0 if batch.is_filler else micro_batch.num_slots)
                 rows.append(batch.rows)
                 number += self.world.size
-            gradients.add_up(tally)
+            if self.world.size > 1:  # gradients are summed already
+                with stall.cause("communication"):
+                    self.world.all_reduce([tally.loss, tally.targets])
             if self.saver:
                 self.saver.before_update()
             norm = learner.step(step, tally.loss, tally.targets)

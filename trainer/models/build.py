@@ -1,8 +1,11 @@
 """Build the model of a run from its name."""
 
+import contextlib
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,7 +15,7 @@ from tokenfeed.trainer.config.run_config import ALL_LINEAR, BY_NUMBERS, MOST_SHA
 from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.data.datasets import first_of
 from tokenfeed.trainer.data.head import Head
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer, words_of
+from tokenfeed.trainer.models.transformer import SIZES, Transformer, words_of
 from tokenfeed.trainer.models.weights import start_from
 from tokenfeed.trainer.tasks.task import has_hidden
 
@@ -65,7 +68,7 @@ def compile_model(model: nn.Module, choices: int) -> None:
         return
     model.compile(dynamic=False)
     if has_hidden(model):
-        model.__dict__["hidden"] = torch.compile(model.hidden, dynamic=False)
+        model.__dict__["hidden"] = torch.compile(cast(Any, model).hidden, dynamic=False)
 
 
 def _compile_parts(module: nn.Module, blocks: set[nn.Module]) -> None:
@@ -93,7 +96,10 @@ def _check_adapters(config: TrainConfig) -> None:
 
 def _named_model(config: TrainConfig, head: Head) -> nn.Module:
     if config.model in SIZES:
-        return _built_in(SIZES[config.model], head, config)
+        built_in = Transformer(SIZES[config.model], head, config.dropout or 0.0)
+        if built_in.words is not None:
+            built_in.words.share(words_of(first_of(config.shards)))
+        return built_in
     module, colon, factory = config.model.partition(":")
     if not colon or not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(
@@ -101,13 +107,6 @@ def _named_model(config: TrainConfig, head: Head) -> nn.Module:
             f"got {config.model}."
         )
     return _own_model(module, factory, head)
-
-
-def _built_in(size: ModelSize, head: Head, config: TrainConfig) -> Transformer:
-    model = Transformer(size, head, config.dropout or 0.0)
-    if model.words is not None:
-        model.words.share(words_of(first_of(config.shards)))
-    return model
 
 
 def _own_model(module: str, factory: str, head: Head) -> nn.Module:
@@ -134,26 +133,23 @@ def _hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> nn.Module
             f"`--lora`: adapters beside weights that {option} draws learn little. Leave one of the "
             "two out."
         )
-    try:
-        from tokenfeed.trainer.models import hf_checks as trial
-        from tokenfeed.trainer.models import hf_model as hub
-    except ImportError as error:
-        raise _lacking(f"`--model`={config.model}", "hub", error) from error
+    with _needs_extra(f"`--model`={config.model}", "hub"):
+        from tokenfeed.trainer.models import hf_checks, hf_model
     is_frozen = config.lora is not None and not config.chooses
-    model = hub.load_hub_model(config, head, dtype if is_frozen else torch.float32)
-    trial.try_out(model, head, config.model)
+    model = hf_model.load_hub_model(config, head, dtype if is_frozen else torch.float32)
+    hf_checks.try_out(model, head, config.model)
     return model
 
 
 def _add_adapters(model: nn.Module, config: TrainConfig, head: Head) -> None:
-    try:
-        from tokenfeed.trainer.models import hf_model as hub
+    with _needs_extra(f"`--lora`={config.lora}", "lora"):
         from tokenfeed.trainer.models import lora
+    lora.add_adapters(model, head, config)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _needs_extra(option: str, extra: str) -> Iterator[None]:
+    try:
+        yield
     except ImportError as error:
-        raise _lacking(f"`--lora`={config.lora}", "lora", error) from error
-    assert isinstance(model, hub.HubModel)
-    lora.add_adapters(model, head, config)
-
-
-def _lacking(option: str, extra: str, error: ImportError) -> ConfigError:
-    return ConfigError(f"{option}: {error}. Run `pip install tokenfeed[{extra}]`.")
+        raise ConfigError(f"{option}: {error}. Run `pip install tokenfeed[{extra}]`.") from error

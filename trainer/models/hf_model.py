@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 import transformers
@@ -43,6 +43,13 @@ _COMPANIONS = (
     "generation_config.json",
 )
 """Files that come with the weights of a model, and that an exported model needs too."""
+_PURPOSES = {
+    ("vocabulary", True): "CausalLM",
+    ("vocabulary", False): "MaskedLM",
+    ("row", False): "SequenceClassification",
+    ("token", False): "TokenClassification",
+}
+"""The class of `transformers` for a kind of head, and whether a token sees only those before."""
 _REFUSALS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
 """Errors that `transformers` raises for a folder without a model, or with one that does not fit."""
 
@@ -183,7 +190,7 @@ def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubMo
     with _quiet(), _one_line_for(config.model):
         described = _describe(source, config, head)
         saved_dtype = described.dtype or torch.float32
-        auto = getattr(transformers, _class_for(head))
+        auto = getattr(transformers, f"AutoModelFor{_PURPOSES[head.kind, head.causal]}")
         if is_new or (config.resume and not config.reads_again):
             model = auto.from_config(
                 described, dtype=torch.float32, attn_implementation=ATTENTION_NAME
@@ -300,16 +307,6 @@ def _check_layers(described: Any, name: str) -> None:
             f"`--model`={name}: has layers of {', '.join(sorted(unknown))}, and `train` knows "
             f"{' and '.join(sorted(_KNOWN_LAYERS))}. Take another model."
         )
-
-
-def _class_for(head: Head) -> str:
-    if head.kind == "vocabulary":
-        return "AutoModelForCausalLM" if head.causal else "AutoModelForMaskedLM"
-    if head.kind == "row":
-        return "AutoModelForSequenceClassification"
-    if head.kind == "token":
-        return "AutoModelForTokenClassification"
-    assert_never(head.kind)
 
 
 def _from_weights(

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,12 +46,49 @@ from tokenfeed.trainer.tasks.task import Loss, Task
 if TYPE_CHECKING:
     from tokenfeed.trainer.distributed.replicas import Replicas
 
-__all__ = ["Learner"]
+__all__ = ["Learner", "Tally", "is_out_of_memory"]
 
 _OF_DROPOUT = 1
 """Key of dropout's random numbers, different from the keys of tasks, which have the same seed."""
 
 _log = logging.getLogger(__name__)
+
+
+_SIGNS = ("allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Words in out-of-memory errors that torch raises as plain RuntimeErrors."""
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether host or device ran out of memory."""
+    is_of_allocator = isinstance(error, torch.OutOfMemoryError)
+    return is_of_allocator or any(sign in str(error) for sign in _SIGNS)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over micro-batches. Sums that depend on the device stay on the device."""
+
+    loss: Tensor
+    targets: Tensor
+    tokens: int = 0
+    slots: int = 0
+
+    @classmethod
+    def zero(cls, device: torch.device) -> "Tally":
+        """Return the sums of no micro-batch."""
+        loss = torch.zeros((), device=device)
+        return cls(loss, torch.zeros((), dtype=torch.int64, device=device))
+
+    def add(self, loss: Loss, tokens: int, slots: int) -> None:
+        """Add one micro-batch."""
+        self.extend(Tally(loss.sum.detach(), loss.targets, tokens, slots))
+
+    def extend(self, other: "Tally") -> None:
+        """Add the sums of another tally."""
+        self.loss += other.loss
+        self.targets += other.targets
+        self.tokens += other.tokens
+        self.slots += other.slots
 
 
 class Learner:

@@ -18,9 +18,8 @@ from torch import Tensor
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import shown
 from tokenfeed.trainer.feeding.batch_policy import padding_remedy
-from tokenfeed.trainer.optim.gradients import Tally
 from tokenfeed.trainer.optim.optimizer import is_embedding
-from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.metrics import MetricsFile
 from tokenfeed.trainer.sensors.gpu import GpuReading, device_name, device_uuid
 from tokenfeed.trainer.sensors.host import HostReading, MachineSampler

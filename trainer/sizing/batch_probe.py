@@ -21,9 +21,8 @@ from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.batch_policy import possible_sizes
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
-from tokenfeed.trainer.optim.gradients import Tally, is_out_of_memory
 from tokenfeed.trainer.optim.precision import Precision
-from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.optim.train_state import Learner, Tally, is_out_of_memory
 from tokenfeed.trainer.tasks.registry import task_of
 
 __all__ = [

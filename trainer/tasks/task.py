@@ -10,7 +10,7 @@ Shapes: B rows, T slots, V vocabulary, C outputs.
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, Protocol, TypeGuard
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch.nn.functional as F
@@ -22,35 +22,18 @@ from tokenfeed.trainer.data.head import Head, HeadKind
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.tasks.chunked_loss import is_worth_chunks, vocabulary_loss
 
-__all__ = ["Answers", "BestBy", "HasHidden", "Loss", "Metrics", "Task", "has_hidden"]
+__all__ = ["Answers", "BestBy", "Loss", "Metrics", "Task", "has_hidden"]
 
 _LARGEST_EXPONENT = 700.0  # of a float
 
 
-class HasHidden(Protocol):
-    """A model with a vocabulary head that offers the head's input, so that the loss needs no
-    logits.
+def has_hidden(model: nn.Module) -> bool:
+    """Return whether a model offers the input of its head, so that the loss needs no logits.
 
-    The logits must equal `hidden @ head_weight.T`, with nothing added.
+    Such a model has `hidden(micro_batch)`, the head's input of shape (B, T, D), and `head_weight`,
+    the head's parameter of shape (V, D). Its logits equal `hidden @ head_weight.T`, with nothing
+    added. A model whose `head_weight` is None offers only logits.
     """
-
-    @property
-    def head_weight(self) -> Tensor:
-        """The head's weight, a parameter of shape (V, D). None or missing: only logits are
-        offered."""
-        ...
-
-    def hidden(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the input of the head, shape (B, T, D)."""
-        ...
-
-    def __call__(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the logits, shape (B, T, V)."""
-        ...
-
-
-def has_hidden(model: nn.Module) -> TypeGuard[HasHidden]:
-    """Return whether a model offers the input of its head."""
     return getattr(model, "head_weight", None) is not None
 
 
@@ -175,7 +158,7 @@ class Task:
             return self._loss_in_chunks(model, micro_batch)
         return self.loss_of(model(micro_batch), micro_batch)
 
-    def _loss_in_chunks(self, model: HasHidden, micro_batch: MicroBatch) -> Loss:
+    def _loss_in_chunks(self, model: Any, micro_batch: MicroBatch) -> Loss:
         hidden_ND = model.hidden(micro_batch).flatten(0, 1)
         targets_N = micro_batch.targets.flatten()
         most = self.most_targets(len(targets_N))

@@ -19,8 +19,8 @@ from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop import run as outside
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.optim.gradients import StepGradients
 from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.optim.train_state import Learner
 
 SETTINGS: dict[str, Any] = {
     "model": "support.training:small_model",
@@ -133,15 +133,15 @@ def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
             seen.trainer = self
             seen.initial = next(self.learner.model.parameters()).detach().clone()
 
-    class WatchedGradients(StepGradients):
+    class WatchedLearner(Learner):
         begins = True
 
-        def add(self, micro_batch: MicroBatch, number: int, *, last: bool) -> Any:
+        def add_gradients(self, micro_batch: MicroBatch, *, last: bool = True, **more: Any) -> Any:
             if self.begins:
                 seen.batches.append([])
             self.begins = last
             seen.batches[-1].append(micro_batch)
-            return super().add(micro_batch, number, last=last)
+            return super().add_gradients(micro_batch, last=last, **more)
 
     class WatchedPrecision(Precision):
         def step(self, *arguments: Any, **options: Any) -> Any:
@@ -154,7 +154,7 @@ def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
         return evaluate(model, task, kept, *others)
 
     monkeypatch.setattr(outside, "Trainer", Watched)
-    monkeypatch.setattr("tokenfeed.trainer.loop.trainer.StepGradients", WatchedGradients)
+    monkeypatch.setattr("tokenfeed.trainer.loop.trainer.Learner", WatchedLearner)
     monkeypatch.setattr("tokenfeed.trainer.loop.trainer.Precision", WatchedPrecision)
     monkeypatch.setattr("tokenfeed.trainer.loop.evaluation.evaluate", counted)
 

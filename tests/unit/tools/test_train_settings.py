@@ -16,8 +16,14 @@ from support.training import make_config, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import train
-from tokenfeed.tools.train_settings import FILE_KINDS, GROUPS, Command, layered, parse_config
-from tokenfeed.trainer.config.presets import PRESETS
+from tokenfeed.tools.train_settings import (
+    FILE_KINDS,
+    GROUPS,
+    PRESETS,
+    Command,
+    layered,
+    parse_config,
+)
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import expected, read_settings, setting_of
 from tokenfeed.trainer.feeding.batch_policy import make_policy

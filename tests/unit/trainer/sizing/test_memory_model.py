@@ -13,9 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.feeding.batch_policy import EpochShapes, is_packed, make_policy
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
-from tokenfeed.trainer.optim.gradients import Tally
 from tokenfeed.trainer.optim.precision import Precision
-from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.sensors.gpu_models import GPUS
 from tokenfeed.trainer.sizing.dry_run import RunPlan
 from tokenfeed.trainer.sizing.memory_model import PeakBytes
