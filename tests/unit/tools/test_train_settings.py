@@ -25,9 +25,8 @@ from tokenfeed.tools.train_settings import (
     parse_config,
 )
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.config.values import expected, read_settings, setting_of
+from tokenfeed.trainer.config.values import read_settings, setting_of
 from tokenfeed.trainer.feeding.batch_policy import make_policy
-from tokenfeed.trainer.sensors.gpu_models import GPUS
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["mini", "hf:some/model", "module:factory"]),
@@ -100,22 +99,6 @@ def test_flags_come_before_the_file_and_the_file_before_the_preset(
     assert config.model == "shallow"  # what suits the data set, since none of them says otherwise
 
 
-@pytest.mark.parametrize(
-    ("below", "above", "rows", "tokens"),
-    [
-        ({"step_rows": 32}, {"step_tokens": 4096}, None, 4096),
-        ({"step_tokens": 4096}, {"step_rows": 32}, 32, 2048),
-    ],
-)
-def test_of_two_that_say_what_a_step_is_the_upper_one_counts(
-    below: Any, above: Any, rows: Any, tokens: int, told: Any, shards: Path, tmp_path: Path
-) -> None:
-    file = written(tmp_path / "a.yaml", **below)
-    words = [(f"--{name.replace('_', '-')}", value) for name, value in above.items()]
-    config = told("--shards", shards, "--config", file, *itertools.chain(*words))
-    assert (config.step_rows, config.step_tokens) == (rows, tokens)
-
-
 def test_epochs_in_a_file_become_steps_but_steps_on_the_command_line_count(
     told: Any, shards: Path, tmp_path: Path
 ) -> None:
@@ -162,24 +145,16 @@ def test_a_pattern_of_a_file_may_be_empty_and_finds_all(
     ("content", "message"),
     [
         ("stepps: 3", r"unknown setting stepps\. Did you mean steps\?"),
-        ("zzz: 3", r"unknown setting zzz\.$"),
         ("steps: many", r"steps: expected a whole number of at least 1, got many\."),
-        ("steps: 0", r"steps: expected a whole number of at least 1, got 0\."),
         ("dropout: 1", r"dropout: expected a number of at least 0 and below 1, got 1\."),
-        ("learning-rate: [1]", r"learning-rate: expected a number above 0, got \[1\]\."),
         ("compile: perhaps", r"compile: expected true or false, got perhaps\."),
         ("schedule: step", r"schedule: expected one of cosine, linear, wsd, constant, got step\."),
         ("run_dir: ''", r"run_dir is empty: expected a path"),
         ("shards: {}", r"shards is empty: expected a folder"),
-        ("shards: []", r"shards is empty: expected a folder"),
         ("phases: [{steps: 2, shards: {}}]", r"phases 1: shards is empty"),
-        ("run_dir: 3", r"run_dir: expected a path, got 3\."),
         ("log_every: 2\nlog-every: 3", "log_every occurs twice"),
         ("steps: 2\nseed: 1\nsteps: 3", "line 3 repeats steps of line 1. Leave one out."),
-        ("shards:\n  a: 1\n  b: 2\n  a: 3", "line 4 repeats a of line 2. Leave one out."),
-        ("phases:\n- steps: 2\n  steps: 2", "line 3 repeats steps of line 2"),
         ("cache_bytes: 5 bags", r"cache_bytes: expected a size like 50GB, or 0, got 5 bags\."),
-        ("cache_bytes: -1", r"cache_bytes: expected a size like 50GB, or 0, got -1\."),
         ("steps: 2\nepochs: 1", "`epochs` and steps both say how long to train. Leave one out."),
         ("step-tokens: 64\nstep_rows: 4", "`step_rows` and step_tokens both say what a step is"),
         ("config: other.yaml", "unknown setting config"),
@@ -203,27 +178,22 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
     ("words", "message"),
     [
         (["--stepps", "3"], r"Unknown option `--stepps`\. Did you mean --steps\?"),
-        (["--stepps=3"], r"Unknown option `--stepps`\. Did you mean --steps\?"),
         (["out/"], r"`out/`: unexpected word\. Did you mean --shards out/\? See train --help"),
         (["--batch-size", "8"], "Did you mean --step-rows"),
         (["--steps"], r"`--steps`: expected a value\. See train --help"),
-        (["--steps="], r"`--steps` is empty: expected a whole number of at least 1\. Is a shell"),
         (["--shards", "a", "--track", "wandb", "x"], r"`x`: unexpected word\. See train --help"),
         (["--steps", "1.5"], r"`--steps`: expected a whole number of at least 1, got 1\.5"),
         (
             ["--precision", "int8"],
             "`--precision`: expected one of auto, fp32, bf16, fp16, got int8",
         ),
-        (["--cache-bytes", "5G"], r"`--cache-bytes`: expected a size like 50GB, or 0, got 5G"),
         (["--preset", "H100"], "`--preset`: expected one of quick, t4, rtx4090, h100, production"),
         (
             ["--config", "nowhere.yaml"],
             "nowhere.yaml: No such file or directory. Give a YAML",
         ),
-        (["--shards", ""], "`--shards` is empty"),
         (["--upload", ""], r"`--upload` is empty: expected text\. Is a shell variable unset"),
         (["--compile=yes"], r"`--compile`: takes no value\. See train --help"),
-        (["--compile", "yes"], "`yes`: unexpected word"),
         (["--resume", "perhaps"], "`--resume`: expected true or false or auto, got perhaps"),
         (["--shards"], "`--shards` is empty"),
         (["--track", "x"], "`--track`: expected a list of one of tensorboard, wandb, trackio"),
@@ -342,16 +312,6 @@ def test_later_setting_of_a_pair_removes_the_other(pair: tuple[str, str]) -> Non
     assert layered({one: 1}, {other: 2}) == {other: 2}
     assert layered({other: 1}, {one: 2}) == {one: 2}
     assert layered({one: 1}, {one: None, other: 2}) == {one: None, other: 2}
-
-
-@pytest.mark.parametrize("name", FILE_KINDS)
-def test_every_setting_can_be_described(name: str) -> None:
-    assert expected(FILE_KINDS[name])
-
-
-def test_presets_of_gpus_name_gpus_that_can_be_planned_for() -> None:
-    known = {name.lower().replace("-", "") for name in GPUS}
-    assert {"t4", "rtx4090", "h100"} <= known
 
 
 @pytest.mark.parametrize("option", ["steps", "epochs", "seed", "log-every"])

@@ -17,10 +17,8 @@ from support.training import (
     load_state,
     load_weights,
     make_config,
-    make_head,
     read_metrics,
     run,
-    small_model,
     write_labelled,
 )
 
@@ -28,9 +26,6 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.config.run_config import PhaseSettings, StageSettings, TrainConfig
 from tokenfeed.trainer.config.schedule import learning_rate, phase_at, phases_of
-from tokenfeed.trainer.models.weights import train_only, trainable_names
-from tokenfeed.trainer.optim.optimizer import make_optimizer
-from tokenfeed.trainer.optim.optimizer_io import keep_moments
 from tokenfeed.trainer.sizing.dry_run import dry_run
 
 PATTERNS = ("norm", r"blocks\.0", ".")
@@ -126,25 +121,6 @@ def test_weights_that_stay_keep_their_moments_and_new_ones_begin(
     assert {n for n, steps in taken.items() if steps == 1} == {n for n in taken if "norm" not in n}
 
 
-@pytest.mark.slow
-@given(st.lists(st.sampled_from([".", "norm", "feed", "embed"]), min_size=2, max_size=5))
-def test_moments_are_kept_of_exactly_what_both_optimizers_have(patterns: list[str]) -> None:
-    model = small_model(make_head())
-    before, trained = None, frozenset[str]()
-    for pattern in patterns:
-        names = trainable_names(model, pattern)
-        train_only(model, names)
-        optimizer = make_optimizer(model, "muon", 0.1)
-        if before is not None:
-            keep_moments(optimizer, before)
-        known = {name for name, weight in model.named_parameters() if weight in optimizer.state}
-        assert known == {name for name, _ in model.named_parameters() if name in names & trained}
-        for weight in model.parameters():
-            weight.grad = torch.ones_like(weight) if weight.requires_grad else None
-        optimizer.step()
-        before, trained = optimizer, names
-
-
 def test_a_run_of_equal_phases_is_a_run_without(folder: Path, tmp_path: Path) -> None:
     """Nothing happens between two phases that does not happen between two steps."""
     parts = tuple(PhaseSettings(steps=n, schedule="constant", warmup_steps=0) for n in STEPS)
@@ -170,15 +146,6 @@ def test_rates_are_those_of_runs_as_long_as_the_phases(lengths: list[int], warmu
         for n, steps in enumerate(lengths)
         for step in range(1, steps + 1)
     ]
-
-
-@given(counts)
-def test_each_step_is_in_one_phase_and_phases_follow_each_other(lengths: list[int]) -> None:
-    parts = tuple(PhaseSettings(steps=steps) for steps in lengths)
-    found = phases_of(TrainConfig(shards="out", phases=parts, steps=sum(lengths)))
-    numbers = [phase_at(found, step).number for step in range(1, sum(lengths) + 1)]
-    assert numbers == [n for n, steps in enumerate(lengths, 1) for _ in range(steps)]
-    assert phase_at(found, sum(lengths) + 1) == found[-1]
 
 
 def test_data_changes_where_a_phase_has_its_own(folder: Path, tmp_path: Path) -> None:

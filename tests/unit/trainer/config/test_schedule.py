@@ -69,12 +69,6 @@ def test_after_the_warm_up_the_rate_is_what_the_formula_says(
         assert found[step - 1] == pytest.approx(2.0 * expected(step))
 
 
-def test_cosine_and_linear_end_at_a_tenth_and_wsd_just_above_zero() -> None:
-    assert rates("cosine", 1.0, 100, 10)[-1] == pytest.approx(0.1)
-    assert rates("linear", 1.0, 100, 10)[-1] == pytest.approx(0.1)
-    assert 0 < rates("wsd", 1.0, 100, 10)[-1] < 0.03
-
-
 @pytest.mark.parametrize(("schedule", "last"), [("cosine", 0.3), ("linear", 0.3), ("wsd", 0.317)])
 def test_the_rate_falls_to_the_least_rate(schedule: ScheduleName, last: float) -> None:
     def rate(step: int, least: float | None) -> float:

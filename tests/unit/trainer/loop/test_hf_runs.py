@@ -59,16 +59,6 @@ def test_a_resumed_run_repeats_an_undisturbed_one(
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 8)
 
 
-def test_from_scratch_does_not_begin_with_the_weights(
-    documents: Path, llama: str, tmp_path: Path
-) -> None:
-    losses = [
-        run(make_config(documents, tmp_path / str(scratch), model=llama, from_scratch=scratch))
-        for scratch in (False, True)
-    ]
-    assert losses[0].validation_loss_first != losses[1].validation_loss_first
-
-
 def test_adapters_alone_are_trained_and_saved(documents: Path, llama: str, tmp_path: Path) -> None:
     run(make_config(documents, tmp_path / "lora", model=llama, **LORA))
     saved = load_weights(tmp_path / "lora", 8)
@@ -261,20 +251,6 @@ def test_export_of_another_tokenizer_has_that_of_the_shards(
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     assert tokenizer("w5")["input_ids"] == [5]
     assert tokenizer.model_max_length == 32
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft, about transformers
-def test_peft_loads_exported_adapters(documents: Path, llama: str, tmp_path: Path) -> None:
-    import peft
-
-    folder = tmp_path / "exported"
-    run(make_config(documents, tmp_path / "run", model=llama, export=folder, **LORA))
-    base = transformers.AutoModelForCausalLM.from_pretrained(llama.removeprefix("hf:"))
-    adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
-    merged = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    with torch.no_grad():
-        got, expected = adapted(input_ids=IDS).logits, merged(input_ids=IDS).logits
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_exported_classifier_names_its_classes(classes: Path, bert: str, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_long_completions_keep_their_prompts_and_lose_their_ends(
     for batching in ("packed", "padded"):
         config = make_config(shards, tmp_path / batching, steps=1, batching=batching)
         with contextlib.closing(Trainer(config)) as trainer:
-            batch, _, _ = next(trainer.curriculum.feed)
+            batch = next(trainer.curriculum.batches())
         assert not batch.starts.any()
         assert batch.num_targets == len(batch.rows) * (32 - 10)
     run(make_config(shards, tmp_path / "run", steps=1))
@@ -201,7 +201,7 @@ def test_targets_select_what_a_conversation_teaches(
     shards = write_rows(tmp_path / "shards", {"train": rows}, 64, task="chat")
     config = make_config(shards, tmp_path / "run", steps=1, targets=targets)
     with contextlib.closing(Trainer(config)) as trainer:
-        batch, _, _ = next(trainer.curriculum.feed)
+        batch = next(trainer.curriculum.batches())
     assert {*batch["labels"].unique().tolist()} - {-100} == expected
 
 
@@ -297,9 +297,6 @@ def test_run_resumes_on_the_rows_it_began_with(
 
 BAD_SETTINGS = [
     ({"steps": 0}, r"`--steps`: expected a whole number of at least 1, got 0\."),
-    ({"learning_rate": 0.0}, r"`--learning-rate`: expected a number above 0, got 0\.0\."),
-    ({"num_workers": -1}, r"`--num-workers`: expected a whole number of at least 0, got -1\."),
-    ({"sequence_length": 1}, r"`--sequence-length`: expected a whole number of at least 2"),
     (
         {"micro_batch_tokens": 100, "step_tokens": 100},
         r"multiple of --sequence-length=32, got 100\. Try 96\.",
@@ -317,12 +314,6 @@ def test_a_setting_that_cannot_work_is_named_with_its_value(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda is there")
-def test_asking_for_a_missing_gpu_is_refused(counting: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`device`=.cuda.: torch finds no CUDA device"):
-        run(make_config(counting, tmp_path / "run", device="cuda"))
-
-
 def test_missing_shards_leave_no_run_behind(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"manifest\.json: not found"):
         run(make_config(tmp_path / "nowhere", tmp_path / "run"))
@@ -334,17 +325,6 @@ def test_a_run_that_saved_nothing_leaves_its_folder_free(counting: Path, tmp_pat
     for _ in range(2):
         with pytest.raises(ConfigError, match="not finite, 20 steps in a row"):
             run(config)
-
-
-def test_a_loss_that_is_no_number_is_never_saved(counting: Path, tmp_path: Path) -> None:
-    config = make_config(counting, tmp_path / "run", learning_rate=1e30, save_every=1, steps=40)
-    with pytest.raises(ConfigError, match="not finite, 20 steps in a row"):
-        run(config)
-    steps = [int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*")]
-    assert steps
-    for step in steps:
-        weights = load_weights(tmp_path / "run", step)
-        assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
 
 
 def test_resume_takes_the_settings_the_run_was_begun_with(
@@ -367,19 +347,9 @@ def test_resume_takes_the_settings_the_run_was_begun_with(
     assert "steps was 8, is 12 from now on" in caplog.text
 
 
-def test_resume_with_other_weight_decay_uses_it(
-    counting: Path, finished: Path, tmp_path: Path
-) -> None:
-    for name, decay in (("same", 0.1), ("other", 50.0)):
-        shutil.copytree(finished, tmp_path / name)
-        config = make_config(counting, tmp_path / name, steps=10, weight_decay=decay, resume=True)
-        run(config)
-    same, other = (load_weights(tmp_path / name, 10) for name in ("same", "other"))
-    matrices = [name for name, weight in same.items() if weight.dim() == 2]
-    assert all(float(other[name].norm()) < 0.99 * float(same[name].norm()) for name in matrices)
-
-
-@pytest.mark.parametrize(("name", "value"), [("beta1", 0.0), ("beta2", 0.0), ("epsilon", 1e3)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("beta1", 0.0), ("beta2", 0.0), ("epsilon", 1e3), ("weight_decay", 50.0)]
+)
 def test_resume_uses_new_settings_of_adamw(
     name: str, value: float, counting: Path, finished: Path, tmp_path: Path
 ) -> None:
@@ -387,7 +357,9 @@ def test_resume_uses_new_settings_of_adamw(
         shutil.copytree(finished, tmp_path / folder)
         run(make_config(counting, tmp_path / folder, steps=9, resume=True, **changes))
     same, other = (load_weights(tmp_path / folder, 9) for folder in ("same", "other"))
-    assert all(not torch.equal(same[each], other[each]) for each in same)
+    decays = {each for each, weight in same.items() if weight.dim() == 2}
+    changed = {each for each in same if not torch.equal(same[each], other[each])}
+    assert changed == (decays if name == "weight_decay" else same.keys())
 
 
 def test_a_damaged_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,8 +448,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(
         for line in (tmp_path / "run" / "bad-step.jsonl").read_text().splitlines()
     ]
     with contextlib.closing(Trainer(make_config(counting, tmp_path / "other"))) as trainer:
-        steps = itertools.islice(trainer.curriculum.feed, 6)
-        rows = [batch.rows for batch, _, _ in steps]
+        rows = [batch.rows for batch in itertools.islice(trainer.curriculum.batches(), 6)]
     assert named == sorted({int(row) for part in rows[4:6] for row in part})
 
 
@@ -535,8 +506,6 @@ WORSENING = {"learning_rate": 30.0, "schedule": "constant", "warmup_steps": 0}
 """A run whose last step is not its best."""
 LYING_BESTS = {
     "figure": {"step": 2, "metric": "loss", "metrics": {"loss": 0.001}},
-    "step": {"step": 4, "metric": "loss", "metrics": {"loss": 0.001}},
-    "no metric": {"step": 2, "metric": "loss", "metrics": {}},
     "nothing": [],
 }
 

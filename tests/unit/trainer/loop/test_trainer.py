@@ -91,7 +91,7 @@ def test_weights_that_overflow_are_never_saved(counting: Path, tmp_path: Path) -
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-@pytest.mark.parametrize("steps", [2, 5, 15])
+@pytest.mark.parametrize("steps", [2, 15])
 def test_short_run_that_ends_with_skipped_steps_fails(
     counting: Path, tmp_path: Path, steps: int
 ) -> None:
@@ -101,20 +101,14 @@ def test_short_run_that_ends_with_skipped_steps_fails(
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-def test_a_diverged_run_names_the_checkpoint_to_go_on_from(counting: Path, tmp_path: Path) -> None:
-    config = make_config(counting, tmp_path, steps=40, learning_rate=1e30, save_every=1)
-    with pytest.raises(ConfigError, match="not finite, 20 steps in a row") as error:
-        run(config)
-    latest = max(tmp_path.glob("checkpoints/step-*"))
-    assert f"go on with --resume from {latest}. If the run fails again" in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 def test_diverged_run_that_resumes_ends_in_one_line_again(counting: Path, tmp_path: Path) -> None:
     config = make_config(counting, tmp_path, steps=40, learning_rate=1e30, save_every=1)
-    with pytest.raises(ConfigError, match=r"from step 2 on\..* records of step 2, "):
+    with pytest.raises(ConfigError, match=r"from step 2 on\..* records of step 2, ") as error:
         run(config)
-    (latest,) = (int(p.name[5:]) for p in [max(tmp_path.glob("checkpoints/step-*"))])
+    newest = max(tmp_path.glob("checkpoints/step-*"))
+    latest = int(newest.name[5:])
+    assert f"go on with --resume from {newest}. If the run fails again" in str(error.value)
+    assert "\n" not in str(error.value)
     message = rf"20 steps in a row, from step 2 on\..* records of step {latest + 1}, "
     assert read_metrics(tmp_path, "validation_loss")[latest] is None  # not finite, and read again
     with pytest.raises(ConfigError, match=message):

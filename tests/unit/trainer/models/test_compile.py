@@ -62,7 +62,7 @@ def test_a_micro_batch_of_one_row_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("name", ["classify", "tag", "lm"])
+@pytest.mark.parametrize("name", ["classify", "lm"])
 def test_nothing_is_compiled_after_the_shapes_that_were_told(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

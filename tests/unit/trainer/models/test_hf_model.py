@@ -291,12 +291,6 @@ def test_damaged_weights_are_refused_in_one_line(tmp_path: Path, make_hub: MakeM
         make_model(train_config(whole, init_from=""), head)
 
 
-def test_labels_are_named_in_the_config(make_hub: MakeModel) -> None:
-    _, head, model = make_hub("Bert", "row")
-    assert model.model.config.id2label == dict(enumerate(head.labels))
-    assert model.model.config.label2id == {name: id for id, name in enumerate(head.labels)}
-
-
 def test_nothing_is_printed_while_a_model_loads(
     make_hub: MakeModel, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,6 @@ from support.host_waits import HostWaits
 from support.training import (
     VOCABULARY,
     assert_same_run,
-    load_weights,
     make_config,
     make_head,
     make_transformer,
@@ -23,8 +22,6 @@ from support.training import (
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tokenfeed.pipeline.errors import ManifestError
-from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop.export import load_exported
 from tokenfeed.trainer.models.transformer import (
@@ -109,12 +106,6 @@ def test_sizes_are_what_the_help_says(name: str, millions: float) -> None:
     assert body / 1e6 == pytest.approx(millions, rel=0.02)
 
 
-def test_gpt2_is_the_124_million_of_gpt2_small() -> None:
-    with torch.device("meta"):
-        model = make_transformer("gpt2", 50257)
-    assert count(model) == pytest.approx(124e6, rel=0.01)
-
-
 def test_projections_into_the_residual_stream_start_smaller() -> None:
     torch.manual_seed(0)
     block = make_transformer("mini", UNPADDED).blocks[0]
@@ -181,13 +172,6 @@ def test_bytes_that_are_no_character_stay_apart(tmp_path: Path) -> None:
     assert words[upper] != words[lower]
 
 
-def test_words_of_a_missing_tokenizer_names_the_remedy(tmp_path: Path) -> None:
-    shards = write_labelled(tmp_path / "shards", "classify")
-    (shards / Manifest.read(shards).tokenizer.file).unlink()
-    with pytest.raises(ManifestError, match=r"tokenizer: cannot be read.*Restore it"):
-        words_of(shards)
-
-
 def test_case_makes_no_difference_to_words_and_does_to_others(labelled: Path) -> None:
     ids_BT = torch.randint(0, VOCABULARY, (3, 9))
     rows, folded = (MicroBatch.of_ids(each, causal=False) for each in (ids_BT, ids_BT // 2 * 2))
@@ -221,13 +205,3 @@ def test_an_interrupted_run_goes_on_and_what_it_exports_knows_words(
     assert_same_run(tmp_path / "whole", tmp_path / "parted", 8)
     words = load_exported(tmp_path / "exported").state_dict()["words.word_V"]
     assert torch.equal(words[:VOCABULARY], torch.arange(VOCABULARY) // 2 * 2)
-
-
-def test_a_run_starts_from_the_weights_of_another(labelled: Path, tmp_path: Path) -> None:
-    config = make_config(labelled, tmp_path / "first", model="words")
-    run(config)
-    later = dataclasses.replace(config, run_dir=tmp_path / "later", init_from=str(config.run_dir))
-    run(dataclasses.replace(later, learning_rate=1e-30, weight_decay=0.0))
-    best = load_weights(tmp_path / "later", 8)["embedding.weight"]
-    firsts = [load_weights(tmp_path / "first", step)["embedding.weight"] for step in (4, 8)]
-    assert any(torch.equal(best, first) for first in firsts)

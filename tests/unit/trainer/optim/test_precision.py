@@ -142,7 +142,7 @@ def test_a_step_that_scales_is_one_on_gradients_that_are_scaled_already(
 @every_optimizer
 @pytest.mark.parametrize(
     ("spoiled", "bad"),
-    [(0, math.inf), (1, -math.inf), (2, math.nan), (3, math.inf), (4, math.nan), (6, -math.inf)],
+    [(0, math.inf), (3, math.nan), (6, -math.inf)],
 )
 def test_one_bad_number_in_one_gradient_leaves_no_trace(
     precision_name: PrecisionName, optimizer_name: OptimizerName, spoiled: int, bad: float
