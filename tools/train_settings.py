@@ -26,7 +26,6 @@ from tokenfeed.trainer.distributed.launcher import Launch
 from tokenfeed.trainer.feeding.batch_policy import is_packed
 from tokenfeed.trainer.sizing.recommended import (
     Choice,
-    GivenSettings,
     Machine,
     data_defaults,
     default_epochs,
@@ -339,25 +338,18 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) 
         return Command(**layered(*(choice.settings for choice in choices), given))
 
     if manifest is not None:
-        relevant = GivenSettings(
-            objective=given.get("objective", "auto"),
-            model=given.get("model"),
-            from_scratch=given.get("from_scratch", False),
-            lora=given.get("lora") is not None,
-            step_tokens=given.get("step_tokens") is not None and given.get("step_rows") is None,
-            longest_input=_longest_input(manifest, given.get("model", "")),
-            for_gpu=given.get("preset") in _OF_GPUS or machine.gpu is not None,
-        )
-        choices += [*data_defaults(manifest, relevant), *tuning_defaults(relevant)]
+        longest_input = _longest_input(manifest, given.get("model", ""))
+        choices += [*data_defaults(manifest, given, longest_input), *tuning_defaults(given)]
         suited = command()
         suited.check()
         epochs = suited.epochs
         if not any(given.get(name) is not None for name in _BUDGETS):
-            epochs = default_epochs(manifest, relevant, on_gpu=machine.gpu is not None)
+            epochs = default_epochs(manifest, given, on_gpu=machine.gpu is not None)
         if epochs is not None or suited.tokens is not None:
             choices.append(_budget(suited, epochs, manifest, machine))
             given = {k: value for k, value in given.items() if k not in ("epochs", "tokens")}
-        choices += schedule_defaults(manifest, command(), relevant, given=given)
+        for_gpu = given.get("preset") in _OF_GPUS or machine.gpu is not None
+        choices += schedule_defaults(manifest, command(), given, for_gpu=for_gpu)
     packed = manifest is None or is_packed(command(), manifest)
     choices += gpu_defaults(command(), machine, given, packed=packed)
     found = command()

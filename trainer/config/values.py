@@ -238,10 +238,6 @@ def _settings(content: Mapping[Any, Any], kinds: Mapping[str, Any], where: str) 
     return found
 
 
-class _Repetition(Exception):
-    """A mapping has a name twice."""
-
-
 class _Loader(yaml.SafeLoader):
     """Reject repeated names, of which PyYAML keeps the last one silently."""
 
@@ -250,7 +246,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines:
-                raise _Repetition(f"line {line} repeats {name} of line {lines[name]}")
+                raise yaml.YAMLError(f"line {line} repeats {name} of line {lines[name]}")
             lines[name] = line
         return super().construct_mapping(node, deep)
 
@@ -258,13 +254,9 @@ class _Loader(yaml.SafeLoader):
 def _read_yaml(path: Path) -> dict[Any, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except _Repetition as error:
-        raise ConfigError(f"{path}: {error}. Leave one out.") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}. Give a YAML file.") from error
-    except RecursionError:
-        raise ConfigError(f"{path}: YAML is nested too deeply. Write one setting a line.") from None
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: invalid YAML ({' '.join(str(error).split())}).") from error
     if content is None:
         return {}

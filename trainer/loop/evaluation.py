@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tokenfeed.trainer.checkpoints.metadata import Best
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -44,7 +44,7 @@ def evaluate(
 ) -> Metrics:
     """Return the metrics of a model on a split; empty if the split has no targets.
 
-    Waits for the device at the end, and for answers that are scored.
+    Waits for the device at the end.
 
     Args:
         model: The model, in training mode, as it is again afterwards.
@@ -57,7 +57,7 @@ def evaluate(
     total = torch.zeros((), dtype=torch.float64, device=device)
     targets = torch.zeros((), dtype=torch.int64, device=device)
     num_bytes = torch.zeros((), dtype=torch.int64, device=device)
-    answers: list[Answers] = []
+    answers: list[tuple[Tensor, Tensor]] = []
     model.eval()
     for number, shown in micro_batches:
         micro_batch = task.prepare(shown, number)
@@ -67,7 +67,7 @@ def evaluate(
             else:
                 logits = model(micro_batch)
                 loss = task.loss_of(logits, micro_batch)
-                answers.append(Answers.of(micro_batch.targets, task.predict(logits)))
+                answers.append((micro_batch.targets, task.predict(logits)))
         total += loss.sum
         targets += loss.targets
         num_bytes += task.bytes_of_targets(micro_batch)
@@ -78,7 +78,8 @@ def evaluate(
         return {}
     mean, found = float(total) / int(targets), {}
     if task.kind != "vocabulary":
-        parts = itertools.chain(*world.all_gather(answers))
+        own = [Answers.of(*pair) for pair in answers]
+        parts = itertools.chain(*world.all_gather(own))
         found = task.scores(Answers(*map(np.concatenate, zip(*parts, strict=True))))
     if math.isnan(mean):  # then predictions are NaN too, and their scores mean nothing
         found = dict.fromkeys(found, math.nan)

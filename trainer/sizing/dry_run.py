@@ -59,7 +59,7 @@ def predict_micro_batch(config: TrainConfig, gpu: Gpu | None) -> TrainConfig:
     sizes = possible_sizes(config, task_of(config, _CPU))
     tokens = cpu_size(sizes) if gpu is None else sizes[0]
     config = dataclasses.replace(config, micro_batch_tokens=tokens)
-    found, _ = RunPlan(config, gpu).fitting()
+    found = RunPlan(config, gpu).fitting()
     return dataclasses.replace(config, micro_batch_tokens=found or tokens)
 
 
@@ -95,19 +95,17 @@ class RunPlan:
         """Return the peak bytes of a step with the largest micro-batches."""
         return self.simulation.peak(self.like, self.shape(config), config.accumulation)
 
-    def fitting(self) -> tuple[int | None, int | None]:
-        """Return the tokens of the largest micro-batch that fits the GPU, and its peak bytes."""
+    def fitting(self) -> int | None:
+        """Return the tokens of the largest micro-batch that fits the GPU; None if none fits."""
         if self._gpu is None:
-            return None, None
-        peaks, limit = dict[int | None, int](), SHARE_OF_MEMORY * self._gpu.bytes
+            return None
+        limit = SHARE_OF_MEMORY * self._gpu.bytes
 
         def fits(tokens: int) -> bool:
             config = dataclasses.replace(self._config, micro_batch_tokens=tokens)
-            peaks[tokens] = self.peak(config)
-            return peaks[tokens] <= limit
+            return self.peak(config) <= limit
 
-        found = largest_fitting(fits, possible_sizes(self._config, self.task))
-        return found, peaks.get(found)
+        return largest_fitting(fits, possible_sizes(self._config, self.task))
 
     def shape(self, config: TrainConfig) -> tuple[int, int]:
         """Return rows and padded length of the largest micro-batch."""
@@ -133,7 +131,6 @@ class RunPlan:
 
 
 FORMULA = "6 N + 12 L C T: N weights in matrix products, L layers of width C, rows of T tokens"
-_DISK_BYTES_PER_S = 1e9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +151,6 @@ class DryRun:
     trained_parameters: list[int]
     """Parameters that each phase trains."""
     flops_per_token: float
-    flops_formula: str
     precision: str
     peak_gib: float
     """Peak of the tensors. Kernels, CUDA and the allocator need more."""
@@ -164,7 +160,6 @@ class DryRun:
     """Whether the peak is within 92 % of the GPU's memory."""
     fitting_micro_batch_tokens: int | None
     """The largest micro-batch that fits, with the same step; None if none fits."""
-    fitting_peak_gib: float | None
     tokens_per_s_bound: float | None
     """Bound by the GPU's arithmetic. Good runs reach a third to a half of it."""
     hours_bound: float | None
@@ -172,49 +167,36 @@ class DryRun:
     checkpoint_gib: float
     disk_gib: float
     """Size of the checkpoints that are kept: the latest ones and the best."""
-    checkpoint_seconds: float
-    """Seconds to write a checkpoint at 1 GB/s."""
 
     def summary(self) -> str:
         """Return the prediction in a few lines."""
-        speed = ""
-        if self.tokens_per_s_bound is not None:
-            bound = f"{self.tokens_per_s_bound:,.0f}"
-            speed = f"at most {bound} tokens/s, so at least {_duration(self.hours_bound)}"
+        shapes = ", ".join(f"{count:,} of {shape}" for shape, count in self.shapes.items())
+        trained = memory = fits = speed = ""
+        if set(self.trained_parameters) != {self.parameters}:
+            listed = " then ".join(f"{count / 1e6:.3g}" for count in self.trained_parameters)
+            trained = f" of which {listed} M are trained"
+        if self.gpu:
+            memory = f", of {self.gpu_gib:g} GiB on {self.gpu}"
+            fits = "no micro-batch: try --recompute full, or a smaller --sequence-length"
+        if self.fitting_micro_batch_tokens is not None:
+            fits = f"--micro-batch-tokens {self.fitting_micro_batch_tokens} and less"
+        if self.tokens_per_s_bound and self.hours_bound is not None:
+            hours = self.hours_bound
+            time = f"{hours:,.1f} hours" if hours >= 1 else f"{3600 * hours:.3g} s"
+            speed = f"at most {self.tokens_per_s_bound:,.0f} tokens/s, so at least {time}"
         return facts(
             {
                 "steps": f"{self.steps:,} of {self.micro_batches_per_step} micro-batches, "
                 f"{self.slots_per_step:,} slots; {self.epochs:.2f} epochs, {self.tokens:,} tokens",
-                "batches": f"an epoch has {self._shapes()}; padding {self.padding:.2%}",
-                "model": f"{self.parameters / 1e6:.1f} M parameters{self._trained()}, "
-                f"{self.flops_per_token / 1e9:.3g} GFLOP a token ({self.flops_formula})",
-                "memory": f"{self.peak_gib:.2f} GiB at the peak, {self.precision}{self._memory()}",
-                "fits": self._fitting() if self.gpu else "",
+                "batches": f"an epoch has {shapes}; padding {self.padding:.2%}",
+                "model": f"{self.parameters / 1e6:.1f} M parameters{trained}, "
+                f"{self.flops_per_token / 1e9:.3g} GFLOP a token ({FORMULA})",
+                "memory": f"{self.peak_gib:.2f} GiB at the peak, {self.precision}{memory}",
+                "fits": fits,
                 "speed": speed,
                 "disk": f"{self.checkpoints:,} checkpoints of {self.checkpoint_gib:.2f} GiB; "
-                f"those kept take {self.disk_gib:.2f} GiB; {self.checkpoint_seconds:.1f} s each at "
-                "1 GB/s",
+                f"those kept take {self.disk_gib:.2f} GiB",
             }
-        )
-
-    def _shapes(self) -> str:
-        return ", ".join(f"{count:,} of {shape}" for shape, count in self.shapes.items())
-
-    def _trained(self) -> str:
-        if set(self.trained_parameters) == {self.parameters}:
-            return ""
-        listed = " then ".join(f"{count / 1e6:.3g}" for count in self.trained_parameters)
-        return f" of which {listed} M are trained"
-
-    def _memory(self) -> str:
-        return "" if self.gpu_gib is None else f", of {self.gpu_gib:g} GiB on {self.gpu}"
-
-    def _fitting(self) -> str:
-        if self.fitting_micro_batch_tokens is None:
-            return "no micro-batch: try --recompute full, or a smaller --sequence-length"
-        return (
-            f"--micro-batch-tokens {self.fitting_micro_batch_tokens} and less "
-            f"({self.fitting_peak_gib:.2f} GiB)"
         )
 
 
@@ -233,7 +215,6 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
     tokens, slots = epochs * epoch.tokens, epochs * epoch.slots
     flops = planned.flops_per_token()
     peak = planned.peak(config)
-    fitting, fitting_peak = planned.fitting()
     bound = gpu.tflops * 1e12 / flops if gpu and gpu.tflops else None
     state = planned.simulation.state_bytes
     checkpoints = ceil_div(config.steps, config.save_every)
@@ -248,23 +229,15 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
         parameters=sum(p.numel() for p in planned.simulation.learner.model.parameters()),
         trained_parameters=planned.simulation.learner.trained_parameters,
         flops_per_token=flops,
-        flops_formula=FORMULA,
         precision=planned.precision,
         peak_gib=peak / GIB,
         gpu=gpu.name if gpu else None,
         gpu_gib=gpu.gib if gpu else None,
         fits=peak <= SHARE_OF_MEMORY * gpu.bytes if gpu else None,
-        fitting_micro_batch_tokens=fitting,
-        fitting_peak_gib=None if fitting_peak is None else fitting_peak / GIB,
+        fitting_micro_batch_tokens=planned.fitting(),
         tokens_per_s_bound=bound,
         hours_bound=tokens / bound / 3600 if bound else None,
         checkpoints=checkpoints,
         checkpoint_gib=state / GIB,
         disk_gib=min(checkpoints, config.keep + 1) * state / GIB,
-        checkpoint_seconds=state / _DISK_BYTES_PER_S,
     )
-
-
-def _duration(hours: float | None) -> str:
-    seconds = (hours or 0.0) * 3600
-    return f"{hours:,.1f} hours" if seconds >= 3600 else f"{seconds:.3g} s"

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,6 @@ from tokenfeed.trainer.sensors.gpu_models import Gpu
 
 __all__ = [
     "Choice",
-    "GivenSettings",
     "Machine",
     "data_defaults",
     "default_epochs",
@@ -100,63 +99,55 @@ class Choice:
         return f"{' '.join(flags)} ({self.reason})" if flags else ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GivenSettings:
-    """The given settings on which defaults depend."""
-
-    objective: str = "auto"
-    model: str | None = None
-    from_scratch: bool = False
-    """Whether an hf: model draws its weights anew."""
-    lora: bool = False
-    """Whether adapters are trained."""
-    step_tokens: bool = False
-    """Whether steps are counted in tokens."""
-    longest_input: int | None = None
-    """Longest input of the model in tokens; None without a limit."""
-    for_gpu: bool = False
-    """Whether the run is on a GPU, or a preset for one is given."""
-
-    @property
-    def finetunes(self) -> bool:
-        """Whether the model is pretrained."""
-        return (self.model or "").startswith("hf:") and not self.from_scratch
+def _finetunes(given: Mapping[str, Any]) -> bool:
+    """Return whether the model is pretrained."""
+    return (given.get("model") or "").startswith("hf:") and not given.get("from_scratch")
 
 
-def data_defaults(manifest: Manifest, given: GivenSettings) -> list[Choice]:
-    """Return the defaults that suit a data set, without those that depend on the steps."""
+def data_defaults(
+    manifest: Manifest, given: Mapping[str, Any], longest_input: int | None = None
+) -> list[Choice]:
+    """Return the defaults that suit a data set, without those that depend on the steps.
+
+    Args:
+        manifest: The data.
+        given: The given settings, on which defaults depend.
+        longest_input: Longest input of the model in tokens; None without a limit.
+    """
     train = manifest.splits.get("train")
-    if given.objective == "masked" or train is None or not train.rows:
+    if given.get("objective") == "masked" or train is None or not train.rows:
         return []
     longest = max(split.longest_row for split in manifest.splits.values())
     label = column_of(manifest.columns, "target")
     if label is not None:
-        model = [] if given.model else [_model(label, train)]
+        model = [] if given.get("model") else [_model(label, train)]
         patience = Choice({"patience": _PATIENCE}, "more evaluations find no better weights")
         return [*model, *_padded(longest, train, given), patience]
     if column_of(manifest.columns, "context") is not None:
-        return [_packed(longest, train, given)]
+        return [_packed(longest, train, given, longest_input)]
     return []
 
 
-def tuning_defaults(given: GivenSettings) -> list[Choice]:
+def tuning_defaults(given: Mapping[str, Any]) -> list[Choice]:
     """Return the defaults that suit a pretrained model, or adapters beside one."""
-    if not given.finetunes:
+    if not _finetunes(given):
         return []
-    if given.lora:
+    if given.get("lora") is not None:
         settings = {"learning_rate": _ADAPTER_RATE, "weight_decay": 0.0}
         return [Choice(settings, "adapters start at zero, and must not decay to it")]
     return [Choice({"learning_rate": _FINE_RATE}, "the model is pretrained")]
 
 
-def default_epochs(manifest: Manifest, given: GivenSettings, *, on_gpu: bool = False) -> int | None:
+def default_epochs(
+    manifest: Manifest, given: Mapping[str, Any], *, on_gpu: bool = False
+) -> int | None:
     """Return the epochs that suit a data set; None if the steps do not come from epochs.
 
     Documents are read once on a GPU, and for a fixed number of steps on a CPU.
     """
     if not data_defaults(manifest, given):
         return 1 if on_gpu and manifest.splits["train"].rows else None
-    if given.finetunes:
+    if _finetunes(given):
         return _EPOCHS[0]
     train = manifest.split("train")
     epochs = _TOKENS // max(1, train.tokens)
@@ -222,25 +213,21 @@ def steps_of_tokens(tokens: int, config: TrainConfig, manifest: Manifest, *, on_
 
 
 def schedule_defaults(
-    manifest: Manifest,
-    config: TrainConfig,
-    relevant: GivenSettings,
-    *,
-    given: Container[str] = (),
+    manifest: Manifest, config: TrainConfig, given: Mapping[str, Any], *, for_gpu: bool = False
 ) -> list[Choice]:
     """Return the defaults that suit the steps of a run.
 
     Args:
         manifest: The data.
         config: The settings so far.
-        relevant: The given settings on which defaults depend.
-        given: Names of all given settings, which get no default.
+        given: The given settings, which get no default.
+        for_gpu: Whether the run is on a GPU, or a preset for one is given.
     """
     choices = []
     trained = _trained_tokens(config, manifest)
     every, reason = _evaluation_steps(manifest, config.steps, trained), f"{config.steps:,} steps"
     # A checkpoint can be the best one only if its step is both evaluated and saved.
-    save_every, is_paced = config.save_every, bool(data_defaults(manifest, relevant))
+    save_every, is_paced = config.save_every, bool(data_defaults(manifest, given))
     if is_paced and "save_every" not in given:
         save_every = every
     every = config.eval_every if "eval_every" in given else round_up(every, save_every)
@@ -252,7 +239,7 @@ def schedule_defaults(
             "save_every": round_up(save_every, every),
             "log_every": max(_LEAST_LOG_EVERY, config.steps // _LINES),
         }
-    elif relevant.for_gpu:
+    elif for_gpu:
         pace = {"warmup_steps": min(_MOST_WARMUP, round(_LONG_WARMUP * config.steps))}
     choices.append(Choice({k: v for k, v in pace.items() if k not in given}, reason))
     evaluations = _evaluations(manifest, config.steps, every, trained)
@@ -302,11 +289,11 @@ def _model(label: Column, train: SplitInfo) -> Choice:
     return Choice(settings, f"{train.tokens:,} tokens are {'few' if few else 'not few'}")
 
 
-def _padded(longest: int, train: SplitInfo, given: GivenSettings) -> list[Choice]:
+def _padded(longest: int, train: SplitInfo, given: Mapping[str, Any]) -> list[Choice]:
     """Choose rows a step, in one micro-batch if it is not too large."""
     length = max(2, round_up(longest, 8))
     reason = f"the longest row has {longest:,} tokens"
-    if given.step_tokens:
+    if given.get("step_tokens") is not None and given.get("step_rows") is None:
         return [Choice({"sequence_length": length}, reason)]
     rows = _step_rows(train)
     slots = max(length, min(rows * length, _MOST_SLOTS))
@@ -320,13 +307,15 @@ def _padded(longest: int, train: SplitInfo, given: GivenSettings) -> list[Choice
     ]
 
 
-def _packed(longest: int, train: SplitInfo, given: GivenSettings) -> Choice:
+def _packed(
+    longest: int, train: SplitInfo, given: Mapping[str, Any], longest_input: int | None
+) -> Choice:
     """Choose rows that hold the longest example, up to the longest input of the model. Steps of a
     pretrained model have up to 32 examples."""
     length = _between(_PACKED_LENGTH, round_up(longest, 64))
-    length = min(length, given.longest_input or length)
+    length = min(length, longest_input or length)
     slots = max(1, _PACKED_SLOTS // length) * length
-    rows = min(_FINE_ROWS, train.rows // _FINE_STEPS) if given.finetunes else 0
+    rows = min(_FINE_ROWS, train.rows // _FINE_STEPS) if _finetunes(given) else 0
     step = max(slots, round_up(rows * train.tokens // train.rows, slots))
     settings = {"sequence_length": length, "micro_batch_tokens": slots, "step_tokens": step}
     return Choice(settings, f"the longest row has {longest:,} tokens")

@@ -119,6 +119,7 @@ def class_scores(answers: Answers, classes: int) -> dict[str, float]:
     }
 
 
+@np.errstate(invalid="ignore", over="ignore")  # of predictions that are not finite
 def number_scores(answers: Answers) -> dict[str, float]:
     """Return rmse, mean_rmse and pearson.
 

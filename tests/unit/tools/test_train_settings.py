@@ -153,14 +153,14 @@ def test_a_pattern_of_a_file_may_be_empty_and_finds_all(
         ("shards: {}", r"shards is empty: expected a folder"),
         ("phases: [{steps: 2, shards: {}}]", r"phases 1: shards is empty"),
         ("log_every: 2\nlog-every: 3", "log_every occurs twice"),
-        ("steps: 2\nseed: 1\nsteps: 3", "line 3 repeats steps of line 1. Leave one out."),
+        ("steps: 2\nseed: 1\nsteps: 3", "line 3 repeats steps of line 1"),
         ("cache_bytes: 5 bags", r"cache_bytes: expected a size like 50GB, or 0, got 5 bags\."),
         ("steps: 2\nepochs: 1", "`epochs` and steps both say how long to train. Leave one out."),
         ("step-tokens: 64\nstep_rows: 4", "`step_rows` and step_tokens both say what a step is"),
         ("config: other.yaml", "unknown setting config"),
         ("- steps", "expected settings, one a line, like `steps: 200`"),
         ("steps: [1", "invalid YAML"),
-        (f"shards: {'[' * 5000}", "YAML is nested too deeply"),
+        (f"shards: {'[' * 5000}", "invalid YAML"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused_in_one_line(

@@ -23,7 +23,6 @@ from tokenfeed.trainer.feeding.batch_policy import make_policy
 from tokenfeed.trainer.models.transformer import SIZES
 from tokenfeed.trainer.sensors.gpu_models import GIB, GPUS, identify_gpu
 from tokenfeed.trainer.sizing.recommended import (
-    GivenSettings,
     Machine,
     data_defaults,
     default_epochs,
@@ -35,7 +34,7 @@ from tokenfeed.trainer.sizing.recommended import (
     tuning_defaults,
 )
 
-AUTO = GivenSettings()
+AUTO: dict[str, Any] = {}
 LABELLED = ("classify", "score", "tag")
 PLAIN = TrainConfig(shards="out", run_dir=Path("run"))
 
@@ -75,7 +74,7 @@ def config_for(manifest: Manifest, epochs: int | None = None, **given: Any) -> T
     if epochs:
         steps = estimated_steps(epochs, config, manifest, on_gpu=False)
         config = dataclasses.replace(config, steps=steps)
-    for choice in schedule_defaults(manifest, config, AUTO, given=given):
+    for choice in schedule_defaults(manifest, config, given):
         config = dataclasses.replace(config, **choice.settings)
     return config
 
@@ -132,7 +131,7 @@ def test_evaluations_take_a_twentieth_of_a_run(
     splits = {name: one_shard(rows=size, tokens=size) for name, size in sizes.items() if size}
     manifest = dataclasses.replace(manifest, splits=manifest.splits | splits)
     config = dataclasses.replace(PLAIN, steps=steps)
-    for choice in schedule_defaults(manifest, config, AUTO, given=given):
+    for choice in schedule_defaults(manifest, config, dict.fromkeys(given)):
         config = dataclasses.replace(config, **choice.settings)
     count = 1 + math.ceil(steps / config.eval_every)
     tokens = min(validation, config.eval_tokens or validation)
@@ -162,7 +161,7 @@ def test_a_line_names_only_what_the_run_has_by_it() -> None:
 
 @given(manifests())
 def test_what_is_fine_tuned_is_so_for_few_epochs_at_a_low_rate(manifest: Manifest) -> None:
-    given = GivenSettings(model="hf:folder")
+    given = {"model": "hf:folder"}
     choices = [*data_defaults(manifest, given), *tuning_defaults(given)]
     chosen = {k: v for each in choices for k, v in each.settings.items()}
     assert default_epochs(manifest, given) == 3
@@ -172,7 +171,7 @@ def test_what_is_fine_tuned_is_so_for_few_epochs_at_a_low_rate(manifest: Manifes
 
 @pytest.mark.parametrize("task", ["lm", "complete", "classify"])
 def test_adapters_get_a_higher_rate_and_no_decay(task: Task) -> None:
-    given = GivenSettings(model="hf:folder", lora=True)
+    given = {"model": "hf:folder", "lora": 4}
     choices = [*data_defaults(make_manifest(task, 3000, 100, 400), given), *tuning_defaults(given)]
     chosen = {k: v for each in choices for k, v in each.settings.items()}
     assert (chosen["learning_rate"], chosen["weight_decay"]) == (2e-4, 0.0)
@@ -180,10 +179,10 @@ def test_adapters_get_a_higher_rate_and_no_decay(task: Task) -> None:
 
 def test_steps_of_fine_tuned_completions_have_32_examples() -> None:
     manifest = make_manifest("complete", 3000, 100, 400)
-    chosen = data_defaults(manifest, GivenSettings(model="hf:folder"))[0].settings
+    chosen = data_defaults(manifest, {"model": "hf:folder"})[0].settings
     assert 32 * 100 <= chosen["step_tokens"] < 32 * 100 + chosen["micro_batch_tokens"]
     few = make_manifest("complete", 60, 100, 400)
-    assert data_defaults(few, GivenSettings(model="hf:folder"))[0].settings["step_tokens"] == 1792
+    assert data_defaults(few, {"model": "hf:folder"})[0].settings["step_tokens"] == 1792
 
 
 @pytest.fixture(scope="module")
