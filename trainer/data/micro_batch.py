@@ -50,11 +50,6 @@ class MicroBatch:
         """Token slots: B times T."""
         return self.ids_BT.numel()
 
-    @property
-    def _counts_rows(self) -> bool:
-        """Whether positions differ between rows."""
-        return len(self.positions_BT) > 1
-
     def without_targets(self) -> "MicroBatch":
         """Return the same rows without targets."""
         return replace(self, targets=torch.full_like(self.targets, _none(self.targets)))
@@ -66,7 +61,9 @@ class MicroBatch:
         return MicroBatch(
             ids_BT=self.ids_BT.new_zeros((rows, length)),
             targets=targets.new_full((rows, length)[: targets.dim()], _none(targets)),
-            positions_BT=self.positions_BT.new_zeros((rows if self._counts_rows else 1, length)),
+            positions_BT=self.positions_BT.new_zeros(
+                (rows if len(self.positions_BT) > 1 else 1, length)
+            ),
             scope=self.scope.blank_like(rows, length),
             is_token_BT=_filled_like(self.is_token_BT, rows, length, 1),
             token_types_BT=_filled_like(self.token_types_BT, rows, length, 0),

@@ -44,19 +44,13 @@ def check_sharding(config: TrainConfig, precision: str) -> None:
     Raises:
         ConfigError: The optimizer is muon, or the precision is fp16.
     """
-    for option, found, refused, remedy in (
-        ("optimizer", config.optimizer, "muon", "its products take whole matrices: take adamw"),
-        (
-            "precision",
-            precision,
-            "fp16",
-            "its scale would differ between ranks: take bf16",
-        ),
-    ):
-        if found == refused:
-            raise ConfigError(
-                f"`--{option}`={refused}: with --shard-model {remedy}, or leave --shard-model out."
-            )
+    refused = ""
+    if config.optimizer == "muon":
+        refused = "`--optimizer`=muon takes whole matrices: take adamw"
+    elif precision == "fp16":
+        refused = "`--precision`=fp16 would have a scale for each rank: take bf16"
+    if refused:
+        raise ConfigError(f"{refused} with --shard-model, or leave --shard-model out.")
 
 
 def shard_model(model: nn.Module, world: World, dtype: torch.dtype) -> None:
@@ -146,11 +140,8 @@ def reshard(model: nn.Module) -> None:
     """Free the whole weights that an evaluation has left."""
     if is_sharded(model):
         for module in model.modules():
-            getattr(module, "reshard", _nothing)()
-
-
-def _nothing() -> None:
-    pass
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _is_dtensor(tensor: Any) -> bool:

@@ -1,8 +1,8 @@
 """The state of training: a model, its optimizer and its number format."""
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -224,20 +224,17 @@ class Learner:
             waiting: Entered while all that is left is to wait for these sums.
         """
         replicas = self._replicas
-        if replicas is None:
-            return self._add_gradients(self._loss, micro_batch)
-        waiting = waiting or contextlib.nullcontext()
-        with replicas.with_sums(waiting) if last else replicas.without_sums():
-            return self._add_gradients(replicas, micro_batch)
-
-    def _add_gradients(self, compute: Callable[[MicroBatch], Loss], shown: MicroBatch) -> Loss:
-        with self.precision.autocast():
-            loss = compute(shown)
-        self.precision.backward(loss.sum / self._config.step_slots)
+        sums: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if replicas is not None and last:
+            sums = replicas.with_sums(waiting or contextlib.nullcontext())
+        elif replicas is not None:
+            sums = replicas.without_sums()
+        with sums:
+            with self.precision.autocast():
+                compute = replicas or functools.partial(self.task.loss, self.model)
+                loss: Loss = compute(micro_batch)
+            self.precision.backward(loss.sum / self._config.step_slots)
         return loss
-
-    def _loss(self, micro_batch: MicroBatch) -> Loss:
-        return self.task.loss(self.model, micro_batch)
 
     def drop_gradients(self) -> None:
         """Discard the gradients of the current step."""
