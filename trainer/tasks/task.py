@@ -144,7 +144,7 @@ class Task:
         draws."""
         return slots
 
-    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Loss:
+    def loss(self, model: Any, micro_batch: MicroBatch) -> Loss:
         """Return the cross-entropy summed over targets.
 
         If the logits would be large, and the model offers the input of its head, the logits are
