@@ -32,7 +32,7 @@ def has_hidden(model: nn.Module) -> bool:
 
     Such a model has `hidden(micro_batch)`, the head's input of shape (B, T, D), and `head_weight`,
     the head's parameter of shape (V, D). Its logits equal `hidden @ head_weight.T`, with nothing
-    added. A model whose `head_weight` is None offers only logits.
+    added. Without `head_weight`, a model offers only logits.
     """
     return getattr(model, "head_weight", None) is not None
 
