@@ -203,14 +203,15 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
     def _bracket_sums(self) -> None:
         """Charge the sum of targets over ranks, until training ends. The Trainer sums inside its
         fetch of batches, where no event is."""
-        count = transformers.Trainer._get_num_items_in_batch
+        trainer: Any = transformers.Trainer
+        count = trainer._get_num_items_in_batch
 
         def bracketed(*args: Any) -> Any:
             with self.meter.cause("communication"):
                 return count(*args)
 
-        transformers.Trainer._get_num_items_in_batch = bracketed
-        self._patched.callback(setattr, transformers.Trainer, "_get_num_items_in_batch", count)
+        trainer._get_num_items_in_batch = bracketed
+        self._patched.callback(setattr, trainer, "_get_num_items_in_batch", count)
 
 
 class _LoaderState(transformers.TrainerCallback):  # type: ignore[misc]  # untyped
