@@ -56,16 +56,6 @@ class RemoteBatches:
         self._infos = source.split.shards
         self._batch_ends = array("q", accumulate(info.batches for info in self._infos))
         self._row_ends = array("q", accumulate(info.rows for info in self._infos))
-        self._start()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A pickled copy, as a worker gets it, has no footers and no locks."""
-        return {"args": (self._source, self._number, self._only, self._node)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(*state["args"])  # type: ignore[misc]
-
-    def _start(self) -> None:
         name = f"{self._source.manifest.fingerprint} {self._infos[0].file}"
         files = None
         if not isinstance(self._store, FetchingStore):
@@ -74,6 +64,13 @@ class RemoteBatches:
         self._files = files
         self._batches = SharedPieces(self._node, files, files.batch if files else str)
         self._shards = RemoteShards(self._source, self._store, self._only, self._node, files)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled copy, as a worker gets it, has no footers and no locks."""
+        return {"args": (self._source, self._number, self._only, self._node)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(*state["args"])  # type: ignore[misc]
 
     @property
     def fetched(self) -> Fetched:

@@ -41,10 +41,12 @@ def strayed(lengths: np.ndarray, plan: Any) -> float:
     return float((ours.std(axis=1).mean()) / full.std(axis=1).mean())
 
 
+SHORT = pytest.param(24, 0.6, 40, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("mean", "spread"), [(600, 1.0), pytest.param(24, 0.6, marks=pytest.mark.slow)]
+    ("mean", "spread", "places"), [*((600, 1.0, places) for places in (12, 40, 128)), SHORT]
 )
-@pytest.mark.parametrize("places", [12, 40, 128])
 def test_the_estimate_is_about_what_is_measured(mean: float, spread: float, places: int) -> None:
     lengths = rows_of(mean, spread)
     source = source_of(lengths)

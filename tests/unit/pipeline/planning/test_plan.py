@@ -116,11 +116,9 @@ def test_what_comes_all_or_not_at_all_strays_no_further_than_that() -> None:
 
 HOSTILE = {
     "one row": [7],
-    "fewer than a batch": [3, 1, 2],
     "all of one length": [9] * 400,
-    "all of one token": [1] * 500,
     "one very long": [*[5] * 300, 9_000],
-    "many lengths": np.random.default_rng(4).integers(1, 700, 500).tolist(),
+    "many lengths": np.random.default_rng(4).integers(1, 700, 250).tolist(),
 }
 WIDE: list[Batching] = [
     *POLICIES,
