@@ -69,12 +69,6 @@ def test_a_loader_slower_than_the_device_is_charged_exactly_the_idle_time() -> N
     assert steady.fraction == pytest.approx(1 / 3, abs=1e-3)
 
 
-def test_a_wait_for_the_loss_is_no_stall_but_what_follows_it_is() -> None:
-    _, reading = simulate(data=0.0, kernels=0.1, log=0.02)
-    assert reading.cause_seconds["log"] == pytest.approx(0.02 * 19, rel=1e-3)
-    assert reading.cause_seconds["data"] == pytest.approx(0.0, abs=1e-3)
-
-
 def test_who_lost_the_lead_of_the_host_pays_for_the_next_late_batch() -> None:
     _, with_log = simulate(data=0.05, kernels=0.1, log=0.02, warmup_steps=1)
     assert with_log.cause_seconds["data"] < 1e-3  # hidden, but for the log
