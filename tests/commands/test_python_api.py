@@ -34,13 +34,25 @@ NOT_IN_PYTHON = {"paths", "json", "part", "finish"}
 """Options of the command alone: its output, and job arrays."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
     return [{"text": text, "label": at % 3, "at": at} for at, text in enumerate(texts(400))]
 
 
 def shards_of(out: Path) -> dict[str, bytes]:
     return {name: data for name, data in files_of(out).items() if name.endswith(".arrow")}
+
+
+@pytest.fixture(scope="module")
+def shards_of_command(
+    rows: list[dict[str, Any]], tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
+    """The shards that the command makes of the same rows in a file."""
+    folder = tmp_path_factory.mktemp("command")
+    (folder / "rows.jsonl").write_bytes(b"".join(json_lines("rows", rows, ["text"])))
+    options = ("--tokenizer", tokenizer, "--shard-size", "20KB")
+    run(folder / "rows.jsonl", folder / "out", *options)
+    return shards_of(folder / "out")
 
 
 def test_the_function_has_the_options_of_the_command_with_their_defaults() -> None:
@@ -76,17 +88,17 @@ SOURCES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_objects_give_the_shards_of_the_same_rows_in_a_file(
-    kind: str, rows: list[dict[str, Any]], tmp_path: Path, tokenizer: Path
+    kind: str,
+    rows: list[dict[str, Any]],
+    tmp_path: Path,
+    tokenizer: Path,
+    shards_of_command: dict[str, bytes],
 ) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(b"".join(json_lines("rows", rows, ["text"])))
-    options = ("--tokenizer", tokenizer, "--shard-size", "20KB")
-    run(file, tmp_path / "command", *options)
     made = tokenfeed.pretokenize(
         SOURCES[kind](rows), tmp_path / "python", tokenizer=tokenizer, shard_size="20KB"
     )
-    assert len(shards_of(tmp_path / "python")) > 3
-    assert shards_of(tmp_path / "python") == shards_of(tmp_path / "command")
+    assert len(shards_of_command) > 3
+    assert shards_of(tmp_path / "python") == shards_of_command
     assert made.summary.documents == made.manifest.ledger.written == len(rows)
     assert str(made).startswith("split")
 

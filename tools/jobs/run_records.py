@@ -61,14 +61,13 @@ def versions() -> list[str]:
     from tokenfeed.tools.corpus.formats.registry import FORMATS  # which `shards` does without
 
     of_formats = {name for format_ in FORMATS.values() for name in format_.packages}
-    return [f"{name} {_version(name)}" for name in (*_PACKAGES, *sorted(of_formats))]
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "none"
+    found = []
+    for name in (*_PACKAGES, *sorted(of_formats)):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} none")
+    return found
 
 
 logger = logging.getLogger(__name__)

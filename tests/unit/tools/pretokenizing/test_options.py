@@ -171,14 +171,6 @@ def test_shards_help_lists_every_command(word: str) -> None:
         assert f"\n{name} " in shown
 
 
-def test_repeated_option_with_words_takes_all_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["a", "out", "--field", "text=body", "label=kind", "--json", "--field", "pair=title"]
-    monkeypatch.setattr("sys.argv", ["pretokenize", *words])
-    options = parse_options()
-    assert options.field == (("text=body", "label=kind"), ("pair=title",))
-    assert (options.paths, options.json) == (("a", "out"), True)
-
-
 def test_paths_and_options_may_be_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "a --strict b --exclude *.md c --exclude *.txt --workers=3 -"
     monkeypatch.setattr("sys.argv", ["pretokenize", *words.split()])
