@@ -73,7 +73,7 @@ def assert_slept(report: StallReport, sleeps: int = 1) -> None:
     assert parts <= report.seconds
 
 
-@pytest.mark.parametrize("milliseconds", [1, 5, 20, 50, 200])
+@pytest.mark.parametrize("milliseconds", [1, 20, 50])
 def test_a_loader_that_sleeps_so_long_a_step_is_reported_so(milliseconds: float) -> None:
     def batches() -> Iterator[int]:
         for number in range(WARMUP + 5 + int(100 / milliseconds)):
@@ -87,7 +87,7 @@ def test_a_loader_that_sleeps_so_long_a_step_is_reported_so(milliseconds: float)
     assert_slept(meter.report())
 
 
-@pytest.mark.parametrize("milliseconds", [2, 20, 100])
+@pytest.mark.parametrize("milliseconds", [2, 20])
 def test_so_is_a_data_loader_of_torch(milliseconds: float) -> None:
     loader = DataLoader(Sleeping(WARMUP + 15, milliseconds), batch_size=1)
     meter = StallMeter("cpu", skipped_steps=WARMUP)
@@ -97,8 +97,8 @@ def test_so_is_a_data_loader_of_torch(milliseconds: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("milliseconds", [20, 50])
-def test_so_is_one_with_workers_as_far_as_they_do_not_hide_it(milliseconds: float) -> None:
+def test_so_is_one_with_workers_as_far_as_they_do_not_hide_it() -> None:
+    milliseconds = 20
     loader = DataLoader(Sleeping(28, milliseconds), batch_size=1, num_workers=2)
     waits: list[float] = []
 
@@ -138,8 +138,7 @@ class Tiny(torch.nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("milliseconds", [5, 50])
-def test_so_is_one_in_a_trainer_of_transformers(tmp_path: Path, milliseconds: float) -> None:
+def test_so_is_one_in_a_trainer_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from tokenfeed.integrations.transformers import StallCallback
@@ -160,14 +159,14 @@ def test_so_is_one_in_a_trainer_of_transformers(tmp_path: Path, milliseconds: fl
     transformers.Trainer(
         model=Tiny(),
         args=arguments,
-        train_dataset=Sleeping(100, milliseconds),
-        eval_dataset=Sleeping(2, milliseconds),
+        train_dataset=Sleeping(100, 20),
+        eval_dataset=Sleeping(2, 20),
         callbacks=[callback],
     ).train()
     report = callback.report
     assert report is not None
     assert_slept(report)
-    assert report.causes["evaluation"].seconds >= 2 * milliseconds / 1e3
+    assert report.causes["evaluation"].seconds >= 2 * 20 / 1e3
     assert report.causes["log"].seconds > 0
     assert (tmp_path / "report.json").exists()
 
