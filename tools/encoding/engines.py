@@ -26,7 +26,7 @@ from tokenfeed.tools.encoding.tokenizer import (
     TextTokenizer,
     fetch_tokenizer_json,
 )
-from tokenfeed.tools.encoding.words import Words
+from tokenfeed.tools.encoding.words import SpacedWords, Words
 from tokenfeed.tools.shell.signals import signals_held
 
 __all__ = [
@@ -134,7 +134,8 @@ class ReferenceEngine:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer.tokenizer
         self._dtype = token_dtype(tokenizer.vocabulary_size)
-        self._words = Words.of_tokenizer(tokenizer, self._encode_whole)
+        made = (kind.of_tokenizer(tokenizer, self._encode_whole) for kind in (Words, SpacedWords))
+        self._words = next(filter(None, made), None)
 
     def encode(self, texts: list[bytes]) -> Ragged:
         """Encode UTF-8 texts.

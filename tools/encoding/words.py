@@ -4,18 +4,24 @@ BERT's pre-tokenizer cuts a text at white space and at signs, and its normalizer
 character because of a character on the other side of such a cut. So the ids of a text are the ids
 of its words. The reference encodes a word when it first appears; then its ids are looked up. Words
 are cut at white space and signs of ASCII only. What else the tokenizer cuts at is inside a word.
+
+SentencePiece's Unigram tokenizers (T5, XLM-R, ALBERT) cut a text before each space. Their words
+begin with the space. A space is a cut only if the characters on both sides are letters, numerals or
+signs that the normalizer neither removes nor joins to a space.
 """
 
 import itertools
+import json
 import re
 import string
+import unicodedata
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 import tokenizers
-from tokenizers.models import WordPiece
+from tokenizers.models import Unigram, WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
@@ -23,7 +29,7 @@ from tokenfeed.pipeline.arithmetic import Ragged, offsets_of, take
 from tokenfeed.tools.encoding.routes import matches
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["CACHE_BYTES", "Words"]
+__all__ = ["CACHE_BYTES", "SpacedWords", "Words"]
 
 _COMPARED = ("0.21.", "0.22.", "0.23.")
 """Versions of `tokenizers` whose ids were compared."""
@@ -47,7 +53,6 @@ class Words:
 
     def __init__(self, tokenizer: TextTokenizer, encode: Encode, apart: str) -> None:
         self._tokenizer, self._encode = tokenizer.tokenizer, encode
-        self._lowercase = bool(tokenizer.tokenizer.normalizer.lowercase)
         self._apart = apart
         """A regular expression of special tokens. Texts that have one are encoded whole."""
         self._numbers: dict[bytes, int] = {}
@@ -57,7 +62,7 @@ class Words:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: TextTokenizer, encode: Encode) -> Self | None:
-        """Return None for a tokenizer of another kind than BERT's.
+        """Return None for a tokenizer of another kind.
 
         Args:
             tokenizer: Any.
@@ -97,10 +102,9 @@ class Words:
             self._numbers.clear()
             self._ids, self._bytes = Ragged(self._ids.values[:0], self._ids.lengths[:0]), 0
         ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
-        is_border = _IS_BORDER[np.frombuffer(data, np.uint8)]
         is_cut = np.zeros(len(data) + 1, bool)
         is_cut[0] = is_cut[ends] = True
-        is_cut[1:-1] |= is_border[1:] | is_border[:-1]
+        is_cut[self._cuts(np.frombuffer(data, np.uint8))] = True
         cuts = np.flatnonzero(is_cut)
         buffers = [None, pa.py_buffer(cuts.astype(np.int32)), pa.py_buffer(data)]
         found = pa.Array.from_buffers(pa.binary(), len(cuts) - 1, buffers).dictionary_encode()
@@ -114,21 +118,160 @@ class Words:
         """The numbers of some distinct words; new words are encoded first."""
         new = [word for word in words if word not in self._numbers]
         if new:
-            plain = [word for word in new if word.isalnum()]  # of ASCII, as bytes
-            others = [word for word in new if not word.isalnum()]
-            made = [self._encode_plain(plain), self._encode(others)]
+            new, made = self._encode_new(new)
             first = len(self._numbers)
             self._bytes += sum(map(len, new)) + _WORD_BYTES * len(new)
-            self._numbers.update(zip(plain + others, itertools.count(first), strict=False))
+            self._numbers.update(zip(new, itertools.count(first), strict=False))
             values = [self._ids.values, *(part.values.astype(np.uint32) for part in made)]
             lengths = [self._ids.lengths, *(part.lengths for part in made)]
             self._ids = Ragged(np.concatenate(values), np.concatenate(lengths))
         return np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words))
 
+    def _cuts(self, data: np.ndarray) -> np.ndarray:
+        """Return where words begin, beside the beginnings of texts."""
+        is_border = _IS_BORDER[data]
+        return np.flatnonzero(is_border[1:] | is_border[:-1]) + 1
+
+    def _encode_new(self, words: list[bytes]) -> tuple[list[bytes], list[Ragged]]:
+        """Encode words. Return them in another order, and their ids in that order."""
+        plain = [word for word in words if word.isalnum()]  # of ASCII, as bytes
+        others = [word for word in words if not word.isalnum()]
+        return plain + others, [self._encode_plain(plain), self._encode(others)]
+
     def _encode_plain(self, words: list[bytes]) -> Ragged:
         """Encode letters and digits of ASCII, of which a normalizer could only change the case."""
-        found = [(word.lower() if self._lowercase else word).decode() for word in words]
+        lowercase = bool(self._tokenizer.normalizer.lowercase)
+        return self._tokenized([(word.lower() if lowercase else word).decode() for word in words])
+
+    def _tokenized(self, found: list[str]) -> Ragged:
+        """Encode words that need no other step than the model."""
         ids = [[token.id for token in self._tokenizer.model.tokenize(word)] for word in found]
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         flat = itertools.chain.from_iterable(ids)
         return Ragged(np.fromiter(flat, np.uint32, int(lengths.sum())), lengths)
+
+
+_LOCAL = {"Precompiled", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "StripAccents"}
+"""Normalizers that look at no character on the other side of a space between plain characters."""
+_PLAIN = re.compile(rb" [!-~]+")
+_RUNS_OF_SPACES = {"Regex": " {2,}"}
+_EXTENDING = "\uff9e\uff9f\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
+"""Letters and signs that belong to the character before them."""
+_PREPENDED = (
+    "\u0d4e\U000111c2\U000111c3\U000113d1\U0001193f\U00011941\U00011a3a\U00011d46\U00011f02"
+)
+_PREPENDED += "".join(map(chr, range(0x11A84, 0x11A8A)))
+"""Letters that the character after them belongs to."""
+_KNOWN, _BEFORE, _AFTER = np.uint8(1), np.uint8(2), np.uint8(4)
+
+
+class SpacedWords(Words):
+    """Words of a Unigram tokenizer, each with the space before it."""
+
+    def __init__(self, tokenizer: TextTokenizer, encode: Encode, apart: str) -> None:
+        super().__init__(tokenizer, encode, apart)
+        content = json.loads(tokenizer.json_bytes)
+        splits = (
+            content["pre_tokenizer"]["type"] == "Sequence"
+        )  # at any white space, which is dropped
+        is_space = (self._normalized(f"q{c}q") == self._normalized("q q") for c in " \t\n\r")
+        self._spaces = [
+            ord(c) for c, same in zip(" \t\n\r", is_space, strict=True) if same or splits
+        ]
+        printable = "".join(map(chr, range(0x21, 0x7F)))
+        replaces = any(
+            step["type"] == "Replace" and step["pattern"] != _RUNS_OF_SPACES
+            for step in _flat(content["normalizer"], "normalizers")
+        )
+        self._keeps_ascii = not replaces and all(self._normalized(c) == c for c in printable)
+        contents = [re.escape(each["content"].encode()) for each in content["added_tokens"]]
+        self._added = re.compile(b"|".join(contents) or rb"(?!)")
+        self._about = np.zeros(0x110000, np.uint8)
+        """What is known of each character: may it stand before or after a cut?"""
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: TextTokenizer, encode: Encode) -> Self | None:
+        """See `Words`."""
+        if not tokenizers.__version__.startswith(_COMPARED):
+            return None
+        if not isinstance(tokenizer.tokenizer.model, Unigram):
+            return None
+        content = json.loads(tokenizer.json_bytes)
+        steps = _flat(content["pre_tokenizer"], "pretokenizers")
+        added = content.get("added_tokens") or []
+        is_known = (
+            [step["type"] for step in steps] in (["Metaspace"], ["WhitespaceSplit", "Metaspace"])
+            and steps[-1].get("split", True)
+            and steps[-1]["replacement"] == "\u2581"
+            and all(map(_is_local, _flat(content["normalizer"], "normalizers")))
+            and not any(
+                each["rstrip"] or re.search(r"[\s\u2581]", each["content"]) for each in added
+            )
+        )
+        return cls(tokenizer, encode, "") if is_known else None
+
+    def _normalized(self, text: str) -> str:
+        normalizer = self._tokenizer.normalizer
+        return normalizer.normalize_str(text) if normalizer else text
+
+    def _cuts(self, data: np.ndarray) -> np.ndarray:
+        """See `Words`."""
+        text = data.tobytes()
+        starts = None if text.isascii() else np.flatnonzero((data & 0xC0) != 0x80)
+        characters = (
+            data if starts is None else np.frombuffer(text.decode().encode("utf-32-le"), "<u4")
+        )
+        inner = characters[1:-1]
+        is_space = np.zeros(len(inner), bool)
+        for space in self._spaces:
+            is_space |= inner == space
+        places = np.flatnonzero(is_space) + 1
+        before, after = characters[places - 1], characters[places + 1]
+        for each in np.unique(np.concatenate([before, after])).tolist():
+            if not self._about[each]:
+                self._about[each] = self._find_out(chr(each))
+        is_cut = ((self._about[before] & _BEFORE) != 0) & ((self._about[after] & _AFTER) != 0)
+        found: np.ndarray = places[is_cut] if starts is None else starts[places[is_cut]]
+        return found
+
+    def _find_out(self, character: str) -> np.uint8:
+        """Return whether a character may stand before or after the space of a cut."""
+        found, category = _KNOWN, unicodedata.category(character)[0]
+        alone = self._normalized("q")
+        if category in "LMNPS" and character not in _PREPENDED:
+            made = self._normalized("q" + character)
+            if made.startswith(alone) and made[len(alone) :].strip() == made[len(alone) :] != "":
+                found |= _BEFORE
+        if category in "LNPS" and character not in _EXTENDING:
+            whole, head = self._normalized(f"q {character}q"), f"{alone} "
+            made = whole[len(head) : -len(alone)]
+            if whole == head + made + alone and made.strip() == made != "":
+                found |= _AFTER
+        return found
+
+    def _encode_new(self, words: list[bytes]) -> tuple[list[bytes], list[Ragged]]:
+        plain: list[bytes] = []
+        others: list[bytes] = []
+        for word in words:
+            is_plain = self._keeps_ascii and _PLAIN.fullmatch(word) and not self._added.search(word)
+            (plain if is_plain else others).append(word)
+        marked = ["\u2581" + word[1:].decode() for word in plain]
+        return plain + others, [self._tokenized(marked), self._encode(others)]
+
+
+def _flat(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or a pre-tokenizer."""
+    if step is None:
+        return []
+    if step["type"] == "Sequence":
+        return [found for inner in step[name] for found in _flat(inner, name)]
+    return [step]
+
+
+def _is_local(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        pattern = step["pattern"]
+        if pattern == _RUNS_OF_SPACES:
+            return step["content"] in (" ", "\u2581")
+        return " " not in pattern.get("String", " ") + step["content"]
+    return step["type"] in _LOCAL

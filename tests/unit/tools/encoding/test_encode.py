@@ -5,8 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.corpora import ODD_TEXTS
 from support.object_server import as_own_process, remote_store
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -123,33 +121,6 @@ def test_ids_are_those_of_tokenizers_plus_the_end_id(
     empty = [counts.empty for counts in result.sources]
     assert empty == [int(not ids) for ids in expected.values()]
     assert sum(empty) >= 1
-
-
-@given(texts=st.lists(st.text(max_size=40), min_size=1, max_size=8))
-def test_the_engine_agrees_with_encode_on_any_text(texts: list[str]) -> None:
-    tokenizer = _shared_byte_level()
-    ragged = ReferenceEngine(tokenizer).encode([text.encode() for text in texts])
-    ids, lengths = ragged.values, ragged.lengths
-    expected = [reference_ids(tokenizer.tokenizer, text) for text in texts]
-    assert lengths.tolist() == [len(one) for one in expected]
-    assert ids.tolist() == [token for one in expected for token in one]
-    assert ids.dtype == np.uint16
-
-
-_byte_level: list[TextTokenizer] = []
-
-
-def _shared_byte_level() -> TextTokenizer:
-    if not _byte_level:
-        _byte_level.append(loaded(byte_level()))
-    return _byte_level[0]
-
-
-def test_special_token_text_in_a_document_is_plain_text() -> None:
-    tokenizer = loaded(byte_level())
-    ids = ReferenceEngine(tokenizer).encode([b"a<|endoftext|>b"]).values
-    assert tokenizer.end_id not in ids
-    assert tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False) == "a<|endoftext|>b"
 
 
 def test_special_ids_are_found_by_usual_names_or_as_said() -> None:

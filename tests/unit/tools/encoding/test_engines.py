@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenfeed.tools.encoding import engines as engine_module
 from tokenfeed.tools.encoding.audit import Answers, adversarial_texts, beginning
 from tokenfeed.tools.encoding.engines import (
-    EngineUnavailable,
     FastEngine,
     ReferenceEngine,
     Unencodable,
@@ -63,12 +62,6 @@ def test_batches_without_texts_or_tokens_are_fine(byte_level: Tokenizer) -> None
         ragged = engine.encode([b"", b"", b"a"])
         assert ragged.lengths.tolist() == [0, 0, 1]
         assert ragged.values.dtype == np.uint16
-
-
-def test_a_tokenizer_that_the_fast_engine_does_not_know_is_not_for_it() -> None:
-    tokenizer = loaded(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    with pytest.raises(EngineUnavailable):
-        FastEngine.from_tokenizer(tokenizer)
 
 
 def test_a_text_without_ids_is_named() -> None:

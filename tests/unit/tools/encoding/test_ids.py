@@ -406,47 +406,6 @@ def test_ids_with_labels_give_the_shards_of_the_texts(tmp_path: Path, tokenizer:
         assert (ids_out / shard.file).read_bytes() == (text_out / shard.file).read_bytes()
 
 
-def test_masked_ids_of_a_chat_give_its_labels(tmp_path: Path, tokenizer: Path) -> None:
-    template = tmp_path / "chat.jinja"
-    source = "{% for m in messages %}w9 {% if m.role == 'assistant' %}"
-    source += "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
-    template.write_text(source + "{% endif %} {% endfor %}")
-    turns = [[f"w{n}", f"w{n + 1} w{n + 2}", "w3", "w4"] for n in range(10, 50)]
-    chats = [
-        [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turn)]
-        for turn in turns
-    ]
-    chat = tmp_path / "chat"
-    pretokenize(
-        [{"messages": messages} for messages in chats],
-        chat,
-        task="chat",
-        tokenizer=tokenizer,
-        chat_template=template,
-        validation=0,
-    )
-    table = feather.read_table(chat / "train/00000.arrow", memory_map=False)
-    records = [
-        {"input_ids": ids, "loss_mask": [(kind & 7) >= 4 for kind in kinds]}
-        for ids, kinds in zip(
-            table["input_ids"].to_pylist(), table["kinds"].to_pylist(), strict=True
-        )
-    ]
-    assert any(any(record["loss_mask"]) for record in records)
-    masked, field = tmp_path / "masked", {"loss_mask": "loss_mask"}
-    pretokenize(records, masked, task="ids", field=field, tokenizer=tokenizer, validation=0)
-    for batching in POLICIES:
-        for targets in ("assistant", "last", "all"):
-            first, second = (
-                [
-                    batch["labels"].tolist()
-                    for batch in ShardLoader(out, batching=batching, num_workers=0, targets=targets)
-                ]
-                for out in (chat, masked)
-            )
-            assert first == second
-
-
 @example([True, 1])
 @example([2**63, 0])
 @example([2**63 - 1])

@@ -204,18 +204,6 @@ def test_the_first_token_of_a_word_has_its_tag_and_no_other_token_has_one(
     }
 
 
-def test_tag_marks_records_with_a_word_without_a_token_as_unusable() -> None:
-    task = TagEncoder(tokens="words", tags="tags", labels=Labels(TAGS), add_special_tokens=True)
-    words, tags = [["fox", "", "dog"], [GONE, "fox"], [GONE]], [["B", "I", "O"], ["B", "I"], ["B"]]
-    found = encoded(task, "word-piece", words=words, tags=tags)
-    assert found["labels"] == [[-100, 0, 2, -100], [-100, 1, -100], [-100, -100]]
-    assert found["has_text"] == [False, False, False]
-    assert found["unusable"] == {
-        0: "word 2 ('') has no token for its tag",
-        1: f"word 1 ({GONE!r}) has no token for its tag",
-    }
-
-
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
 def test_words_have_the_ids_that_they_have_within_a_text(kind: str) -> None:
     task = TagEncoder(tokens="words", tags="tags", labels=Labels(TAGS))
@@ -418,20 +406,6 @@ def test_the_command_writes_good_records_and_accounts_for_all(task: str, tmp_pat
     for reject, (number, words) in zip(rejects, reasons.items(), strict=True):
         assert (Path(reject["file"]).name, reject["record"]) == ("a.train.jsonl", number)
         assert reject["reason"].startswith(words)
-
-
-def test_pretokenize_rejects_a_record_whose_word_has_no_token(tmp_path: Path) -> None:
-    records = [
-        {"tokens": ["fox", "", "dog"], "tags": ["B-X", "O", "I-X"]},
-        {"tokens": ["fox", "dog"], "tags": ["B-X", "I-X"]},
-    ]
-    manifest, rows = pretokenized("tag", write_lines(tmp_path / "a.jsonl", records))
-    assert len(rows["train"]) == 1
-    ledger = manifest.ledger
-    assert (ledger.read, ledger.written, ledger.empty, ledger.rejected) == (2, 1, 0, 1)
-    (reject,) = map(json.loads, (tmp_path / "out/rejects.jsonl").read_text().splitlines())
-    assert reject["record"] == 0
-    assert reject["reason"] == "word 2 ('') has no token for its tag"
 
 
 def test_digits_with_a_leading_zero_are_a_label_too(tmp_path: Path) -> None:

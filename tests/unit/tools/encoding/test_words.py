@@ -7,13 +7,21 @@ from typing import Any
 
 import pytest
 from support.tokenizer_shapes import made_texts
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.tools.encoding import words
 from tokenfeed.tools.encoding.engines import ReferenceEngine, Unencodable
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.encoding.words import Words
+from tokenfeed.tools.encoding.words import SpacedWords, Words
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[MASK]"]
 PARTS = [
@@ -91,6 +99,78 @@ def test_words_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.Mon
         texts = made_texts(random.Random(seed), PARTS, 30)
         rows = [row.tolist() for row in made.encode(texts).rows()]
         assert rows == oracle(json_bytes, texts, splits_special=False)
+
+
+NORMALIZERS: dict[str, Any] = {
+    "none": None,
+    "NFKC": normalizers.Sequence(
+        [normalizers.Nmt(), normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+    ),
+    "ALBERT": normalizers.Sequence(
+        [
+            normalizers.Replace("``", '"'),
+            normalizers.NFKD(),
+            normalizers.StripAccents(),
+            normalizers.Lowercase(),
+        ]
+    ),
+}
+SPACED = [*("``", "\u2581", "\u2581 ", "<mask>", "\u0600", "\u0d4e", "\u00b4", "\uff9e", "\ufeff")]
+SPACED += ["\u0928\u094d", "\u041f\u0440", "\r\n", "\t", "\u00a0", "\u3000", "  ", "the", "Dog."]
+
+
+def unigram(normalizer: Any, pre_tokenizer: Any) -> bytes:
+    """A small tokenizer of the kind of T5, XLM-R and ALBERT."""
+    tokenizer = Tokenizer(models.Unigram())
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizer
+    trainer = trainers.UnigramTrainer(
+        vocab_size=1200, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+    )
+    texts = [text.decode() for text in made_texts(random.Random(0), PARTS + SPACED, 300)]
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    return tokenizer.to_str().encode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.parametrize("scheme", ["always", "first", "never", "after a split"])
+def test_spaced_words_have_the_ids_of_whole_texts(name: str, scheme: str) -> None:
+    steps = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    pre = pre_tokenizers.Sequence(steps)
+    if scheme != "after a split":
+        pre = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    json_bytes = unigram(NORMALIZERS[name], pre)
+    draw = random.Random(scheme)
+    texts = made_texts(draw, PARTS + SPACED, 300)
+    spaced = (draw.choices(PARTS + SPACED, k=draw.randint(1, 8)) for _ in range(1200))
+    texts += [*(" ".join(words).encode() for words in spaced), b"", b" ", b"  ", b" a", b"a "]
+    for splits_special in (False, True):
+        made = engine(json_bytes, splits_special=splits_special)
+        assert isinstance(made._words, SpacedWords)
+        rows = [row.tolist() for _ in range(2) for row in made.encode(texts).rows()]
+        assert rows == 2 * oracle(json_bytes, texts, splits_special=splits_special)
+
+
+@pytest.mark.parametrize(
+    ("parts", "token"),
+    [
+        ({"pre_tokenizer": {"type": "Whitespace"}}, None),
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, None),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "a b"}, "content": ""}}, None),
+        ({}, AddedToken("a b")),
+        ({}, AddedToken("new", rstrip=True)),
+    ],
+)
+def test_other_unigram_tokenizers_have_no_words(parts: Any, token: AddedToken | None) -> None:
+    json_bytes = unigram(None, pre_tokenizers.Metaspace())
+    made = Tokenizer.from_buffer(changed(json_bytes, **parts))
+    if token:
+        made.add_tokens([token])
+    loaded = TextTokenizer.load(made.to_str().encode(), origin="test")
+    assert SpacedWords.of_tokenizer(loaded, unused) is None
 
 
 def changed(json_bytes: bytes, **parts: Any) -> bytes:
