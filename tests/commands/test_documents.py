@@ -26,6 +26,7 @@ from support import ROOT, warm
 
 import tokenfeed
 from tokenfeed.tools.data_sets.command import COMMANDS
+from tokenfeed.tools.doctor import Doctor
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.train_settings import Command
 
@@ -277,7 +278,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def test_pages_name_options_that_there_are() -> None:
-    commands = (Options, Command, *COMMANDS.values())
+    commands = (Options, Command, Doctor, *COMMANDS.values())
     known = {f"--{field.name.replace('_', '-')}" for each in commands for field in fields(each)}
     for page in PAGES:
         named = set(OPTION.findall(page.read_text(encoding="utf-8")))
