@@ -1,0 +1,212 @@
+"""How much faster do ranks train on rows of unequal length, if their micro-batches are alike?
+
+A small Qwen2 trains on rows with lognormal lengths, on 2 or 4 processes of gloo with one thread
+each. After its backward pass, every rank waits for the slowest one, to sum the gradients. All
+samplers get the same rows and about the same number of real tokens a step:
+
+- random: `DistributedSampler`, batches padded to their longest row
+- sorted: the same, but each rank sorts its own rows by length and shuffles the batches
+- by length: `LengthGroupedSampler` of `transformers` (`group_by_length`), one batch a rank in turn
+- tokenfeed: `ShardLoader(..., Padded(TOKENS), rank, world_size)`
+
+Measured: real tokens a second of all ranks by the clock, one epoch, rounds interleaved; padding;
+and idle, the share of time that ranks wait for the slowest rank: 1 - mean / max over the ranks of
+the processor time of each step. Rows of the peers are in memory already. Refuted if tokenfeed is
+less than twice as fast as `random`, or idle for more than 2 %.
+
+    python -m benchmarks.ranks [--ranks 2 4] [--rows 1200] [--rounds 3]
+"""
+
+import argparse
+import itertools
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils.data import DistributedSampler
+
+from benchmarks.protocol import summary, write_result
+from tokenfeed import Fixed, Padded, ShardLoader, pretokenize
+
+MEDIAN, SIGMA, LONGEST, VOCABULARY = 100, 1.0, 1024, 500
+ROWS_OF_BATCH = 16
+SAMPLERS = ("random", "sorted", "by length", "tokenfeed")
+
+Row = torch.Tensor
+
+
+def main() -> None:
+    """Measure, print and write results/ranks.json."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rows", type=int, default=1200)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    results = []
+    print("| ranks | sampler | real tokens/s | of random | padding | idle |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        shards = write_rows(Path(folder), options.rows)
+        for ranks in options.ranks:
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in SAMPLERS}
+            for _, name in itertools.product(range(options.rounds), SAMPLERS):
+                found[name].append(train(shards, name, ranks, Path(folder)))
+            base = median(run["tokens_s"] for run in found["random"])
+            for name, runs in found.items():
+                of = {key: median(run[key] for run in runs) for key in runs[0]}
+                result = {
+                    "ranks": ranks,
+                    "sampler": name,
+                    "tokens_s": summary([run["tokens_s"] for run in runs], 0),
+                    "of_random": round(of["tokens_s"] / base, 2),
+                    "padding": round(of["padding"], 4),
+                    "idle": round(of["idle"], 4),
+                }
+                results.append(result)
+                print(
+                    f"| {ranks} | {name} | {of['tokens_s']:,.0f} | {result['of_random']} "
+                    f"| {of['padding']:.1%} | {of['idle']:.1%} |"
+                )
+    write_result("ranks", results)
+
+
+def write_rows(folder: Path, rows: int) -> Path:
+    """Write a data set of random ids with lognormal lengths."""
+    from tokenizers import Tokenizer, models
+
+    draw = np.random.default_rng(0)
+    vocabulary = {f"w{number}": number for number in range(VOCABULARY)}
+    (folder / "tokenizer").mkdir()
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    lengths = np.clip(draw.lognormal(np.log(MEDIAN), SIGMA, rows), 8, LONGEST).astype(int)
+    data = [{"input_ids": draw.integers(1, VOCABULARY, n).tolist()} for n in lengths]
+    pretokenize(data, folder / "out", task="ids", tokenizer=folder / "tokenizer", validation=0)
+    return folder / "out"
+
+
+def train(shards: Path, name: str, ranks: int, folder: Path) -> dict[str, float]:
+    """Train one epoch on `ranks` processes; return tokens a second, padding and idle."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_rank, (ranks, port, str(shards), name, str(folder)), nprocs=ranks)
+    found: dict[str, float] = torch.load(folder / "found.pt")
+    return found
+
+
+def _rank(rank: int, ranks: int, port: int, shards: str, name: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batches = _batches(shards, name, rank, ranks)
+    busy, counts, started = [], torch.zeros(2), 0.0  # counts: real tokens, slots
+    for step, (ids, mask) in enumerate(batches):
+        if step == 2:  # both warm-up steps are not counted
+            dist.barrier()
+            busy, counts, started = [], torch.zeros(2), time.perf_counter()
+        work_started = time.process_time()
+        labels = ids.masked_fill(mask == 0, -100)
+        model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+        busy.append(time.process_time() - work_started)
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+        optimizer.step()
+        optimizer.zero_grad()
+        counts += torch.tensor([float(mask.sum()), float(mask.numel())])
+    seconds = time.perf_counter() - started
+    dist.all_reduce(counts)
+    of_ranks = [torch.zeros(len(busy)) for _ in range(ranks)]
+    dist.all_gather(of_ranks, torch.tensor(busy))
+    if rank == 0:
+        work = torch.stack(of_ranks)
+        idle = 1 - float(work.mean(0).sum() / work.max(0).values.sum())
+        tokens, slots = counts.tolist()
+        found = {"tokens_s": tokens / seconds, "padding": 1 - tokens / slots, "idle": idle}
+        torch.save(found, Path(folder, "found.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _model() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=VOCABULARY + 1,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LONGEST,
+    )
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def _batches(
+    shards: str, name: str, rank: int, ranks: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield ids and mask of every micro-batch of this rank in one epoch."""
+    common = {"num_workers": 0, "epochs": 1, "seed": 0}
+    with ShardLoader(shards, batching=Fixed(1), rank=0, world_size=1, **common) as loader:
+        rows = [batch["input_ids"][0] for batch in loader]  # every rank knows all rows
+    if name == "tokenfeed":
+        tokens = ROWS_OF_BATCH * sum(map(len, rows)) // len(rows)
+        batching = Padded(max(tokens, LONGEST))
+        with ShardLoader(
+            shards, batching=batching, rank=rank, world_size=ranks, **common
+        ) as loader:
+            for batch in loader:
+                ids = batch["input_ids"]
+                mask = batch.get("attention_mask")
+                yield ids, torch.ones_like(ids) if mask is None else mask.long()
+        return
+    for numbers in _peer_batches(name, rows, rank, ranks):
+        chosen = [rows[number] for number in numbers]
+        ids = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+        lengths = torch.tensor([len(row) for row in chosen])
+        yield ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+
+
+def _peer_batches(name: str, rows: list[Row], rank: int, ranks: int) -> Iterator[list[int]]:
+    """Yield the numbers of the rows of each micro-batch of this rank."""
+    lengths = [len(row) for row in rows]
+    if name == "by length":
+        from transformers.trainer_pt_utils import LengthGroupedSampler
+
+        draw = torch.Generator().manual_seed(1)
+        order = list(LengthGroupedSampler(ROWS_OF_BATCH, lengths=lengths, generator=draw))
+        whole = len(order) // (ROWS_OF_BATCH * ranks) * ROWS_OF_BATCH * ranks
+        order = order[:whole]  # so that all ranks have equally many
+        batches = [order[at : at + ROWS_OF_BATCH] for at in range(0, whole, ROWS_OF_BATCH)]
+        yield from batches[rank::ranks]
+        return
+    sampler = DistributedSampler(rows, ranks, rank, seed=1)  # type: ignore[arg-type, var-annotated]
+    order = list(sampler)
+    if name == "sorted":
+        order.sort(key=lengths.__getitem__)
+    batches = [order[at : at + ROWS_OF_BATCH] for at in range(0, len(order), ROWS_OF_BATCH)]
+    if name == "sorted":
+        shuffled = torch.randperm(len(batches), generator=torch.Generator().manual_seed(2 + rank))
+        batches = [batches[number] for number in shuffled.tolist()]
+    yield from batches
+
+
+if __name__ == "__main__":
+    main()
