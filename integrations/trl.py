@@ -11,8 +11,8 @@ assistant tokens have no effect. Its losses, metrics, PEFT and callbacks work as
 and resuming are those of `ShardTrainer`.
 """
 
-# pyright: reportInvalidTypeForm=false, reportCallIssue=false, reportArgumentType=false
-# Without TRL, pyright takes this file for the package `trl`.
+# pyright: reportMissingImports=false, reportOptionalMemberAccess=false
+# The development environment has no TRL, so its types are unknown.
 
 from typing import Any
 
@@ -22,8 +22,6 @@ from trl import SFTConfig, SFTTrainer
 from tokenfeed.integrations.transformers import ShardTrainerMixin
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-
-__all__ = ["ShardSFTTrainer"]
 
 _PREPARED = {"input_ids": [[0, 0]], "labels": [[0, 0]]}
 

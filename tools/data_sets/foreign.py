@@ -30,8 +30,6 @@ from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.pipeline.remote.object_file import open_ranged_bytes
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["TokenFile", "open_tokens"]
-
 CHUNK_TOKENS = 1 << 22
 CHUNK_ROWS = 1 << 20
 _PIECE_BYTES = 8 << 20
@@ -210,7 +208,7 @@ def _opened(name: str, tokenizer: TextTokenizer) -> TokenFile:
     )
 
 
-_LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+_LLM_C: dict[tuple[int, ...], str] = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """dtype by magic and version."""
 _MEGATRON = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """dtype by its code in an index."""

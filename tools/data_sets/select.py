@@ -43,8 +43,6 @@ from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Select", "Selection", "select"]
-
 _ORIGIN = "origin "
 _KEPT_COUNTS = ("read", "written", "empty", "rejected")
 
@@ -234,7 +232,7 @@ class _Chosen:
         numbers, size = self._numbers, len(self.names)
         written = np.bincount(numbers, [line["written"] for line in self.lines], size)
         left = np.bincount(numbers, rows_left, size)
-        is_selected = self._is_whole | np.isin(numbers, self._keys[:-1].real)
+        is_selected = self._is_whole | np.isin(numbers, np.real(self._keys[:-1]))
         may_not_stay = self._is_whole if self.drop else ~is_selected
         gone: np.ndarray = may_not_stay | ((written > 0) & (left == 0))[numbers]
         return gone

@@ -43,8 +43,6 @@ from tokenfeed.tools.encoding.jinja_sandbox import (
     marks_from,
 )
 
-__all__ = ["COUNTS", "ChatTemplate", "Conversation", "Layout", "Rendered", "read_messages"]
-
 Message = dict[str, Any]
 
 _ROLES: dict[str, Kind] = {
@@ -208,7 +206,9 @@ COUNTS = ("no_stop", "unmarked", "unproved", "removed_thinking", "removed_text")
 
 
 _NO_PIECES = np.empty((0, 2), np.int64)
-EMPTY = Layout((), np.zeros(1, np.int64), np.zeros(1, np.uint8), *2 * (_NO_PIECES,), (), (0,) * 5)
+EMPTY = Layout(
+    (), np.zeros(1, np.int64), np.zeros(1, np.uint8), _NO_PIECES, _NO_PIECES, (), (0,) * 5
+)
 """The layout of an empty text."""
 
 

@@ -18,26 +18,6 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-__all__ = [
-    "TAILS",
-    "Advice",
-    "CauseReport",
-    "Interval",
-    "StallReport",
-    "advice",
-    "cause_table",
-    "headline",
-    "main_cause",
-    "rank_table",
-    "render_page",
-    "save_page",
-    "share_of",
-    "shown_causes",
-    "slowest_line",
-    "speed_parts",
-    "stall_cards",
-    "stall_facts",
-]
 
 TAILS = {"p50_s": "p50", "p95_s": "p95", "p99_s": "p99", "max_s": "max"}
 """Seconds per step of a cause: field of `CauseReport`, and its heading."""
@@ -155,7 +135,7 @@ def cause_table(report: "StallReport") -> list[str]:
     causes = shown_causes(report)
     if report.stall is None or not causes:
         return []
-    lines = [("", "share", "seconds", *TAILS.values(), "a step")]
+    lines: list[tuple[str, ...]] = [("", "share", "seconds", *TAILS.values(), "a step")]
     for name, part in causes.items():
         tails = (_short(getattr(part, key)) for key in TAILS)
         lines.append((name, f"{part.fraction:.2%}", f"{part.seconds:,.2f}", *tails))

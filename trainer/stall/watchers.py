@@ -22,16 +22,6 @@ from tokenfeed.trainer.stall.causes import Cause
 if TYPE_CHECKING:
     from tokenfeed.trainer.stall.meter import StallMeter
 
-__all__ = [
-    "AllocatorWatch",
-    "CollectorWatch",
-    "CompilerWatch",
-    "CoreWait",
-    "LoaderUse",
-    "WaitFinder",
-    "WatchedLoader",
-    "watching",
-]
 
 _OLDEST_GENERATION = 2
 """Collections of younger generations take microseconds, and are frequent."""
@@ -42,7 +32,8 @@ class _Interruptions:
     """Charges events that callbacks announce to a cause. Keeps a weak reference to its meter."""
 
     def __init__(self, meter: "StallMeter", cause: Cause) -> None:
-        self._meter, self._cause = weakref.ref(meter), cause
+        self._meter = weakref.ref(meter)
+        self._cause: Cause = cause
         self._is_open = False
         self.count = 0
         weakref.finalize(meter, self.close).atexit = False
