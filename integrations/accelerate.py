@@ -26,8 +26,6 @@ from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.stages import Stage
 
-__all__ = ["accelerated_loader"]
-
 
 def accelerated_loader(
     accelerator: Accelerator,

@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 
-__all__ = ["StatefulShardLoader"]
-
 
 class _Batches(IterableDataset[Any]):
     """The batches of a loader, or what `transform` makes of them."""

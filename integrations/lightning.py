@@ -34,8 +34,6 @@ from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.trainer.stall import StallReport
 
-__all__ = ["ShardDataModule", "StallCallback"]
-
 _OF_READING = ("num_workers", "timeout", "cache_dir", "cache_bytes")
 
 

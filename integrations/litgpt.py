@@ -17,8 +17,6 @@ from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.planning.policies import Packed
 
-__all__ = ["ShardData"]
-
 
 @dataclass
 class ShardData(DataModule):  # type: ignore[misc]  # untyped

@@ -23,8 +23,6 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.policies import Packed
 
-__all__ = ["shard_loader", "shard_loader_with_state"]
-
 _SPLITS = {"train": "train", "val": "validation"}
 _IGNORED = -1  # of nanochat's loss
 

@@ -17,8 +17,6 @@ import torch
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 
-__all__ = ["check_documents_apart"]
-
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 2e-2
 
 

@@ -18,8 +18,6 @@ from tokenfeed.pipeline.format.schema import KINDS
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import open_store
 
-__all__ = ["preference_pairs"]
-
 
 def preference_pairs(
     data_set: str | Path, split: str = "train", *, targets: Targets = "last"

@@ -12,8 +12,6 @@ from typing import Any
 
 from tokenfeed.trainer.stall import Cause, StallMeter, StallReport
 
-__all__ = ["MeterOfEvents"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -26,8 +26,6 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.watchers import watching
 
-__all__ = ["Step", "steps"]
-
 Meter = StallMeter | MeterOfEvents
 
 

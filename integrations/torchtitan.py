@@ -17,8 +17,6 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.planning.policies import Packed
 
-__all__ = ["ShardDataLoader"]
-
 
 class ShardDataLoader(BaseDataLoader):  # type: ignore[misc]  # untyped
     """Batches of shards, for torchtitan's trainer. It moves them to the device itself."""

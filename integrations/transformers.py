@@ -29,8 +29,6 @@ from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.stall import StallReport
 
-__all__ = ["ShardTrainer", "ShardTrainerMixin", "StallCallback"]
-
 _STATE_FILE = "loader.json"
 
 
@@ -228,6 +226,7 @@ class _LoaderState(transformers.TrainerCallback):  # type: ignore[misc]  # untyp
 
 
 def saved_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the state of the loader in a checkpoint of the Trainer."""
     path = checkpoint / _STATE_FILE
     try:
         state: dict[str, Any] = json.loads(path.read_text())

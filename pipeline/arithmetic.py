@@ -13,8 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["Ragged", "binaries", "ceil_div", "join", "offsets_of", "ranges", "round_up", "take"]
-
 Number = TypeVar("Number", int, np.ndarray)
 
 

@@ -14,22 +14,6 @@ import numpy as np
 
 from tokenfeed.pipeline.errors import ConfigError
 
-__all__ = [
-    "MOST",
-    "as_int",
-    "bytes_meant",
-    "bytes_of",
-    "choice",
-    "epochs",
-    "flag",
-    "number",
-    "refusal",
-    "seed",
-    "share",
-    "text",
-    "whole",
-]
-
 MOST = 2**31 - 1
 """Most rows, tokens or micro-batches in memory at once: their positions are int32."""
 

@@ -17,20 +17,6 @@ other exception is a bug in tokenfeed and keeps its traceback.
 
 from tokenfeed.pipeline.redaction import without_secrets
 
-__all__ = [
-    "ConfigError",
-    "CorpusError",
-    "LoaderError",
-    "ManifestError",
-    "RemoteError",
-    "RemoteMissingError",
-    "ResumeError",
-    "ShardFormatError",
-    "TokenfeedError",
-    "TokenizerError",
-]
-
-
 _LONGEST = 1900
 
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 
-__all__ = ["count_of", "facts"]
-
 _LEAST_WIDTH = 9
 """Columns before the values, unless a name needs more."""
 

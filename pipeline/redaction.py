@@ -8,8 +8,6 @@ secret again gets it from the command line or the environment again.
 
 import re
 
-__all__ = ["USER", "WEB_SCHEMES", "is_address", "public", "without_secrets"]
-
 WEB_SCHEMES = frozenset({"http", "https"})
 _CONTAINER_SCHEMES = frozenset({"abfss"})
 """Schemes with `container@account`: the part before `@` is not a user."""

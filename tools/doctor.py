@@ -32,8 +32,6 @@ from tokenfeed.pipeline.redaction import public, without_secrets
 from tokenfeed.tools.shell.command_line import parse_command, text
 from tokenfeed.tools.shell.console import print_json, run_command
 
-__all__ = ["Doctor", "main"]
-
 _PACKAGES = (
     *("tokenfeed", "torch", "numpy", "pyarrow", "tokenizers", "gigatoken", "datasets"),
     *("zstandard", "nvidia-ml-py", "transformers", "accelerate", "peft", "lightning", "obstore"),

@@ -11,8 +11,6 @@ from tokenfeed.pipeline.facts import facts
 from tokenfeed.tools.shell.console import run_command
 from tokenfeed.tools.shell.signals import signals_held
 
-__all__ = ["main"]
-
 _COMMANDS = {
     "pretokenize": "Tokenize a corpus once, into shards.",
     "train": "Train a model on shards, and report the stall of the device.",

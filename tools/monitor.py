@@ -12,8 +12,6 @@ from tokenfeed.pipeline.facts import facts
 from tokenfeed.trainer.sensors.gpu import GpuReading, gpus_here
 from tokenfeed.trainer.sensors.host import HostReading, HostSensor
 
-__all__ = ["advise", "monitor", "view"]
-
 _EVERY_S = 1.0
 _FULL = 0.97
 _IDLE, _BUSY = 0.50, 0.90

@@ -15,8 +15,6 @@ from tokenfeed.pipeline.remote.own_process import own_process
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.tools.shell.signals import signals_held
 
-__all__ = ["main", "needs_workers"]
-
 
 def main() -> None:
     """Run the command `pretokenize`."""

@@ -28,8 +28,6 @@ from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.summary import Summary
 from tokenfeed.trainer.config.values import setting_of
 
-__all__ = ["Pretokenized", "pretokenize"]
-
 _RECORDS = "records"
 """Name of Python objects in origins and errors."""
 

@@ -21,8 +21,6 @@ from tokenfeed.trainer.report.compare import Row, compare
 from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.run_folder import RunData
 
-__all__ = ["Compare", "Show", "main"]
-
 log = logging.getLogger(__name__)
 
 RunFolder = Annotated[Path, Meta(title="RUN", description="a path")]

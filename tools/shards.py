@@ -7,8 +7,6 @@ from tokenfeed.pipeline.remote.own_process import own_process
 from tokenfeed.tools.shell.console import run_command
 from tokenfeed.tools.shell.signals import signals_held
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command `shards`."""

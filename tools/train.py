@@ -19,8 +19,6 @@ from tokenfeed.tools.train_settings import read_command
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.launcher import Launch
 
-__all__ = ["main"]
-
 
 class SignalRequests:
     """Turn the first signal to stop, and every SIGUSR1, into requests that the loop polls."""

@@ -38,8 +38,6 @@ from tokenfeed.trainer.sizing.recommended import (
     tuning_defaults,
 )
 
-__all__ = ["FILE_KINDS", "GROUPS", "PRESETS", "Command", "layered", "parse_config", "read_command"]
-
 _log = logging.getLogger(__name__)
 
 _DESCRIPTION = """Train a model on the shards of `pretokenize`: documents, completions, classes,

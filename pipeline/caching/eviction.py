@@ -18,8 +18,6 @@ import numpy as np
 from tokenfeed.pipeline.format.storage import exclusive
 from tokenfeed.pipeline.planning.ahead import NEVER
 
-__all__ = ["ENDS", "FIRST_END", "Budget", "Until", "sweep"]
-
 _FILE = ".bytes"
 _SUM = struct.Struct("<q")
 _UNKNOWN = 1 << 60

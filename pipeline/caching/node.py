@@ -19,8 +19,6 @@ from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.remote.retrying import Traffic
 
-__all__ = ["Fetched", "Node", "SharedPieces"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fetched(Traffic):

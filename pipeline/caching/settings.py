@@ -16,8 +16,6 @@ from tokenfeed.pipeline.format.read_errors import error_line
 from tokenfeed.pipeline.format.store import FetchingStore, RangedStore
 from tokenfeed.pipeline.planning.plan import Plan
 
-__all__ = ["CacheSettings", "cache_for", "has_remote", "resolve_cache"]
-
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:

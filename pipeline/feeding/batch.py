@@ -21,18 +21,6 @@ from tokenfeed.pipeline.windows.rank_slice import TARGETS, RaggedBatch
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "ATTENTION_MASK",
-    "POSITION_IDS",
-    "SEGMENTS",
-    "SEQ_IDX",
-    "Batch",
-    "BatchForm",
-    "Build",
-    "Tensors",
-    "build_on_host",
-    "paddings",
-]
 
 ATTENTION_MASK, POSITION_IDS, SEQ_IDX = "attention_mask", "position_ids", "seq_idx"
 SEGMENTS = "segments"

@@ -7,15 +7,6 @@ from collections.abc import Iterator
 from math import inf
 from pathlib import Path, PurePosixPath
 
-__all__ = [
-    "control_groups",
-    "cores_per_rank",
-    "first_number",
-    "num_cores",
-    "ranks_on_node",
-    "usable_cores",
-]
-
 MEMBERSHIP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 _RANKS_ON_NODE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")

@@ -23,8 +23,6 @@ from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.pipeline.windows.rank_slice import Header, RankSlice
 
-__all__ = ["ShardDataset", "WindowSlice"]
-
 
 class WindowSlice:
     """One rank's slice of a window, in a single tensor. Iterating over it builds its CPU

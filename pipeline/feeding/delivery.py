@@ -20,8 +20,6 @@ from tokenfeed.pipeline.feeding.window_source import end_with_interpreter
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.state import Delivered
 
-__all__ = ["Delivery", "Pass"]
-
 
 class Delivery:
     """Returns the batches of a feed, in one thread at a time, and counts them."""

@@ -9,8 +9,6 @@ import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 
-__all__ = ["Accelerator", "accelerator", "default_device", "resolve_device"]
-
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for the contexts of all devices
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from tokenfeed.pipeline.feeding.transfer import Batches
 
-__all__ = ["Feed", "Tuner"]
 
 _HEADROOM = 1.25  # one worker too many costs memory; one too few leaves the GPU idle
 _DEAD_BAND = 0.75  # workers leave only if fewer than this share of them would keep up

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ShardLoader"]
 
 _TRAIN, _START = "train", Position(0, 0, 0)
 _NUMPY = "numpy"

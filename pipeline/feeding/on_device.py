@@ -24,8 +24,6 @@ from tokenfeed.pipeline.feeding.batch import (
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, no_target
 from tokenfeed.pipeline.windows.rank_slice import TARGETS, RaggedBatch
 
-__all__ = ["build_on_device", "device_inputs"]
-
 _LENGTHS = "sequence_lengths"
 
 

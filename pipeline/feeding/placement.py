@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["RankPlacement", "resolve_ranks", "resolve_workers"]
 
 _PROCESSES = {
     "WORLD_SIZE": "RANK",

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.node import Fetched
     from tokenfeed.pipeline.feeding.batch import Batch
 
-__all__ = ["Counters", "Quantiles", "RemoteStats", "Stats"]
 
 _KEPT = 4096  # quantiles are of this many most recent values
 

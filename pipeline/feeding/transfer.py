@@ -34,8 +34,6 @@ from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.feeding.window_source import Lease, WindowSource
 from tokenfeed.pipeline.windows.rank_slice import RaggedBatch, RankSlice
 
-__all__ = ["Batches", "CopyStream", "PageLock", "copy_ahead", "copy_stream"]
-
 
 class PageLock:
     """Page-locks memory for one device. The first refusal by the system logs a warning and sets

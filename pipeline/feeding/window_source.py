@@ -36,15 +36,6 @@ from tokenfeed.pipeline.windows.rank_slice import RankSlice
 if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.node import Fetched
 
-__all__ = [
-    "InlineSource",
-    "Lease",
-    "WindowSource",
-    "WorkerPool",
-    "end_with_interpreter",
-    "make_in_worker",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Lease:

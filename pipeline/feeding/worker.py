@@ -32,18 +32,6 @@ from tokenfeed.pipeline.windows.reader import WindowReader
 if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.node import Fetched
 
-__all__ = [
-    "Failure",
-    "Orders",
-    "Reply",
-    "Request",
-    "command",
-    "environment",
-    "map_buffer",
-    "not_importable",
-    "receive",
-    "send",
-]
 
 _DEFAULTS = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 _ENVIRONMENT = {

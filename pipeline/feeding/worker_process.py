@@ -36,16 +36,6 @@ from tokenfeed.pipeline.feeding.worker import (
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
 
-__all__ = [
-    "BUFFERS",
-    "END_S",
-    "Pending",
-    "Register",
-    "WorkerProcess",
-    "check_workers_can_run",
-    "start_undisturbed",
-]
-
 BUFFERS = 3
 """Buffers of each worker: one in use, one ready, one being filled. With one worker and a GPU, the
 copies of the last window may still run."""

@@ -14,8 +14,6 @@ from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import is_kept
 from tokenfeed.pipeline.format.store import LocalStore, Store, StorePath, open_store
 
-__all__ = ["OpenedSplit", "open_splits", "refuse_difference"]
-
 
 @dataclass(frozen=True, slots=True)
 class OpenedSplit:

@@ -17,8 +17,6 @@ from tokenfeed.pipeline.checks import refusal
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import KINDS, Column
 
-__all__ = ["BEGINS", "REJECTED", "Kind", "TargetRule", "Targets", "kinds_of"]
-
 
 class Kind(enum.IntEnum):
     """Why a token is there. The kinds of what the assistant says are those with bit 2."""

@@ -25,29 +25,6 @@ from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import Store, StorePath, keep, once, open_store
 
-__all__ = [
-    "CHAT_TEMPLATE_FILE",
-    "CHECKSUM_KEY",
-    "JOB_FILE",
-    "MADE_BY_FILE",
-    "MANIFEST_FILE",
-    "PARTS_FOLDER",
-    "REJECTS_FILE",
-    "SOURCES_FILE",
-    "TOKENIZER_FILE",
-    "FileInfo",
-    "Manifest",
-    "RecordCounts",
-    "ShardInfo",
-    "SplitInfo",
-    "TokenizerInfo",
-    "VersionInfo",
-    "canonical",
-    "length_histogram",
-    "read_checked",
-    "stored",
-]
-
 CHECKSUM_KEY = "manifest_xxh3"
 
 

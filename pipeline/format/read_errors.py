@@ -5,8 +5,6 @@ import os
 
 from tokenfeed.pipeline.errors import RemoteError, ShardFormatError
 
-__all__ = ["damaged", "error_line", "gave_up", "refused"]
-
 _REMEDIES = {
     errno.ENOMEM: "The machine lacks memory: use fewer workers or a smaller `window_tokens`. If it "
     "has enough, the shard may be damaged: run `shards verify`.",

@@ -12,15 +12,6 @@ import pyarrow as pa
 from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.pipeline.format.schema import INPUT_IDS
 
-__all__ = [
-    "Kinds",
-    "Rows",
-    "batch_buffers",
-    "column_kinds",
-    "record_batch",
-    "rows_of_buffers",
-]
-
 Kinds = dict[str, tuple[np.dtype, bool]]
 """The columns of a record batch, in order: dtype, and whether it has one value per token."""
 

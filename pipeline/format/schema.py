@@ -14,33 +14,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-__all__ = [
-    "ENDED_TASKS",
-    "FORMAT_VERSION",
-    "IGNORED",
-    "INPUT_IDS",
-    "KINDS",
-    "LABEL",
-    "LABELS",
-    "ORIGIN_FILE",
-    "ORIGIN_RECORD",
-    "PROMPT_LENGTH",
-    "RESERVED_NAMES",
-    "SCORE",
-    "TOKEN_TYPE_IDS",
-    "Column",
-    "Role",
-    "Task",
-    "column_of",
-    "is_kept",
-    "is_target",
-    "no_target",
-    "role_of",
-    "shard_schema",
-    "task_columns",
-    "token_dtype",
-]
-
 FORMAT_VERSION = 1
 
 Task = Literal["lm", "classify", "score", "tag", "complete", "chat"]

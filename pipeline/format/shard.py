@@ -38,19 +38,6 @@ from tokenfeed.pipeline.format.schema import FORMAT_VERSION, ORIGIN_FILE, Column
 from tokenfeed.pipeline.format.storage import atomic_file, file_xxh3
 from tokenfeed.pipeline.format.store import StorePath, open_store
 
-__all__ = [
-    "FIRST_ROW_KEY",
-    "SEAL_KEY",
-    "UNDECODABLE",
-    "UNSEALED",
-    "ExpectedShard",
-    "ShardReader",
-    "ShardWriter",
-    "batch_checksums",
-    "set_seal",
-    "shard_metadata",
-]
-
 FIRST_ROW_KEY, SEAL_KEY = b"first_row", b"tokenfeed.seal"
 _VERSION_KEY, _NAME_KEY, _VOCABULARY_KEY = (
     b"tokenfeed.format_version",

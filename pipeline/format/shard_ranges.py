@@ -20,8 +20,6 @@ from tokenfeed.pipeline.format.read_errors import damaged
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.shard import UNDECODABLE, ExpectedShard
 
-__all__ = ["RangedShard", "end_bytes", "missing_bytes"]
-
 _BLOCK = np.dtype(
     {
         "names": ["offset", "head", "body"],

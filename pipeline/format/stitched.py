@@ -20,15 +20,6 @@ import numpy as np
 
 from tokenfeed.pipeline.remote.object_file import SeekableFile
 
-__all__ = [
-    "STITCHED_SUFFIX",
-    "OtherFile",
-    "StitchedFile",
-    "is_stitched",
-    "stitched_size",
-    "write_stitched",
-]
-
 STITCHED_SUFFIX = ".stitched"
 """Follows the name of the shard."""
 _MAGIC = b"tokenfeed stitched 1\n"

@@ -17,19 +17,6 @@ from typing import IO, Any
 
 import xxhash
 
-__all__ = [
-    "TEMPORARY_SUFFIX",
-    "alone_in",
-    "atomic_file",
-    "atomic_write",
-    "exclusive",
-    "file_xxh3",
-    "hold",
-    "sync_folder",
-    "try_lock",
-    "waited_for",
-]
-
 try:
     import fcntl
 except ImportError:  # Windows

@@ -40,22 +40,6 @@ from tokenfeed.pipeline.remote.address import SCHEMES, object_address
 from tokenfeed.pipeline.remote.object_file import FileFacts, Ranges, VersionedBytes
 from tokenfeed.pipeline.remote.retrying import Traffic
 
-__all__ = [
-    "STORES",
-    "FetchingStore",
-    "LocalStore",
-    "Place",
-    "RangedStore",
-    "Store",
-    "StorePath",
-    "keep",
-    "local_path",
-    "once",
-    "open_place",
-    "open_store",
-    "reading_once",
-]
-
 logger = logging.getLogger(__name__)
 
 _SMALL_BYTES = 1 << 16

@@ -12,8 +12,6 @@ import numpy as np
 
 from tokenfeed.pipeline.planning.plan import Plan, Position
 
-__all__ = ["NEVER", "Ahead"]
-
 NEVER = 1 << 40
 """Stands for a record batch that neither this epoch nor the next epoch reads."""
 _READINGS = 2

@@ -41,18 +41,6 @@ from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.pipeline.planning.order import Draw, blocks, derive_key, mix64
 from tokenfeed.pipeline.planning.policy import Batching, Pieces, regroup
 
-__all__ = [
-    "Round",
-    "Rounds",
-    "Spans",
-    "WindowPlan",
-    "deal_rounds",
-    "digests",
-    "file_order",
-    "plan_window",
-    "tokens_by_source",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:

@@ -22,8 +22,6 @@ from tokenfeed.pipeline.planning.order import Stretch
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policy import random_order
 
-__all__ = ["STEP_TOKENS", "deviation", "estimate_rounds", "likely_lengths", "unmixed"]
-
 
 def estimate_rounds(plan: Plan, sources: tuple[OpenedSplit, ...], world_size: int) -> int:
     """Return the estimated number of rounds in an epoch: the micro-batches of each rank.

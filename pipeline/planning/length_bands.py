@@ -28,7 +28,6 @@ from tokenfeed.pipeline.planning.order import Draw, blocks, mix64
 if TYPE_CHECKING:
     from tokenfeed.pipeline.planning.policy import ByLength
 
-__all__ = ["sort_by_length", "steps_by_length"]
 
 _LENGTHS_PER_SPREAD = 2.5
 """A band has no rows shorter than longest * (1 - this * spread), because long rows are rare and

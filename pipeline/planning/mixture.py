@@ -18,8 +18,6 @@ from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.store import Store, StorePath
 from tokenfeed.pipeline.planning.order import MixturePhase
 
-__all__ = ["Exhausted", "Mixture", "mix", "proportions"]
-
 Exhausted = Literal["repeat", "stop", "continue"]
 """What happens when a source runs out while others do not.
 

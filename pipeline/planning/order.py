@@ -23,20 +23,6 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-__all__ = [
-    "CYCLE",
-    "Draw",
-    "EpochOrder",
-    "MixturePhase",
-    "blocks",
-    "derive_key",
-    "derive_keys",
-    "mix64",
-    "next_keys",
-    "permute",
-    "unpermute",
-]
-
 _ROUNDS = 6
 CYCLE = 8
 """Epochs after which the strata of bands get new random starts; see `length_bands`."""

@@ -21,8 +21,6 @@ import numpy as np
 
 from tokenfeed.pipeline.arithmetic import ceil_div, offsets_of, ranges
 
-__all__ = ["concatenate", "crop", "next_fit", "pack"]
-
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack pieces into as few bins as best-fit-decreasing finds.

@@ -41,8 +41,6 @@ from tokenfeed.pipeline.planning.stages import (
     reweighed,
 )
 
-__all__ = ["Plan", "PlanSettings", "Position", "RowOrder"]
-
 _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
 """Smallest and largest default window in tokens. The smallest has about 128 record batches, so it
 mixes rows of 128 places of the corpus."""

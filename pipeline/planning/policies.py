@@ -28,17 +28,6 @@ from tokenfeed.pipeline.planning.policy import (
     random_order,
 )
 
-__all__ = [
-    "POLICIES",
-    "Fixed",
-    "Packed",
-    "Padded",
-    "describe",
-    "described_policy",
-    "offered",
-    "policy_of",
-]
-
 SPREAD = 0.033
 """Default width of a length band, as a share of the window's micro-batches. Every epoch deals the
 rows of a band to its micro-batches anew. 0 is strict order by length, with the least padding; 1 is

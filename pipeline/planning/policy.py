@@ -16,18 +16,6 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.length_bands import steps_by_length
 from tokenfeed.pipeline.planning.order import Draw, mix64
 
-__all__ = [
-    "DROPPING",
-    "Arranged",
-    "Batching",
-    "ByLength",
-    "LongRows",
-    "Pieces",
-    "cut_rows",
-    "random_order",
-    "regroup",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Pieces:

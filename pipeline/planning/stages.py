@@ -53,22 +53,6 @@ from tokenfeed.pipeline.planning.order import (
 from tokenfeed.pipeline.planning.policies import describe, policy_of
 from tokenfeed.pipeline.planning.policy import Batching
 
-__all__ = [
-    "ENDLESS",
-    "PlannedStage",
-    "SavedStage",
-    "Stage",
-    "StagedOrder",
-    "data_of",
-    "digest_of",
-    "going_on",
-    "least_tokens",
-    "paths_of",
-    "place_of",
-    "planned_stages",
-    "reweighed",
-]
-
 ENDLESS = 1 << 62
 """Number of windows of a list whose last stage has no end."""
 _SCALE = 20

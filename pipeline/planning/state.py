@@ -18,14 +18,6 @@ from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
 from tokenfeed.pipeline.planning.policies import described_policy
 
-__all__ = [
-    "Delivered",
-    "SavedState",
-    "first_difference",
-    "merge_states",
-    "own_stream",
-]
-
 _VERSION = 3
 """Version of the row order. A change of the order changes it, because the same position then has
 other rows before it."""

@@ -8,15 +8,6 @@ from urllib.parse import unquote, urlsplit
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.redaction import USER, WEB_SCHEMES, public
 
-__all__ = [
-    "SCHEMES",
-    "Address",
-    "Traits",
-    "object_address",
-    "require",
-    "traits_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:

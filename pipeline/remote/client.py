@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Client
 
-__all__ = ["Connection", "cause_of_failure", "connection", "first_line"]
 
 _STATUS = re.compile(r"status code: ((\d{3})[\w ]*)")
 _SAID_BY_SERVER = re.compile(r"<(?:Code|Message)>([^<]+)<")

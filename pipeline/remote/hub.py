@@ -23,7 +23,6 @@ from tokenfeed.pipeline.remote.retrying import Meter, Timing, Traffic, persist
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["HubStore"]
 
 _ADDRESS = re.compile(
     r"hf://(?P<kind>datasets|models)/(?P<owner>[^/@?#]+/[^/@?#]+)(@(?P<revision>[^/?#]+))?(?P<folder>/[^?#]*)?"

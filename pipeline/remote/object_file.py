@@ -15,22 +15,6 @@ import pyarrow as pa
 
 from tokenfeed.pipeline.errors import RemoteError
 
-__all__ = [
-    "LARGEST_BYTES",
-    "FileFacts",
-    "ObjectInfo",
-    "Ranges",
-    "SeekableFile",
-    "Span",
-    "SpansFile",
-    "VersionedBytes",
-    "cut_short",
-    "joined_spans",
-    "open_ranged",
-    "open_ranged_bytes",
-    "version_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 
-__all__ = ["XXH3_KEY", "ObjectStore"]
-
 T = TypeVar("T")
 XXH3_KEY = "tokenfeedxxh3"
 """Key of the checksum in the metadata of an object. Azure allows only letters and digits."""

@@ -26,8 +26,6 @@ from typing import Any, NoReturn
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, TokenfeedError
 from tokenfeed.pipeline.remote.retrying import Traffic
 
-__all__ = ["check_process", "main", "own_process", "read_in_child", "talks_here"]
-
 _ours = False
 _started = False
 _orphaned = False

@@ -24,8 +24,6 @@ from typing import Self, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
 
-__all__ = ["Meter", "Timing", "Traffic", "few_threads", "persist", "results_of", "without_patience"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 _TIMEOUT = "TOKENFEED_REMOTE_TIMEOUT"

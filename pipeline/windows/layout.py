@@ -24,8 +24,6 @@ from tokenfeed.pipeline.arithmetic import offsets_of, ranges, round_up
 from tokenfeed.pipeline.format.schema import is_target
 from tokenfeed.pipeline.planning.policy import Batching
 
-__all__ = ["Layout", "PieceIndex", "lay_out"]
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:

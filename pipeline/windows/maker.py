@@ -31,8 +31,6 @@ from tokenfeed.pipeline.windows.rank_slice import TARGETS, Index, RankSlice, Rou
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 from tokenfeed.pipeline.windows.row_map import RowMap
 
-__all__ = ["WindowMaker"]
-
 
 @dataclass(frozen=True, slots=True)
 class WindowMaker:

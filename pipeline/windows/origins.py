@@ -17,8 +17,6 @@ from tokenfeed.pipeline.format.manifest import read_checked
 from tokenfeed.pipeline.format.schema import INPUT_IDS, ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardReader
 
-__all__ = ["Origin", "origins_of"]
-
 
 class Origin(NamedTuple):
     """The input that a piece of a row was made from."""

@@ -18,8 +18,6 @@ from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.planning.batching import Round
 from tokenfeed.pipeline.windows.layout import Layout, PieceIndex
 
-__all__ = ["TARGETS", "Header", "Index", "RaggedBatch", "RankSlice", "RoundIndex"]
-
 
 @dataclass(frozen=True, slots=True)
 class RoundIndex:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.settings import CacheSettings
     from tokenfeed.pipeline.windows.remote_batches import Remote
 
-__all__ = ["Joiner", "LocalBatches", "OpenShards", "SplitBatches", "Window", "WindowReader"]
 
 _OPEN_SHARDS = 256
 """Shards kept open. Opening a shard costs a third of the time to read a record batch."""

@@ -24,8 +24,6 @@ from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.remote_shards import DAMAGED, RemoteShard, RemoteShards
 
-__all__ = ["Prefetcher", "Remote", "RemoteBatches"]
-
 _AT_ONCE = 128
 """Record batches in memory before decoding: enough to keep the threads busy."""
 _RUN_BYTES = 8 << 20

@@ -29,8 +29,6 @@ from tokenfeed.pipeline.format.shard_ranges import RangedShard, end_bytes, missi
 from tokenfeed.pipeline.format.store import RangedStore
 from tokenfeed.pipeline.remote.object_file import VersionedBytes
 
-__all__ = ["DAMAGED", "RemoteShard", "RemoteShards"]
-
 DAMAGED = "%s: %s was damaged in the cache or on the network. It was fetched again and is correct."
 _OPEN_SHARDS = 2048
 """Footers in memory, about 16 KB each. The other footers are in the cache."""

@@ -21,8 +21,6 @@ from tokenfeed.pipeline.planning.order import derive_key
 from tokenfeed.pipeline.windows.rank_slice import TARGETS
 from tokenfeed.pipeline.windows.reader import Window
 
-__all__ = ["MapRow", "RowMap"]
-
 MapRow = Callable[[dict[str, np.ndarray], np.random.Generator], Mapping[str, np.ndarray]]
 """Takes the columns of a row and random numbers of the row; returns the columns to replace.
 

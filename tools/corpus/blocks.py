@@ -24,21 +24,6 @@ import zstandard
 
 from tokenfeed.tools.corpus.locations import Location, open_location
 
-__all__ = [
-    "DAMAGE",
-    "IS_UTF16",
-    "READ_ERRORS",
-    "UTF16_MARKS",
-    "BlockFile",
-    "Blocks",
-    "Compression",
-    "Damage",
-    "LongLine",
-    "damage_reason",
-    "is_utf8",
-    "whole_lines",
-]
-
 Compression = Literal["gz", "zst", "bz2", "xz"]
 
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError)

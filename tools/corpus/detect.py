@@ -16,15 +16,6 @@ from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import STANDARD_INPUT
 from tokenfeed.tools.corpus.locations import Location
 
-__all__ = [
-    "compression_of",
-    "format_in_folder",
-    "format_of_given",
-    "is_archive",
-    "is_binary",
-    "needs_look",
-]
-
 logger = logging.getLogger(__name__)
 
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".bz2": "bz2", ".xz": "xz"}

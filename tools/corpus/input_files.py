@@ -8,8 +8,6 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.blocks import Blocks, Compression, Damage
 from tokenfeed.tools.corpus.locations import PUT_BACK, Location, RemoteFile
 
-__all__ = ["MAX_RECORD_BYTES", "STANDARD_INPUT", "FilePart", "InputFile", "whole"]
-
 STANDARD_INPUT = "-"
 MAX_RECORD_BYTES = 64_000_000
 """The default of `--max-record`."""

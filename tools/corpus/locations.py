@@ -24,7 +24,6 @@ from tokenfeed.pipeline.remote.object_file import (
 if TYPE_CHECKING:
     from tokenfeed.pipeline.remote.object_store import ObjectStore
 
-__all__ = ["PUT_BACK", "Location", "RemoteFile", "local_copy", "open_location", "open_spans"]
 
 PUT_BACK = "Put it back, or start again with an empty output folder."
 _PIECE_BYTES = 8 << 20

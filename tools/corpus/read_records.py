@@ -17,8 +17,6 @@ from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.locations import RemoteFile
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, rejected
 
-__all__ = ["UnverifiedError", "fetched_ahead", "read_records", "read_texts"]
-
 _AHEAD = 8
 """Number of small remote files that are fetched before they are read."""
 

@@ -17,22 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-__all__ = [
-    "FieldKind",
-    "Fields",
-    "Records",
-    "Reject",
-    "Unusable",
-    "checker",
-    "fits",
-    "is_text",
-    "json_type",
-    "records_of",
-    "rejected",
-    "shown_names",
-    "too_long",
-]
-
 _MOST = float(np.finfo(np.float32).max)
 
 

@@ -30,20 +30,6 @@ from tokenfeed.pipeline.remote.object_file import ObjectInfo
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.tools.corpus.locations import RemoteFile
 
-__all__ = [
-    "HUB_PREFIX",
-    "NOT_A_CORPUS",
-    "REPOSITORY_PREFIX",
-    "hub_files",
-    "is_data_set",
-    "is_hidden",
-    "is_saved",
-    "object_at",
-    "objects_below",
-    "repository_files",
-    "saved_entries",
-]
-
 _SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """Files in the folder of a saved data set, and in the folder of several splits."""
 

@@ -56,8 +56,6 @@ from tokenfeed.tools.corpus.remote_sources import (
 )
 from tokenfeed.tools.corpus.spool import Spooled, spool, stdin_blocks
 
-__all__ = ["Corpus", "find_corpus", "is_reserved", "is_split_name", "matching"]
-
 _SPLIT = re.compile(r"\w[\w.-]*")
 _FILES_OF_OUTPUT = (MANIFEST_FILE, TOKENIZER_FILE, "sources.jsonl", "rejects.jsonl")
 """Files of an output folder, beside the folders of splits."""

@@ -22,8 +22,6 @@ import xxhash
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools.corpus.records import shown_names
 
-__all__ = ["Spooled", "json_lines", "spool", "stdin_blocks"]
-
 _BLOCK_BYTES = 1 << 20
 _BATCH_RECORDS = 1000
 

@@ -14,8 +14,6 @@ from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile
 from tokenfeed.tools.corpus.locations import RemoteFile
 
-__all__ = ["Unit", "auto_shard_bytes", "cut_units"]
-
 SMALLEST_SHARD_BYTES, LARGEST_SHARD_BYTES = 8_000_000, 256_000_000
 _SHARDS_WANTED = 64
 

@@ -61,8 +61,6 @@ from tokenfeed.tools.jobs.crew import Progress
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.shell.command_line import text
 
-__all__ = ["Adopt", "adopt"]
-
 SHARD_TOKENS = 1 << 25
 SHARD_ROWS = 1 << 22
 _log = logging.getLogger(__name__)

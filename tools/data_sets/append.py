@@ -13,8 +13,6 @@ from tokenfeed.tools.pretokenizing.make import make_rows
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.summary import Figures, Summary
 
-__all__ = ["append_rows"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -30,8 +30,6 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.shell.command_line import WholeNumber, text
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Cat", "DataSet", "longest_row"]
-
 PAGE = """\
 <!doctype html>
 <html lang="en">

@@ -13,8 +13,6 @@ from tokenfeed.tools.data_sets.select import Select
 from tokenfeed.tools.data_sets.verify import Verify
 from tokenfeed.tools.shell.command_line import Subcommand, run_subcommand
 
-__all__ = ["COMMANDS", "run_shards"]
-
 COMMANDS: dict[str, type[Subcommand]] = {
     "inspect": Inspect,
     "verify": Verify,

@@ -36,8 +36,6 @@ from tokenfeed.tools.jobs.run_records import claimed
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Copied", "Copy", "Move", "bring", "copy_data_set", "fetch", "remove_leftovers"]
-
 AT_ONCE = 4
 _PIECE_BYTES = 1 << 20
 _TRIES = 2

@@ -29,8 +29,6 @@ from tokenfeed.pipeline.format.store import LocalStore, Store, open_place
 from tokenfeed.tools.data_sets.copy import Move, Way, bring, remove_leftovers
 from tokenfeed.tools.jobs.run_records import claimed
 
-__all__ = ["Derived", "Files", "Moves", "NewDataSet", "commit", "new_data_set"]
-
 Moves = Sequence[Move[ShardInfo]]
 _WORK_FOLDER = ".work"
 """Holds shards that are written again, until they get their place."""

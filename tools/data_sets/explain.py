@@ -31,8 +31,6 @@ from tokenfeed.tools.shell.command_line import WholeNumber, text
 from tokenfeed.tools.shell.console import print_json
 from tokenfeed.trainer.config.values import NotNegative, Positive
 
-__all__ = ["Explain"]
-
 _CHECKPOINT_FILE = "checkpoint.json"
 
 

@@ -34,8 +34,6 @@ from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["FORMATS", "Export", "Exported", "export_data_set"]
-
 Format = Literal["megatron", "nanogpt", "llm.c", "olmo", "datatrove", "parquet", "mds"]
 
 

@@ -14,8 +14,6 @@ from tokenfeed.pipeline.format.store import Store, open_store
 from tokenfeed.tools.data_sets.cat import DataSet, longest_row
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Inspect", "describe"]
-
 _MANY_ROWS, _LARGE_SHARE = 100, 0.05
 """Smallest number of rows of a split, and smallest share of its tokens, for naming a long row."""
 _BAR_WIDTH = 40

@@ -31,8 +31,6 @@ from tokenfeed.tools.data_sets.derived import Derived, Files, Moves, commit, new
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Merge", "Opened", "grow", "merge"]
-
 _VERSIONS = "versions"
 """The folder of earlier manifests, each named by its fingerprint."""
 

@@ -18,8 +18,6 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import Positive, read_settings
 from tokenfeed.trainer.data.datasets import training_source
 
-__all__ = ["ShowPlan"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShowPlan:

@@ -33,8 +33,6 @@ from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Verify", "find_problems"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verify:

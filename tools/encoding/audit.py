@@ -29,8 +29,6 @@ from tokenfeed.tools.encoding.engines import (
 )
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["Answers", "Audit", "Questions", "adversarial_texts", "beginning", "sample_texts"]
-
 _TEXTS = 400
 _TEXTS_BYTES = 1 << 18
 _SAMPLED_PART = 256

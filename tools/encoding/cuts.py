@@ -10,8 +10,6 @@ from tokenizers import pre_tokenizers
 
 from tokenfeed.tools.encoding.routes import NUMERALS, character_class, having, lead_bytes, matches
 
-__all__ = ["cut"]
-
 _LEADS = lead_bytes(NUMERALS)
 _NUMERAL = f"[{character_class(NUMERALS)}]"
 _SPACES = (*" \t\x0b\x0c", *map(chr, (0x85, 0xA0, 0x1680, *range(0x2000, 0x200B))))

@@ -18,17 +18,6 @@ from unicodedata import is_normalized
 
 import msgspec
 
-__all__ = [
-    "ID_LIMIT",
-    "AddedToken",
-    "Model",
-    "Shape",
-    "TokenizerKind",
-    "Unproved",
-    "byte_letters",
-    "check_vocabulary",
-]
-
 TokenizerKind = Literal["byte-level", "SentencePiece"]
 
 ID_LIMIT = 10_000_000
@@ -293,6 +282,7 @@ character, so an inverted Removed splits like Isolated."""
 def split_steps(
     regexes: tuple[str, ...], behavior: Any, *, invert: bool
 ) -> tuple[PreTokenizer, ...]:
+    """Return steps that split by each regex, then the ByteLevel step."""
     return (*(Split(Pattern(Regex=regex), behavior, invert) for regex in regexes), _BYTES)
 
 

@@ -29,23 +29,6 @@ from tokenfeed.tools.encoding.tokenizer import (
 from tokenfeed.tools.encoding.words import SpacedWords, Words
 from tokenfeed.tools.shell.signals import signals_held
 
-__all__ = [
-    "Engine",
-    "EngineFailure",
-    "EngineName",
-    "EngineRejected",
-    "EngineUnavailable",
-    "EngineUntested",
-    "FastEngine",
-    "ReferenceEngine",
-    "Unencodable",
-    "fast_engine",
-    "fast_json",
-    "installed_engines",
-    "preload",
-    "proved_shape",
-]
-
 _COMPARED = {
     "gigatoken": (("0.10.",), "gigatoken>=0.10,<0.11"),
     "tokenizers": (("0.21.", "0.22.", "0.23."), "tokenizers>=0.21.4,<0.24"),

@@ -19,8 +19,6 @@ from tokenizers import Tokenizer
 from tokenfeed.pipeline.arithmetic import Ragged, offsets_of
 from tokenfeed.pipeline.errors import TokenizerError
 
-__all__ = ["FIM_ROWS", "Arranged", "FillInMiddle"]
-
 FIM_ROWS = "fim_rows"
 """The number of cut documents, among the counts of the manifest."""
 

@@ -21,8 +21,6 @@ import jinja2.utils
 import jinja2.visitor
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["MARKS", "Use", "Watch", "compiled", "generated_by", "marks_from"]
-
 MARKS = 0xFFFE
 """Number of marks: all characters for private use of a plane."""
 

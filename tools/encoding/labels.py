@@ -28,8 +28,6 @@ from tokenfeed.tools.corpus.read_records import fetched_ahead, read_records
 from tokenfeed.tools.corpus.records import FieldKind, Fields
 from tokenfeed.tools.corpus.units import Unit
 
-__all__ = ["CountLabels", "LabelCounts", "Labels", "find_labels"]
-
 _WHOLE_NUMBER, _CODE = re.compile("0|[1-9][0-9]*"), re.compile("0[0-9]+")
 _FEW = 100
 """One in this many labels may be of the other kind."""

@@ -33,16 +33,6 @@ from tokenfeed.tools.encoding.audit import Answers
 from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
 from tokenfeed.tools.encoding.tasks import TaskEncoder
 
-__all__ = [
-    "RecordBlock",
-    "RejectFile",
-    "SourceCounts",
-    "UnitCounts",
-    "UnitResult",
-    "read_record_blocks",
-    "too_many_rejects",
-]
-
 _FIRST_REJECTS = 8
 """Rejects that are kept in memory for messages."""
 

@@ -26,19 +26,6 @@ import pyarrow.compute as pc
 from tokenfeed.pipeline.arithmetic import binaries
 from tokenfeed.tools.encoding.engine_support import AddedToken, Shape, byte_letters
 
-__all__ = [
-    "LETTERS",
-    "NFC_LEADS",
-    "NUMERALS",
-    "SIGNS",
-    "Routes",
-    "character_class",
-    "having",
-    "lead_bytes",
-    "matches",
-    "sort_tokens",
-]
-
 # fmt: off
 LETTERS: tuple[tuple[int, int], ...] = (
     (0x088f, 0x088f), (0x0c5c, 0x0c5c), (0x0cdc, 0x0cdc), (0x1acf, 0x1add), (0x1ae0, 0x1aeb),

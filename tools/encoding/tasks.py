@@ -59,25 +59,6 @@ from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.token_places import TokenPlaces
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = [
-    "TASK_CLASSES",
-    "ChatEncoder",
-    "ClassifiedIdsEncoder",
-    "ClassifyEncoder",
-    "CompleteEncoder",
-    "Encode",
-    "FieldValues",
-    "IdsEncoder",
-    "Labelled",
-    "LmEncoder",
-    "MaskedIdsEncoder",
-    "Samples",
-    "ScoreEncoder",
-    "TagEncoder",
-    "TaskEncoder",
-    "TaskName",
-]
-
 FieldValues = dict[str, list[Any]]
 """The values of R records, by field."""
 

@@ -14,8 +14,6 @@ from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["Template"]
-
 _LARGEST_TYPE = 255
 """`token_type_ids` is stored as uint8."""
 

@@ -16,8 +16,6 @@ from tokenizers import Tokenizer
 from tokenfeed.pipeline.arithmetic import Ragged, offsets_of
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["TokenPlaces", "byte_places"]
-
 
 class TokenPlaces:
     """The first bytes of tokens, for one tokenizer."""

@@ -29,13 +29,6 @@ from tokenfeed.pipeline.format.store import Store, local_path, open_store
 from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.tools.encoding.engine_support import ID_LIMIT
 
-__all__ = [
-    "NOT_FAILURES",
-    "TextTokenizer",
-    "fetch_beside",
-    "fetch_tokenizer_json",
-]
-
 _END_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",

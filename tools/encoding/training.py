@@ -20,8 +20,6 @@ from tokenfeed.tools.corpus.read_records import fetched_ahead, read_records, rea
 from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit
 
-__all__ = ["SMALLEST_VOCABULARY", "train_tokenizer_json"]
-
 END_TOKEN = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
 """Every byte, and the end of a document."""

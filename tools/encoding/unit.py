@@ -44,8 +44,6 @@ from tokenfeed.tools.encoding.tasks import Samples, TaskEncoder
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["TRAIN", "VALIDATION", "EncodeSettings", "Encoded", "UnitEncoder"]
-
 TRAIN, VALIDATION = "train", "validation"
 Report = Callable[[float, int, str], None]
 """Takes the weight, the tokens and the last record of a finished part of a unit."""

@@ -29,8 +29,6 @@ from tokenfeed.pipeline.arithmetic import Ragged, offsets_of, take
 from tokenfeed.tools.encoding.routes import matches
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["CACHE_BYTES", "SpacedWords", "Words"]
-
 _COMPARED = ("0.21.", "0.22.", "0.23.")
 """Versions of `tokenizers` whose ids were compared."""
 CACHE_BYTES = 128 << 20

@@ -28,16 +28,6 @@ from tokenfeed.pipeline.format.store import LocalStore, Place
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.jobs.run_records import RunRecords, differences, is_begun, remove_records
 
-__all__ = [
-    "State",
-    "changed_file",
-    "files_made_of",
-    "recognise",
-    "remember",
-    "state_of",
-    "withdraw",
-]
-
 _AT_ONCE = 16
 """Number of files whose sizes are read at the same time."""
 _UNITS = "the number of units"

@@ -34,17 +34,6 @@ from tokenfeed.tools.jobs.executors import (
 )
 from tokenfeed.tools.jobs.run_records import versions
 
-__all__ = [
-    "PROBES",
-    "Crew",
-    "Progress",
-    "Weighed",
-    "Work",
-    "WorkerDied",
-    "cluster_crew",
-    "local_crew",
-]
-
 logger = logging.getLogger(__name__)
 
 PROBES = ".probe-*"

@@ -32,24 +32,6 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools.shell.console import log_to_stderr
 from tokenfeed.tools.shell.signals import signals_held
 
-__all__ = [
-    "CLUSTERS",
-    "ENVIRONMENT",
-    "SMALL_BYTES",
-    "Cluster",
-    "ForkExecutor",
-    "Runner",
-    "WorkerLost",
-    "check_installed",
-    "end_early",
-    "local_executor",
-    "prepare_early",
-    "report",
-    "sendable",
-    "serve",
-    "start_early",
-]
-
 Runner = Literal["local", "ray", "dask"]
 
 _RETRIES = 3

@@ -15,8 +15,6 @@ from tokenfeed.tools.jobs.crew import Progress
 if TYPE_CHECKING:
     import rich.progress
 
-__all__ = ["Bar", "bytes_read"]
-
 
 class Bar:
     """The progress bar of a run."""

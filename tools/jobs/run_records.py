@@ -39,19 +39,6 @@ from tokenfeed.pipeline.remote.retrying import results_of
 if TYPE_CHECKING:
     from tokenfeed.tools.encoding.record_blocks import UnitResult
 
-__all__ = [
-    "JobPart",
-    "RunRecords",
-    "alone_in_folder",
-    "check_recipe",
-    "claimed",
-    "differences",
-    "is_begun",
-    "kept_plan",
-    "planning_alone",
-    "remove_records",
-    "versions",
-]
 
 _PACKAGES = ("tokenfeed", "pyarrow", "tokenizers", "gigatoken")
 

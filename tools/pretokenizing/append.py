@@ -35,8 +35,6 @@ from tokenfeed.tools.jobs.claim import files_made_of
 from tokenfeed.tools.jobs.run_records import alone_in_folder
 from tokenfeed.tools.pretokenizing.options import Options
 
-__all__ = ["NothingNew", "Onto"]
-
 _HIDDEN = ".append"
 
 

@@ -41,8 +41,6 @@ from tokenfeed.tools.encoding.unit import TRAIN, EncodeSettings
 from tokenfeed.tools.jobs.claim import changed_file
 from tokenfeed.tools.jobs.crew import PROBES
 
-__all__ = ["commit", "described"]
-
 _COUNTS = ("bytes", "written", "empty", "rejected")
 
 

@@ -29,8 +29,6 @@ from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.pretokenizing.append import Onto
 from tokenfeed.tools.pretokenizing.options import Options
 
-__all__ = ["Inputs"]
-
 _DEFAULT_VALIDATION, _VALIDATION_BYTES = 0.01, 40_000_000
 """Share of the text for validation, and its largest size in bytes (about 10 M tokens)."""
 _LABELLED_VALIDATION, _LABELLED_BYTES = 0.1, 4_000_000

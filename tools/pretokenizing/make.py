@@ -24,8 +24,6 @@ from tokenfeed.tools.pretokenizing.prepare import Listed, prepared
 from tokenfeed.tools.pretokenizing.runner import EngineRefused, Run, run_units
 from tokenfeed.tools.pretokenizing.summary import Figures, PartSummary, Summary
 
-__all__ = ["begin_writing", "make_dataset", "make_part", "make_rows"]
-
 logger = logging.getLogger(__name__)
 
 

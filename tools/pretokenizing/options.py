@@ -28,8 +28,6 @@ from tokenfeed.tools.jobs.run_records import JobPart
 from tokenfeed.tools.shell.command_line import read_command_line, text
 from tokenfeed.trainer.config.values import NotNegative, Positive, check_types, flag_of
 
-__all__ = ["Options", "fields_of_tasks", "input_formats", "parse_options", "records_of_tasks"]
-
 _GROUPS = {
     "task and tokenizer": (
         *("task", "field", "keep", "tokenizer", "vocab_size", "end_token", "add_special_tokens"),

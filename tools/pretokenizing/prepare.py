@@ -42,8 +42,6 @@ from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.runner import Run, is_small
 
-__all__ = ["Listed", "prepared"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -42,8 +42,6 @@ from tokenfeed.tools.jobs.run_records import RunRecords
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
 
-__all__ = ["EngineRefused", "Run", "is_small", "run_units"]
-
 logger = logging.getLogger(__name__)
 
 _Work = Unit | Questions

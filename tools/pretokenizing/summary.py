@@ -11,8 +11,6 @@ from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.pretokenizing.options import Options
 
-__all__ = ["Figures", "PartSummary", "Summary"]
-
 
 class Figures(NamedTuple):
     """The figures of a run that its data set does not have."""

@@ -35,15 +35,6 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.facts import facts
 from tokenfeed.trainer.config.values import Shards, empty, flag_of, kinds_of, nearest, setting_of
 
-__all__ = [
-    "Subcommand",
-    "WholeNumber",
-    "parse_command",
-    "read_command_line",
-    "run_subcommand",
-    "text",
-]
-
 OptionsT = TypeVar("OptionsT")
 WholeNumber = Annotated[int, Meta(title="N", description="a whole number")]
 

@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.redaction import without_secrets
 
-__all__ = ["log_to_stderr", "print_json", "run_command"]
-
 _FAILED, _USAGE, _PIPE_CLOSED, _BY_SIGNAL = 1, 2, 141, 128
 _NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
 """Messages of the dynamic loader if there is no memory for a library."""

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["signals_held"]
-
 _HELD = (signal.SIGINT, signal.SIGTERM)
 
 

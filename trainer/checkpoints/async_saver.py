@@ -15,8 +15,6 @@ from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.tensor_file import HostCopy, write_tensors
 from tokenfeed.trainer.distributed.world import Gather, State
 
-__all__ = ["Saver"]
-
 Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)

@@ -30,16 +30,6 @@ from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
 from tokenfeed.trainer.checkpoints.tensor_file import is_sharded_tensor, stored_form
 from tokenfeed.trainer.distributed.world import State, World
 
-__all__ = [
-    "CONTENT_FILE",
-    "Checkpoint",
-    "Kind",
-    "files_of",
-    "kinds_of",
-    "split",
-    "write_content",
-]
-
 _TENSOR = "$tensor"
 _VERSION = 2
 CONTENT_FILE = "checkpoint.json"

@@ -6,8 +6,6 @@ from typing import Any
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.config.run_config import TrainConfig
 
-__all__ = ["Base", "Best", "CheckpointMeta"]
-
 _WORDS = {
     "model": "--model",
     "task": "task",

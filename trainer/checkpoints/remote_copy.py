@@ -18,8 +18,6 @@ from tokenfeed.trainer.checkpoints.checkpoint_format import CONTENT_FILE, files_
 from tokenfeed.trainer.checkpoints.retention import name_of, steps_of
 from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER
 
-__all__ = ["RemoteRun", "reason"]
-
 _GIVE_UP_S = 30.0
 """Seconds to repeat a request. Uploads then start again; a run that needs the answer ends."""
 _COPIED_BYTES = 8 << 20

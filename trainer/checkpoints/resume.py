@@ -14,8 +14,6 @@ from tokenfeed.trainer.checkpoints.retention import DAMAGE, Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import OF_THE_END
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE
 
-__all__ = ["download_newest"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.checkpoints.metadata import Best, CheckpointMeta
 from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER
 
-__all__ = ["DAMAGE", "Checkpoints", "name_of", "steps_of"]
-
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8})")

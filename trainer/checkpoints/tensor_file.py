@@ -27,8 +27,6 @@ from torch import Tensor
 
 from tokenfeed.pipeline.feeding.devices import accelerator
 
-__all__ = ["HostCopy", "is_sharded_tensor", "stored_form", "write_tensors"]
-
 _BLOCK_BYTES = 1 << 22
 _ALIGNMENT = 8
 _NAMES = {

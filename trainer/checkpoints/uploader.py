@@ -28,8 +28,6 @@ from tokenfeed.trainer.config.run_config import (
     TrainConfig,
 )
 
-__all__ = ["OF_THE_END", "PROBE", "Uploads", "check_upload"]
-
 OF_THE_END = (PAGE_FILE, TRACE_FILE, REPORT_FILE)
 """Files that a run writes at its end. The report is last, for it promises the others."""
 PROBE = "may-be-written"

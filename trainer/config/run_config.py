@@ -32,33 +32,6 @@ from tokenfeed.trainer.config.values import (
     read_settings,
 )
 
-__all__ = [
-    "ALL_LINEAR",
-    "BY_NUMBERS",
-    "CHECKPOINTS_FOLDER",
-    "CONFIG_FILE",
-    "METRICS_FILE",
-    "MODEL_NUMBERS",
-    "MOST_SHAPES",
-    "OF_ONE_COMMAND",
-    "PAGE_FILE",
-    "REPORT_FILE",
-    "TRACE_FILE",
-    "AttentionName",
-    "BatchingName",
-    "ObjectiveName",
-    "OptimizerName",
-    "PhaseSettings",
-    "PrecisionName",
-    "RecomputeName",
-    "Resume",
-    "ScheduleName",
-    "StageSettings",
-    "TrackerName",
-    "TrainConfig",
-]
-
-
 MOST_SHAPES = 8
 """Shapes of batches that a compiled model is compiled for."""
 

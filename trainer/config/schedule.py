@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from tokenfeed.trainer.config.run_config import ScheduleName, TrainConfig
 
-__all__ = ["Phase", "learning_rate", "phase_at", "phases_of", "rate_factor"]
-
 _END = 0.1
 """Last rate of `cosine` and `linear` as a share of the peak, unless another one is given."""
 _WSD_DECAY = 0.2

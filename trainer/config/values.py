@@ -22,25 +22,6 @@ from tokenfeed.pipeline.checks import bytes_meant
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.redaction import is_address, public
 
-__all__ = [
-    "AboveZero",
-    "Bytes",
-    "NotNegative",
-    "Positive",
-    "Shards",
-    "Tokens",
-    "check_multiple",
-    "check_pattern",
-    "check_types",
-    "empty",
-    "expected",
-    "flag_of",
-    "kinds_of",
-    "nearest",
-    "read_settings",
-    "setting_of",
-]
-
 Positive = Annotated[int, Meta(ge=1, title="N", description="a whole number of at least 1")]
 NotNegative = Annotated[int, Meta(ge=0, title="N", description="a whole number of at least 0")]
 AboveZero = Annotated[float, Meta(gt=0, title="X", description="a number above 0")]

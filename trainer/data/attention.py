@@ -16,16 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-__all__ = [
-    "Reach",
-    "Scope",
-    "attend",
-    "choose_flash_attention",
-    "has_varlen",
-    "row_ends",
-    "size_only",
-]
-
 _LEAST_CAPABILITY = (8, 0)
 _HOPPER = 9
 _FLASH_3 = "flash_attn_interface"

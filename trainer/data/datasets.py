@@ -22,21 +22,6 @@ from tokenfeed.pipeline.redaction import public
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import Shards
 
-__all__ = [
-    "DataSets",
-    "as_tokenizer",
-    "first_of",
-    "open_tokenizer",
-    "read_chat_template",
-    "read_manifest",
-    "read_tokenizer",
-    "run_manifest",
-    "shown",
-    "source_of",
-    "training_source",
-    "weights_of",
-]
-
 
 def weights_of(shards: Shards) -> dict[str, float]:
     """Return the weight of each data set by its folder."""

@@ -3,11 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "Head",
-    "HeadKind",
-]
-
 HeadKind = Literal["vocabulary", "token", "row"]
 """What a model predicts.
 

@@ -13,8 +13,6 @@ from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, TOKEN_TYPE_IDS,
 from tokenfeed.pipeline.windows.rank_slice import TARGETS
 from tokenfeed.trainer.data.attention import Scope, row_ends, size_only
 
-__all__ = ["MicroBatch", "Shaper"]
-
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:

@@ -24,16 +24,6 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World
 
-__all__ = [
-    "check_sharding",
-    "full_tensor",
-    "is_sharded",
-    "local_shard",
-    "replicated_scalars",
-    "reshard",
-    "shard_model",
-]
-
 _FORWARD_METHODS = ("hidden",)
 """Methods of a model that are called besides `forward`."""
 

@@ -8,8 +8,6 @@ from typing import Self
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import atomic_write
 
-__all__ = ["Launch"]
-
 _MARK_FILE = "launch.txt"
 
 

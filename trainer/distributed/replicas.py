@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Replicas"]
-
 Input = TypeVar("Input")
 Output = TypeVar("Output")
 

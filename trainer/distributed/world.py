@@ -27,8 +27,6 @@ from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
 from tokenfeed.trainer.distributed.launcher import Launch
 
-__all__ = ["Gather", "RankError", "State", "StepSync", "World", "device_named", "join_world"]
-
 State = dict[str, Any]
 """Nested dicts and lists of tensors and JSON values."""
 Gather = Callable[[Any], list[Any]]

@@ -34,18 +34,6 @@ from tokenfeed.trainer.config.values import check_multiple
 if TYPE_CHECKING:
     from tokenfeed.trainer.tasks.task import Task
 
-__all__ = [
-    "EpochShapes",
-    "Policy",
-    "is_packed",
-    "largest_shape",
-    "long_rows_of",
-    "make_policy",
-    "micro_batch_sizes",
-    "padding_remedy",
-    "possible_sizes",
-    "shapes",
-]
 
 Policy = Packed | Padded | Fixed
 

@@ -35,13 +35,6 @@ from tokenfeed.trainer.feeding.batch_policy import (
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = [
-    "Curriculum",
-    "SplitLoaders",
-    "check_rows",
-    "is_apart",
-]
-
 _SPLITS = ("train", "validation", "test")
 """The splits that a run reads."""
 

@@ -18,8 +18,6 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import Shards
 from tokenfeed.trainer.data.datasets import weights_of
 
-__all__ = ["divergence_error", "warn_of_skip", "write_origins"]
-
 BAD_STEP_FILE = "bad-step.jsonl"
 """Files and records of the first step that was skipped."""
 

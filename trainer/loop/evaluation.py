@@ -26,8 +26,6 @@ from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.metrics import MetricsFile
 from tokenfeed.trainer.tasks.task import Answers, Metrics, Task
 
-__all__ = ["Evaluator", "evaluate", "over_all"]
-
 _SECONDS_BETWEEN = 10.0
 """Seconds between two progress lines of an evaluation."""
 

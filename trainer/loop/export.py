@@ -67,8 +67,6 @@ from tokenfeed.trainer.models.weights import (
 from tokenfeed.trainer.tasks.language_modeling import mask_id
 from tokenfeed.trainer.tasks.registry import make_task
 
-__all__ = ["check_export", "export_run", "load_exported"]
-
 _WEIGHTS = "model.safetensors"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _HUB = "hf:"

@@ -25,8 +25,6 @@ from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.profiler import check_profile
 from tokenfeed.trainer.report.run_report import Report
 
-__all__ = ["train"]
-
 _AFTER_ERROR_S = 20.0
 """Seconds to wait for the last upload when a run fails."""
 

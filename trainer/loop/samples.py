@@ -23,8 +23,6 @@ from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.fsdp import reshard
 from tokenfeed.trainer.optim.train_state import Learner
 
-__all__ = ["Sampler"]
-
 _PROMPT, _NEW = 16, 48
 """Tokens of the beginning of a document, and most tokens of a sample."""
 

@@ -56,8 +56,6 @@ from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.tasks.registry import task_of
 from tokenfeed.trainer.tasks.task import Metrics
 
-__all__ = ["Trainer"]
-
 _log = logging.getLogger(__name__)
 
 

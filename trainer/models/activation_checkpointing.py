@@ -20,8 +20,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import RecomputeName
 
-__all__ = ["recompute_layers"]
-
 _KEPT = (
     "aten::mm",
     "aten::addmm",

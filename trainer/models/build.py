@@ -19,8 +19,6 @@ from tokenfeed.trainer.models.transformer import SIZES, Transformer, words_of
 from tokenfeed.trainer.models.weights import start_from
 from tokenfeed.trainer.tasks.task import has_hidden
 
-__all__ = ["compile_model", "make_model"]
-
 _MOST_GRAPHS = 4 * MOST_SHAPES
 """Compiled variants of a block: for training and evaluation, packed or padded."""
 _VARIANTS = 3

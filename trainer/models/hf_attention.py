@@ -15,8 +15,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.data.attention import Reach, Scope, attend
 
-__all__ = ["ATTENTION_NAME", "ScopesOnDemand", "irreplaceable"]
-
 ATTENTION_NAME = "tokenfeed"
 
 _NOT_DONE = {

@@ -18,8 +18,6 @@ from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.models.hf_attention import ScopesOnDemand, irreplaceable
 from tokenfeed.trainer.models.hf_model import HubModel
 
-__all__ = ["try_out"]
-
 _FIRST, _SECOND = 5, 7
 """Lengths of the two test documents, in tokens."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2

@@ -30,8 +30,6 @@ from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.models.hf_attention import ATTENTION_NAME, irreplaceable
 
-__all__ = ["HubModel", "companion_files", "load_hub_model", "longest_input"]
-
 _log = logging.getLogger(__name__)
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}

@@ -13,8 +13,6 @@ from tokenfeed.trainer.config.run_config import ALL_LINEAR, TrainConfig
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.models.hf_model import HubModel
 
-__all__ = ["add_adapters"]
-
 _ALPHA_PER_RANK = 2
 """Adapters count twice, whatever their rank is: so it changes what they can learn, not how fast."""
 _TASK_TYPES = {"vocabulary": None, "token": "TOKEN_CLS", "row": "SEQ_CLS"}

@@ -13,8 +13,6 @@ from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.distributed.world import State
 from tokenfeed.trainer.models.transformer import ROTARY_BASE, ModelSize, Transformer
 
-__all__ = ["from_starcoder2", "is_starcoder2", "starcoder2_config", "to_starcoder2"]
-
 _EMBEDDING = "model.embed_tokens.weight"
 _OUTSIDE = {"embedding": _EMBEDDING, "norm": "model.norm.weight"}
 _INSIDE = {

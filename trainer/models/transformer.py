@@ -28,8 +28,6 @@ from tokenfeed.trainer.data.datasets import open_tokenizer
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 
-__all__ = ["ROTARY_BASE", "SIZES", "ModelSize", "Transformer", "words_of"]
-
 _INITIAL_STD = 0.02
 ROTARY_BASE = 10_000.0
 _VOCABULARY_MULTIPLE = 64
@@ -239,6 +237,7 @@ class Rotary(nn.Module):
         self._head_width = head_width
 
     def forward(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """See the class."""
         steps = torch.arange(0, self._head_width, 2, device=positions_BT.device)
         angles_B1TK = positions_BT[:, None, :, None] * ROTARY_BASE ** -(steps / self._head_width)
         return angles_B1TK.cos(), angles_B1TK.sin()

@@ -35,23 +35,6 @@ from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.models.starcoder2 import from_starcoder2, is_starcoder2
 from tokenfeed.trainer.models.transformer import ModelSize
 
-__all__ = [
-    "EXPORT_FILE",
-    "Exported",
-    "State",
-    "base_of",
-    "count_parameters",
-    "given_weights",
-    "kept_state",
-    "kept_weights",
-    "product_weights",
-    "start_from",
-    "tokens_of",
-    "train_only",
-    "trainable_names",
-    "warn_of_other_ids",
-]
-
 EXPORT_FILE = "tokenfeed.json"
 _NEAREST = 3
 

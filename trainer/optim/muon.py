@@ -18,8 +18,6 @@ from torch import Tensor
 
 from tokenfeed.trainer.distributed.world import World
 
-__all__ = ["MuonAdamW", "Sections"]
-
 _MOMENTUM = 0.95
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Keller Jordan's quintic iteration: it brings singular values near 1."""

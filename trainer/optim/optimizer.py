@@ -16,8 +16,6 @@ from tokenfeed.trainer.config.run_config import OptimizerName
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.optim.muon import MuonAdamW, Sections
 
-__all__ = ["hidden_matrices", "is_embedding", "make_optimizer", "set_learning_rate"]
-
 _HEAD_NAMES = {"head", "heads", "lm_head", "classifier", "score", "cls", "qa_outputs"}
 """Names of heads in this package and in transformers."""
 _LORA = re.compile(r"(^|\.)lora_")

@@ -11,15 +11,6 @@ from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.distributed.world import State
 
-__all__ = [
-    "keep_moments",
-    "make_moments",
-    "optimizer_state",
-    "random_state",
-    "seed_random",
-    "set_random_state",
-]
-
 _WEIGHTS = "params"
 
 

@@ -17,12 +17,6 @@ from tokenfeed.trainer.config.run_config import PrecisionName
 from tokenfeed.trainer.distributed.fsdp import full_tensor, local_shard, replicated_scalars
 from tokenfeed.trainer.distributed.world import World
 
-__all__ = [
-    "Precision",
-    "all_finite",
-    "tune_convolutions",
-]
-
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -138,6 +132,7 @@ def _are_finite(tensors: Iterable[Tensor], world: World) -> bool:
 
 
 def allow_tf32(device: torch.device) -> None:
+    """Let products of fp32 matrices use TF32 on a GPU."""
     if device.type == "cuda":
         # The older switch: after the newer one, code that reads the older gets an error.
         torch.set_float32_matmul_precision("high")

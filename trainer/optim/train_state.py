@@ -46,7 +46,6 @@ from tokenfeed.trainer.tasks.task import Loss, Task
 if TYPE_CHECKING:
     from tokenfeed.trainer.distributed.replicas import Replicas
 
-__all__ = ["Learner", "Tally", "is_out_of_memory"]
 
 _OF_DROPOUT = 1
 """Key of dropout's random numbers, different from the keys of tasks, which have the same seed."""

@@ -13,8 +13,6 @@ from tokenfeed.trainer.report.run_folder import RunData
 from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.stall.report import StallReport, shown_causes
 
-__all__ = ["Comparison", "Row", "compare"]
-
 _OF_EVERY_RUN = ("run_dir", "resume", "json", "export")
 Figure = tuple[Any, str]
 """A value and its format."""

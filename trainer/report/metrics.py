@@ -22,8 +22,6 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.storage import atomic_write, hold
 from tokenfeed.trainer.config.run_config import METRICS_FILE, TrackerName, TrainConfig
 
-__all__ = ["MetricsFile", "Trackers", "check_trackers"]
-
 
 class _Line(TypedDict):
     """The fields of a line that are read again."""

@@ -7,8 +7,6 @@ from tokenfeed.trainer.report.run_folder import RunData
 from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.stall.report import render_page, save_page, share_of, stall_cards
 
-__all__ = ["page_of", "write_page"]
-
 _MOST_CAUSES = 6
 """Largest number of areas that a reader can distinguish. Smaller causes are summed."""
 

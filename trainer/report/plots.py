@@ -8,8 +8,6 @@ from markupsafe import Markup
 
 from tokenfeed.pipeline.arithmetic import ceil_div
 
-__all__ = ["Plot", "Scale", "Series", "short", "thinned"]
-
 _WIDTH, _HEIGHT = 720, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 12, 46
 _MOST_POINTS = 300

@@ -8,8 +8,6 @@ import torch
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
 
-__all__ = ["StepTracer", "check_profile"]
-
 _log = logging.getLogger(__name__)
 
 

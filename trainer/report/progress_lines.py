@@ -29,16 +29,6 @@ from tokenfeed.trainer.stall.report import main_cause
 from tokenfeed.trainer.stall.statistics import StepSeconds
 from tokenfeed.trainer.tasks.task import Metrics, Task
 
-__all__ = [
-    "MOST_SKIPPED",
-    "ProgressLog",
-    "Skips",
-    "StepLog",
-    "log_beginning",
-    "notes_on",
-    "remedies",
-]
-
 _TRIVIAL = (
     ("accuracy", "majority_accuracy", 1, "always predicting the most frequent class"),
     ("rmse", "mean_rmse", -1, "always predicting the mean"),

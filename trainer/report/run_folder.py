@@ -16,8 +16,6 @@ from tokenfeed.trainer.report.run_report import Report, decode_json
 from tokenfeed.trainer.stall.report import StallReport
 from tokenfeed.trainer.stall.statistics import StepSeconds
 
-__all__ = ["MetricsLine", "RunData"]
-
 _LARGEST = 1e100
 """Larger values are left out of plots: arithmetic with them would overflow."""
 

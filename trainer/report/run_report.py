@@ -25,8 +25,6 @@ from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER, PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.report import StallReport, advice, speed_parts, stall_facts
 
-__all__ = ["InterimReports", "Report", "decode_json", "versions"]
-
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 RowsByLength = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]

@@ -8,15 +8,6 @@ import torch
 
 from tokenfeed.pipeline.feeding.devices import accelerator
 
-__all__ = [
-    "GpuReading",
-    "GpuSensor",
-    "device_name",
-    "device_uuid",
-    "gpus_here",
-    "sensor_of",
-]
-
 
 def device_name(device: torch.device) -> str:
     """Return the GPU's model, or cpu, for reports."""

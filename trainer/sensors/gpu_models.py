@@ -11,8 +11,6 @@ from typing import Literal
 
 from tokenfeed.pipeline.errors import ConfigError
 
-__all__ = ["GIB", "GPUS", "Gpu", "identify_gpu", "parse_gpu"]
-
 GIB = 1 << 30
 
 

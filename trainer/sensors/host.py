@@ -12,8 +12,6 @@ import psutil
 
 from tokenfeed.trainer.sensors.gpu import GpuReading, sensor_of
 
-__all__ = ["HostReading", "HostSensor", "MachineSampler"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostReading:

@@ -25,16 +25,6 @@ from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner, Tally, is_out_of_memory
 from tokenfeed.trainer.tasks.registry import task_of
 
-__all__ = [
-    "SHARE_OF_MEMORY",
-    "DeviceMemory",
-    "Probe",
-    "choose_micro_batch",
-    "cpu_size",
-    "largest_fitting",
-    "trial_step",
-]
-
 SHARE_OF_MEMORY = 0.92
 """Share of the free memory to use. The rest is for gaps between blocks, and for libraries."""
 _STEPS = 2

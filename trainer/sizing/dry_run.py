@@ -33,8 +33,6 @@ from tokenfeed.trainer.sizing.batch_probe import SHARE_OF_MEMORY, cpu_size, larg
 from tokenfeed.trainer.sizing.memory_model import SimulatedStep
 from tokenfeed.trainer.tasks.registry import task_of
 
-__all__ = ["DryRun", "RunPlan", "dry_run", "find_gpu", "predict_micro_batch"]
-
 _CPU = torch.device("cpu")
 
 

@@ -29,8 +29,6 @@ from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.sizing.batch_probe import trial_step
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["PeakBytes", "SimulatedStep"]
-
 _BLOCK_BYTES = 512  # CUDA's allocator rounds up to this
 
 

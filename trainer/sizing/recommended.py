@@ -33,22 +33,6 @@ from tokenfeed.trainer.feeding.batch_policy import (
 )
 from tokenfeed.trainer.sensors.gpu_models import Gpu
 
-__all__ = [
-    "Choice",
-    "Machine",
-    "data_defaults",
-    "default_epochs",
-    "detect_machine",
-    "epoch_of",
-    "estimated_steps",
-    "gpu_defaults",
-    "replacements",
-    "schedule_defaults",
-    "steps_of",
-    "steps_of_tokens",
-    "tuning_defaults",
-]
-
 _TOKENS = 2_000_000
 """Tokens to train on in all epochs. A data set of fewer tokens is small."""
 _EPOCHS = (3, 10)

@@ -33,8 +33,6 @@ from tokenfeed.trainer.stall.reading import (
 )
 from tokenfeed.trainer.stall.statistics import BatchMeans, Histogram, StepTimes
 
-__all__ = ["Accounts", "LostLead", "StepEnd"]
-
 
 class LostLead:
     """The part of the host's lead that a cause has lost and the host has not yet regained."""

@@ -13,8 +13,6 @@ Example: the host takes 50 ms to queue a span, and a step takes 200 ms. A spin t
 between spins. The next power of two is 128.
 """
 
-__all__ = ["Calibration"]
-
 _FIRST_STEP = 3
 _MOST_SHARE = 0.003
 """Share of the time that one rank's spins may take. The spins of all ranks take less than 0.5 %."""

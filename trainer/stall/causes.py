@@ -2,8 +2,6 @@
 
 from typing import Literal, NamedTuple
 
-__all__ = ["ABOUT", "CAUSES", "COUNTED", "About", "Cause", "Phase"]
-
 Cause = Literal[
     "data",
     "copy",

@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Clock", "ClockMap", "EventClock", "MeteredDevice", "Moment"]
-
 
 class Moment(NamedTuple):
     """A mark that the device has passed, in seconds."""

@@ -14,8 +14,6 @@ from tokenfeed.trainer.stall.reading import StallReading
 from tokenfeed.trainer.stall.report import TAILS, Advice, CauseReport, Interval, StallReport
 from tokenfeed.trainer.stall.watchers import LoaderUse
 
-__all__ = ["REMEDIES", "advise", "make_report"]
-
 REMEDIES: dict[str, str] = {
     **{cause: about.remedy for cause, about in ABOUT.items()},
     "work": "its work takes longer: check the clock, the temperature and the neighbours of its "

@@ -17,8 +17,6 @@ from tokenfeed.trainer.stall.accounts import Accounts, StepEnd
 from tokenfeed.trainer.stall.causes import Phase
 from tokenfeed.trainer.stall.device import Clock, Moment
 
-__all__ = ["MarkChain", "Timeline"]
-
 _MOST = 20_000
 _DEVICE, _STEPS = 1, 2
 _TRACKS = {_DEVICE: "device: work, and what it waited for", _STEPS: "steps"}

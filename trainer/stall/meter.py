@@ -44,7 +44,6 @@ from tokenfeed.trainer.stall.watchers import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WARMUP_STEPS", "StallMeter", "warmup_steps"]
 
 WARMUP_STEPS = 5
 

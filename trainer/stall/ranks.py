@@ -7,18 +7,6 @@ from typing import Any, Literal
 from tokenfeed.trainer.stall.causes import CAUSES, Cause
 from tokenfeed.trainer.stall.reading import StallReading
 
-__all__ = [
-    "Exchange",
-    "RankReadings",
-    "RankStall",
-    "SlowestRank",
-    "is_distributed",
-    "numbers_of",
-    "own_place",
-    "rank_stalls",
-    "slowest_rank",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStall:

@@ -19,17 +19,6 @@ from tokenfeed.trainer.stall.causes import CAUSES, COUNTED, Cause
 from tokenfeed.trainer.stall.device import Moment
 from tokenfeed.trainer.stall.statistics import student
 
-__all__ = [
-    "Charge",
-    "LinearFit",
-    "OpenStep",
-    "SpanKind",
-    "StallReading",
-    "WorkSpan",
-    "WorkSums",
-    "idle_seconds",
-]
-
 _WORK_FOLLOWS = ("data", "communication")
 _OPEN = 0.1
 """Relative error of a reference that was seen only once or twice."""

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 
 from tokenfeed.trainer.stall.causes import COUNTED, Cause
 
-__all__ = ["BatchMeans", "Histogram", "StepSeconds", "StepTimes", "student"]
-
 _LEAST_SECONDS = 1e-7
 _WIDTH = math.log(1.04)
 

@@ -22,14 +22,6 @@ from torch import Tensor
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.format.schema import IGNORED
 
-__all__ = [
-    "chunk_tokens",
-    "compiled_loss_and_error",
-    "is_worth_chunks",
-    "loss_and_error",
-    "vocabulary_loss",
-]
-
 _BYTES_PER_LOGIT, _COMPILED_BYTES_PER_LOGIT = 10, 4
 """Memory of a chunk: logits in half precision, in fp32, and their log-softmax. With `--compile`:
 logits and their gradient in half precision."""

@@ -28,8 +28,6 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.tasks.task import Answers, BestBy, Loss, Task
 
-__all__ = ["Classify", "Score", "Tag", "TagScheme", "class_scores", "number_scores", "spans"]
-
 
 class Classify(Task):
     """Predict the class of each row."""

@@ -29,8 +29,6 @@ from tokenfeed.pipeline.planning.order import derive_key
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["Chat", "Completion", "LanguageModelling", "Masked", "mask_id", "token_bytes"]
-
 _MASKS = ("[MASK]", "<mask>", "<|mask|>")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 """A token of one byte, where characters that have no token are divided into bytes."""

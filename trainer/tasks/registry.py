@@ -19,8 +19,6 @@ from tokenfeed.trainer.tasks.language_modeling import (
 )
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["TASKS", "make_task", "task_of"]
-
 TASKS: dict[str, Callable[[Manifest, int], Task]] = {
     task.name: task for task in (LanguageModelling, Completion, Chat, Classify, Score, Tag)
 }

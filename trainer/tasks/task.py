@@ -22,8 +22,6 @@ from tokenfeed.trainer.data.head import Head, HeadKind
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.tasks.chunked_loss import is_worth_chunks, vocabulary_loss
 
-__all__ = ["Answers", "BestBy", "Loss", "Metrics", "Task", "has_hidden"]
-
 _LARGEST_EXPONENT = 700.0  # of a float
 
 

@@ -18,8 +18,6 @@ from tokenfeed.tools.corpus.formats.tables import BATCH_ROWS, numbered, table_fo
 from tokenfeed.tools.corpus.locations import Location, local_copy
 from tokenfeed.tools.corpus.records import Fields, Records, rejected
 
-__all__ = ["ARROW"]
-
 _MAGIC = b"ARROW1"
 _FIRST_MESSAGE = 8
 """Position of the first message of a file, after the magic bytes and their padding."""

@@ -9,8 +9,6 @@ from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.records import Fields, Records
 
-__all__ = ["Format"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:

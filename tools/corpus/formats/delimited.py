@@ -34,8 +34,6 @@ from tokenfeed.tools.corpus.records import (
     too_long,
 )
 
-__all__ = ["CSV", "TSV"]
-
 _BYTES_AS_TEXT = "latin-1"
 """Decodes each byte to one character and back, whether or not the bytes are UTF-8."""
 _NEWLINES = ("\n", "\r")

@@ -24,8 +24,6 @@ from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.records import Fields, Records
 from tokenfeed.tools.corpus.spool import json_lines
 
-__all__ = ["GROUP", "installed_format", "read_by"]
-
 GROUP = "tokenfeed.formats"
 
 Read = Callable[[BinaryIO], Iterator[Any]]

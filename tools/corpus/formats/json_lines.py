@@ -50,8 +50,6 @@ from tokenfeed.tools.corpus.records import (
     too_long,
 )
 
-__all__ = ["JSON_LINES", "JsonLines", "cut_lines", "decoded", "is_json_lines", "json_object"]
-
 _MOST_AT_ONCE = 8
 """Number of ranges of an object that are counted at the same time. A file has one per core. A range
 takes about 10 MB."""

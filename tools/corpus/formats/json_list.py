@@ -12,8 +12,6 @@ from tokenfeed.tools.corpus.formats.json_lines import json_object
 from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.records import Fields, Records, records_of
 
-__all__ = ["JSON_LIST", "is_json_list"]
-
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 _LENIENT_DECODER = json.JSONDecoder(strict=False)

@@ -17,8 +17,6 @@ import pyarrow as pa
 from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.installed import read_by
 
-__all__ = ["MDS"]
-
 _CHUNK_BYTES = 4 << 20
 _ARRAYS = {
     8: "u1",

@@ -20,7 +20,6 @@ from tokenfeed.tools.corpus.records import Fields, Records, rejected
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
-__all__ = ["PARQUET"]
 
 _BATCH_BYTES = 1 << 22
 """Bytes of the row groups that are read together, by the footer. A caller may need only the first

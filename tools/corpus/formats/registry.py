@@ -13,8 +13,6 @@ from tokenfeed.tools.corpus.formats.mds import MDS
 from tokenfeed.tools.corpus.formats.parquet import PARQUET
 from tokenfeed.tools.corpus.formats.text import TEXT
 
-__all__ = ["FALLBACK", "FORMATS"]
-
 FALLBACK = TEXT
 """What a file is whose name and content say nothing else."""
 

@@ -32,16 +32,6 @@ from tokenfeed.tools.corpus.records import (
     too_long,
 )
 
-__all__ = [
-    "BATCH_ROWS",
-    "OpenTable",
-    "Table",
-    "batch_records",
-    "column_problem",
-    "numbered",
-    "table_format",
-]
-
 _ARRAYS: dict[FieldKind, type[np.generic]] = {
     FieldKind.IDS: np.int64,
     FieldKind.NUMBERS: np.float64,

@@ -16,8 +16,6 @@ from tokenfeed.tools.corpus.records import (
     too_long,
 )
 
-__all__ = ["TEXT"]
-
 
 def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
     """Yield the whole file as the value of the first field with texts."""
