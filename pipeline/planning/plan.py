@@ -6,6 +6,7 @@ devices. Torch-free.
 """
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -78,7 +79,7 @@ class PlanSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     num_streams: _Positive
     seed: int
     shuffle: bool
-    weights: list[Annotated[float, msgspec.Meta(gt=0)]] | None = None
+    weights: list[Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]] | None = None
     phases: list[list[int]] | None = None
     """Record batches of each source in each phase."""
     windows: _Positive | None = None

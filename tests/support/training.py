@@ -34,6 +34,7 @@ __all__ = [
     "VOCABULARY",
     "Ids",
     "assert_same_run",
+    "convolving_model",
     "counting_rows",
     "double_model",
     "dropping_double_model",
@@ -167,6 +168,13 @@ def one_document_a_row(ids_BT: torch.Tensor, labels_BT: torch.Tensor | None = No
 def small_model(head: Head) -> Transformer:
     """A model of one's own, as --model names it: quicker than the smallest that is built in."""
     return Transformer(ModelSize(layers=2, width=64, heads=2), head)
+
+
+def convolving_model(head: Head) -> Transformer:
+    """The same with a convolution."""
+    model = small_model(head)
+    model.convolution = torch.nn.Conv1d(1, 1, 1)
+    return model
 
 
 class _Lost(Transformer):

@@ -24,7 +24,7 @@ from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 
 pytest.importorskip("obstore")
 
-CHANGES = ("write", "create", "replace")
+CHANGES = ("write", "create")
 
 
 class Killed(BaseException):

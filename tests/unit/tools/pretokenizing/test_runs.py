@@ -99,7 +99,7 @@ def test_memory_error_names_the_unit(
     monkeypatch.setattr(ReferenceEngine, "encode", fail)
     message = rf"at unit 0, {corpus}/\S+ and \d+ other files: Unable to allocate 9 GiB"
     with pytest.raises(MemoryError, match=message):
-        make(corpus, tmp_path / "out", tokenizer)
+        make(corpus, tmp_path / "out", tokenizer, shard_size="auto")
 
 
 def test_an_engine_that_cannot_be_had_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
@@ -149,9 +149,9 @@ def test_unit_with_damaged_record_is_made_again(
     content: Any,
 ) -> None:
     out = tmp_path / "out"
-    interrupt(corpus, out, tokenizer)
+    interrupt(corpus, out, tokenizer, shard_size="auto")
     (out / ".parts/00000.json").write_text(json.dumps(content))
-    assert make(corpus, out, tokenizer).resumed_units == 0
+    assert make(corpus, out, tokenizer, shard_size="auto").resumed_units == 0
 
 
 def check(tokenizer: str | None = None, **options: Any) -> None:

@@ -308,7 +308,7 @@ def test_folder_without_a_report_is_one_error(tmp_path: Path) -> None:
         write_page(tmp_path)
     damaged = ["{", "[]", '"x"', "[" * 10**5, '{"stall": {}}', json.dumps(report_of(stall={}))]
     damaged += [json.dumps(report_of(tokens=10**400)), json.dumps(report_of(metrics={"test": "x"}))]
-    damaged += [json.dumps(report_of(stall=stall_of(causes=[]))), json.dumps(report_of(remote={}))]
+    damaged += [json.dumps(report_of(stall=stall_of(causes=[]))), json.dumps(report_of(remote=[]))]
     for number, text in enumerate(damaged):
         folder = write_run(tmp_path / str(number), text)
         with pytest.raises(ConfigError, match=r"report.json is damaged, or from another version"):
