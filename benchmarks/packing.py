@@ -10,12 +10,11 @@ imports and the conversion of lengths into what the packer takes.
 - TRL: `_pack_bfd`, which also gathers the rows; here one byte a token
 - axolotl: `pack_group`, compiled beforehand: first fit over lengths sorted by size, in groups of
   100,000 with at most 200 rows a sequence
-- grain: `BestFitPackIterDataset` with 64 open bins, on rows of zeros
 
 A packer that is too slow for all lengths gets fewer. Refuted by a packer that is both faster and
 fuller.
 
-    pip install trl axolotl numba grain     # into the environment of --peer-python
+    pip install trl axolotl numba    # into the environment of --peer-python
     python -m benchmarks.packing [--peer-python /tmp/peers/bin/python] [--repeats 3]
 """
 
@@ -33,7 +32,7 @@ import numpy as np
 
 CAPACITY = 2048
 LENGTHS = ("lognormal", "instructions", "code")
-COUNTS = {"tokenfeed": 10_000_000, "trl": 1_000_000, "axolotl": 1_000_000, "grain": 20_000}
+COUNTS = {"tokenfeed": 10_000_000, "trl": 1_000_000, "axolotl": 1_000_000}
 """The most lengths that each packer gets."""
 
 
@@ -92,23 +91,10 @@ def _axolotl(lengths: np.ndarray) -> tuple[float, int]:
     return time.perf_counter() - started, bins
 
 
-def _grain(lengths: np.ndarray) -> tuple[float, int]:
-    import grain
-
-    rows = grain.MapDataset.source([np.zeros(n, np.int8) for n in lengths.tolist()])
-    dataset = grain.experimental.BestFitPackIterDataset(
-        rows.to_iter_dataset(), length_struct=CAPACITY, num_packing_bins=64
-    )
-    started = time.perf_counter()
-    bins = sum(1 for _ in dataset)
-    return time.perf_counter() - started, bins
-
-
 PACKERS: dict[str, Callable[[np.ndarray], tuple[float, int]]] = {
     "tokenfeed": _tokenfeed,
     "trl": _trl,
     "axolotl": _axolotl,
-    "grain": _grain,
 }
 
 
