@@ -51,7 +51,7 @@ def calling_at(event: int, run: Callable[[], object], do: Callable[[], object]) 
 
 
 def iterate(loader: ShardLoader, given: list[Any]) -> None:
-    """Deliver some batches. Calls in between change nothing."""
+    """Deliver some batches. Continue after errors about signal handlers."""
     batches = iter(loader)
     while len(given) < ROUNDS:
         try:
