@@ -51,7 +51,7 @@ class Doctor:
     """Output folder of `pretokenize`, or its address. Default: a small one that the command makes
     in a temporary folder."""
     url: Annotated[str, text("URL")] | None = None
-    """Address to reach, such as that of a bucket for `--upload`. Only reads."""
+    """Address to test by reading, such as the bucket for `train --upload`. Writes nothing there."""
     json: bool = False
     """Print the facts as JSON."""
 

@@ -15,13 +15,13 @@ _COMMANDS = {
     "pretokenize": "Tokenize a corpus once, into shards.",
     "train": "Train a model on shards, and report the stall of the device.",
     "report": "Print the report of a run, or compare two runs.",
-    "shards": "Show, check, print, copy, import or export a data set.",
+    "shards": "Show, check, print, copy, merge, reduce, adopt or export data sets.",
     "doctor": "Print what a bug report needs: versions, devices, limits, and a test of the loader.",
 }
 
 
 def main() -> None:
-    """Run the command that the first word names."""
+    """Run the command that the first argument names."""
     name, *words = sys.argv[1:] or ["--help"]
     if name not in _COMMANDS:
         run_command(lambda: _without_command(name))

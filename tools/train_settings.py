@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 _DESCRIPTION = """Train a model on the shards of `pretokenize`: documents, completions, classes,
 scores or tags. Report metrics and how long the device waits for data. Options you leave out get
 values that suit the data and the GPU. `train` prints these values; --print-config prints all
-settings. --dry-run shows steps, memory and time. --no-NAME turns a switch off that a file or preset
-turns on."""
+settings. --dry-run shows steps, memory and time. --no-NAME turns off a switch that a file or a
+preset turned on."""
 
 GROUPS = {
     "data": ("shards", "sequence_length", "seed"),
@@ -164,12 +164,12 @@ class Command(TrainConfig):
     tokens: Tokens | None = None
     """Tokens to train on, like 500M or 10B, instead of --steps."""
     config: Path | None = None
-    """YAML file. Its keys are the names of options, as in config.yaml of a run. Options override
-    it."""
+    """YAML file whose keys are the names of options, like the config.yaml of a run. Options on the
+    command line override the file."""
     preset: PresetName | None = None
     """Settings for a purpose. quick: a short run with evaluation, checkpoint and report; t4,
     rtx4090, h100: pre-training on that GPU; production: a run of days. --config and options
-    override it."""
+    override the preset."""
     print_config: bool = False
     """Print all settings as a file for --config, and exit."""
     dry_run: bool = False
@@ -177,7 +177,8 @@ class Command(TrainConfig):
     gpu: Annotated[str, Meta(title="NAME", description="text")] | None = None
     """GPU to assume in --dry-run: a name like H100, or its memory in GiB."""
     monitor_only: bool = False
-    """Show what GPUs and host are doing, live, with a line of advice. Needs no shards."""
+    """Show the load of GPUs and host, live, with a line of advice. Does not train, and needs no
+    shards."""
 
     def settings(self) -> TrainConfig:
         """The settings alone."""

@@ -76,7 +76,7 @@ class NodeCache:
             self._budget.add(-size)
 
     def pause(self, error: OSError) -> None:
-        """Pause writing after a disk error; the first one logs a warning."""
+        """Pause writing after a disk error. Log a warning for the first error only."""
         self._paused_until = time.monotonic() + _PAUSE_S
         if not self._has_warned:
             self._has_warned = True

@@ -29,8 +29,8 @@ def usable_cores() -> int:
 def cores_per_rank() -> int:
     """Return this rank's share of the cores, at least 1.
 
-    The launcher sets the number of ranks on the node. Under srun, a rank bound to a part of the
-    job's cores does not share them.
+    The cores are divided by the number of ranks on the node, which the launcher sets. If srun has
+    bound this rank to cores of its own, they are not divided.
     """
     sharing, cores = ranks_on_node(), num_cores()
     _, of_job = first_number("SLURM_CPUS_ON_NODE")

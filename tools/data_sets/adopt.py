@@ -69,14 +69,14 @@ _SPLIT = re.compile(r"\w[\w-]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adopt:
-    """Make a data set of the flat token files of Megatron, nanoGPT, llm.c, OLMo or datatrove,
-    without copying the tokens."""
+    """Make a data set from the token files of Megatron, nanoGPT, llm.c, OLMo or datatrove, without
+    copying the tokens."""
 
     paths: tuple[Annotated[str, text("FILE... OUT")], ...]
     """Files with tokens (.bin, .npy, .ds), or their addresses; then a new or empty folder for the
     data set. The files must stay where they are."""
     tokenizer: Annotated[str, text("FILE|FOLDER|HUB-ID")] | None = None
-    """The tokenizer that made the ids: required."""
+    """The tokenizer that made the ids. Required."""
     split: tuple[Annotated[str, text("NAME=GLOB")], ...] = ()
     """Put the files whose names match GLOB into the split NAME. Default: val.bin and files named
     like `validation` or `val` into `validation`, the others into `train`."""

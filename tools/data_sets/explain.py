@@ -87,13 +87,14 @@ class Explain:
     """List the files, records and tokens of a training step."""
 
     out: tuple[Annotated[str, text("OUT...")], ...]
-    """Output folders of `pretokenize`, or addresses. For a mixture: all of them, in its order. For
-    stages: all of them."""
+    """The data sets of the run: output folders of `pretokenize`, or their addresses. Give the data
+    sets of a mixture in the order of the mixture."""
     state: Annotated[Path, msgspec.Meta(title="FILE", description="a path")] | None = None
     """The result of `state_dict()` as JSON, or a checkpoint of `train`."""
     step: WholeNumber | None = None
-    """Number of the step. With a checkpoint: its number in the run. With a state: 1 is the step
-    after it, 0 the step before. Default: the next step."""
+    """Number of the step. If --state is a checkpoint, steps are counted from the start of the run.
+    If --state is a loader state, step 0 is the last one before the save, and step 1 the first one
+    after the save. Default: the first step after the save."""
     rank: NotNegative | None = None
     """Show only the micro-batches of this rank, out of --world-size ranks. Default: all of the
     step."""

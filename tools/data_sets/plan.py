@@ -21,16 +21,16 @@ from tokenfeed.trainer.data.datasets import training_source
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShowPlan:
-    """Show what the stages in a file of `train` read, without reading shards: tokens, steps,
-    readings of each data set, and when each one runs out."""
+    """Show what each stage of a mixture reads: tokens, steps, and how often each data set is read.
+    Reads manifests only."""
 
     file: Annotated[Path, msgspec.Meta(title="FILE", description="a path")]
-    """A file of settings for `train` that has a list `mixing`. With `step_tokens`, steps are shown,
-    as if no batch had padding."""
+    """A YAML file for `train --config` with a list `mixing`. If the file sets `step_tokens`, the
+    numbers of steps are shown too, estimated without padding."""
     ranks: Positive = 1
     """Number of ranks."""
     streams: Positive = 1
-    """Number of streams, as `num_streams` of the loader. A rank reads the windows of its stream."""
+    """The loader's `num_streams`: groups of ranks that share the windows of the data."""
     json: bool = False
     """Print a JSON object."""
 

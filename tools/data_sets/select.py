@@ -56,11 +56,12 @@ class Select:
     """Output folder of `pretokenize`, or its address in a store."""
     folder: Annotated[str, text("NEW")]
     """A new or empty folder."""
-    where: Annotated[str, text("'origin GLOB'")] | None = None
-    """Keep the rows of input files whose path matches GLOB. `*` also matches `/`."""
+    where: Annotated[str, text("RULE")] | None = None
+    """Keep the rows that a rule selects. The rule 'origin GLOB', in quotes, selects the rows of
+    input files whose path matches GLOB. `*` also matches `/`."""
     rows: Annotated[Path, msgspec.Meta(title="FILE", description="a path")] | None = None
-    """Keep the rows that a file of JSON Lines lists: objects with `file` and `record`, as `shards
-    cat --json` prints them, or with `file` alone for all rows of the file."""
+    """Keep the rows that a JSON Lines file lists. Each line is an object with `file` and `record`,
+    as `shards cat --json` prints it. An object with `file` alone selects all rows of that file."""
     drop: bool = False
     """Remove the selected rows instead, and keep all others."""
     json: bool = False

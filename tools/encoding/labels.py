@@ -53,7 +53,7 @@ class Labels:
 
 
 class LabelCounts(NamedTuple):
-    """The labels of a unit."""
+    """Which labels the records of a unit have, and how often."""
 
     counts: Counter[str]
     """How often each label occurs."""

@@ -90,7 +90,7 @@ _CONTENTS_AT_ONCE = 200
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The texts that go to the reference."""
+    """Which texts `tokenizers`, the reference, must encode, because gigatoken would differ."""
 
     contents: tuple[str, ...]
     """Regular expressions that match added tokens."""
@@ -100,7 +100,7 @@ class Routes:
     leads: tuple[bytes, ...]
     """The first bytes of these characters in UTF-8."""
     composes: bool
-    """Whether texts that NFC would change go to the reference."""
+    """Whether the reference must encode texts that NFC would change."""
 
     @classmethod
     def from_shape(cls, shape: Shape, *, splits_special: bool) -> Self:

@@ -78,14 +78,16 @@ class Options:
 
     paths: tuple[Annotated[str, text("CORPUS... OUT")], ...]
     """CORPUS: files and folders. OUT, the last path: a new or empty folder for the data set, or the
-    folder of an interrupted run. Each may be the address of a store, like s3://BUCKET/PATH."""
+    folder of an interrupted run. Every path may be an address, like s3://BUCKET/PATH."""
     task: TaskName = "lm"
     """What a record is."""
     field: tuple[tuple[Annotated[str, text("NAME=FIELD ...")], ...], ...] = ()
-    """Your names for the fields or columns of the task: text=review. Fields in brackets are
-    optional. Labels and tags are names or whole numbers."""
+    """The field or column of your records to read for each field NAME of the task, like
+    text=review. Optional fields are in brackets. Labels and tags may be names or whole numbers."""
     keep: tuple[Annotated[str, text("NAME[=TYPE]")], ...] = ()
-    """Store a number per id or message. TYPE: float32 (the default), int8, int16 or int32."""
+    """Also store the field NAME, which has a number for each token id (--task ids) or each message
+    (--task chat). TYPE: float32, int8, int16 or int32. Can be given several times. Default TYPE:
+    float32."""
     tokenizer: Annotated[str, text("FILE|FOLDER|HUB-ID")] | None = None
     """A tokenizer.json, or the folder, address or Hub repository (ID[@REVISION]) that contains one.
     Default: train a tokenizer on a sample of the corpus."""
@@ -97,14 +99,16 @@ class Options:
     add_special_tokens: bool = False
     """Put the tokenizer's template, like [CLS] ... [SEP], around each row."""
     fim_rate: _Rate = 0.0
-    """Share of the documents that are cut to fill in the middle: prefix, suffix, middle."""
+    """Share of the documents that are rearranged as prefix, suffix, middle, so that a model learns
+    to fill in the middle (FIM)."""
     fim_spm_rate: _Rate = 0.5
-    """Share of these that begin with the suffix (SPM)."""
+    """Share of the documents chosen by --fim-rate whose suffix comes first (SPM)."""
     chat_template: Annotated[str, text("FILE")] | None = None
     """Template of --task chat. Default: chat_template.jinja or tokenizer_config.json of the
     tokenizer."""
     template_argument: tuple[Annotated[str, text("NAME=VALUE")], ...] = ()
-    """Variable of the chat template; VALUE is JSON, else a text. Can be given several times."""
+    """Set a variable of the chat template. VALUE is JSON; if it is not valid JSON, it is a text.
+    Can be given several times."""
     split: tuple[Annotated[str, text("NAME=GLOB")], ...] = ()
     """Put the files whose names or paths match GLOB into the split NAME. Can be given several
     times."""
@@ -120,16 +124,19 @@ class Options:
     max_rejects: NotNegative | None = None
     """Stop after more than N rejected records. Default: no limit."""
     workers: Positive | Literal["auto"] = "auto"
-    """Number of processes. auto: one per usable core. The output is the same."""
+    """Number of processes. auto: one per usable core. The output does not depend on their
+    number."""
     engine: Literal["auto", "tokenizers", "gigatoken"] = "auto"
-    """auto: gigatoken if it returns the same ids as tokenizers, which is checked."""
+    """Library that encodes. auto: gigatoken if tests show that it returns the ids of tokenizers,
+    else tokenizers."""
     append: bool = False
     """Add the rows of CORPUS to the finished data set OUT, with its tokenizer."""
     json: bool = False
     """Print the summary as JSON."""
     runner: Runner = "local"
     """Where to encode: processes of this machine, or the workers of a Ray or Dask cluster. All
-    machines must read CORPUS, and OUT if it is a folder. The output does not depend on it."""
+    machines must read CORPUS, and OUT if it is a folder. The output is the same with every
+    runner."""
     part: Annotated[str, text("I/N")] | None = None
     """Encode only part I, counted from 0, of N parts: for job arrays on machines that share CORPUS,
     and OUT if it is a folder. When all parts have ended, run --finish."""
@@ -140,10 +147,10 @@ class Options:
     shard_size: Annotated[str, text("SIZE|auto")] = "auto"
     """Bytes of text per shard, like 256MB. auto: a 64th of the input, 8MB to 256MB."""
     max_record: Annotated[str, text("SIZE")] = f"{MAX_RECORD_BYTES // 10**6}MB"
-    """Largest record in bytes, unpacked. Larger ones are rejected while they are read."""
+    """Largest size of a record, decompressed. A larger record is rejected."""
     verify_ids: bool = False
-    """Encode everything with tokenizers too and compare the ids. Takes as long as without
-    gigatoken."""
+    """Encode every text with tokenizers too, and compare the ids. Takes as long as --engine
+    tokenizers."""
     seed: NotNegative = 0
     """Seed of the sample that trains a tokenizer, and of --fim-rate."""
 

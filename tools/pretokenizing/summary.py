@@ -112,7 +112,8 @@ class Summary:
     def of(
         cls, options: Options, manifest: Manifest, figures: Figures, started: float
     ) -> "Summary":
-        """Add up the figures of a run that was started at `time.perf_counter()`."""
+        """Return the summary of a run. `started` is the value of `time.perf_counter()` at its
+        start."""
         ledger, splits, info = manifest.ledger, manifest.splits, manifest.tokenizer
         tokens = sum(split.tokens for split in splits.values())
         shard_bytes = sum(shard.bytes for split in splits.values() for shard in split.shards)

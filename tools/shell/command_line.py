@@ -53,7 +53,7 @@ class Subcommand(Protocol):
 
 
 def run_subcommand(prog: str, description: str, commands: Mapping[str, type[Subcommand]]) -> int:
-    """Run the command that the first word names, and return its exit code.
+    """Run the command that the first argument names, and return its exit code.
 
     Args:
         prog: Name of the program.

@@ -126,23 +126,24 @@ class TrainConfig:
     """Tokens of conversations that the loss counts: assistant, last, all, or kinds of tokens like
     text,call. Default: assistant."""
     model: Annotated[str, _shown("NAME")] = "tiny"
-    """Model. words: a bag of words. shallow (0.4 M parameters without the embedding), tiny (1 M),
-    mini (11 M), small (25 M), gpt2 (85 M). qwen3: of the size that --layers and --width give. hf:ID
-    or hf:FOLDER: a model of transformers. MODULE:FACTORY: your own."""
+    """The model. Built in: words, a bag of words; shallow, tiny, mini, small and gpt2, Transformers
+    with 0.4, 1, 11, 25 and 85 M parameters besides the embedding. qwen3: a new Qwen3, whose size
+    the next four options set. hf:ID or hf:FOLDER: a model of the library transformers.
+    MODULE:FACTORY: your own model."""
     layers: Positive | None = None
-    """Layers of a new Qwen3. This and the next three options imply --model qwen3. Default:
-    12."""
+    """Layers of a new Qwen3. Implies --model qwen3. Default: 12."""
     width: Positive | None = None
-    """Width of a new Qwen3. Default: 64 per layer."""
+    """Width of a new Qwen3. Implies --model qwen3. Default: 64 per layer."""
     heads: Positive | None = None
-    """Attention heads of a new Qwen3. Default: width / 64."""
+    """Attention heads of a new Qwen3. Implies --model qwen3. Default: width / 64."""
     kv_heads: Positive | None = None
-    """Heads of keys and values of a new Qwen3. Default: as many as --heads."""
+    """Heads of keys and values of a new Qwen3. Implies --model qwen3. Default: as many as
+    --heads."""
     dropout: _BelowOne | None = None
-    """Share of values set to 0. With --lora, only in adapters. Default: 0, or the config of an hf:
-    model."""
+    """Share of values that dropout sets to 0; with --lora, in the adapters only. Default: 0, or the
+    value in the config of an hf: model."""
     from_scratch: bool = False
-    """Use only the config of an hf: model, and draw new weights."""
+    """Use only the config of an hf: model, and start from random weights."""
     lora: Positive | None = None
     """Train LoRA adapters of this rank, and freeze the weights of an hf: model."""
     lora_alpha: Positive | None = None
@@ -165,7 +166,8 @@ class TrainConfig:
     sequence_length: Annotated[int, Meta(ge=2, title="N", description=_LENGTHS)] = 256
     """Tokens of a row. Longer rows are cut. A longer row with one label is rejected."""
     batching: BatchingName = "auto"
-    """How rows fill batches. auto: padded if rows or words have labels, else packed."""
+    """padded: a row per line of the batch, padded to one length; packed: several rows per line.
+    auto: padded if rows or words have labels, else packed."""
     attention: AttentionName = "auto"
     """Attention in packed rows: within documents, or across the row. auto: rows for lm, else
     documents."""
@@ -209,7 +211,8 @@ class TrainConfig:
     shard_model: bool = False
     """Under torchrun: divide weights and optimizer state among the ranks (FSDP2)."""
     recompute: RecomputeName = "none"
-    """What to compute again in backward. selective: cheap operations; full: everything."""
+    """What the backward pass computes again, to save memory. selective: cheap operations; full: all
+    operations of a layer."""
     compile: bool = False
     """Compile the model with torch.compile: a slow start, then faster steps on cuda."""
     num_workers: NotNegative | None = None
@@ -224,7 +227,7 @@ class TrainConfig:
     eval_tokens: Positive | None = None
     """Largest number of tokens of an evaluation. Every evaluation reads the same tokens."""
     samples: NotNegative = 0
-    """Texts that the model continues at each evaluation, from beginnings of rows."""
+    """Number of validation rows whose beginnings the model continues at each evaluation."""
     patience: NotNegative = 0
     """End the run after N evaluations without a better result. 0: never. For rows
     with labels, the default is 8."""
@@ -245,8 +248,8 @@ class TrainConfig:
     upload: Annotated[str, _shown("URL")] | None = None
     """Copy the run to this bucket or folder while it trains: s3://..., gs://..., az://..."""
     resume: Resume = False
-    """Continue the run in --run-dir with its settings. auto: only if there is a run, in --run-dir
-    or at --upload."""
+    """Continue the run in --run-dir with its settings. auto: continue a run found in --run-dir or
+    at --upload, else start a new run."""
     json: bool = False
     """Print the report as one line of JSON."""
 

@@ -68,7 +68,8 @@ class Scope:
         return Scope(reach.causal, self._narrowed_mask(reach, ids_BT))
 
     def blank_like(self, rows: int, length: int) -> "Scope":
-        """Return a scope of the same form for another shape, without any limit but `causal`."""
+        """Return a scope with the same fields set, for another shape, that limits nothing but
+        `causal`."""
         mask, ends, longest = self.mask_BHTT, self.cu_seqlens, self.longest
         if mask is not None:
             mask = mask.new_ones((rows, 1, length if mask.shape[2] > 1 else 1, length))

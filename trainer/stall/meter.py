@@ -131,8 +131,10 @@ class StallMeter:
 
     @contextlib.contextmanager
     def cause(self, name: Cause) -> Iterator[None]:
-        """Charge a block of code that queues no work of the training. Inner blocks take
-        precedence."""
+        """Charge the idle time in a `with` block to a cause. The block must queue no training work.
+
+        In nested blocks, the innermost cause counts.
+        """
         _check_cause("cause", name)
         outer = self.enter(name)
         try:

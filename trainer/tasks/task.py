@@ -130,7 +130,12 @@ class Task:
         return len(self.manifest.label_names)
 
     def prepare(self, micro_batch: MicroBatch, number: int) -> MicroBatch:
-        """Return the micro-batch that the model gets. `number` counts micro-batches of the run."""
+        """Return the micro-batch as the model receives it.
+
+        Args:
+            micro_batch: The micro-batch of the loader.
+            number: Number of the micro-batch in the run.
+        """
         return micro_batch
 
     def bytes_of_targets(self, micro_batch: MicroBatch) -> Tensor | int:
