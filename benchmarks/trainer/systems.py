@@ -20,7 +20,7 @@ from torch import nn
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.policies import Fixed
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.config.schedule import learning_rate, phases_of
+from tokenfeed.trainer.config.schedule import learning_rate
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.evaluation import evaluate
@@ -149,9 +149,8 @@ def by_train(
         trainer.train(bool, after_step)  # asked once a step whether to save
         report = trainer.finish()
         slots = trainer.step_sync.slots
-        first = phases_of(trainer.config)[0]
         loaders = trainer.loaders
-        with loaders.train_loader(first) as loader:  # the same batches once more
+        with loaders.train_loader() as loader:  # the same batches once more
             tokens = [batch.num_tokens for batch in itertools.islice(loader, steps)]
     return Run(clock, tokens, slots, report.metrics["validation"]["loss"])
 
@@ -182,8 +181,8 @@ def by_bare_loop(
     item: bool = False,
 ) -> Run:
     """Batches that are ready in memory, and nothing but the step: the bound."""
-    config, task, loaders = parts(case, shards, steps)
-    with loaders.train_loader(phases_of(config)[0]) as loader:
+    _, task, loaders = parts(case, shards, steps)
+    with loaders.train_loader() as loader:
         batches = list(itertools.islice(loader, steps))
     ready = [(loaders.shape(batch), batch.num_tokens) for batch in batches]
     model = model_of(task)

@@ -308,7 +308,7 @@ def test_phases_and_several_data_sets_are_the_same_on_any_number_of_ranks(
     both = {str(every_task / "lm"): 0.5, str(more): 0.5}
     phases: list[dict[str, Any]] = [
         {"steps": 2, "trainable": "norm", "warmup_steps": 0},
-        {"steps": 2, "trainable": "norm|embed", "shards": both},
+        {"steps": 2, "trainable": "norm|embed"},
         {"steps": 2},
     ]
     settings = SETTINGS | {"shards": both, "phases": phases}

@@ -284,8 +284,8 @@ def test_no_command_shows_or_stores_secrets_of_addresses(
         go(train.main, "--shards", documents, *cpu, f"--{option}", at("x"))
     go(train.main, "--shards", documents, *cpu, "--model", f"hf:{at('x')}")
     go(train.main, *cpu, "--config", configured("given.yaml", {"shards": {at("set"): "x"}}))
-    phases = [{"steps": 1, "shards": at("set")}, {"steps": 1}]
-    go(train.main, *cpu, "--config", configured("given.yaml", {"phases": phases}))
+    mixing = [{"shards": at("set"), "until_tokens": 1}, {"shards": at("set")}]
+    go(train.main, *cpu, "--config", configured("given.yaml", {"mixing": mixing}))
     (tmp_path / "given.yaml").unlink()
     assert said.text
     assert not holds_secret(said.text.encode())

@@ -99,7 +99,6 @@ class PhaseSettings:
     schedule: ScheduleName | None = None
     """The schedule and its warm-up begin with the phase's first step and end with its last."""
     warmup_steps: NotNegative | None = None
-    shards: Shards | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,8 +157,7 @@ class TrainConfig:
     steps: Positive = 200
     """Optimizer steps, including those before a resume."""
     phases: tuple[PhaseSettings, ...] = ()
-    """Only in a file: phases of the run, each with its steps, trainable weights, learning rate and
-    shards."""
+    """Only in a file: phases of the run, each with its steps, trainable weights and rate."""
     mixing: tuple[StageSettings, ...] = ()
     """Only in a file: how the training data change, each stage with its shards, until_tokens and
     to."""
@@ -274,8 +272,6 @@ class TrainConfig:
         if self.step_rows is None and self.micro_batch_tokens != "auto":
             check_multiple(self, "step_tokens", "micro_batch_tokens")
         _ = self.profiled_steps  # raises if invalid
-        if self.mixing and any(phase.shards for phase in self.phases):
-            raise ConfigError("`mixing`: decides the data of all phases. Leave out their shards.")
         if self.mixing and self.mixing[-1].until_tokens is not None:
             raise ConfigError(
                 "`mixing`: the last stage goes on until the last step. Leave out its until_tokens."
@@ -400,13 +396,9 @@ class TrainConfig:
 
     @property
     def all_shards(self) -> list[Shards]:
-        """The shards of the run, of its phases and of its mixing."""
+        """The shards of the run and of its mixing."""
         ends = (shards for stage in self.mixing for shards in (stage.shards, stage.to))
-        return [
-            shards
-            for shards in (self.shards, *(phase.shards for phase in self.phases), *ends)
-            if shards is not None
-        ]
+        return [self.shards, *(shards for shards in ends if shards is not None)]
 
     @property
     def stages(self) -> "tuple[TrainConfig, ...]":

@@ -1,12 +1,13 @@
 """The phases of a run, and the learning rate at each step: pure functions of the step.
 
-Phases are parts of the run's steps, each with its own weights to train, rate and data. Steps are
+Phases are parts of the run's steps, each with its own weights to train and rate. Steps are
 counted through all phases. A run without phases has one phase. A checkpoint saves neither the phase
 nor the rate. If a resumed run has a higher --steps, its rates are those of a run that had these
 --steps from the start. For `constant`, and for `wsd` before its decay, the rates of the steps
 already trained are the same too.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,8 +82,6 @@ class Phase:
     """The phase's number, counted from 1."""
     before: int
     """Steps of all earlier phases."""
-    changes: int
-    """How often the data changed between phases, up to this one."""
     config: TrainConfig
     """The run's settings, overridden by those of the phase. `steps` counts this phase alone."""
 
@@ -106,13 +105,8 @@ class Phase:
 
 def phases_of(config: TrainConfig) -> tuple[Phase, ...]:
     """Return the run's phases, in order."""
-    phases: list[Phase] = []
-    before, changes, shards = 0, 0, config.stages[0].shards
-    for number, stage in enumerate(config.stages, 1):
-        changes += stage.shards != shards
-        phases.append(Phase(number, before, changes, stage))
-        before, shards = before + stage.steps, stage.shards
-    return tuple(phases)
+    ends = itertools.accumulate((stage.steps for stage in config.stages), initial=0)
+    return tuple(Phase(n, *of) for n, of in enumerate(zip(ends, config.stages, strict=False), 1))
 
 
 def phase_at(phases: Sequence[Phase], step: int) -> Phase:

@@ -124,18 +124,18 @@ def read_chat_template(shards: StorePath) -> bytes | None:
 
 
 def run_manifest(config: TrainConfig) -> Manifest:
-    """Return the manifest of a run. Its longest row is the longest of all phases and stages.
+    """Return the manifest of a run. Its longest row is the longest of all stages.
 
     Raises:
-        ConfigError: The data sets of a phase or a stage do not fit the first one.
+        ConfigError: The data sets of a stage do not fit the first one.
     """
     manifest = read_manifest(config.shards)
     others = [shards for shards in config.all_shards if shards != config.shards]
-    phases = [DataSets.read(shards) for shards in others]
+    stages = [DataSets.read(shards) for shards in others]
     first = first_of(config.shards)
-    for data in phases:
+    for data in stages:
         _check_fit(first, data)
-    longest = max((data.manifest.split("train").longest_row for data in phases), default=0)
+    longest = max((data.manifest.split("train").longest_row for data in stages), default=0)
     return _lengthened(manifest, longest)
 
 

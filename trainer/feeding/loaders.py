@@ -1,26 +1,20 @@
-"""The loaders of a run's splits and phases.
+"""The loaders of a run's splits.
 
 A step of the run is a step of the loader: `accumulation` micro-batches over all ranks, of which
-each rank gets its share. At the start of a phase, the loader of its data is opened, and its weights
-are trained.
+each rank gets its share.
 """
 
 import itertools
-import logging
-from collections.abc import Generator, Iterator
-from typing import Any
+from collections.abc import Generator
 
 import torch
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.config.schedule import Phase, phase_at, phases_of
 from tokenfeed.trainer.data.attention import has_varlen
 from tokenfeed.trainer.data.datasets import shown, source_of, training_source
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
@@ -32,7 +26,6 @@ from tokenfeed.trainer.feeding.batch_policy import (
     make_policy,
     shapes,
 )
-from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.tasks.task import Task
 
 _SPLITS = ("train", "validation", "test")
@@ -67,11 +60,8 @@ class SplitLoaders:
         )
         """Makes micro-batches from the batches of the loaders."""
 
-    def train_loader(self, phase: Phase) -> ShardLoader:
-        """Return a loader of a phase's train split: shuffled, without end, its steps shared by
-        ranks.
-
-        If data occur again in a later phase, their order is another one.
+    def train_loader(self) -> ShardLoader:
+        """Return a loader of the train split: shuffled, without end, its steps shared by ranks.
 
         Raises:
             ConfigError: A step has fewer micro-batches than there are ranks.
@@ -86,8 +76,7 @@ class SplitLoaders:
             num_workers=workers,
             epochs=None,
             step_size=config.accumulation,
-            source=training_source(phase.config),
-            seed=config.seed + phase.changes,
+            source=training_source(config),
         )
         if loader.world_size > config.accumulation:
             raise ConfigError(
@@ -167,7 +156,6 @@ class SplitLoaders:
         epochs: int | None,
         step_size: int | None = 1,
         source: str | Mixture | list[Stage] | None = None,
-        seed: int | None = None,
     ) -> ShardLoader:
         return ShardLoader(
             source or source_of(self._config.shards),
@@ -175,7 +163,7 @@ class SplitLoaders:
             split=split,
             device=self._device,
             num_workers=num_workers,
-            seed=self._config.seed if seed is None else seed,
+            seed=self._config.seed,
             epochs=epochs,
             micro_batches_per_step=step_size,
             cache_dir=self._config.cache_dir,
@@ -220,74 +208,3 @@ def is_apart(config: TrainConfig, task: Task) -> bool:
             "directions: documents would see each other. Leave it out."
         )
     return config.attention == "documents"
-
-
-_log = logging.getLogger(__name__)
-
-
-class Curriculum:
-    """Leads the training through the phases of a run."""
-
-    def __init__(self, config: TrainConfig, loaders: SplitLoaders, learner: Learner) -> None:
-        """Open the loader of the first phase.
-
-        Args:
-            config: Settings of the run.
-            loaders: Opens the loader of each phase.
-            learner: The model and optimizer. It trains the weights that each phase selects.
-        """
-        self._config, self._loaders, self._learner = config, loaders, learner
-        self._phases = phases_of(config)
-        self.phase = self._phases[0]
-        self._loader = loaders.train_loader(self.phase)
-
-    def batches(self) -> Iterator[Batch]:
-        """Return the loader's batches from here on."""
-        return iter(self._loader)
-
-    def config_at(self, step: int) -> TrainConfig:
-        """Return the settings of a step's phase."""
-        return phase_at(self._phases, step).config
-
-    def ends_before(self, step: int) -> bool:
-        """Return whether a step is after the current phase."""
-        return step > self.phase.last
-
-    def enter(self, step: int) -> None:
-        """Enter the phase of a step. If the data changes, they are read from their beginning."""
-        before, self.phase = self.phase, phase_at(self._phases, step)
-        if self.phase.changes != before.changes:
-            self.close()
-            self._loader = self._loaders.train_loader(self.phase)
-        self._learner.begin_phase(self.phase)
-        self.log_phase()
-
-    def log_phase(self) -> None:
-        """Log what is trained, if there are phases or frozen weights."""
-        if not self._config.phases and not self._config.chooses:
-            return
-        _log.info(
-            "phase %d of %d, until step %d: trains %s of %s parameters",
-            self.phase.number,
-            len(self._phases),
-            self.phase.last,
-            f"{self._learner.trained_parameters[self.phase.number - 1]:,}",
-            f"{sum(weight.numel() for weight in self._learner.model.parameters()):,}",
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state."""
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, in the same phase."""
-        self._loader.load_state_dict(state)
-
-    @property
-    def remote(self) -> RemoteStats | None:
-        """What the phase's data took from stores; None if the data are local."""
-        return self._loader.stats().remote
-
-    def close(self) -> None:
-        """End the loader's workers."""
-        self._loader.close()

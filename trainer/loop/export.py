@@ -36,7 +36,6 @@ from tokenfeed.pipeline.redaction import public
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.config.schedule import phase_at, phases_of
 from tokenfeed.trainer.data.datasets import (
     as_tokenizer,
     first_of,
@@ -151,13 +150,13 @@ def export_run(config: TrainConfig, folder: Path) -> None:
 
 def _check_data(config: TrainConfig, progress: CheckpointMeta) -> None:
     """Reject data sets other than the trained ones: the tokenizer and labels come from there."""
-    shards = phase_at(phases_of(config), progress.step).config.shards
-    found = {read_manifest(address).fingerprint for address in weights_of(shards)}
+    found = {read_manifest(address).fingerprint for address in weights_of(config.shards)}
     trained = set(progress.loader["plan"]["data"])
     if found != trained and not (config.mixing and found <= trained):
         raise ResumeError(
-            f"`--export`: {shown(shards)} is not the data that step {progress.step} was trained "
-            "on, by its fingerprint. Restore the data, whose tokenizer and labels are exported."
+            f"`--export`: {shown(config.shards)} is not the data that step {progress.step} was "
+            "trained on, by its fingerprint. Restore the data, whose tokenizer and labels are "
+            "exported."
         )
 
 

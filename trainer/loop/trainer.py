@@ -11,6 +11,7 @@ sum is corrected once, there.
 import contextlib
 import dataclasses
 import gc
+import json
 import logging
 import time
 from collections import deque
@@ -21,18 +22,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.facts import count_of
+from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.pipeline.planning.stages import paths_of
+from tokenfeed.pipeline.windows.origins import origins_of
 from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads
 from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.schedule import phase_at, phases_of
+from tokenfeed.trainer.data.datasets import training_source
 from tokenfeed.trainer.distributed.world import StepSync, World, device_named
 from tokenfeed.trainer.feeding.batch_policy import is_packed
-from tokenfeed.trainer.feeding.loaders import Curriculum, SplitLoaders
-from tokenfeed.trainer.loop.divergence import divergence_error, warn_of_skip
+from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.malloc import keep_freed_memory
 from tokenfeed.trainer.loop.samples import Sampler
@@ -55,6 +62,9 @@ from tokenfeed.trainer.sizing.batch_probe import choose_micro_batch
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.tasks.registry import task_of
 from tokenfeed.trainer.tasks.task import Metrics
+
+_BAD_STEP_FILE = "bad-step.jsonl"
+"""Files and records of the first step that was skipped."""
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +90,9 @@ class Trainer:
         precision = Precision(config.precision, self.device)
         self.loaders = SplitLoaders(config, self.task, self.device, precision.dtype)
         self.learner = Learner(config, self.task, precision, self.device, self.world)
-        self.curriculum = Curriculum(config, self.loaders, self.learner)
+        self.phases = phases_of(config)
+        self.phase = self.phases[0]
+        self.loader = self.loaders.train_loader()
         self.evaluator = Evaluator(config, self.loaders, self.learner, self.world, self._is_stopped)
         self.sampler = Sampler(config, self.learner) if config.samples else None
         self.checkpoints = Checkpoints.of_run(config.run_dir)
@@ -106,7 +118,7 @@ class Trainer:
         self._should_stop: Callable[[], bool] = bool
         self.uploads = Uploads(config, self.checkpoints)
         self._resources = contextlib.ExitStack()
-        self._resources.callback(self.curriculum.close)
+        self._resources.callback(self.loader.close)
         if self.saver:
             self._resources.callback(self.saver.close)
 
@@ -127,15 +139,13 @@ class Trainer:
                 self._train(should_save)
 
     def _train(self, should_save: Callable[[], bool]) -> None:
-        config, task, curriculum = self.config, self.task, self.curriculum
+        config, task, batches = self.config, self.task, self.batches()
         learner, stall, shape = self.learner, self.stall, self.loaders.shape
         step_sync, is_sharded = self.step_sync, config.shard_model and self.world.size > 1
-        batches = curriculum.batches()
         for step in range(self.step + 1, config.steps + 1):
-            if curriculum.ends_before(step):
+            if step > self.phase.last:
                 with stall.cause("data"):
-                    curriculum.enter(step)
-                    batches = curriculum.batches()
+                    self._enter_phase(step)
             tally, rows = Tally.zero(self.device), []
             number, ends_step = step * config.accumulation + self.world.rank, False
             while not ends_step:
@@ -164,6 +174,29 @@ class Trainer:
             self._after_step(step, tally, norm, rows)
             if step_sync.stop or step == self.config.steps:
                 break
+
+    def batches(self) -> Iterator[Batch]:
+        """Return the batches of training from here on."""
+        return iter(self.loader)
+
+    def _enter_phase(self, step: int) -> None:
+        """Train the weights of a step's phase from now on."""
+        self.phase = phase_at(self.phases, step)
+        self.learner.begin_phase(self.phase)
+        self._log_phase()
+
+    def _log_phase(self) -> None:
+        """Log what is trained, if there are phases or frozen weights."""
+        if not self.config.phases and not self.config.chooses:
+            return
+        _log.info(
+            "phase %d of %d, until step %d: trains %s of %s parameters",
+            self.phase.number,
+            len(self.phases),
+            self.phase.last,
+            f"{self.learner.trained_parameters[self.phase.number - 1]:,}",
+            f"{sum(weight.numel() for weight in self.learner.model.parameters()):,}",
+        )
 
     def finish(self) -> Report:
         """Save what a stop left unsaved, and write the report. Call this after `train`."""
@@ -194,7 +227,7 @@ class Trainer:
             for name in ("loss", "validation_loss", "skipped_steps")
         )
         earlier, step_sync, manifest = self.earlier, self.step_sync, self.task.manifest
-        remote, before = self.curriculum.remote, earlier.remote if earlier else None
+        remote, before = self.loader.stats().remote, earlier.remote if earlier else None
         remote = remote.with_another(before) if remote and before else remote or before
         stall = self.stall.report(earlier.stall if earlier else None)
         return Report(
@@ -251,7 +284,7 @@ class Trainer:
         if config.resume:
             self._resume()
         else:
-            self.curriculum.log_phase()
+            self._log_phase()
         log_beginning(config, self.task, self.learner, self.device, self.step)
         if config.compile:
             self.learner.compile(self.loaders.blanks())
@@ -476,7 +509,7 @@ class Trainer:
             vocabulary_size=self.task.manifest.tokenizer.vocabulary_size,
             task=self.task.name,
             optimizer=self.config.optimizer,
-            loader=self.curriculum.state_dict(),
+            loader=self.loader.state_dict(),
             best=self.evaluator.best,
             base=self.learner.base,
             config=self.config.as_dict(),
@@ -491,9 +524,12 @@ class Trainer:
         if self.has_named_records or self.learner.precision.name == "fp16":
             return
         self.has_named_records = True
-        rows = self._rows_of(step)
+        rows, named = self._rows_of(step), ""
         if self.world.is_main:
-            warn_of_skip(step, self.curriculum.config_at(step), rows)
+            with contextlib.suppress(TokenfeedError, OSError):  # the run goes on
+                named = f". Its records, {self._write_records(rows)}"
+            reason = "its loss or gradients are not finite"
+            _log.warning("step %d was skipped: %s%s", step, reason, named)
 
     def _diverged(self, finding: str, step: int) -> ConfigError:
         """Return the error that ends the run. It names the records of the first bad step.
@@ -506,8 +542,24 @@ class Trainer:
         rows = self._rows_of(step)
         if not self.world.is_main:
             return ConfigError(f"{finding}; see rank 0")
-        way_on = self.checkpoints.way_on()
-        return divergence_error(finding, step, self.curriculum.config_at(step), rows, way_on)
+        way_on, records = self.checkpoints.way_on(), self._write_records(rows)
+        return ConfigError(
+            f"{finding}. Lower --learning-rate or raise --warmup-steps, and {way_on}. If the run "
+            "fails again after that checkpoint, delete it to go on from the one before. The "
+            f"records of step {step}, {records}."
+        )
+
+    def _write_records(self, rows: np.ndarray) -> str:
+        """Write the input file and the record of each row to bad-step.jsonl, and return words for
+        a message. Rows are numbers in the train split, counted through all data sets."""
+        sources = open_splits(paths_of(training_source(self.config)), "train")
+        rows = np.unique(rows)
+        whole = np.zeros(len(rows), np.int64)
+        places = origins_of(sources, rows, whole, whole)
+        lines = [json.dumps({"file": each.file, "record": each.record}) for each in places]
+        path = self.config.run_dir / _BAD_STEP_FILE
+        atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
+        return f"{places[0].file} record {places[0].record} and others, are listed in {path}"
 
     def _rows_of(self, step: int) -> np.ndarray:
         """Return the rows of one of the latest steps, of all ranks."""
@@ -522,8 +574,8 @@ class Trainer:
         self.earlier = Report.of_run(config.run_dir)
         progress.check(config, self._meta())
         self.learner.base = progress.base
-        self.curriculum.enter(progress.step)
-        self.curriculum.load_state_dict(progress.loader)
+        self._enter_phase(progress.step)
+        self.loader.load_state_dict(progress.loader)
         self.learner.load(checkpoint)
         self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step

@@ -26,7 +26,7 @@ TASKS: dict[str, Callable[[Manifest, int], Task]] = {
 
 
 def task_of(config: TrainConfig, device: torch.device) -> Task:
-    """Return the task of a run, on the data sets of all its phases.
+    """Return the task of a run, on the data sets of all its stages.
 
     Raises:
         ConfigError: The data sets do not fit each other, or `make_task` raised.

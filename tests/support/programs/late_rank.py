@@ -14,8 +14,8 @@ from pathlib import Path
 from support.training import make_config
 
 from tokenfeed.pipeline.feeding.batch import Batch
-from tokenfeed.trainer.feeding.loaders import Curriculum
 from tokenfeed.trainer.loop.run import train
+from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.stall import warmup_steps
 
 __all__ = ["make_late"]
@@ -25,16 +25,16 @@ _slept: list[float] = []
 
 def make_late(seconds: float) -> None:
     """Have this process sleep before each micro-batch."""
-    batches = Curriculum.batches
+    batches = Trainer.batches
 
-    def late(curriculum: Curriculum) -> Iterator[Batch]:
-        for batch in batches(curriculum):
+    def late(trainer: Trainer) -> Iterator[Batch]:
+        for batch in batches(trainer):
             began = time.perf_counter()
             time.sleep(seconds)
             _slept.append(time.perf_counter() - began)
             yield batch
 
-    Curriculum.batches = late  # type: ignore[method-assign]
+    Trainer.batches = late  # type: ignore[method-assign]
 
 
 def main(shards: str, run_dir: Path, rank: int, seconds: float, steps: int) -> None:

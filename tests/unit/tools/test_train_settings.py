@@ -151,7 +151,7 @@ def test_a_pattern_of_a_file_may_be_empty_and_finds_all(
         ("schedule: step", r"schedule: expected one of cosine, linear, wsd, constant, got step\."),
         ("run_dir: ''", r"run_dir is empty: expected a path"),
         ("shards: {}", r"shards is empty: expected a folder"),
-        ("phases: [{steps: 2, shards: {}}]", r"phases 1: shards is empty"),
+        ("mixing: [{shards: {}}]", r"mixing 1: shards is empty"),
         ("log_every: 2\nlog-every: 3", "log_every occurs twice"),
         ("steps: 2\nseed: 1\nsteps: 3", "line 3 repeats steps of line 1"),
         ("cache_bytes: 5 bags", r"cache_bytes: expected a size like 50GB, or 0, got 5 bags\."),

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from support.training import (
     load_state,
     load_weights,
     make_config,
-    read_metrics,
     run,
     write_labelled,
 )
@@ -28,8 +28,8 @@ from tokenfeed.trainer.config.run_config import PhaseSettings, StageSettings, Tr
 from tokenfeed.trainer.config.schedule import learning_rate, phase_at, phases_of
 from tokenfeed.trainer.sizing.dry_run import dry_run
 
-PATTERNS = ("norm", r"blocks\.0", ".")
 STEPS = (3, 4, 3)
+PATTERNS = ("norm", r"norm|blocks\.0\.feed", ".")
 
 
 @pytest.fixture(scope="module")
@@ -53,72 +53,64 @@ def config_of(
     return make_config(shards, run_dir, phases=parts, **{"steps": sum(STEPS)} | changes)
 
 
+@pytest.fixture(scope="module")
+def parts(folder: Path) -> dict[str, Any]:
+    """Settings of a run whose phases differ in everything, and whose data change meanwhile."""
+    code, prose = str(folder / "code"), str(folder / "prose")
+    first = StageSettings(shards={code: 1.0, prose: 3.0}, until_tokens=1_500)
+    return {
+        "phases": phases({"learning_rate": 1e-2}, {"schedule": "linear", "warmup_steps": 0}),
+        "mixing": (first, StageSettings(shards=code)),
+        "steps": sum(STEPS),
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(
+    folder: Path, parts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Runs of `parts` that nothing disturbed, with a checkpoint of every step, by optimizer."""
+    found = {name: tmp_path_factory.mktemp(name) for name in ("adamw", "muon")}
+    for name, run_dir in found.items():
+        kept = {"save_every": 1, "keep": 99, "optimizer": name}
+        run(make_config(folder / "code", run_dir, **parts | kept))
+    return found
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_each_phase_changes_what_it_names_and_nothing_else(
-    name: str, folder: Path, tmp_path: Path
+    name: str, whole: dict[str, Path]
 ) -> None:
-    run(config_of(folder / "code", tmp_path, phases(), optimizer=name, save_every=1, keep=99))
     ends = list(itertools.accumulate(STEPS))
     for before, end, pattern in zip([1, *ends], ends, PATTERNS, strict=False):
-        first, last = load_weights(tmp_path, before), load_weights(tmp_path, end)
+        first, last = load_weights(whole[name], before), load_weights(whole[name], end)
         changed = {each for each in first if not torch.equal(first[each], last[each])}
         assert changed == {each for each in first if re.search(pattern, each)}
 
 
-AT_SEAMS = (2, 3, 4, 7)
-"""Before the end of the first phase, at it, behind it, and at the end of the second."""
-
-
-@pytest.mark.parametrize(
-    ("way", "stop"),
-    [
-        *(("several", stop) for stop in AT_SEAMS),
-        *(
-            pytest.param("one data set", stop, marks=() if stop in AT_SEAMS else pytest.mark.slow)
-            for stop in range(1, sum(STEPS))
-        ),
-    ],
-)
-def test_a_run_goes_on_bit_for_bit_from_any_step_of_any_phase(
-    way: str, stop: int, folder: Path, tmp_path: Path, whole: dict[str, Path]
-) -> None:
-    parts = WAYS[way](folder)
-    run(config_of(folder / "code", tmp_path, parts), stop_after=stop)
-    run(config_of(folder / "code", tmp_path, parts, resume=True))
-    assert_same_run(whole[way], tmp_path, sum(STEPS))
-
-
-def of_one(folder: Path) -> tuple[PhaseSettings, ...]:
-    return phases({"learning_rate": 1e-2}, {"schedule": "linear", "warmup_steps": 0})
-
-
-def of_several(folder: Path) -> tuple[PhaseSettings, ...]:
-    both = {str(folder / "code"): 1.0, str(folder / "prose"): 1.0}
-    return phases({}, {"shards": both})
-
-
-WAYS = {"one data set": of_one, "several": of_several}
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """An undisturbed run of each way."""
-    found = {}
-    for way, parts in WAYS.items():
-        found[way] = tmp_path_factory.mktemp("whole")
-        run(config_of(folder / "code", found[way], parts(folder)))
-    return found
-
-
-def test_weights_that_stay_keep_their_moments_and_new_ones_begin(
-    folder: Path, tmp_path: Path
-) -> None:
-    parts = phases({}, {"trainable": r"norm|blocks\.0\.feed"})
-    run(config_of(folder / "code", tmp_path, parts), stop_after=4)
-    groups = load_state(tmp_path, 4)["optimizer"]["weights"]
+def test_weights_that_stay_keep_their_moments_and_new_ones_begin(whole: dict[str, Path]) -> None:
+    groups = load_state(whole["adamw"], 4)["optimizer"]["weights"]
     taken = {name: int(state["step"]) for group in groups for name, state in group.items()}
     assert {n for n, steps in taken.items() if steps == 4} == {n for n in taken if "norm" in n}
     assert {n for n, steps in taken.items() if steps == 1} == {n for n in taken if "norm" not in n}
+
+
+@pytest.mark.parametrize(("name", "stop"), [("adamw", 2), ("muon", 3), ("adamw", 4), ("adamw", 7)])
+def test_a_run_goes_on_bit_for_bit_before_at_and_behind_the_end_of_a_phase(
+    name: str,
+    stop: int,
+    folder: Path,
+    parts: dict[str, Any],
+    whole: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """From a checkpoint of the whole run, as a kill leaves it."""
+    for step in range(1, stop + 1):
+        saved = f"checkpoints/step-{step:08d}"
+        shutil.copytree(whole[name] / saved, tmp_path / saved)
+    shutil.copy(whole[name] / "metrics.jsonl", tmp_path)
+    run(make_config(folder / "code", tmp_path, **parts, optimizer=name, resume=True))
+    assert_same_run(whole[name], tmp_path, sum(STEPS))
 
 
 def test_a_run_of_equal_phases_is_a_run_without(folder: Path, tmp_path: Path) -> None:
@@ -145,19 +137,6 @@ def test_rates_are_those_of_runs_as_long_as_the_phases(lengths: list[int], warmu
         learning_rate(step, schedule="linear", peak=1.0 + n, steps=steps, warmup_steps=warmup)
         for n, steps in enumerate(lengths)
         for step in range(1, steps + 1)
-    ]
-
-
-def test_data_changes_where_a_phase_has_its_own(folder: Path, tmp_path: Path) -> None:
-    parts = phases({}, {"shards": str(folder / "prose")})
-    run(config_of(folder / "code", tmp_path / "both", parts, log_every=1))
-    run(config_of(folder / "code", tmp_path / "one", phases(), log_every=1))
-    both, one = (read_metrics(tmp_path / name, "loss") for name in ("both", "one"))
-    assert [step for step in both if both[step] != one[step]] == list(range(4, 11))
-    assert [phase.changes for phase in phases_of(config_of(folder / "code", tmp_path, parts))] == [
-        0,
-        1,
-        2,
     ]
 
 
@@ -196,10 +175,9 @@ def test_mixing_that_contradicts_itself_is_refused(folder: Path, tmp_path: Path)
     for settings, message in (
         ({"mixing": (ending,)}, "`mixing`: the last stage goes on until the last step"),
         ({"mixing": (endless, endless)}, "stage 1 has no end"),
-        ({"mixing": (endless,), "phases": phases({"shards": code})}, "the data of all phases"),
     ):
         with pytest.raises(ConfigError, match=message):
-            run(make_config(folder / "code", tmp_path, **{"steps": sum(STEPS)} | settings))  # type: ignore[arg-type,operator]
+            run(make_config(folder / "code", tmp_path, **settings))
 
 
 def test_the_log_says_which_phase_begins_and_what_it_trains(
@@ -218,7 +196,7 @@ def test_a_file_says_phases_and_their_steps_are_the_run_s(
     file = tmp_path / "run.yaml"
     listed = [
         {"trainable": "norm", "steps": 3, "learning-rate": "1e-2"},
-        {"steps": 4, "shards": [f"{folder / 'code'}=1", f"{folder / 'prose'}=2"]},
+        {"steps": 4, "schedule": "linear"},
     ]
     file.write_text(yaml.safe_dump({"shards": str(folder / "code"), "phases": listed}))
     monkeypatch.setattr(sys, "argv", ["train", "--config", str(file), "--run-dir", str(tmp_path)])
@@ -226,7 +204,7 @@ def test_a_file_says_phases_and_their_steps_are_the_run_s(
     assert config.steps == 7
     assert config.phases == (
         PhaseSettings(steps=3, trainable="norm", learning_rate=1e-2),
-        PhaseSettings(steps=4, shards={str(folder / "code"): 1.0, str(folder / "prose"): 2.0}),
+        PhaseSettings(steps=4, schedule="linear"),
     )
     config.write()
     begun = TrainConfig.of_run(tmp_path)
@@ -248,6 +226,7 @@ def test_a_file_says_phases_and_their_steps_are_the_run_s(
         ("{phases: [{steps: 3}], steps: 4}", "`--steps`: expected 3, the steps of all phases"),
         ("{phases: [{steps: 3}], epochs: 4}", "`--epochs`"),
         ("phases: [{steps: 3, trainable: '('}]", "invalid regular expression"),
+        ("phases: [{steps: 3, shards: a}]", "phases 1: unknown setting shards"),
     ],
 )
 def test_phases_that_cannot_be_are_refused_in_one_line(
@@ -261,18 +240,16 @@ def test_phases_that_cannot_be_are_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"shards": "classes"}, "one task"), ({"trainable": "nothing_like"}, "nearest are")],
-)
-def test_what_a_later_phase_cannot_do_is_found_at_the_start(
-    changes: dict[str, str], words: str, folder: Path, tmp_path: Path
-) -> None:
-    if "shards" in changes:
-        changes = {"shards": str(folder / changes["shards"])}
-    with pytest.raises(ConfigError, match=words):
-        run(config_of(folder / "code", tmp_path, phases({}, {}, changes)))
-    assert not (tmp_path / "checkpoints").exists()
+def test_what_a_later_part_cannot_do_is_found_at_the_start(folder: Path, tmp_path: Path) -> None:
+    later = phases({}, {}, {"trainable": "nothing_like"})
+    first = StageSettings(shards=str(folder / "code"), until_tokens=1_500)
+    other_task = (first, StageSettings(shards=str(folder / "classes")))
+    cases: list[tuple[dict[str, Any], str]]
+    cases = [({"phases": later}, "nearest are"), ({"mixing": other_task}, "one task")]
+    for changes, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            run(make_config(folder / "code", tmp_path, steps=sum(STEPS), **changes))
+        assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_run_does_not_go_on_in_a_phase_of_other_weights(folder: Path, tmp_path: Path) -> None:

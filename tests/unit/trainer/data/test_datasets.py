@@ -20,7 +20,6 @@ from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policies import Packed
 from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.data.datasets import DataSets, read_manifest, shown
-from tokenfeed.trainer.loop.divergence import write_origins
 from tokenfeed.trainer.loop.evaluation import over_all
 from tokenfeed.trainer.sizing.dry_run import dry_run
 
@@ -212,17 +211,6 @@ def test_defaults_and_plans_go_by_what_an_epoch_reads(
     assert config.steps == -(-2 * tokens // 2048)
     planned = dry_run(make_config(shards, tmp_path, steps=20), None)
     assert planned.epochs == pytest.approx(40 * 128 / tokens, rel=0.06)  # the last step is short
-
-
-def test_rows_of_a_failed_step_are_traced_to_their_data_set(folder: Path, tmp_path: Path) -> None:
-    shards = weights(folder, code=1, prose=1)
-    first_of_prose = Manifest.read(folder / "code").split("train").rows
-    rows = torch.tensor([0, first_of_prose, first_of_prose + 1]).numpy()
-    write_origins(tmp_path / "both", shards, rows)
-    write_origins(tmp_path / "code", str(folder / "code"), rows[:1])
-    write_origins(tmp_path / "prose", str(folder / "prose"), rows[1:] - first_of_prose)
-    alone = (tmp_path / "code").read_text() + (tmp_path / "prose").read_text()
-    assert (tmp_path / "both").read_text() == alone
 
 
 def test_a_run_on_several_is_exported_with_their_tokenizer(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_long_completions_keep_their_prompts_and_lose_their_ends(
     for batching in ("packed", "padded"):
         config = make_config(shards, tmp_path / batching, steps=1, batching=batching)
         with contextlib.closing(Trainer(config)) as trainer:
-            batch = next(trainer.curriculum.batches())
+            batch = next(trainer.batches())
         assert not batch.starts.any()
         assert batch.num_targets == len(batch.rows) * (32 - 10)
     run(make_config(shards, tmp_path / "run", steps=1))
@@ -201,7 +201,7 @@ def test_targets_select_what_a_conversation_teaches(
     shards = write_rows(tmp_path / "shards", {"train": rows}, 64, task="chat")
     config = make_config(shards, tmp_path / "run", steps=1, targets=targets)
     with contextlib.closing(Trainer(config)) as trainer:
-        batch = next(trainer.curriculum.batches())
+        batch = next(trainer.batches())
     assert {*batch["labels"].unique().tolist()} - {-100} == expected
 
 
@@ -448,7 +448,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(
         for line in (tmp_path / "run" / "bad-step.jsonl").read_text().splitlines()
     ]
     with contextlib.closing(Trainer(make_config(counting, tmp_path / "other"))) as trainer:
-        rows = [batch.rows for batch in itertools.islice(trainer.curriculum.batches(), 6)]
+        rows = [batch.rows for batch in itertools.islice(trainer.batches(), 6)]
     assert named == sorted({int(row) for part in rows[4:6] for row in part})
 
 

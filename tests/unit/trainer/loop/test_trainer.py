@@ -23,8 +23,7 @@ from torch import nn
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.trainer.config.run_config import PhaseSettings
-from tokenfeed.trainer.config.schedule import phases_of
+from tokenfeed.trainer.config.run_config import StageSettings
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop import evaluation as judge
 from tokenfeed.trainer.loop import trainer as loop
@@ -115,14 +114,14 @@ def test_diverged_run_that_resumes_ends_in_one_line_again(counting: Path, tmp_pa
         run(dataclasses.replace(config, resume=True))
 
 
-def test_skipped_step_names_records_of_its_own_phase(
+def test_skipped_step_names_records_of_the_mixing(
     counting: Path,
     tmp_path: Path,
     write_dataset: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    other = write_counting(write_dataset, tmp_path / "other", rows=300)
+    other = write_counting(write_dataset, tmp_path / "other", rows=3000)
     plain, calls = Precision.step, itertools.count(1)
 
     def spoiled(
@@ -133,11 +132,11 @@ def test_skipped_step_names_records_of_its_own_phase(
         return plain(precision, optimizer, *rest, **options)
 
     monkeypatch.setattr(Precision, "step", spoiled)
-    phases = (PhaseSettings(steps=2), PhaseSettings(steps=2, shards=str(other)))
-    run(make_config(counting, tmp_path / "run", steps=4, phases=phases, log_every=4))
+    mixing = (StageSettings(shards=str(other)),)
+    run(make_config(counting, tmp_path / "run", steps=2, mixing=mixing, log_every=4))
     assert "step 2 was skipped" in caplog.text
     bad = (tmp_path / "run/bad-step.jsonl").read_text()
-    assert max(json.loads(line)["record"] for line in bad.splitlines()) > 300
+    assert max(json.loads(line)["record"] for line in bad.splitlines()) >= 2000
 
 
 def test_the_first_evaluation_of_a_run_of_one_step_is_no_stall(
@@ -298,9 +297,7 @@ def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_r
         run(config)
     named = [json.loads(line) for line in (tmp_path / "bad-step.jsonl").read_text().splitlines()]
     task = make_task(config, Manifest.read(counting), CPU)
-    with SplitLoaders(config, task, CPU, torch.float32).train_loader(  # the same rows, by the plan
-        phases_of(config)[0]
-    ) as loader:
+    with SplitLoaders(config, task, CPU, torch.float32).train_loader() as loader:  # the same rows
         batches = list(itertools.islice(loader, 40))
     rows = {int(row) for batch in batches[:2] for row in batch.rows}
     assert [place["record"] for place in named] == sorted(rows)
