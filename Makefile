@@ -1,16 +1,16 @@
-# Everything a person or CI runs. PYTHON is any Python 3.11 or later; all else is set up in .venv.
+# The commands of developers and CI. PYTHON is any Python 3.11 or later; .venv has everything else.
 PYTHON ?= python3
 BIN := .venv/bin
 RUN_CHECKS := $(BIN)/python -m
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder    # files with slow tests first: see conftest
-# Tests of commands wait as long as they compute: one process more than cores.
+# Tests of commands wait half of the time, so use one process more than cores.
 MORE := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 STEPS := 200
 
 .PHONY: setup dev demo test test-fast test-slow test-long gpu check lint types editor package matrix fmt bench docs docs-serve map clean
 
-# .venv with everything that the targets below need.
+# Create .venv, with everything that the targets below need.
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
@@ -21,11 +21,11 @@ setup: .venv/.ready
 	$(INSTALL) -e '.[dask,examples,hub,lora,remote]' --group dev
 	touch $@
 
-# The environment to write code in: hooks refuse a commit that lint refuses, and a push that mypy refuses.
+# Create .venv for developers, with git hooks: lint before a commit, mypy before a push.
 dev: setup
 	$(BIN)/pre-commit install
 
-# The main job on real input: the standard library's own source becomes a trained model.
+# Tokenize the source of Python's standard library, and train a model on it.
 demo: setup
 	rm -rf demo
 	$(BIN)/pretokenize "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" demo/shards \
@@ -33,24 +33,23 @@ demo: setup
 	$(BIN)/shards inspect demo/shards
 	$(BIN)/train --shards demo/shards --run-dir demo/run --steps $(STEPS)
 
-# What test-fast and test-slow run: all but what takes minutes.
+# Run all tests but those that take minutes.
 test: setup
 	$(RUN_CHECKS) pytest -q -m 'not long' $(PARALLEL) -n $(MORE)
 
-# What runs in process and is not slow: under 90 s on two cores.
+# Run the fast unit tests, which start no processes: under 90 s on two cores.
 test-fast: setup
 	$(RUN_CHECKS) pytest -q tests/unit -m 'not slow' $(PARALLEL)
 
-# The rest: what starts processes, and what is slow.
+# Run the other tests: those that start processes, and those that are slow.
 test-slow: setup
 	$(RUN_CHECKS) pytest -q -m '(slow or commands) and not long' $(PARALLEL) -n $(MORE)
 
-# Before a release: kills by the dozen, every part of benchmarks/gpu/ on a CPU, launchers; and ten times as many
-# random examples of each property.
+# Before a release: run the tests that take minutes, and ten times as many random examples of each property.
 test-long: setup
 	$(RUN_CHECKS) pytest -q -m 'long or hypothesis' --hypothesis-profile long $(PARALLEL) -n $(MORE)
 
-# For who has a CUDA device: the tests that need one, the checks that only it can make, and how fast it goes.
+# Needs a CUDA device: run its tests, checks and benchmarks.
 gpu: setup
 	$(BIN)/python -m benchmarks.gpu
 
@@ -63,17 +62,17 @@ lint: setup
 types: setup
 	$(RUN_CHECKS) mypy
 
-# What an editor shows a reader of the package.
+# Check what an editor shows to users of the package.
 editor: setup
 	$(RUN_CHECKS) pyright --pythonpath $(BIN)/python
 
-# What is uploaded: sdist and wheel into dist/, and the main job from such a wheel in an empty environment.
+# Build sdist and wheel into dist/, and test the wheel in an empty environment.
 package: setup
 	rm -rf build dist
 	$(BIN)/python .ci/package.py --quiet
 	$(RUN_CHECKS) pytest -q tests/commands/test_wheel.py
 
-# Each Python that is here, and the lowest versions of what we depend on; not part of CI: half an hour and 15 GB.
+# Test with each installed Python, and with the lowest versions of dependencies. Not in CI: half an hour and 15 GB.
 matrix:
 	.ci/matrix
 
@@ -84,7 +83,7 @@ fmt: setup
 bench: setup
 	$(BIN)/python -m benchmarks.loader
 
-# The documentation, as a site that needs no network; its tools need no torch, so they have an environment of their own.
+# Build the documentation into site/, which needs no network. Its tools have their own environment, without torch.
 docs: .venv-docs/.ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 
@@ -97,7 +96,7 @@ docs-serve: .venv-docs/.ready
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --group docs -c constraints.txt
 	touch $@
 
-# What each file is for: the first line of its docstring, room by room.
+# Print the purpose of each file: the first line of its docstring, by room.
 map:
 	@$(PYTHON) docs/map.py
 

@@ -52,7 +52,6 @@ LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 NETWORK = "needs the network"
 NOT_RUN = {
     ("README.md", "pip install torch", NETWORK),
-    ("README.md", "pretokenize chats.jsonl", NETWORK),
     ("docs/benchmarks.md", "python -m venv peers", "needs the network and an hour"),
     ("docs/how/adopt.md", "pretokenize mds/*.mds", "needs files of mosaicml-streaming"),
     ("docs/how/bucket.md", "train --shards s3://bucket/out", "needs a bucket"),
