@@ -177,8 +177,7 @@ class Command(TrainConfig):
     gpu: Annotated[str, Meta(title="NAME", description="text")] | None = None
     """GPU to assume in --dry-run: a name like H100, or its memory in GiB."""
     monitor_only: bool = False
-    """Show the load of GPUs and host, live, with a line of advice. Does not train, and needs no
-    shards."""
+    """Show the load of GPUs and host, live, with a line of advice. Needs no shards."""
 
     def settings(self) -> TrainConfig:
         """The settings alone."""

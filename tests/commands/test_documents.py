@@ -19,6 +19,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -277,7 +278,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def test_pages_name_options_that_there_are() -> None:
-    commands = (Options, Command, Doctor, *COMMANDS.values())
+    commands: list[Any] = [Options, Command, Doctor, *COMMANDS.values()]
     known = {f"--{field.name.replace('_', '-')}" for each in commands for field in fields(each)}
     for page in PAGES:
         named = set(OPTION.findall(page.read_text(encoding="utf-8")))

@@ -85,9 +85,8 @@ class Options:
     """The field or column of your records to read for each field NAME of the task, like
     text=review. Optional fields are in brackets. Labels and tags may be names or whole numbers."""
     keep: tuple[Annotated[str, text("NAME[=TYPE]")], ...] = ()
-    """Also store the field NAME, which has a number for each token id (--task ids) or each message
-    (--task chat). TYPE: float32, int8, int16 or int32. Can be given several times. Default TYPE:
-    float32."""
+    """Also store the field NAME: a number for each token id (--task ids) or message (--task chat).
+    TYPE: float32 (the default), int8, int16 or int32. Can be given several times."""
     tokenizer: Annotated[str, text("FILE|FOLDER|HUB-ID")] | None = None
     """A tokenizer.json, or the folder, address or Hub repository (ID[@REVISION]) that contains one.
     Default: train a tokenizer on a sample of the corpus."""
@@ -107,8 +106,7 @@ class Options:
     """Template of --task chat. Default: chat_template.jinja or tokenizer_config.json of the
     tokenizer."""
     template_argument: tuple[Annotated[str, text("NAME=VALUE")], ...] = ()
-    """Set a variable of the chat template. VALUE is JSON; if it is not valid JSON, it is a text.
-    Can be given several times."""
+    """Variable of the chat template. VALUE is JSON, or else a text. Can be given several times."""
     split: tuple[Annotated[str, text("NAME=GLOB")], ...] = ()
     """Put the files whose names or paths match GLOB into the split NAME. Can be given several
     times."""

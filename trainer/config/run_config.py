@@ -125,10 +125,9 @@ class TrainConfig:
     """Tokens of conversations that the loss counts: assistant, last, all, or kinds of tokens like
     text,call. Default: assistant."""
     model: Annotated[str, _shown("NAME")] = "tiny"
-    """The model. Built in: words, a bag of words; shallow, tiny, mini, small and gpt2, Transformers
-    with 0.4, 1, 11, 25 and 85 M parameters besides the embedding. qwen3: a new Qwen3, whose size
-    the next four options set. hf:ID or hf:FOLDER: a model of the library transformers.
-    MODULE:FACTORY: your own model."""
+    """words: a bag of words. shallow, tiny, mini, small, gpt2: Transformers with 0.4, 1, 11, 25 or
+    85 M parameters besides the embedding. qwen3: a new Qwen3 of the size that the next options set.
+    hf:ID, hf:FOLDER: a model of the library transformers. MODULE:FACTORY: your own."""
     layers: Positive | None = None
     """Layers of a new Qwen3. Implies --model qwen3. Default: 12."""
     width: Positive | None = None
@@ -136,11 +135,9 @@ class TrainConfig:
     heads: Positive | None = None
     """Attention heads of a new Qwen3. Implies --model qwen3. Default: width / 64."""
     kv_heads: Positive | None = None
-    """Heads of keys and values of a new Qwen3. Implies --model qwen3. Default: as many as
-    --heads."""
+    """Key and value heads of a new Qwen3. Implies --model qwen3. Default: as many as --heads."""
     dropout: _BelowOne | None = None
-    """Share of values that dropout sets to 0; with --lora, in the adapters only. Default: 0, or the
-    value in the config of an hf: model."""
+    """Dropout. With --lora, only in the adapters. Default: 0, or the config of an hf: model."""
     from_scratch: bool = False
     """Use only the config of an hf: model, and start from random weights."""
     lora: Positive | None = None
@@ -164,8 +161,8 @@ class TrainConfig:
     sequence_length: Annotated[int, Meta(ge=2, title="N", description=_LENGTHS)] = 256
     """Tokens of a row. Longer rows are cut. A longer row with one label is rejected."""
     batching: BatchingName = "auto"
-    """padded: a row per line of the batch, padded to one length; packed: several rows per line.
-    auto: padded if rows or words have labels, else packed."""
+    """padded: one row per sequence; packed: several. auto: padded if rows or words have labels,
+    else packed."""
     attention: AttentionName = "auto"
     """Attention in packed rows: within documents, or across the row. auto: rows for lm, else
     documents."""
@@ -180,8 +177,7 @@ class TrainConfig:
     learning_rate: AboveZero = 2e-3
     """Peak learning rate."""
     learning_rate_reference_tokens: Positive | None = None
-    """Step tokens that --learning-rate was tuned for. `train` multiplies the rate by the square
-    root of (--step-tokens / N)."""
+    """Step tokens for which --learning-rate was tuned. Scales the rate by √(--step-tokens / N)."""
     schedule: ScheduleName = "cosine"
     """How the rate falls. cosine, linear: over the whole run; wsd: in the last fifth."""
     min_learning_rate: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] | None = (
@@ -209,8 +205,7 @@ class TrainConfig:
     shard_model: bool = False
     """Under torchrun: divide weights and optimizer state among the ranks (FSDP2)."""
     recompute: RecomputeName = "none"
-    """What the backward pass computes again, to save memory. selective: cheap operations; full: all
-    operations of a layer."""
+    """What backward computes again, to save memory. selective: cheap operations."""
     compile: bool = False
     """Compile the model with torch.compile: a slow start, then faster steps on cuda."""
     num_workers: NotNegative | None = None
