@@ -21,7 +21,7 @@ from tokenfeed.pipeline.planning.order import derive_key
 from tokenfeed.pipeline.windows.rank_slice import TARGETS
 from tokenfeed.pipeline.windows.reader import Window
 
-MapRow = Callable[[dict[str, np.ndarray], np.random.Generator], Mapping[str, np.ndarray]]
+MapRow = Callable[[dict[str, np.ndarray], "np.random.Generator"], Mapping[str, np.ndarray]]
 """Takes the columns of a row and random numbers of the row; returns the columns to replace.
 
 Columns have one value per token, shape (n,), int64 or float: `input_ids`, and `token_type_ids`,

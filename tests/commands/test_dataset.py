@@ -38,8 +38,9 @@ def columns_of(path: Path) -> dict[str, list[Any]]:
     return columns
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("batching", POLICIES, ids=str)
+@pytest.mark.parametrize(
+    ("batching", "num_workers"), [(POLICIES[0], 2), *((policy, 0) for policy in POLICIES[1:])]
+)
 def test_a_plain_dataloader_gives_the_same_batches(
     folder: Path, batching: Batching, num_workers: int
 ) -> None:
@@ -64,9 +65,9 @@ def test_labels_come_with_their_rows_from_any_process(
         if name in columns_of(shards_of(folder)[0])
     }
     batching = Padded(max_tokens=4096)
-    with open_loader(folder, batching, num_workers=2) as loader:
+    with open_loader(folder, batching, num_workers=1) as loader:
         ours = list(loader)
-    for our, their in zip(ours, plain(open_dataset(folder, batching), 2), strict=True):
+    for our, their in zip(ours, plain(open_dataset(folder, batching), 1), strict=True):
         assert same_values(our, their)
         for place, (row, start, length) in enumerate(spans(our)):
             span = slice(start, start + length)
@@ -100,7 +101,7 @@ def test_raising_the_epoch_gives_the_next_pass(folder: Path, num_workers: int) -
 
 def test_an_epoch_that_is_raised_reaches_workers_that_persist(small_folder: Path) -> None:
     dataset = ShardDataset(small_folder, Padded(2048), window_tokens=5_000)
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, persistent_workers=True)
     assert delivered(loader) == shuffled(small_folder, 0)
     dataset.epoch += 1
     assert delivered(loader) == shuffled(small_folder, 1)

@@ -23,34 +23,24 @@ TOO_EARLY = "unregister while it is copied from"
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_refused_page_lock_does_not_fail_the_next_kernel(
+def test_a_refused_page_lock_warns_once_and_changes_no_batch(
     folder: Path, cuda: SimulatedCuda, num_workers: int
 ) -> None:
     cuda.refuses = True
     host = list(open_loader(folder))
+    options = {"device": CUDA_1, "num_workers": num_workers, "epochs": None}
     with (
-        open_loader(folder, device=CUDA_1, num_workers=num_workers) as loader,
+        open_loader(folder, **options) as loader,
         pytest.warns(RuntimeWarning, match=r"refused to page-lock.*`ulimit -l`.*`window_tokens`"),
     ):
-        batches = list(loader)
-    for ours, theirs in zip(batches, host, strict=True):
-        assert same_values(ours, theirs)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_refused_page_lock_is_said_once_and_stands_in_the_stats(
-    folder: Path, cuda: SimulatedCuda, num_workers: int
-) -> None:
-    cuda.refuses = True
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        loader = started(folder, 200, num_workers=num_workers)
-        loader.close()
+        batches = list(islice(loader, len(host)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         next(iter(loader))
         loader.close()
+    for ours, theirs in zip(batches, host, strict=True):
+        assert same_values(ours, theirs)
     assert loader.stats().windows > 3
-    assert len(said) == 1
-    assert loader.stats().pageable
     assert json.loads(json.dumps(loader.stats().as_dict()))["pageable"]
 
 

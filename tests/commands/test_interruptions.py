@@ -34,7 +34,7 @@ def in_a_fork(work: Callable[[], object]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize(("num_workers", "change"), [(0, None), (2, None), (2, 0)])
+@pytest.mark.parametrize(("num_workers", "change"), [(0, None), (1, None), (1, 0)])
 def test_a_fork_goes_on_with_workers_of_its_own_and_leaves_the_parents_alone(
     folder: Path, num_workers: int, change: int | None
 ) -> None:

@@ -3,8 +3,6 @@
 import copy
 import json
 import pickle
-import subprocess
-import sys
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import warm
 from support.delivery import (
     POLICIES,
     MakeDataset,
@@ -39,26 +38,21 @@ LENGTHS = realistic_lengths()
 def test_an_epoch_is_every_token_exactly_once_with_any_workers(
     folder: Path, batching: Batching
 ) -> None:
-    alone = [spans(batch) for batch in open_loader(folder, batching)]
-    assert times_delivered((span for batch in alone for span in batch), LENGTHS) == {1}
-    for num_workers in (1, 4):  # the others: see resizing
-        with open_loader(folder, batching, num_workers=num_workers) as loader:
-            assert [spans(batch) for batch in loader] == alone, "order depends on workers"
-
-
-@pytest.mark.parametrize("num_workers", [0, 3])
-@pytest.mark.parametrize("batching", POLICIES, ids=str)
-def test_tokens_are_those_of_the_shards(folder: Path, batching: Batching, num_workers: int) -> None:
     rows = row_tokens(folder)
     assert [len(row) for row in rows] == LENGTHS.tolist()
-    with open_loader(folder, batching, num_workers=num_workers) as loader:
-        kept = [(spans(batch), tokens_of(batch)) for batch in loader]
-    for pieces, tokens in kept:  # after the loop: a buffer that is filled again would show
-        expected = [rows[row][start : start + length] for row, start, length in pieces]
-        assert np.array_equal(tokens, np.concatenate(expected))
+    orders = []
+    for num_workers in (0, 2):  # other numbers: see resizing
+        with open_loader(folder, batching, num_workers=num_workers) as loader:
+            kept = [(spans(batch), tokens_of(batch)) for batch in loader]
+        for pieces, tokens in kept:  # after the loop: a buffer that is filled again would show
+            expected = [rows[row][start : start + length] for row, start, length in pieces]
+            assert np.array_equal(tokens, np.concatenate(expected))
+        orders.append([pieces for pieces, _ in kept])
+    assert orders[0] == orders[1], "order depends on workers"
+    assert times_delivered((span for batch in orders[0] for span in batch), LENGTHS) == {1}
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_passes_follow_each_other_in_the_order_of_the_epochs(
     folder: Path, num_workers: int
 ) -> None:
@@ -74,7 +68,7 @@ def test_passes_follow_each_other_in_the_order_of_the_epochs(
         assert loader.position.epoch == 1
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_leaving_the_loop_and_entering_again_loses_nothing(folder: Path, num_workers: int) -> None:
     whole = [spans(batch) for batch in open_loader(folder, POLICIES[1])]
     with open_loader(folder, POLICIES[1], num_workers=num_workers) as loader:
@@ -90,13 +84,13 @@ def test_resizing_while_running_changes_nothing_in_the_order(folder: Path) -> No
     whole = [spans(batch) for batch in open_loader(folder, epochs=3)]
     with open_loader(folder, num_workers=1, epochs=3) as loader:
         delivered = []
-        for number in (3, 1, 1, 0, 2, 2, 4, 1):
+        for number in (3, 1, 1, 0, 2, 2, 1):
             delivered += [spans(batch) for batch in islice(loader, 17)]
             loader.num_workers = number
             assert loader.num_workers == number
         delivered += [spans(batch) for batch in loader]
     assert delivered == whole
-    assert len(whole) > 8 * 17
+    assert len(whole) > 7 * 17
 
 
 def test_auto_settles_on_some_workers_and_keeps_the_order(folder: Path) -> None:
@@ -106,7 +100,7 @@ def test_auto_settles_on_some_workers_and_keeps_the_order(folder: Path) -> None:
         assert loader.num_workers >= 1
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_stats_are_the_sums_of_what_was_delivered(folder: Path, num_workers: int) -> None:
     sums: Counter[str] = Counter()
     with open_loader(
@@ -157,7 +151,7 @@ def test_a_slow_loop_finds_windows_ready_and_does_not_wait(folder: Path) -> None
     assert stats.wait_s.p50 < 0.01
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_damage_is_named_in_one_line_from_any_process(folder: Path, num_workers: int) -> None:
     path = folder / "train/00001.arrow"
     flip_bit(path, path.stat().st_size // 2)
@@ -169,7 +163,7 @@ def test_damage_is_named_in_one_line_from_any_process(folder: Path, num_workers:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_shard_that_was_put_back_is_read_from_where_the_error_came(
     folder: Path, num_workers: int
 ) -> None:
@@ -203,15 +197,15 @@ def test_a_window_that_takes_too_long_is_named(folder: Path) -> None:
         list(loader)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_loader_that_outlives_its_modules_ends_quietly(folder: Path, num_workers: int) -> None:
+def test_loader_that_outlives_its_modules_ends_quietly(folder: Path) -> None:
     """A program that freezes the collector, as nanochat does, closes it after all else is gone."""
     run_script(
         """
 import gc, json, sys
 from tokenfeed import Padded, ShardLoader
 def batches():
-    with ShardLoader(sys.argv[1], batching=Padded(2048), num_workers=int(sys.argv[2])) as loader:
+    options = {"batching": Padded(2048), "device": "numpy"}  # which imports no torch
+    with ShardLoader(sys.argv[1], num_workers=1, **options) as loader:
         yield from loader
 kept = batches()
 next(kept)
@@ -221,7 +215,6 @@ gc.freeze()
 gc.disable()
 """,
         folder,
-        num_workers,
     )
 
 
@@ -259,8 +252,9 @@ def copied_by_pickle(anything: Any) -> Any:
     return pickle.loads(pickle.dumps(anything))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, copied_by_pickle])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("num_workers", "copied"), [(0, copy.deepcopy), (1, copy.deepcopy), (1, copied_by_pickle)]
+)
 def test_a_loader_is_copied_while_it_runs(
     small_folder: Path, num_workers: int, copied: Any
 ) -> None:
@@ -309,14 +303,8 @@ def test_a_policy_that_workers_cannot_import_ends_in_one_line_with_a_remedy(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    ended = subprocess.run(
-        [sys.executable, script, tiny_folder],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert ended.stderr == ""
+    ended = warm.run([script, tiny_folder])
+    assert (ended.returncode, ended.stderr) == (0, "")
     alone, by_worker, local_alone, local_by_worker = json.loads(ended.stdout)
     assert alone == local_alone == 19
     for line in (by_worker, local_by_worker):

@@ -60,7 +60,8 @@ import glob, json, os, signal, sys, threading, time
 from tokenfeed import Padded, ShardLoader
 
 def open_loader(**options):
-    return ShardLoader(sys.argv[1], batching=Padded(2048), window_tokens=20_000, **options)
+    options |= {"batching": Padded(2048), "window_tokens": 20_000}
+    return ShardLoader(sys.argv[1], device="numpy", **options)  # which imports no torch
 
 def children():
     paths = glob.glob("/proc/self/task/*/children")
