@@ -42,6 +42,7 @@ from tokenfeed import Manifest, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError
 from tokenfeed.pipeline.feeding import window_source, worker
 from tokenfeed.pipeline.feeding import worker_process as process
+from tokenfeed.pipeline.planning.plan import Position
 
 
 @pytest.mark.parametrize(
@@ -362,7 +363,7 @@ def test_waiting_for_a_core_is_no_work_of_a_worker(monkeypatch: pytest.MonkeyPat
         os.sched_setaffinity(0, {min(before)})
         other = multiprocessing.get_context("fork").Process(target=spin)
         other.start()
-        request, counter = worker.Request(None, 0), SimpleNamespace(new=lambda: None)
+        request, counter = worker.Request(Position(0, 0, 0), 0), SimpleNamespace(new=lambda: None)
         made = worker._serve(maker, request, slot, counter)  # type: ignore[arg-type]
     finally:
         os.sched_setaffinity(0, before)

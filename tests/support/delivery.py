@@ -83,7 +83,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def open_loader(folder: Path, batching: Batching = POLICIES[0], **options: Any) -> ShardLoader:
     """A loader of several windows, without workers unless they are asked for."""
-    defaults = {"window_tokens": WINDOW_TOKENS, "num_workers": 0}
+    defaults: dict[str, Any] = {"window_tokens": WINDOW_TOKENS, "num_workers": 0}
     return ShardLoader(folder, batching=batching, **defaults | options)
 
 
