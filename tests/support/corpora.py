@@ -4,7 +4,6 @@ import base64
 import json
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,13 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.corpus.formats.base import Format
-from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, FilePart, InputFile
+from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES
 from tokenfeed.tools.corpus.read_records import read_records
-from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, records_of
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
 __all__ = [
-    "FASTA",
     "GROUP",
     "ODD_TEXTS",
     "ROWS",
@@ -37,7 +34,6 @@ __all__ = [
     "write_ballast",
     "write_batches",
     "write_encrypted",
-    "write_fasta",
     "write_lines",
     "write_long_corpus",
 ]
@@ -154,36 +150,6 @@ def write_encrypted(path: Path, table: pa.Table, column: str) -> None:
     factory = pe.CryptoFactory(_Keys)
     properties = factory.file_encryption_properties(connection, settings)
     pq.write_table(table, path, encryption_properties=properties)
-
-
-def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
-    sequences = b"".join(part.blocks()).split(b">")[1:]
-    rows = (dict(zip(("title", "text"), one.split(b"\n", 1), strict=True)) for one in sequences)
-    yield records_of(enumerate(rows, part.first_record), fields, part.weight_bytes)
-
-
-def _cut(source: InputFile, shard_bytes: int) -> Iterator[FilePart]:
-    """A part is one sequence after the other, until they fill a shard."""
-    content = Path(source.path).read_bytes()
-    start = 0
-    while start < len(content):
-        stop = content.find(b">", start + shard_bytes) % (len(content) + 1)
-        first, weight_bytes = content[:start].count(b">"), stop - start
-        yield FilePart(
-            source=source, start=start, stop=stop, first_record=first, weight_bytes=weight_bytes
-        )
-        start = stop
-
-
-def _begins(start: bytes, field: str) -> bool:
-    return start.startswith(b">") and field in ("title", "text")
-
-
-FASTA = Format(name="fasta", endings=(".fasta", ".fa"), read=_read, cut=_cut, begins=_begins)
-
-
-def write_fasta(path: Path, texts: list[str]) -> None:
-    path.write_text("".join(f">{number}\n{text}" for number, text in enumerate(texts)))
 
 
 def write_lines(path: Path, rows: list[str]) -> Path:

@@ -15,6 +15,7 @@ from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.records import Fields, Records, records_of
+from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.jobs.run_records import versions
 
 
@@ -69,6 +70,30 @@ def test_its_files_are_not_read_compressed_once_more_unless_it_says_so(archive: 
     compressed.write_bytes(gzip.compress(archive.read_bytes()))
     with pytest.raises(CorpusError, match="is an archive of files"):
         read(compressed)
+
+
+def test_a_file_given_by_name_is_known_by_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fasta = Format(
+        name="fasta",
+        endings=(".fasta",),
+        read=read_members,
+        begins=lambda start, field: start.startswith(b">") and field == "text",
+    )
+    monkeypatch.setitem(FORMATS, fasta.name, fasta)
+    for name in ("a.sequences", "a.txt", "in/a.sequences"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(">0\nACGT")
+
+    def format_of(path: Path, field: str = "text") -> str:
+        return find_corpus((str(path),), out=None, field=field).sources[0].format
+
+    assert format_of(tmp_path / "a.sequences") == "fasta"
+    assert format_of(tmp_path / "a.sequences", "body") == "text"
+    assert format_of(tmp_path / "in") == "text"
+    with pytest.raises(CorpusError, match=r"Rename it to end in \.fasta"):
+        format_of(tmp_path / "a.txt")
 
 
 def test_the_version_of_its_parser_is_compared_between_machines() -> None:
