@@ -233,7 +233,7 @@ def _spooled(
             split=split,
             advance=advance,
         )
-    stack.callback(os.close, file.descriptor)
+    stack.callback(file.file.close)
     return file
 
 

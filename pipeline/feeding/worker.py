@@ -2,8 +2,8 @@
 
 It is a separate program, not a fork: it inherits no CUDA handle, no lock and no copy of the model,
 and it does not import torch. It ends when its socket closes or its parent has ended, so no worker
-outlives a killed parent. Its memory is anonymous (memfd), so nothing stays on disk. Terminals and
-schedulers send signals to workers too, but only the parent decides when the run ends: a worker
+outlives a killed parent. The files of its memory have no names, so nothing stays behind. Terminals
+and schedulers send signals to workers too, but only the parent decides when the run ends: a worker
 keeps all signals blocked except those of a crash. Torch-free.
 """
 
@@ -12,14 +12,13 @@ import errno
 import mmap
 import os
 import pickle
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Iterator
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import LoaderError, TokenfeedError
@@ -46,7 +45,6 @@ window, so the kernel need not map new pages: 17 page faults per window instead 
 
 _GROWTH = 1.25  # factor by which a buffer grows beyond the required size
 _PAGE = 1 << 21
-_LONGEST = 1 << 16  # bytes of a message; a reply has about 2,000, the slice is in the buffer
 _LONGEST_TRACEBACK = 1 << 14
 _PARENT_CHECK_S = 1.0  # a socket stays open while any fork of the parent lives
 _SCHEDULING = Path("/proc/self/schedstat")
@@ -108,22 +106,6 @@ def environment() -> dict[str, str]:
     return _DEFAULTS | os.environ | _ENVIRONMENT
 
 
-def send(connection: socket.socket, message: "Request | Reply | Failure") -> None:
-    """Send a message as one packet: it arrives completely or not at all."""
-    connection.send(pickle.dumps(message))
-
-
-def receive(connection: socket.socket) -> Any:
-    """Receive the next message.
-
-    Raises:
-        EOFError: The other end is closed.
-    """
-    if packet := connection.recv(_LONGEST):
-        return pickle.loads(packet)
-    raise EOFError
-
-
 def map_buffer(fd: int, size: int) -> mmap.mmap:
     """Map the memory of a buffer.
 
@@ -157,7 +139,7 @@ def not_importable(error: Exception) -> LoaderError:
 
 def main(socket_fd: int, file: BinaryIO) -> None:
     """Make windows until the parent closes the socket or ends."""
-    connection = socket.socket(fileno=socket_fd)
+    connection = Connection(socket_fd)
     own_process()
     try:
         orders = _read_orders(file, connection)
@@ -165,12 +147,12 @@ def main(socket_fd: int, file: BinaryIO) -> None:
         counter = _Counter(orders.maker.reader)
         while True:
             task = _next_task(connection, orders.parent)
-            send(connection, _serve(orders.maker, task, buffers[task.buffer], counter))
+            connection.send(_serve(orders.maker, task, buffers[task.buffer], counter))
     except (EOFError, ConnectionError):
         os._exit(os.EX_OK)  # the parent has ended or closed the socket
 
 
-def _read_orders(file: BinaryIO, connection: socket.socket) -> Orders:
+def _read_orders(file: BinaryIO, connection: Connection) -> Orders:
     """Read the orders. If a class cannot be imported, answer every request with that error."""
     try:
         with file:
@@ -178,17 +160,17 @@ def _read_orders(file: BinaryIO, connection: socket.socket) -> Orders:
     except (AttributeError, ImportError) as error:
         failure = Failure(not_importable(error), "")
         while True:  # until the parent closes the socket
-            receive(connection)
-            send(connection, failure)
+            connection.recv()
+            connection.send(failure)
     return orders
 
 
-def _next_task(connection: socket.socket, parent: int) -> Request:
+def _next_task(connection: Connection, parent: int) -> Request:
     """Wait for a request. Raise EOFError if there will be no more."""
     while not wait([connection], _PARENT_CHECK_S):
         if os.getppid() not in (parent, 0):  # 0: it lives in an outer PID namespace
             raise EOFError
-    task: Request = receive(connection)
+    task: Request = connection.recv()
     return task
 
 

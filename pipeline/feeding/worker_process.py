@@ -10,15 +10,16 @@ import mmap
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO
+from multiprocessing.connection import Connection, Pipe
+from typing import IO
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError
 from tokenfeed.pipeline.feeding.worker import (
@@ -30,8 +31,6 @@ from tokenfeed.pipeline.feeding.worker import (
     environment,
     map_buffer,
     not_importable,
-    receive,
-    send,
 )
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
@@ -55,15 +54,13 @@ def check_workers_can_run() -> None:
     """Check that worker processes can run here.
 
     Raises:
-        ConfigError: There is no Python executable to start, or no `memfd_create`.
+        ConfigError: There is no Python executable to start.
     """
     if getattr(sys, "frozen", False) or not sys.executable:
-        why = "this program is frozen or embedded, so it has no Python to start them with"
-    elif not hasattr(os, "memfd_create"):
-        why = f"they share memory by memfd_create, which {sys.platform} or this Python lacks"
-    else:
-        return
-    raise ConfigError(f"loader workers cannot run here: {why}. `num_workers`=0 needs none.")
+        raise ConfigError(
+            "loader workers cannot run here: this program is frozen or embedded, so it has no "
+            "Python to start them with. `num_workers`=0 needs none."
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +104,7 @@ class WorkerProcess:
         try:
             with contextlib.ExitStack() as undo:
                 self._buffers = [undo.enter_context(_memory_file()) for _ in range(BUFFERS)]
-                self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self.socket, theirs = Pipe()
                 undo.enter_context(self.socket)
                 self.process = self._start(maker, theirs)
                 self._resources = undo.pop_all()
@@ -116,7 +113,7 @@ class WorkerProcess:
                 f"loader worker {name} cannot be started: {error.strerror}. {_NEEDS_NONE}"
             ) from error
 
-    def _start(self, maker: WindowMaker, theirs: socket.socket) -> "subprocess.Popen[bytes]":
+    def _start(self, maker: WindowMaker, theirs: Connection) -> "subprocess.Popen[bytes]":
         with theirs, _memory_file() as file:
             buffers = [buffer.fileno() for buffer in self._buffers]
             marshal.dump([str(entry) for entry in sys.path if isinstance(entry, str)], file)
@@ -134,14 +131,14 @@ class WorkerProcess:
         """Send a request for a window."""
         self.tasks.append(pending)
         with contextlib.suppress(ConnectionError):  # it died: `collect` reports it
-            send(self.socket, Request(pending.position, pending.buffer))
+            self.socket.send(Request(pending.position, pending.buffer))
 
     def collect(self) -> None:
         """Receive an answer, or mark all requests as failed if the worker died."""
         try:
-            answer = receive(self.socket)
+            answer = self.socket.recv()
             self.tasks.popleft().answer = answer
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # it may have died within a message
             reason = self._why_it_died()
             for pending in self.tasks:
                 pending.answer = Failure(LoaderError(f"{pending} died {reason}"), "")
@@ -199,9 +196,11 @@ class WorkerProcess:
         return f"{ended} With PYTHONFAULTHANDLER=1 in the environment a crash shows its traceback."
 
 
-def _memory_file() -> BinaryIO:
-    """Return an anonymous file in memory, which other processes can map."""
-    return os.fdopen(os.memfd_create("tokenfeed"), "w+b")
+def _memory_file() -> IO[bytes]:
+    """Return a file without a name that other processes can map. On Linux it is in memory."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("tokenfeed"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def start_undisturbed(work: Callable[[], None]) -> None:

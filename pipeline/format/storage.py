@@ -7,6 +7,7 @@ its owner ends, so a killed process leaves no lock behind. Torch-free.
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import struct
@@ -16,11 +17,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import xxhash
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 TEMPORARY_SUFFIX = ".tmp"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -101,10 +97,8 @@ def hold(file: IO[Any] | int, *, is_shared: bool = False) -> bool:
     """Lock an open file, or its descriptor, until it is closed or the process ends.
 
     Return False if another process holds it, or this process by another descriptor. Several may
-    hold a shared lock at the same time. A system or file system without locks lets all in.
+    hold a shared lock at the same time. A file system without locks lets all in.
     """
-    if fcntl is None:
-        return True
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
@@ -116,28 +110,23 @@ def hold(file: IO[Any] | int, *, is_shared: bool = False) -> bool:
 def waited_for(file: IO[Any] | int) -> Iterator[None]:
     """Lock an open, writable file, or its descriptor, until the block ends. Wait for the lock.
 
-    A system or file system without locks lets all in.
+    A file system without locks lets all in.
     """
-    if fcntl is not None:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
     try:
         yield
     finally:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Let one process at a time work in a folder. Other processes wait.
 
-    A system or file system without locks lets all in.
+    A file system without locks lets all in.
     """
-    if fcntl is None:
-        yield
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with waited_for(descriptor):
@@ -172,7 +161,7 @@ def try_lock(path: str, first: int, count: int) -> Iterator[bool]:
 
 
 def _lock(descriptor: int, first: int, count: int) -> bool:
-    if fcntl is None or not hasattr(fcntl, "F_OFD_SETLK"):
+    if not hasattr(fcntl, "F_OFD_SETLK"):  # macOS
         return True
     try:
         wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)

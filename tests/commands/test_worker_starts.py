@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -190,23 +191,30 @@ def test_a_worker_that_ends_by_itself_is_not_said_to_lack_memory(
 
 
 @pytest.mark.parametrize("num_workers", [1, "auto"])
-@pytest.mark.parametrize("where", ["frozen", "embedded", "elsewhere"])
+@pytest.mark.parametrize("where", ["frozen", "embedded"])
 def test_where_no_worker_can_run_the_loader_says_so_and_reads_without(
     folder: Path, monkeypatch: pytest.MonkeyPatch, where: str, num_workers: Any
 ) -> None:
     if where == "frozen":
         monkeypatch.setattr(sys, "frozen", True, raising=False)
-    elif where == "embedded":
-        monkeypatch.setattr(sys, "executable", "")
     else:
-        monkeypatch.delattr(os, "memfd_create")
-        monkeypatch.delattr(os, "sched_getaffinity")
+        monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(ConfigError, match=r"loader workers cannot run here: .*`num_workers`=0"):
         open_loader(folder, num_workers=num_workers)
     loader = open_loader(folder, num_workers=0)
     assert len(list(loader)) > 5
     with pytest.raises(ConfigError, match="loader workers cannot run here"):
         loader.num_workers = 2
+
+
+def test_workers_run_on_systems_without_the_features_of_linux(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = deliver(folder, num_workers=2)
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.delattr(socket, "SOCK_SEQPACKET")
+    assert deliver(folder, num_workers=2) == expected
 
 
 @pytest.mark.parametrize("pool", [None, "mimalloc"])

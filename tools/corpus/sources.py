@@ -8,6 +8,7 @@ folder of `Dataset.save_to_disk` is read as its Arrow files. `--exclude` and `--
 patterns.
 """
 
+import atexit
 import fnmatch
 import itertools
 import logging
@@ -435,6 +436,7 @@ class _InputSearch:
         if any(source.name == STANDARD_INPUT for source in self.sources):
             raise ConfigError("`-`: standard input can be read only once.")
         file = spool(STANDARD_INPUT, stdin_blocks(), Path(self._out) if self._out else None)
+        atexit.register(file.file.close)
         self.add_spooled(file, format_of_given(STANDARD_INPUT, file.path, self._field))
 
     def add_spooled(self, file: Spooled, format_: Format) -> None:

@@ -1,11 +1,13 @@
 """Copy input that can be read only once, standard input and Python objects, to a temporary file.
 
-The file has no name in a folder. Several processes can read it several times. The system deletes
-it when it is closed, or when this process ends in any way. Its checksum shows whether a continued
+Several processes can read the file several times. On Linux, the file has no name in a folder, so
+the system deletes it when it is closed, or when this process ends in any way. Elsewhere, a kill
+leaves the file behind. Its checksum shows whether a continued
 run reads the same input. Python objects become JSON Lines, so their shards are identical to the
 shards of the same rows in a file.
 """
 
+import contextlib
 import copy
 import json
 import os
@@ -13,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 import pyarrow as pa
@@ -35,7 +37,7 @@ class Spooled(NamedTuple):
     """A path for other processes of this user, valid while this process has the file open."""
     checksum: int
     """xxh3-64 of the bytes."""
-    descriptor: int
+    file: IO[bytes]
     """The open file. Closing it deletes the file."""
     split: str | None = None
     """The split of all records. None: a hash chooses the split of each record."""
@@ -63,20 +65,23 @@ def spool(
     """
     folder = out and next(parent for parent in out.absolute().parents if parent.is_dir())
     digest = xxhash.xxh3_64()
+    has_paths_of_open_files = os.path.isdir("/proc/self/fd")
+    temporary = tempfile.TemporaryFile if has_paths_of_open_files else tempfile.NamedTemporaryFile
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with contextlib.ExitStack() as undo:
+            file: IO[bytes] = undo.enter_context(temporary(dir=folder))
             for block in blocks:
                 digest.update(block)
                 file.write(block)
                 advance(len(block))
             file.flush()
-            descriptor = os.dup(file.fileno())
+            undo.pop_all()
     except OSError as error:
         raise CorpusError(
             f"{name}: cannot be copied to {folder or tempfile.gettempdir()}: {error.strerror}."
         ) from error
-    path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    return Spooled(name, path, digest.intdigest(), descriptor, split)
+    path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if has_paths_of_open_files else file.name
+    return Spooled(name, path, digest.intdigest(), file, split)
 
 
 def stdin_blocks() -> Iterator[bytes]:

@@ -1,5 +1,6 @@
 """What an unfinished run keeps, and what the process that goes on with it reads again."""
 
+import errno
 import json
 import os
 import sys
@@ -144,11 +145,16 @@ def test_resume_with_other_packages_is_refused(
         make(lines, tmp_path / "out", tokenizer)
 
 
+def refused(*arguments: object) -> None:
+    """A file system without locks."""
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
 def test_parts_of_two_commands_begun_without_locks_exclude_each_other(
     lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other part begins when the first has found an empty folder, and not claimed it yet."""
-    monkeypatch.setattr(storage, "fcntl", None)
+    monkeypatch.setattr(storage.fcntl, "flock", refused)
     out, create = tmp_path / "out", LocalStore.create
 
     def late(output: LocalStore, *arguments: Any) -> Any:
@@ -205,7 +211,7 @@ def test_two_equal_runs_without_locks_leave_one_data_set(
 ) -> None:
     """The second run begins and ends while the first one writes a shard."""
     make(lines, tmp_path / "plain", tokenizer)
-    monkeypatch.setattr(storage, "fcntl", None)
+    monkeypatch.setattr(storage.fcntl, "flock", refused)
     out, append = tmp_path / "out", ShardWriter.append
 
     def late(writer: ShardWriter, rows: Any) -> None:
