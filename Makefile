@@ -81,7 +81,7 @@ fmt: setup
 	$(RUN_CHECKS) ruff format .
 
 bench: setup
-	$(BIN)/python -m benchmarks.loader
+	$(BIN)/python -m benchmarks.text_loaders
 
 # Build the documentation into site/, which needs no network. Its tools have their own environment, without torch.
 docs: .venv-docs/.ready

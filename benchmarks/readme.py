@@ -1,6 +1,6 @@
 """Writes the figures of README.md and docs/ that stand between two marker lines, from the results.
 
-    <!-- benchmark:loader -->
+    <!-- benchmark:text_loaders -->
     | rows | loader | ... |
     <!-- end -->
 
@@ -247,8 +247,8 @@ def roofline_checks(results: list[Entry]) -> list[list[str]]:
 
 
 TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
-    "loader": loader_table,
-    "loader/front": front_table,
+    "text_loaders": loader_table,
+    "text_loaders/front": front_table,
     "pretokenize": pretokenize_table,
     "trainer": trainer_table,
     "scenarios": scenarios_table,

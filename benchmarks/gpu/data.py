@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loader.data import blocks, pretokenize, standard_library
+from benchmarks.text_loaders.data import blocks, pretokenize, standard_library
 
 __all__ = ["TASKS", "make_data"]
 

@@ -32,16 +32,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.loader.data import (
+from benchmarks.protocol import RESULTS, summary, write_result
+from benchmarks.remote import peers
+from benchmarks.text_loaders.data import (
     VOCABULARY,
     pretokenize,
     read_back,
     standard_library,
     write_json_lines,
 )
-from benchmarks.loader.processes import CaseError, find_peers, prepare, run
-from benchmarks.protocol import RESULTS, summary, write_result
-from benchmarks.remote import peers
+from benchmarks.text_loaders.processes import CaseError, find_peers, prepare, run
 
 TOKENS = 160_000_000
 CASES = ("folder", "cold", "warm", "memory", "resume", "folder loop", "loop", "outage")

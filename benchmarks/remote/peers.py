@@ -2,7 +2,7 @@
 
 Each is set up as its documentation says for S3: the address of a bucket, a folder for its cache,
 the server's address and the keys in the environment, a loader with workers, shuffled. The rows are
-those of benchmarks/loader/: documents cut beforehand into rows of 2,048 tokens, 8 a batch.
+those of benchmarks/text_loaders/: documents cut beforehand into rows of 2,048 tokens, 8 a batch.
 
 `cold` is an epoch with an empty cache: the first batch, then the speed from where as many tokens
 are delivered as the first window of tokenfeed has, to the end of the epoch; on the way its state is
@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.loader.peers import (
+from benchmarks.remote.loop import loop
+from benchmarks.text_loaders.peers import (
     SEQUENCE,
     Rows,
     Stream,
@@ -32,7 +33,6 @@ from benchmarks.loader.peers import (
     open_litdata,
     open_mosaic,
 )
-from benchmarks.remote.loop import loop
 
 __all__ = ["CASES", "FIRST_TOKENS", "KIND", "NAMES"]
 

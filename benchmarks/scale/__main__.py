@@ -30,9 +30,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.loader.data import lines, pretokenize, standard_library, write_json_lines
-from benchmarks.loader.processes import family_pss
 from benchmarks.protocol import summary, write_result
+from benchmarks.text_loaders.data import lines, pretokenize, standard_library, write_json_lines
+from benchmarks.text_loaders.processes import family_pss
 from tokenfeed import Manifest, Packed, ShardLoader
 from tokenfeed.pipeline.feeding import loader
 from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits

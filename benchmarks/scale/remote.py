@@ -29,11 +29,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.loader.data import VOCABULARY, pretokenize, standard_library, write_json_lines
-from benchmarks.loader.processes import family, pss
 from benchmarks.protocol import RESULTS, summary, write_result
 from benchmarks.remote.__main__ import count, serving
 from benchmarks.remote.case import cpu_seconds
+from benchmarks.text_loaders.data import VOCABULARY, pretokenize, standard_library, write_json_lines
+from benchmarks.text_loaders.processes import family, pss
 from tokenfeed import Manifest, Packed, ShardLoader
 from tokenfeed.pipeline.caching.eviction import sweep
 from tokenfeed.pipeline.caching.node import Node

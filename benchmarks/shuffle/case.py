@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.loader.processes import family_pss
 from benchmarks.shuffle.metrics import Order, by_rows
 from benchmarks.shuffle.peers import PEERS
+from benchmarks.text_loaders.processes import family_pss
 
 __all__ = ["delivered", "open_loader"]
 

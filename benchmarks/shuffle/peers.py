@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.loader.peers import import_streaming
+from benchmarks.text_loaders.peers import import_streaming
 
 __all__ = ["PEERS", "Peer"]
 

@@ -1,4 +1,4 @@
-"""One loader in one process: what benchmarks/loader/ starts for each of its measurements.
+"""One loader in one process: what benchmarks/text_loaders/ starts for each of its measurements.
 
 It prints one line of JSON. `write` makes the loader's own copy of the rows; `speed` drains it for
 some seconds, and saves its state in the middle of an epoch; `resume` goes on from that state;
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.loader.peers import PEERS, SEQUENCE, Rows, Stream, import_streaming
+from benchmarks.text_loaders.peers import PEERS, SEQUENCE, Rows, Stream, import_streaming
 
 __all__ = ["OURS", "own_folder"]
 

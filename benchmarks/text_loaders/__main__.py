@@ -17,7 +17,7 @@ Refuted by a peer that shuffles as much and delivers more, or by a row lost or r
 Peers live where they are installed: the interpreter at hand, else --peer-python.
 
     pip install torch datasets mosaicml-streaming litdata webdataset torchdata grain array-record
-    python -m benchmarks.loader --peer-python /tmp/peers/bin/python [--repeats 3] [--data FOLDER]
+    python -m benchmarks.text_loaders --peer-python /tmp/peers/bin/python [--repeats 3] [--data FOLDER]
 """
 
 import argparse
@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.loader.case import OURS, own_folder
-from benchmarks.loader.data import KINDS, make_data
-from benchmarks.loader.peers import PEERS
-from benchmarks.loader.plot import plot
-from benchmarks.loader.processes import CaseError, bytes_in, find_peers, prepare, run_case
 from benchmarks.protocol import RESULTS, summary, write_result
+from benchmarks.text_loaders.case import OURS, own_folder
+from benchmarks.text_loaders.data import KINDS, make_data
+from benchmarks.text_loaders.peers import PEERS
+from benchmarks.text_loaders.plot import plot
+from benchmarks.text_loaders.processes import CaseError, bytes_in, find_peers, prepare, run_case
 
 BOUND = "bound: memmap gather"
 MEASURED = ("mtok_s", "padding", "first_batch_s", "resume_s", "peak_memory_mb")
@@ -200,7 +200,9 @@ def main() -> None:
         options.scale = make_data(options.data, options.scale)
         results = compare(homes, options)
     show(results)
-    path = write_result("loader", results, options.results, peers=versions, scale=options.scale)
+    path = write_result(
+        "text_loaders", results, options.results, peers=versions, scale=options.scale
+    )
     print(f"written to {path} and {plot(path)}")
 
 

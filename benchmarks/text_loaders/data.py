@@ -1,4 +1,4 @@
-"""The data of benchmarks/loader/: rows of real text, as shards and as flat arrays of ids.
+"""The data of benchmarks/text_loaders/: rows of real text, as shards and as flat arrays of ids.
 
 The standard library's own source is cut into rows three ways and tokenized by `pretokenize`, with
 one tokenizer trained on it. It is repeated, shuffled anew each time, until there is enough of it.

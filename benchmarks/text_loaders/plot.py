@@ -1,6 +1,6 @@
-"""Draws benchmarks/results/loader.svg from loader.json: real tokens a second, per rows and loader.
+"""Draws benchmarks/results/text_loaders.svg from text_loaders.json: real tokens a second, per rows and loader.
 
-usage: python -m benchmarks.loader.plot [RESULTS.json]  needs matplotlib: pip install --group bench
+usage: python -m benchmarks.text_loaders.plot [RESULTS.json]  needs matplotlib: pip install --group bench
 """
 
 import json
@@ -29,7 +29,7 @@ def plot(results: Path) -> Path:
     except ImportError:
         sys.exit(
             "error: no plot: matplotlib is missing. pip install --group bench, then "
-            "python -m benchmarks.loader.plot"
+            "python -m benchmarks.text_loaders.plot"
         )
     entries = [each for each in json.loads(results.read_text())["results"] if "mtok_s" in each]
     kinds = [kind for kind in TITLES if any(each["rows"] == kind for each in entries)]
@@ -78,4 +78,4 @@ def color(loader: str) -> str:
 
 
 if __name__ == "__main__":
-    print(plot(Path(sys.argv[1]) if sys.argv[1:] else RESULTS / "loader.json"))
+    print(plot(Path(sys.argv[1]) if sys.argv[1:] else RESULTS / "text_loaders.json"))

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loader.case import OURS, own_folder
+from benchmarks.text_loaders.case import OURS, own_folder
 
 __all__ = ["CaseError", "bytes_in", "family_pss", "find_peers", "prepare", "run", "run_case"]
 
-CASE = ["-m", "benchmarks.loader.case"]
+CASE = ["-m", "benchmarks.text_loaders.case"]
 
 SAMPLE_SECONDS = 1.0
 """A sample takes 11 ms a process, of the cores that are being measured."""
