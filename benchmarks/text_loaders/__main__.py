@@ -17,7 +17,7 @@ Refuted by a peer that shuffles as much and delivers more, or by a row lost or r
 Peers live where they are installed: the interpreter at hand, else --peer-python.
 
     pip install torch datasets mosaicml-streaming litdata webdataset torchdata grain array-record
-    python -m benchmarks.text_loaders --peer-python /tmp/peers/bin/python [--repeats 3] [--data FOLDER]
+    python -m benchmarks.text_loaders --peer-python peers/bin/python [--repeats 3] [--data FOLDER]
 """
 
 import argparse
