@@ -4,7 +4,8 @@
 
 torchtitan takes flat batches, positions that begin at 0 in each document, and shifted labels.
 Documents are concatenated and cut where a row is full, so there is no padding except in the last
-row of a window. No label crosses documents. A checkpoint includes the loader's state.
+row of a window. No label crosses documents. A checkpoint includes the loader's state, which is
+equal on all ranks and may be loaded on another number of ranks.
 """
 
 from collections.abc import Iterator
@@ -15,20 +16,30 @@ from torchtitan.components.data.loader import BaseDataLoader  # pyright: ignore[
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policies import Packed
 
 
 class ShardDataLoader(BaseDataLoader):  # type: ignore[misc]  # untyped
-    """Batches of shards, for torchtitan's trainer. It moves them to the device itself."""
+    """Batches of shards, for torchtitan's trainer and validator, which move them to the device."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]  # untyped
         """Settings of the loader."""
 
-        path: str
-        """Output folder of `pretokenize`, or its URL in a store."""
+        path: str | dict[str, float]
+        """Output folder of `pretokenize`, or its URL in a store. Several: folder or URL -> share of
+        the tokens."""
         split: str = "train"
         seed: int = 42
+        shuffle: bool = True
+        repeat: bool = True
+        """False: one epoch, as validation of the whole split takes it. All ranks have equally many
+        batches; a rank without rows gets a batch without labels."""
+        whole_documents: bool = False
+        """True: best fit, which cuts only documents that are longer than a row."""
+        num_workers: int | None = None
+        """Worker processes. None: as many as keep up with the loop."""
 
     def __init__(
         self,
@@ -51,12 +62,15 @@ class ShardDataLoader(BaseDataLoader):  # type: ignore[misc]  # untyped
                 f"a batch of {num_tokens_per_batch} tokens is not a multiple of "
                 f"`max_context_length`={max_context_length}. Change one of them."
             )
+        split = not config.whole_documents
         self._loader = ShardLoader(
-            config.path,
-            batching=Packed(max_context_length, rows, split=True, fill=True),
+            Mixture(config.path) if isinstance(config.path, dict) else config.path,
+            batching=Packed(max_context_length, rows, split=split, fill=True),
             split=config.split,
+            num_workers="auto" if config.num_workers is None else config.num_workers,
             seed=config.seed,
-            epochs=None,
+            shuffle=config.shuffle,
+            epochs=None if config.repeat else 1,
             rank=dp_rank,
             world_size=dp_world_size,
         )

@@ -1,0 +1,273 @@
+"""The loader inside torchtitan: what its own data tests state, and the limits that they state.
+
+TORCHTITAN=CHECKOUT runs these tests over the torchtitan of a checkout that has `components/data`
+(commit b5bcd76), which is not on PyPI. Without it, a stand-in takes the place of the base class.
+
+Its tests (tests/unit_tests/components/data/test_grain_data.py) that state what a loader does:
+
+    packing_yields_rows_and_loader_batches                      batches_are_flat_and_full
+    first_fit_positions_reset_per_document,
+    concat_then_split_resets_positions_between_documents,
+    unpacked_text_collator_creates_range_positions,
+    first_fit_oversized_row_does_not_discard_buffered_row       positions_and_labels_stay_inside
+    sft_labels_survive_packing_and_collation                    labels_of_a_prompt_stay_masked
+    single_dataset_shuffle_shard_repeat_order,
+    hf_streaming_source_shards_and_restores,
+    map_dataset_reshuffles_deterministically_across_repeats,
+    hf_shuffled_repeat_advances_epoch                           epochs_reshuffle_on_disjoint_ranks
+    map_dataset_unshuffled_repeat_replays_order,
+    hf_unshuffled_repeat_replays_order                          unshuffled_epochs_are_equal
+    weighted_map_mix_keeps_weight_with_dataset,
+    mix_reaches_all_rows_of_larger_map_child                    mixture_delivers_shares_and_all_rows
+    mix_rejects_empty_datasets,
+    mix_rejects_non_finite_or_nonpositive_weight                bad_weights_are_rejected
+    indexed_jsonl_loader_restores_exactly_on_each_rank,
+    loader_exact_restore_with_nonempty_packing_buffers,
+    loader_exact_restore_with_map_mix_before_first_fit,
+    loader_exact_restore_with_nested_weighted_mix,
+    hf_resume_mid_second_epoch                                  restore_is_exact_on_each_rank
+    loader_rejects_unknown_checkpoint_version                   unknown_state_is_rejected
+    loader_batches_exact_rows_and_preserves_finite_tail         limit_tail_is_delivered
+    hf_lineage_fields_are_serialized                            config_works_in_torchtitan
+
+Its tests that state a limit, inverted here:
+
+    loader_rejects_dp_change                                    limit_ranks_may_change
+    loader_requires_repeat_with_data_parallelism,
+    empty_shard_rejected                                        limit_epoch_ends_on_all_ranks
+    first_fit_drops_rows_longer_than_sequence_length            limit_long_document_is_delivered
+    concat_then_split_normalizes_split_continuation_positions
+    (the tail of the data)                                      limit_tail_is_delivered
+
+The rest tests sources, processors and nodes of the graph that `pretokenize` replaces, or Grain.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed.checkpoint as dcp
+from support.data_sets import MakeDataset, rows_of_ids, write_rows
+
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+
+VOCABULARY = 60_000
+LENGTHS = [5, 1, 40, 16, 7, 2, 33, 15, 6, 100, 4, 9, 3] * 4
+ROW, BATCH = 16, 64
+IGNORED = -100
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of `LENGTHS` whose ids count 1, 2, 3, ..., so that an id names its place."""
+    return write_counting(tmp_path_factory.mktemp("titan") / "counting", LENGTHS)
+
+
+def write_counting(folder: Path, lengths: list[int], first: int = 1) -> Path:
+    ids = np.arange(first, first + sum(lengths))
+    rows = rows_of_ids(ids, np.asarray(lengths), VOCABULARY)
+    return write_rows(folder, {"train": rows}, VOCABULARY)
+
+
+@pytest.fixture
+def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class of the loader, over torchtitan or a stand-in."""
+    if path := os.environ.get("TORCHTITAN"):
+        monkeypatch.syspath_prepend(path)
+    try:
+        import torchtitan.components.data.loader  # noqa: F401
+    except ImportError:
+
+        class BaseDataLoader:
+            @dataclass(kw_only=True, slots=True)
+            class Config:
+                pass
+
+        name = "torchtitan"
+        for part in ("", ".components", ".components.data", ".components.data.loader"):
+            monkeypatch.setitem(sys.modules, name + part, ModuleType(name + part))
+        module: Any = sys.modules["torchtitan.components.data.loader"]
+        module.BaseDataLoader = BaseDataLoader
+    monkeypatch.delitem(sys.modules, "tokenfeed.integrations.torchtitan", raising=False)
+    return importlib.import_module("tokenfeed.integrations.torchtitan").ShardDataLoader
+
+
+@pytest.fixture
+def opened(adapter: Any, documents: Path) -> Open:
+    """Open a loader as torchtitan does: (path, rank, ranks, tokens of a batch, settings)."""
+
+    def make(
+        path: Any = documents, rank: int = 0, ranks: int = 1, batch: int = BATCH, **s: Any
+    ) -> Any:
+        config = adapter.Config(path=path if isinstance(path, dict) else str(path), **s)
+        config.num_workers = 0
+        sizes = {"max_context_length": ROW, "num_tokens_per_batch": batch}
+        return adapter(config, dp_world_size=ranks, dp_rank=rank, tokenizer=None, **sizes)
+
+    return make
+
+
+def plain(batches: Iterable[Any], count: int | None = None) -> list[list[list[int]]]:
+    """Inputs, positions and labels of some batches."""
+    return [
+        [inputs["input"].tolist(), inputs["positions"].tolist(), labels.tolist()]
+        for inputs, labels in islice(batches, count)
+    ]
+
+
+def real(batches: list[list[list[int]]]) -> list[int]:
+    """Ids without padding, which is 0, of batches that have labels."""
+    return [id for ids, _, labels in batches if max(labels) > 0 for id in ids if id]
+
+
+WHOLE = list(range(1, sum(LENGTHS) + 1))
+
+
+@pytest.mark.parametrize("whole_documents", [False, True])
+def test_batches_are_flat_and_full(opened: Open, whole_documents: bool) -> None:
+    batches = plain(opened(whole_documents=whole_documents), 20)
+    assert all(len(values) == BATCH for batch in batches for values in batch)
+
+
+@pytest.mark.parametrize("whole_documents", [False, True])
+def test_positions_and_labels_stay_inside_documents(opened: Open, whole_documents: bool) -> None:
+    starts = {start + 1 for start in np.cumsum([0, *LENGTHS]).tolist()}
+    if whole_documents:  # a longer document is cut into pieces
+        sizes = zip(sorted(starts), LENGTHS, strict=False)
+        starts |= {piece for start, size in sizes for piece in range(start, start + size, ROW)}
+    batches = plain(opened(repeat=False, whole_documents=whole_documents))
+    rows = np.array(batches).transpose(0, 2, 1).reshape(-1, ROW, 3)
+    for ids, positions, labels in rows.transpose(0, 2, 1):
+        continues = (ids[1:] == ids[:-1] + 1) & ~np.isin(ids[1:], list(starts))
+        expected = np.append(0, np.where(continues, positions[:-1] + 1, 0))
+        assert (positions == expected)[ids > 0].all()
+        assert (labels == np.append(np.where(continues, ids[1:], IGNORED), IGNORED)).all()
+    assert sorted(real(batches)) == WHOLE
+
+
+def test_labels_of_a_prompt_stay_masked(opened: Open, make_dataset: MakeDataset) -> None:
+    folder = make_dataset([9, 12, 5] * 8, task="complete")
+    batches = plain(opened(folder, repeat=False, whole_documents=True))
+    learnt = [label for _, _, labels in batches for label in labels if label != IGNORED]
+    assert 0 < len(learnt) < len(real(batches)) - 24
+
+
+def test_epochs_reshuffle_on_disjoint_ranks(opened: Open) -> None:
+    epochs = []
+    for rank in range(2):
+        once = plain(opened(rank=rank, ranks=2, repeat=False))
+        both = plain(opened(rank=rank, ranks=2), 2 * len(once))
+        assert plain(opened(rank=rank, ranks=2), 2 * len(once)) == both
+        assert both[: len(once)] == once != both[len(once) :]
+        epochs.append(real(once))
+    assert sorted(chain(*epochs)) == WHOLE  # disjoint, and together the whole
+    assert plain(opened(seed=7), 3) != plain(opened(), 3)
+
+
+def test_unshuffled_epochs_are_equal(opened: Open) -> None:
+    once = plain(opened(repeat=False, shuffle=False))
+    assert plain(opened(shuffle=False), 2 * len(once)) == once * 2
+
+
+def test_mixture_delivers_shares_and_all_rows(opened: Open, tmp_path: Path) -> None:
+    large = write_counting(tmp_path / "large", [8] * 600)
+    small = write_counting(tmp_path / "small", [8] * 100, first=10_001)
+    delivered = real(plain(opened({str(large): 2.0, str(small): 1.0}, repeat=False)))
+    of_large = [id for id in delivered if id <= 10_000]
+    assert sorted(of_large) == list(range(1, 4801))
+    assert len(of_large) / len(delivered) == pytest.approx(2 / 3, abs=0.02)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), None])
+def test_bad_weights_are_rejected(opened: Open, documents: Path, weight: float | None) -> None:
+    with pytest.raises(ConfigError):
+        opened({} if weight is None else {str(documents): weight})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["concatenated", "whole documents", "mixture"])
+def test_restore_is_exact_on_each_rank(
+    opened: Open, documents: Path, tmp_path: Path, kind: str
+) -> None:
+    other = write_counting(tmp_path / "other", [11, 4, 23] * 6, first=20_001)
+    path = {str(documents): 0.67, str(other): 0.33} if kind == "mixture" else documents
+    for rank in range(2):
+        settings = {"rank": rank, "ranks": 2, "whole_documents": kind == "whole documents"}
+        loader = opened(path, **settings)
+        plain(loader, 9)  # in the second epoch of the documents
+        dcp.save({"dataloader": loader}, checkpoint_id=tmp_path / f"checkpoint{rank}")
+        expected = plain(loader, 6)
+        again = opened(path, **settings)
+        again.load_state_dict({})
+        dcp.load({"dataloader": again}, checkpoint_id=tmp_path / f"checkpoint{rank}")
+        assert plain(again, 6) == expected
+
+
+def test_unknown_state_is_rejected(opened: Open) -> None:
+    loader = opened()
+    with pytest.raises(ResumeError, match="version"):
+        loader.load_state_dict(loader.state_dict() | {"version": 99})
+
+
+def test_batch_of_partial_rows_is_rejected(opened: Open) -> None:
+    with pytest.raises(ConfigError, match="not a multiple of `max_context_length`=16"):
+        opened(batch=40)
+
+
+def test_limit_ranks_may_change(opened: Open) -> None:
+    """One rank, then 2, 4 and 1 ranks: together they deliver each token once."""
+    state: dict[str, Any] = {}
+    delivered = []
+    for ranks in (1, 2, 4, 1):
+        loaders = [opened(rank=rank, ranks=ranks, batch=ROW, repeat=False) for rank in range(ranks)]
+        for loader in loaders:
+            loader.load_state_dict(state)
+            delivered += real(plain(loader, None if delivered and ranks == 1 else 4))
+        states = [loader.state_dict() for loader in loaders]
+        assert states == states[:1] * ranks
+        state = states[0]
+    assert sorted(delivered) == WHOLE
+
+
+def test_limit_epoch_ends_on_all_ranks(opened: Open, tmp_path: Path) -> None:
+    """A rank without rows gets batches without labels: no collective hangs."""
+    one = write_counting(tmp_path / "one", [5])
+    for path, tokens in ((None, WHOLE), (one, [1, 2, 3, 4, 5])):
+        named = {"path": path} if path else {}
+        of_ranks = [plain(opened(rank=rank, ranks=3, repeat=False, **named)) for rank in range(3)]
+        assert len({len(batches) for batches in of_ranks}) == 1
+        assert sorted(chain(*map(real, of_ranks))) == tokens
+
+
+def test_limit_long_document_is_delivered(opened: Open, tmp_path: Path) -> None:
+    folder = write_counting(tmp_path / "long", [20, 4])
+    batches = plain(opened(folder, repeat=False, whole_documents=True))
+    assert sorted(real(batches)) == list(range(1, 25))
+
+
+def test_limit_tail_is_delivered(opened: Open, tmp_path: Path) -> None:
+    """20 tokens in batches of 16: the second batch has 4 tokens and padding without labels."""
+    folder = write_counting(tmp_path / "tail", [20])
+    (first, _, _), (second, _, labels) = plain(opened(folder, batch=ROW, repeat=False))
+    assert sorted(first + second)[12:] == list(range(1, 21))
+    assert sum(label != IGNORED for label in labels) in (3, 15)
+
+
+def test_config_works_in_torchtitan(adapter: Any, documents: Path) -> None:
+    config = adapter.Config(path=str(documents), num_workers=0)
+    if not hasattr(config, "build"):
+        pytest.skip("needs TORCHTITAN=CHECKOUT")
+    assert config.to_dict()["path"] == str(documents)
+    validated = replace(config, repeat=False)  # torchtitan's Validator
+    sizes = {"max_context_length": ROW, "num_tokens_per_batch": BATCH}
+    with_sizes = validated.build(dp_world_size=1, dp_rank=0, tokenizer=None, **sizes)
+    assert sorted(real(plain(with_sizes))) == WHOLE
