@@ -62,9 +62,10 @@ class ShardDataLoader(BaseDataLoader):  # type: ignore[misc]  # untyped
                 f"a batch of {num_tokens_per_batch} tokens is not a multiple of "
                 f"`max_context_length`={max_context_length}. Change one of them."
             )
+        path: Any = config.path
         split = not config.whole_documents
         self._loader = ShardLoader(
-            Mixture(config.path) if isinstance(config.path, dict) else config.path,
+            Mixture(path) if isinstance(path, dict) else path,
             batching=Packed(max_context_length, rows, split=split, fill=True),
             split=config.split,
             num_workers="auto" if config.num_workers is None else config.num_workers,

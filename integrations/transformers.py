@@ -14,7 +14,6 @@ batches: the loader delivers this rank's batches, on the device, from the saved 
 
 import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ import numpy as np
 import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
+from tokenfeed.integrations.dataloader import StatefulShardLoader
 from tokenfeed.integrations.packed import check_documents_apart
 from tokenfeed.integrations.stall import MeterOfEvents
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.stall import StallReport
 
@@ -76,13 +75,25 @@ class ShardTrainerMixin:
                     "Correct `output_dir`, or leave `resume_from_checkpoint` out to start anew."
                 )
         if resume_from_checkpoint:
-            self.train_dataset.load_state_dict(saved_state(Path(resume_from_checkpoint)))
+            path = Path(resume_from_checkpoint) / _STATE_FILE
+            try:
+                saved = json.loads(path.read_text())
+            except (OSError, ValueError) as error:
+                raise ResumeError(
+                    f"{path}: the loader's state cannot be read ({error}). Resume from a "
+                    "checkpoint that a ShardTrainer has finished."
+                ) from error
+            self.train_dataset.load_state_dict(saved)
         return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader's own batches: `accelerator.prepare` would split them again."""
+        """Return the loader's own batches: `accelerator.prepare` would split them again.
+
+        The returned object has no `set_epoch`. The Trainer would call it with the number of the
+        pass in this process, which after a resume is an earlier epoch.
+        """
         loader = self.train_dataset
-        return _Passes(loader) if isinstance(loader, ShardLoader) else loader
+        return StatefulShardLoader(loader) if isinstance(loader, ShardLoader) else loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The loader itself."""
@@ -96,43 +107,15 @@ class ShardTrainerMixin:
         batches, targets = super().get_batch_samples(*args)  # type: ignore[misc]
         return batches, targets if targets is None else targets.clamp(min=1)
 
-    def _get_num_items_in_batch(self, *args: Any) -> Any:
-        """Count targets; the sum over ranks waits for the late ones, which is not data."""
-        callbacks = self.callback_handler.callbacks  # type: ignore[attr-defined]
-        with contextlib.ExitStack() as brackets:
-            for each in callbacks:
-                if isinstance(each, StallCallback):
-                    brackets.enter_context(each.meter.cause("communication"))
-            return super()._get_num_items_in_batch(*args)  # type: ignore[misc]
-
     def _prepare_inputs(self, inputs: Any) -> Any:
-        if self.packing_tolerance is not None and "cu_seq_lens_q" in inputs:
-            self._check_apart(inputs)
-        return dict(inputs)  # they are on the device
-
-    def _check_apart(self, batch: Batch) -> None:
-        """Check the model on the first batch with several documents in a row."""
         ours: Any = self
-        if ours.is_fsdp_enabled or ours.is_deepspeed_enabled:
-            self.packing_tolerance = None
-        elif np.diff(batch.sequence_offsets).max() > 1:
-            with ours.compute_loss_context_manager():
-                check_documents_apart(ours.model, batch, tolerance=self.packing_tolerance)
-            self.packing_tolerance = None
-
-
-class _Passes:
-    """The passes of a loader, without `set_epoch`: the Trainer would call it with the number of the
-    pass in this process, which after a resume is an earlier epoch."""
-
-    def __init__(self, loader: ShardLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self._loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)
+        is_done = self.packing_tolerance is None or "cu_seq_lens_q" not in inputs
+        if not (is_done or ours.is_fsdp_enabled or ours.is_deepspeed_enabled):
+            if np.diff(inputs.sequence_offsets).max() > 1:  # a row has several documents
+                with ours.compute_loss_context_manager():
+                    check_documents_apart(ours.model, inputs, tolerance=self.packing_tolerance)
+                self.packing_tolerance = None
+        return dict(inputs)  # they are on the device
 
 
 class ShardTrainer(ShardTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # untyped
@@ -159,11 +142,18 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
         """Set when training ends."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait for the first batches."""
+        """Wait for the first batches. Until training ends, charge sums of targets over ranks."""
         self._tokens = int(state.num_input_tokens_seen)  # of the checkpoint
         self._patched.close()  # after a training that an exception ended
-        if args.world_size > 1:
-            self._bracket_sums()
+        trainer: Any = transformers.Trainer
+        count = trainer._get_num_items_in_batch
+
+        def bracketed(*args: Any) -> Any:
+            with self.meter.cause("communication"):  # between events: the fetch of batches
+                return count(*args)
+
+        trainer._get_num_items_in_batch = bracketed
+        self._patched.callback(setattr, trainer, "_get_num_items_in_batch", count)
         self.meter.begin(args.device)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -181,12 +171,10 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
         self.meter.claim("evaluation" if is_evaluation else "log")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A batch was evaluated."""
+        """A batch was evaluated, or an evaluation has ended."""
         self.meter.claim("evaluation")
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """An evaluation has ended."""
-        self.meter.claim("evaluation")
+    on_evaluate = on_prediction_step
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A checkpoint was written."""
@@ -197,19 +185,6 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
         self._patched.close()
         folder = Path(args.output_dir) if args.should_save else None
         self.report = self.meter.end(folder, is_first=args.should_log)
-
-    def _bracket_sums(self) -> None:
-        """Charge the sum of targets over ranks, until training ends. The Trainer sums inside its
-        fetch of batches, where no event is."""
-        trainer: Any = transformers.Trainer
-        count = trainer._get_num_items_in_batch
-
-        def bracketed(*args: Any) -> Any:
-            with self.meter.cause("communication"):
-                return count(*args)
-
-        trainer._get_num_items_in_batch = bracketed
-        self._patched.callback(setattr, trainer, "_get_num_items_in_batch", count)
 
 
 class _LoaderState(transformers.TrainerCallback):  # type: ignore[misc]  # untyped
@@ -223,16 +198,3 @@ class _LoaderState(transformers.TrainerCallback):  # type: ignore[misc]  # untyp
         if args.should_save:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             (folder / _STATE_FILE).write_text(json.dumps(self._loader.state_dict()))
-
-
-def saved_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the state of the loader in a checkpoint of the Trainer."""
-    path = checkpoint / _STATE_FILE
-    try:
-        state: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ResumeError(
-            f"{path}: the loader's state cannot be read ({error}). Resume from a checkpoint that "
-            "a ShardTrainer has finished."
-        ) from error
-    return state

@@ -21,7 +21,7 @@ from tokenfeed.integrations import steps as step_module
 from tokenfeed.integrations.dataloader import StatefulShardLoader
 from tokenfeed.integrations.stall import MeterOfEvents
 from tokenfeed.integrations.steps import Step, steps
-from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.errors import ConfigError
 
 SETTINGS = {"micro_batches_per_step": 3, "num_workers": 0, "epochs": 2}
 
@@ -190,13 +190,6 @@ def test_steps_divides_by_ranks_of_its_group(folder: Path, tmp_path: Path) -> No
         assert step.divisor.item() == sum(batch.num_targets for batch in step)
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.slow  # seconds, for the import
-def test_a_checkpoint_without_a_loader_is_refused_by_name(tmp_path: Path) -> None:
-    module = pytest.importorskip("tokenfeed.integrations.transformers")
-    with pytest.raises(ResumeError, match=r"loader\.json: .* cannot be read"):
-        module.saved_state(tmp_path)
 
 
 def test_steps_charge_the_sum_of_targets_to_the_meter_that_watches(
