@@ -64,8 +64,7 @@ class ShardTrainerMixin:
         """See `transformers.Trainer.train`.
 
         Raises:
-            ResumeError: There is no checkpoint, or it has no loader state, or the state belongs to
-                other data.
+            ResumeError: No checkpoint exists, or its loader state is missing or of other data.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
@@ -87,11 +86,8 @@ class ShardTrainerMixin:
         return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader's own batches: `accelerator.prepare` would split them again.
-
-        The returned object has no `set_epoch`. The Trainer would call it with the number of the
-        pass in this process, which after a resume is an earlier epoch.
-        """
+        """Return the loader's own batches: `accelerator.prepare` would split them again. Without
+        `set_epoch`, which the Trainer would call with an earlier epoch after a resume."""
         loader = self.train_dataset
         return StatefulShardLoader(loader) if isinstance(loader, ShardLoader) else loader
 
@@ -102,19 +98,21 @@ class ShardTrainerMixin:
         return self.eval_dataset if eval_dataset is None else eval_dataset
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """Return at least 1 as the number of targets: rows of one token have none, and the loss is
-        divided by it."""
+        """Return at least 1 as the number of targets, by which the Trainer divides the loss."""
         batches, targets = super().get_batch_samples(*args)  # type: ignore[misc]
         return batches, targets if targets is None else targets.clamp(min=1)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         ours: Any = self
-        is_done = self.packing_tolerance is None or "cu_seq_lens_q" not in inputs
-        if not (is_done or ours.is_fsdp_enabled or ours.is_deepspeed_enabled):
-            if np.diff(inputs.sequence_offsets).max() > 1:  # a row has several documents
-                with ours.compute_loss_context_manager():
-                    check_documents_apart(ours.model, inputs, tolerance=self.packing_tolerance)
-                self.packing_tolerance = None
+        if (
+            self.packing_tolerance is not None
+            and not (ours.is_fsdp_enabled or ours.is_deepspeed_enabled)
+            and "cu_seq_lens_q" in inputs
+            and np.diff(inputs.sequence_offsets).max() > 1  # a row has several documents
+        ):
+            with ours.compute_loss_context_manager():
+                check_documents_apart(ours.model, inputs, tolerance=self.packing_tolerance)
+            self.packing_tolerance = None
         return dict(inputs)  # they are on the device
 
 
