@@ -7,8 +7,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Seal", "mutated"]
-
 Seal = Callable[[Any], bytes]
 """Encodes the content of a JSON file with its checksum, as an attacker does."""
 

@@ -39,8 +39,6 @@ from tokenfeed.tools.data_sets.verify import find_problems
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.trainer.checkpoints.retention import DAMAGE, Checkpoints
 
-__all__ = ["PARSERS", "Parser", "Wrong"]
-
 
 class Wrong(Exception):
     """A reader returned other tokens than the valid files hold, without an error."""

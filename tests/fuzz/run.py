@@ -29,8 +29,6 @@ from fuzz.parsers import PARSERS, Parser
 
 from tokenfeed.pipeline.errors import TokenfeedError
 
-__all__ = ["Finding", "Fuzzer", "main"]
-
 _HANG_S = 30
 _SLACK_BYTES = 48 << 20
 _TRACED = 10

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["FORMAT_1", "PROGRAMS", "ROOT"]
-
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
 FORMAT_1 = ROOT / "tests/golden/format1"

@@ -16,23 +16,6 @@ from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import State
 
-__all__ = [
-    "CPU",
-    "assert_same",
-    "best_of",
-    "checkpoint",
-    "copy_of",
-    "files_at",
-    "files_in",
-    "make_meta",
-    "make_state",
-    "names_in",
-    "open_saver",
-    "refuse",
-    "save",
-    "saving_config",
-]
-
 CPU = torch.device("cpu")
 
 

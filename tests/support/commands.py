@@ -21,17 +21,6 @@ from support import warm
 from tokenfeed.tools import pretokenize
 from tokenfeed.tools.shell import console
 
-__all__ = [
-    "COMMAND",
-    "call",
-    "error_of",
-    "kill_at",
-    "records_in",
-    "run",
-    "run_json",
-    "start",
-]
-
 COMMAND = [sys.executable, "-m", "tokenfeed.tools.pretokenize"]
 
 

@@ -18,26 +18,6 @@ from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
-__all__ = [
-    "GROUP",
-    "ODD_TEXTS",
-    "ROWS",
-    "TEXTS",
-    "WORDS",
-    "Found",
-    "check_ledger",
-    "lines_of",
-    "random_texts",
-    "read",
-    "read_bytes",
-    "texts",
-    "write_ballast",
-    "write_batches",
-    "write_encrypted",
-    "write_lines",
-    "write_long_corpus",
-]
-
 Found = tuple[dict[int, Any], dict[int, str]]
 
 

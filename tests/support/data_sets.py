@@ -34,27 +34,6 @@ from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 from tokenfeed.tools.data_sets.merge import Opened, grow
 
-__all__ = [
-    "DOCUMENTS",
-    "VOCABULARY_SIZE",
-    "MakeDataset",
-    "MemoryReader",
-    "Span",
-    "WriteDataset",
-    "corpus_rows",
-    "files_of",
-    "grown_by",
-    "make_documents",
-    "plan_in_memory",
-    "random_rows",
-    "rows_of",
-    "rows_of_ids",
-    "source_of",
-    "spans_of",
-    "write_rows",
-    "write_split",
-]
-
 VOCABULARY_SIZE = 1000
 
 WriteDataset = Callable[..., Path]

@@ -15,33 +15,6 @@ from torch.utils.data import DataLoader
 from tokenfeed import Batch, Fixed, Packed, Padded, ShardDataset, ShardLoader
 from tokenfeed.pipeline.planning.policy import Batching
 
-__all__ = [
-    "POLICIES",
-    "PREAMBLE",
-    "WINDOW_TOKENS",
-    "MakeDataset",
-    "Ranks",
-    "Span",
-    "State",
-    "Step",
-    "check_elastic_run",
-    "delivered",
-    "flip_bit",
-    "joined",
-    "open_dataset",
-    "open_loader",
-    "plain",
-    "pool_of",
-    "realistic_lengths",
-    "row_tokens",
-    "same_values",
-    "shuffled",
-    "small_batches",
-    "spans",
-    "times_delivered",
-    "tokens_of",
-]
-
 MakeDataset = Callable[..., Path]
 Span = tuple[int, int, int]
 Step = list[list[Span]]

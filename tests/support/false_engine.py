@@ -9,16 +9,6 @@ from typing import Any
 import xxhash
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-__all__ = [
-    "FALSE_ENGINE",
-    "SENTENCES",
-    "SPECIAL",
-    "false_engine",
-    "sampled_document",
-    "trained",
-    "write_corpus",
-]
-
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog ",
     "naïve 漢字 🎉 x = f(y)\n\t",

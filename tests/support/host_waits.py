@@ -17,8 +17,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["HostWaits", "Wait"]
-
 _VALUES = {"_local_scalar_dense", "allclose", "equal", "is_nonzero", "item"}
 _SHAPES = {
     "_unique",

@@ -14,20 +14,6 @@ from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.head import Head, HeadKind
 
-__all__ = [
-    "DECODERS",
-    "ENCODERS",
-    "LABELS",
-    "LONGEST",
-    "VOCABULARY",
-    "class_of",
-    "config_of",
-    "head_of",
-    "save_model",
-    "train_config",
-    "write_shards",
-]
-
 VOCABULARY, LONGEST = 97, 20
 LABELS: dict[Task, tuple[str, ...]] = {
     "classify": ("joy", "fear", "anger"),

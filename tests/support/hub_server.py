@@ -12,8 +12,6 @@ from urllib.parse import unquote, urlsplit
 
 from support.object_server import Handler, serving
 
-__all__ = ["HubServer", "hub_server"]
-
 _API = re.compile(r"/api/(?:datasets|models)/[^/]+/[^/]+(?:/(revision|tree|paths-info)/(.*))?")
 
 

@@ -19,8 +19,6 @@ from shutil import which
 
 import pytest
 
-__all__ = ["AZURE", "BUCKET", "azurite", "can_run_slurm", "moto", "rclone", "seaweed", "slurm"]
-
 BUCKET = "bucket"
 AZURE = {
     "AZURE_STORAGE_ACCOUNT_NAME": "devstoreaccount1",

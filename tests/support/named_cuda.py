@@ -20,8 +20,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-__all__ = ["begin", "build", "device", "why_not"]
-
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _CAPABILITY = (9, 0)
 

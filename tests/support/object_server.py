@@ -33,25 +33,6 @@ from tokenfeed.pipeline.remote import own_process
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.pipeline.remote.retrying import Timing
 
-__all__ = [
-    "DATA",
-    "FAST",
-    "FAULTS",
-    "Fault",
-    "FaultProxy",
-    "Kind",
-    "ObjectServer",
-    "Remote",
-    "StoredObject",
-    "as_own_process",
-    "fault_proxy",
-    "object_server",
-    "remote_store",
-    "serving",
-    "set_endpoint",
-    "set_google",
-]
-
 _METADATA = re.compile(r"x-(?:amz|goog)-meta-(.*)")
 
 

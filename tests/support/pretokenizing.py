@@ -16,8 +16,6 @@ from tokenfeed.tools.pretokenizing.make import make_dataset, make_part
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.summary import PartSummary, Summary
 
-__all__ = ["CarelessExecutor", "interrupt", "make", "on_cluster", "part", "with_fast_engine"]
-
 
 def make(corpus: Path | str, out: Path | str, tokenizer: Path | None, **options: Any) -> Summary:
     """Make the data set of a corpus, by this process; None trains a tokenizer."""

@@ -11,18 +11,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "children_of",
-    "eventually",
-    "is_alive",
-    "memfds",
-    "open_files",
-    "opened_since",
-    "resident",
-    "run_script",
-    "workers_of",
-]
-
 
 def children_of(pid: int | str) -> list[int]:
     """Processes that a process started and has not waited for."""

@@ -28,16 +28,6 @@ from tokenfeed.pipeline.feeding.window_source import Lease
 from tokenfeed.pipeline.windows.layout import PieceIndex, lay_out
 from tokenfeed.pipeline.windows.rank_slice import Index, RankSlice, RoundIndex
 
-__all__ = [
-    "CUDA_1",
-    "FakeEvent",
-    "FakeSource",
-    "FakeStream",
-    "SimulatedCuda",
-    "simulate",
-    "started",
-]
-
 CUDA_1 = torch.device("cuda:1")
 
 _REFUSED = 2  # cudaErrorMemoryAllocation

@@ -20,8 +20,6 @@ import torch
 
 from tokenfeed.trainer.stall.device import Clock
 
-__all__ = ["CudaOfDevices", "Host", "SimulatedDevice"]
-
 COMPUTE = "compute"
 
 

@@ -14,24 +14,6 @@ from tokenfeed.trainer.stall import StallMeter, StallReport
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.watchers import AllocatorWatch
 
-__all__ = [
-    "CLEAN",
-    "FAULTS",
-    "REGIMES",
-    "WARMUP",
-    "Case",
-    "Fault",
-    "Loop",
-    "Run",
-    "Truth",
-    "draw_case",
-    "measure",
-    "reports",
-    "runs",
-    "truth",
-    "without",
-]
-
 WARMUP = 5
 TOKENS = 1000
 METER_SECONDS = 11.4e-6

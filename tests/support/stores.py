@@ -25,17 +25,6 @@ from tokenfeed.pipeline.remote.object_file import VersionedBytes
 from tokenfeed.pipeline.remote.retrying import Traffic
 from tokenfeed.pipeline.windows.reader import WindowReader
 
-__all__ = [
-    "URL",
-    "FaultyStore",
-    "MemoryStore",
-    "RangedFolder",
-    "cached_files",
-    "cached_reader",
-    "faulty_store",
-    "keep_in_memory",
-]
-
 
 @dataclass(frozen=True)
 class MemoryStore:

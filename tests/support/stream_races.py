@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_iter
 
 from support.simulated_cuda import simulate
 
-__all__ = ["Event", "Stream", "Traced", "trace"]
-
 
 class Event:
     """Known to the sanitizer; `has_passed` is asked whether the host finds that it has."""

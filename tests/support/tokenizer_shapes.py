@@ -11,8 +11,6 @@ from tokenizers import Tokenizer, models, trainers
 from tokenfeed.tools.encoding import engine_support as shapes
 from tokenfeed.tools.encoding.engine_support import byte_letters
 
-__all__ = ["FLAGS", "MARK", "added_tokens", "json_of", "made_texts", "shape_parts", "trained_model"]
-
 MARK = "\u2581"
 FLAGS = ("special", "normalized", "single_word", "lstrip", "rstrip")
 

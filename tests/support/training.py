@@ -28,36 +28,6 @@ from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.stall import Cause, StallMeter
 from tokenfeed.trainer.tasks.registry import TASKS
 
-__all__ = [
-    "LONGEST",
-    "RUNS",
-    "VOCABULARY",
-    "Ids",
-    "assert_same_run",
-    "convolving_model",
-    "counting_rows",
-    "double_model",
-    "dropping_double_model",
-    "dropping_model",
-    "failing_model",
-    "follow_brackets",
-    "frozen_model",
-    "load_state",
-    "load_weights",
-    "lost_model",
-    "make_config",
-    "make_head",
-    "make_transformer",
-    "one_document_a_row",
-    "read_metrics",
-    "run",
-    "small_model",
-    "word_tokenizer",
-    "write_counting",
-    "write_every_task",
-    "write_labelled",
-]
-
 VOCABULARY = 64
 
 Ids = tuple[np.ndarray, np.ndarray]

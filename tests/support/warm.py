@@ -27,8 +27,6 @@ from types import ModuleType
 from typing import IO, Any
 from unittest import mock
 
-__all__ = ["Popen", "run", "serve_commands"]
-
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [

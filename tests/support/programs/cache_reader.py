@@ -19,8 +19,6 @@ from tokenfeed.pipeline.windows import reader
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.reader import WindowReader
 
-__all__ = ["digest_of", "maker_of"]
-
 
 def maker_of(path: StorePath, cache: CacheSettings | None, seed: int = 0) -> WindowMaker:
     """Makes windows of little data."""

@@ -14,8 +14,6 @@ from tokenizers import Tokenizer
 
 from tokenfeed.tools.encoding.engine_support import REGEXES, byte_letters
 
-__all__ = ["CHARACTERS", "differing_characters", "probe_json"]
-
 NEIGHBOURHOODS = "\n".join(
     (
         *(

@@ -18,8 +18,6 @@ from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.stall import warmup_steps
 
-__all__ = ["make_late"]
-
 _slept: list[float] = []
 
 

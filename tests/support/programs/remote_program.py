@@ -11,8 +11,6 @@ from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.remote.hub import HubStore
 from tokenfeed.pipeline.remote.own_process import own_process
 
-__all__ = ["main"]
-
 
 def _started() -> bool:
     return "obstore" in sys.modules
