@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import logging
 import traceback
@@ -212,30 +213,27 @@ def walked(
     return server
 
 
-EVERY_TIME = ("password", "signature", "keys of a bucket", "one slash", "hub")
-"""Forms of which every test run walks through all commands, 5 s each."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "form",
-    [pytest.param(form, marks=[pytest.mark.long] * (form not in EVERY_TIME)) for form in FORMS],
+    "form", [None, *(pytest.param(form, marks=pytest.mark.long) for form in FORMS)]
 )
 def test_no_command_shows_or_stores_secrets_of_addresses(
-    form: str,
+    form: str | None,
     walked: ObjectServer,
     documents: Path,
     tokenizer: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Each command gets the next form of an address, or `form`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/a.txt").write_text("hello\n" * 50)
     said, host = Said(), walked.url.removeprefix("http://")
+    forms = itertools.cycle(FORMS if form is None else [form])
 
     def at(path: str) -> str:
-        return FORMS[form].replace("HOST", host).replace("PATH", path)
+        return FORMS[next(forms)].replace("HOST", host).replace("PATH", path)
 
     def go(command: Callable[[], None], *words: object) -> None:
         numbered = (word if word != "OUT" else f"out{len(said.text)}" for word in words)

@@ -13,6 +13,7 @@ import lzma
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ from support.corpora import read as read_corpus
 from support.corpora import texts
 from support.data_sets import make_documents
 from support.delivery import open_loader
+from support.token_rows import write_datatrove, write_litdata
 
 from tokenfeed.pipeline.format.manifest import CHECKSUM_KEY, Manifest, canonical
 from tokenfeed.pipeline.format.shard import ExpectedShard, ShardReader
 from tokenfeed.pipeline.format.shard_ranges import RangedShard
 from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.data_sets.adopt import adopt
 from tokenfeed.tools.data_sets.explain import Explain
 from tokenfeed.tools.data_sets.export import Format, export_data_set
@@ -278,6 +281,20 @@ def _make_saved(folder: Path) -> Sequence[str]:
     return ["saved/state.json"]
 
 
+def _token_rows(write: Callable[[Path, list[list[int]]], None], name: str) -> Parser:
+    """Return the parser of a file of token ids with the files beside it."""
+
+    def make(folder: Path) -> Sequence[str]:
+        (folder / "rows").mkdir()
+        write(folder / "rows", [[n, *range(n % 40)] for n in range(90)])
+        return [f"rows/{path.name}" for path in sorted((folder / "rows").iterdir())]
+
+    def read(folder: Path) -> None:
+        read_corpus(folder / "rows" / name, FieldKind.IDS, shard_bytes=1000, field="input_ids")
+
+    return Parser(make=make, reads=[read])
+
+
 def _make_tokenizer(folder: Path) -> Sequence[str]:
     made = _documents(folder)
     shutil.copy(made / "tokenizer.json", folder)
@@ -314,6 +331,8 @@ PARSERS = {
         seals={"tokenizer.json": lambda content: json.dumps(content).encode()},
     ),
     "saved": Parser(make=_make_saved, reads=[lambda folder: _read_corpus(folder / "saved")]),
+    "litdata": _token_rows(partial(write_litdata, chunk_rows=90), "chunk-0-0.bin"),
+    "datatrove rows": _token_rows(write_datatrove, "0.ds"),
     **{name: _make_corpus(name) for name in _CORPORA},
 }
 """By name: `python -m tests.fuzz --parser NAME`."""

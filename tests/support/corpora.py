@@ -26,18 +26,19 @@ def read(
     kind: FieldKind = FieldKind.TEXT,
     shard_bytes: int = 10**9,
     max_record_bytes: int = MAX_RECORD_BYTES,
+    field: str = "text",
 ) -> Found:
-    """The values of the field `text`, and the reasons for rejection, by record."""
+    """The values of a field, and the reasons for rejection, by record."""
     good: dict[int, Any] = {}
     bad: dict[int, str] = {}
     corpus = find_corpus(
-        (str(path),), out=path.parent / "out", field="text", max_record_bytes=max_record_bytes
+        (str(path),), out=path.parent / "out", field=field, max_record_bytes=max_record_bytes
     )
     for part in (part for unit in cut_units(corpus.sources, shard_bytes) for part in unit.parts):
-        for records in read_records(part, {"text": kind}):
+        for records in read_records(part, {field: kind}):
             numbers = records.numbers.tolist()
             assert not {*numbers, *dict(records.rejects)} & (good.keys() | bad.keys())
-            good |= zip(numbers, records.fields["text"], strict=True)
+            good |= zip(numbers, records.fields[field], strict=True)
             bad |= records.rejects
     return good, bad
 

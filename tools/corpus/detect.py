@@ -18,7 +18,13 @@ from tokenfeed.tools.corpus.locations import Location
 
 logger = logging.getLogger(__name__)
 
-_COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".bz2": "bz2", ".xz": "xz"}
+_COMPRESSIONS: dict[str, Compression] = {
+    ".gz": "gz",
+    ".zst": "zst",
+    ".zstd": "zst",
+    ".bz2": "bz2",
+    ".xz": "xz",
+}
 _ARCHIVES = {".tar", ".tgz", ".zip", ".7z"}
 _SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES = 1 << 16, 1 << 25
 """Bytes that are read to detect a format. The larger number is for long first records."""

@@ -32,6 +32,9 @@ from tokenfeed.tools.corpus.locations import RemoteFile
 
 _SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """Files in the folder of a saved data set, and in the folder of several splits."""
+_INDEX = "index.json"
+"""A file in a folder of litData or mosaicml-streaming."""
+_PARTS_OF_DS = (".ds.index", ".ds.metadata", ".ds.loss")
 
 
 def is_saved(names: Collection[str]) -> bool:
@@ -42,8 +45,8 @@ def is_saved(names: Collection[str]) -> bool:
 def saved_entries(
     folder: str, names: list[str], split: str | None
 ) -> list[tuple[str, str | None]] | None:
-    """Return the splits or Arrow files of a saved data set, each with its split. None if the folder
-    is not a saved data set.
+    """Return the splits or files of a data set of `datasets`, litData or mosaicml-streaming, each
+    with its split. None if the folder is none of these.
 
     Args:
         folder: The folder.
@@ -62,6 +65,11 @@ def saved_entries(
         elif {_SET, _INFO} <= set(names):
             files = json.loads(Path(folder, _SET).read_bytes())["_data_files"]
             entries = [(file["filename"], split) for file in files]
+        elif _INDEX in names:
+            listed = _listed(folder, names)
+            if listed is None:
+                return None
+            entries = [(name, split) for name in listed]
         else:
             return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -77,6 +85,22 @@ def saved_entries(
     return entries
 
 
+def _listed(folder: str, names: list[str]) -> list[str] | None:
+    """Return the files that index.json of litData or mosaicml-streaming lists, in its order; None
+    if the file is another index."""
+    try:
+        index = json.loads(Path(folder, _INDEX).read_bytes())
+        if "chunks" in index:
+            listed = [chunk["filename"] for chunk in index["chunks"]]
+        else:
+            ways = [(shard["raw_data"], shard["zip_data"]) for shard in index["shards"]]
+            each = ([data["basename"] for data in way if data] for way in ways)
+            listed = [next((n for n in way if n in names), way[0]) for way in each]
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return None
+    return listed if all(isinstance(name, str) and "/" not in name for name in listed) else None
+
+
 NOT_A_CORPUS = (
     "is a data set of pretokenize, not a corpus. Expected CORPUS... OUT: the last path is the "
     "output."
@@ -84,8 +108,8 @@ NOT_A_CORPUS = (
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or folder is hidden or a cache."""
-    return name.startswith(".") or name == "__pycache__"
+    """Return whether a file or folder is hidden, a cache, or a part of a `.ds` file."""
+    return name.startswith(".") or name == "__pycache__" or name.endswith(_PARTS_OF_DS)
 
 
 def is_data_set(names: Iterable[str]) -> bool:

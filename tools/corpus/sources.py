@@ -4,8 +4,8 @@ A file that the command line names is always read. In a folder, the search leave
 entries, `__pycache__`, files that match `--exclude`, the output folder, broken links and binary
 files. The search follows symbolic links, and reads a file once even if two paths lead to it. It
 reads the start of files, to distinguish binary files from text, and JSON Lines from other JSON. A
-folder of `Dataset.save_to_disk` is read as its Arrow files. `--exclude` and `--split` have the same
-patterns.
+folder of `Dataset.save_to_disk`, litData or mosaicml-streaming is read as the files that it lists.
+`--exclude` and `--split` have the same patterns.
 """
 
 import atexit
@@ -191,6 +191,8 @@ class _Entry(NamedTuple):
     is_folder: bool
     split: str | None
     """The split of the entry in a saved data set."""
+    is_listed: bool = False
+    """Whether a file of the folder lists the entry."""
 
 
 class _InputSearch:
@@ -255,6 +257,11 @@ class _InputSearch:
             for entry in self._files_below(path, real):
                 if self._is_new(entry.real):
                     found = self._format_of_found(entry.path, entry.path)
+                    if entry.is_listed and found in (None, FALLBACK):
+                        raise CorpusError(
+                            f"{entry.path}: is listed in its folder, and has no known format. Copy "
+                            "it again."
+                        )
                     self._append_readable(
                         entry.path, entry.path, entry.real, found, path, entry.split
                     )
@@ -291,6 +298,7 @@ class _InputSearch:
             logger.info("%s: left out, it is a data set of pretokenize", folder.path)
             return
         entries = saved_entries(folder.path, names, folder.split)
+        is_listed = entries is not None
         if entries is None:
             entries = [(name, folder.split) for name in names if not is_hidden(name)]
         for name, split in entries:
@@ -305,7 +313,7 @@ class _InputSearch:
                 real = os.path.realpath(path, strict=True) if entry.is_symlink() else real
             except OSError as error:
                 raise _unreadable(path, error) from error
-            yield _Entry(path, real, is_folder, split)
+            yield _Entry(path, real, is_folder, split, is_listed)
 
     def _excluded(self, path: str, root: str) -> bool:
         if not self._exclude:

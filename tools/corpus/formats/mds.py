@@ -1,4 +1,4 @@
-"""Shards of mosaicml-streaming, `.mds`, without their compression.
+"""Shards of mosaicml-streaming, `.mds`, plain or compressed: `.mds.zstd`, `.mds.gz`, `.mds.bz2`.
 
 A shard is the number of samples n, n + 1 offsets of samples, all uint32, and a JSON object with the
 columns and their encodings, then the samples. A sample is the sizes of its columns without a fixed

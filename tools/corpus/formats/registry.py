@@ -12,6 +12,7 @@ from tokenfeed.tools.corpus.formats.json_list import JSON_LIST
 from tokenfeed.tools.corpus.formats.mds import MDS
 from tokenfeed.tools.corpus.formats.parquet import PARQUET
 from tokenfeed.tools.corpus.formats.text import TEXT
+from tokenfeed.tools.corpus.formats.token_rows import DATATROVE, LITDATA
 
 FALLBACK = TEXT
 """What a file is whose name and content say nothing else."""
@@ -30,6 +31,6 @@ class _Formats(dict[str, Format]):
 
 FORMATS: dict[str, Format] = _Formats(
     (format_.name, format_)
-    for format_ in (TEXT, JSON_LINES, JSON_LIST, CSV, TSV, PARQUET, ARROW, MDS)
+    for format_ in (TEXT, JSON_LINES, JSON_LIST, CSV, TSV, PARQUET, ARROW, MDS, DATATROVE, LITDATA)
 )
 """Contents are compared with them in this order."""

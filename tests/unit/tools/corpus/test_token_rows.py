@@ -1,0 +1,171 @@
+"""Rows of ids in the files of litData, datatrove and mosaicml-streaming: as their writers stored
+them, or rejected."""
+
+import bz2
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.object_server import Remote, as_own_process, remote_store
+from support.token_rows import Rows, write_datatrove, write_litdata
+from tokenizers import Tokenizer, models
+
+from tokenfeed import pretokenize
+from tokenfeed.pipeline.errors import CorpusError, TokenfeedError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.shard import ShardReader
+
+IDS = 700
+ROWS: Rows = [[n % IDS, *range(n % 40)] for n in range(90)]
+
+
+def write_mds(folder: Path, rows: Rows, pack: Callable[[bytes], bytes], ending: str) -> None:
+    """Write a shard of `ndarray:uint16`, packed, as `MDSWriter(compression=...)` does."""
+    config = {"column_names": ["input_ids"], "column_encodings": ["ndarray:uint16"]}
+    head = json.dumps(config | {"column_sizes": [None]}).encode()
+    arrays = [b"\4" + bytes([len(row)]) + np.array(row, "<u2").tobytes() for row in rows]
+    samples = [len(each).to_bytes(4, "little") + each for each in arrays]
+    ends = 8 + 4 * len(rows) + len(head) + np.cumsum([0, *map(len, samples)])
+    content = np.array([len(rows), *ends], "<u4").tobytes() + head + b"".join(samples)
+    name = f"shard.00000.mds{ending}"
+    (folder / name).write_bytes(pack(content))
+    way = {"raw_data": {"basename": "shard.00000.mds"}, "zip_data": {"basename": name}}
+    (folder / "index.json").write_text(json.dumps({"shards": [way], "version": 2}))
+
+
+WRITERS: dict[str, Callable[[Path, Rows], None]] = {
+    "litData": write_litdata,
+    "litData, dicts": lambda folder, rows: write_litdata(folder, rows, as_dict=True),
+    "litData, zstd": lambda folder, rows: write_litdata(folder, rows, packed=True),
+    "datatrove": write_datatrove,
+    "datatrove, four bytes": lambda folder, rows: write_datatrove(folder, rows, width=4),
+    "MDS, zstd": lambda folder, rows: write_mds(folder, rows, zstandard.compress, ".zstd"),
+    "MDS, gzip": lambda folder, rows: write_mds(folder, rows, gzip.compress, ".gz"),
+    "MDS, bzip2": lambda folder, rows: write_mds(folder, rows, bz2.compress, ".bz2"),
+}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of 700 ids."""
+    path = tmp_path_factory.mktemp("words") / "tokenizer.json"
+    vocabulary = {f"w{number}": number for number in range(IDS)}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="w0")).save(str(path))
+    return path
+
+
+def rows_of(source: object, out: Path, tokenizer: Path, **options: Any) -> Rows:
+    pretokenize(source, out, task="ids", tokenizer=tokenizer, validation=0, **options)
+    manifest = Manifest.read(out)
+    found: Rows = []
+    for info in manifest.split("train").shards:
+        reader = ShardReader.open(out, manifest, info)
+        for batch in range(info.batches):
+            rows, _ = reader.read(batch)
+            parts = np.split(rows.ids, np.cumsum(rows.lengths)[:-1])
+            found += [part.tolist() for part in parts]
+    return found
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_folder_of_another_project_gives_its_rows(kind: str, tmp_path: Path, words: Path) -> None:
+    """The files beside the ids are no records of their own."""
+    (tmp_path / "theirs").mkdir()
+    WRITERS[kind](tmp_path / "theirs", ROWS)
+    out = tmp_path / "out"
+    assert rows_of(tmp_path / "theirs", out, words, shard_size="1KB") == ROWS
+    assert Manifest.read(out).ledger.read == len(ROWS)
+    assert not (out / "rejects.jsonl").read_bytes()
+
+
+@settings(max_examples=12)
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=60).filter(any),
+    kind=st.sampled_from([kind for kind in WRITERS if "MDS" not in kind]),
+    batch=st.sampled_from([1, 100, 1 << 20]),
+)
+def test_rows_of_any_lengths_are_read_in_small_batches(
+    lengths: list[int],
+    kind: str,
+    batch: int,
+    tmp_path_factory: pytest.TempPathFactory,
+    words: Path,
+) -> None:
+    folder = tmp_path_factory.mktemp("theirs")
+    rows = [[number % IDS] * length for number, length in enumerate(lengths)]
+    (folder / "theirs").mkdir()
+    WRITERS[kind](folder / "theirs", rows)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_BATCH_TOKENS", "_BATCH_BYTES"):
+            patch.setattr(f"tokenfeed.tools.corpus.formats.token_rows.{name}", batch)
+        assert rows_of(folder / "theirs", folder / "out", words) == [row for row in rows if row]
+
+
+@pytest.mark.parametrize("kind", ["litData, dicts", "litData, zstd", "datatrove"])
+def test_damaged_file_is_rejected_or_keeps_the_number_of_ids(
+    kind: str, tmp_path: Path, words: Path
+) -> None:
+    """A changed id or border may stay unnoticed: neither format has checksums."""
+    (tmp_path / "theirs").mkdir()
+    WRITERS[kind](tmp_path / "theirs", ROWS)
+    files, whole = sorted((tmp_path / "theirs").iterdir()), sum(map(len, ROWS))
+    draw, refused = random.Random(0), 0
+    for turn in range(40):
+        victim = files[turn % len(files)]
+        good, out = victim.read_bytes(), tmp_path / f"out{turn}"
+        at = draw.randrange(min(len(good), 300))
+        changed = bytes([good[at] ^ 1 << draw.randrange(8)])
+        victim.write_bytes(good[:at] if turn % 7 == 0 else good[:at] + changed + good[at + 1 :])
+        try:
+            found = rows_of(tmp_path / "theirs", out, words)
+            is_rejected = bool((out / "rejects.jsonl").read_bytes())
+            assert is_rejected or sum(map(len, found)) == whole or victim.name == "index.json"
+        except TokenfeedError as error:
+            assert "\n" not in str(error)
+            is_rejected = True
+        refused += is_rejected
+        victim.write_bytes(good)
+    assert refused > 12
+
+
+def test_unsupported_settings_of_litdata_are_named(tmp_path: Path, words: Path) -> None:
+    write_litdata(tmp_path, ROWS)
+    index = json.loads((tmp_path / "index.json").read_text())
+    for change, message in (
+        ({"compression_level": "batch"}, "no compression inside of chunks"),
+        ({"data_format": ["pickle"]}, "no column `input_ids`"),
+        ({"data_format": ["int", "int"]}, "an array or a dict of arrays"),
+    ):
+        changed = index | {"config": index["config"] | change}
+        (tmp_path / "index.json").write_text(json.dumps(changed))
+        with pytest.raises(CorpusError, match=message):
+            pretokenize(tmp_path, tmp_path / "out", task="ids", tokenizer=words)
+
+
+def test_files_of_a_bucket_have_their_index_beside_them(
+    tmp_path: Path, words: Path, remote: Remote
+) -> None:
+    for name in ("ds", "lit"):
+        (tmp_path / name).mkdir()
+    write_datatrove(tmp_path / "ds", ROWS)
+    write_litdata(tmp_path / "lit", ROWS, chunk_rows=90)
+    remote.put_folder(tmp_path)
+    for number, name in enumerate(("ds/0.ds", "lit/chunk-0-0.bin", "ds")):
+        source = f"s3://{remote.prefix}/{name}"
+        assert rows_of(source, tmp_path / f"out{number}", words, shard_size="1KB") == ROWS
+
+
+@pytest.fixture
+def remote() -> Iterator[Remote]:
+    pytest.importorskip("obstore")
+    with pytest.MonkeyPatch.context() as patch, remote_store(patch) as remote:
+        as_own_process(patch)
+        yield remote
