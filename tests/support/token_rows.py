@@ -1,4 +1,4 @@
-"""Files of litData and datatrove, byte for byte as their writers make them."""
+"""Write files of litData and datatrove, with the bytes of their own writers."""
 
 import json
 from pathlib import Path

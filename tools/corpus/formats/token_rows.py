@@ -1,8 +1,7 @@
 """Rows of token ids in the files of datatrove (`.ds`) and litData (`chunk-*.bin`).
 
-Both formats need a file beside the ids. It is read by whoever cuts or reads a file, so it must be
-in the same folder or bucket. Neither format has checksums: borders of rows that contradict the size
-of a file are found, and other ids are not.
+Each format has an index in a second file, in the same folder or bucket. Neither format has
+checksums: borders of rows that contradict the size of a file are found, and changed ids are not.
 """
 
 import json
