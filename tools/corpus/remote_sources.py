@@ -46,7 +46,7 @@ def saved_entries(
     folder: str, names: list[str], split: str | None
 ) -> list[tuple[str, str | None]] | None:
     """Return the splits or files of a data set of `datasets`, litData or mosaicml-streaming, each
-    with its split. None if the folder is none of these.
+    with its split. None for any other folder.
 
     Args:
         folder: The folder.
