@@ -124,8 +124,8 @@ class _Steps:
 
 
 class StallCallback(Callback):  # type: ignore[misc]  # untyped
-    """The stall of a Lightning trainer, logged, and as report.json and report.html in its root
-    folder.
+    """Measures the stall of a Lightning trainer. Logs it, and writes report.json and report.html
+    into the root folder.
 
     With several ranks, the report has the readings of all. The time between two batches counts as
     data, except evaluations and checkpoints.
@@ -156,7 +156,7 @@ class StallCallback(Callback):  # type: ignore[misc]  # untyped
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The batch is there."""
+        """The batch is ready."""
         self._tokens += self._count(batch) if self._count else 0
         self.meter.train()
 
@@ -180,7 +180,7 @@ class StallCallback(Callback):  # type: ignore[misc]  # untyped
         self._end(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Report what this rank has measured: the others may be gone."""
+        """Report the measurements of this rank. The other ranks may have ended."""
         self._end(trainer, has_failed=True)
 
     def _end(self, trainer: Any, *, has_failed: bool = False) -> None:

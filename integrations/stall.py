@@ -36,13 +36,13 @@ class MeterOfEvents:
         self.wait()
 
     def wait(self) -> None:
-        """A batch has been trained on. The loop waits for the next one."""
+        """Training on a batch has been queued. The loop waits for the next batch."""
         if self._meter is not None and not self._is_between:
             self._between.enter_context(self._meter.cause("data"))
             self._is_between = True
 
     def train(self) -> None:
-        """The batch is there."""
+        """The batch is ready."""
         self._between.close()
         self._is_between = False
 
@@ -53,12 +53,12 @@ class MeterOfEvents:
             self.wait()
 
     def claim(self, cause: Cause) -> None:
-        """Charge the time since the event before to `cause` instead of data."""
+        """Charge the time since the previous event to `cause` instead of data."""
         if self._meter is not None and self._is_between:
             self._meter.charge(cause)
 
     def cause(self, name: Cause) -> contextlib.AbstractContextManager[None]:
-        """Charge what happens inside the block to a cause."""
+        """Charge the time inside the block to a cause."""
         return contextlib.nullcontext() if self._meter is None else self._meter.cause(name)
 
     def end(

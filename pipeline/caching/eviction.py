@@ -82,7 +82,8 @@ _GONE = 1 << 50
 
 
 def sweep(folder: str, bound: int, until: dict[str, Until]) -> int:
-    """Remove the files that are read last until the cache is at 90 % of its bound.
+    """Remove files until the cache is at 90 % of its bound, those first whose next read is furthest
+    away.
 
     Args:
         folder: Folder of the cache.

@@ -121,7 +121,7 @@ class CacheSet:
         return f"{self._folder}/{ENDS}/{shard:x}"
 
     def lock(self, first: int, count: int = 1) -> AbstractContextManager[bool]:
-        """Lock record batches for fetching; the block gets whether that succeeded."""
+        """Lock record batches for fetching. Yield whether the lock was free."""
         return try_lock(f"{self._folder}/.locks", first, count)
 
 

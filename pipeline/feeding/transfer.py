@@ -109,8 +109,8 @@ class CopyStream:
         self._process = os.getpid()
 
     def wait(self) -> None:
-        """Wait until no copy is running. It raises nothing: a failed device copies nothing, and its
-        next use raises the error."""
+        """Wait until no copy is running. Raise nothing, even if the device has failed: its next use
+        raises the error."""
         if os.getpid() == self._process:  # a forked child has no device
             with contextlib.suppress(RuntimeError):
                 self.stream.synchronize()

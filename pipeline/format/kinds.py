@@ -19,7 +19,7 @@ from tokenfeed.pipeline.format.schema import KINDS, Column
 
 
 class Kind(enum.IntEnum):
-    """Why a token is there. The kinds of what the assistant says are those with bit 2."""
+    """The kind of a token of a conversation. Kinds of tokens of the assistant have bit 2 set."""
 
     TEMPLATE = 0
     """Written by the template: headers, separators, lists of tools."""

@@ -152,7 +152,7 @@ def _deal(
 
 
 class Round(NamedTuple):
-    """One round over all ranks: what it adds to the delivered rows."""
+    """The rows that a round adds to the delivered rows, over all ranks."""
 
     position: int
     """Number of the window's micro-batches delivered after the round."""

@@ -245,7 +245,7 @@ class Plan:
     def reweighed(
         self, weights: Mapping[str, float], position: Position, opened: Mapping[str, OpenedSplit]
     ) -> Self:
-        """Return the plan with other weights from the next window on that has not begun.
+        """Return the plan with other weights, from the first window that has not begun.
 
         Args:
             weights: Weights by fingerprint.
@@ -279,7 +279,7 @@ class Plan:
     def going_on(
         self, saved: PlanSettings, position: Position, names: Mapping[str, str]
     ) -> tuple[Self, Position]:
-        """Return the plan of a resumed run: the past of a saved plan, and the future of this one.
+        """Return the plan of a resumed run: a saved plan as far as it was read, then this plan.
 
         Args:
             saved: Settings of the saved plan.

@@ -130,7 +130,7 @@ class Arranged(NamedTuple):
 
 
 class Batching(ABC):
-    """Base class of batching policies. A policy is a frozen dataclass: a saved state has its
+    """Base class of batching policies. A policy is a frozen dataclass, and a saved state stores its
     repr."""
 
     __slots__ = ()

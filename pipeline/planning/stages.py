@@ -147,7 +147,7 @@ def paths_of(data: StorePath | Mixture | Sequence[Stage]) -> list[StorePath]:
 
 
 def place_of(folder: StorePath) -> object:
-    """Return the same for all ways to write a folder."""
+    """Return the place of a data set, equal for all ways to write the path of a folder."""
     if isinstance(folder, str | PathLike) and "://" not in str(folder):
         return Path(folder).resolve()
     return folder
@@ -333,7 +333,8 @@ class StagedOrder:
         return self.stages[number].edge(window - self.first_windows[number])
 
     def given(self, source: int, tokens: int) -> int:
-        """Return the record batches that a source has given after some tokens of the run."""
+        """Return how many record batches of a source are delivered in the run's first `tokens`
+        tokens."""
         begins = [stage.begins for stage in self.stages]
         return self._given(bisect_right(begins, tokens) - 1, source, tokens)
 
@@ -488,7 +489,7 @@ def digest_of(stages: Sequence[PlannedStage]) -> str:
 
 
 def least_tokens(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> int:
-    """Return the tokens in which some source of a stage certainly gives a record batch.
+    """Return a number of tokens in which at least one source of a stage delivers a record batch.
 
     A source with a constant share gives one in its average record batch divided by its share. While
     shares change, S sources together give more than S record batches in S + 1 average ones, less
@@ -540,7 +541,8 @@ def going_on(
     windows: int,
     names: Mapping[str, str],
 ) -> tuple[PlannedStage, ...]:
-    """Return the stages of a resumed run: the past of the saved list, the future of ours.
+    """Return the stages of a resumed run: saved stages as far as they were read, then stages of
+    `ours`.
 
     Args:
         ours: The list of the run that resumes.

@@ -31,7 +31,7 @@ SCHEMES = {
 
 
 def traits_of(scheme: str) -> Traits:
-    """Return the traits of a scheme. An unknown one, which a user registered, is like S3."""
+    """Return the traits of a scheme. A scheme that a user registered has the traits of S3."""
     return SCHEMES.get(scheme, Traits())
 
 

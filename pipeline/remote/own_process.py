@@ -38,8 +38,8 @@ def own_process() -> None:
 
 
 def talks_here() -> bool:
-    """Return whether this process reads small files itself. A process that cannot start another
-    Python does, too."""
+    """Return whether this process reads small files itself: a program of tokenfeed, or a process
+    that cannot start another Python."""
     alone = getattr(sys, "frozen", False) or not sys.executable
     return _ours or _started or _orphaned or alone
 

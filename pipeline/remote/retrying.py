@@ -237,7 +237,8 @@ def few_threads(number: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def results_of(do: Callable[[T], R], things: Sequence[T], at_once: int) -> Iterator[R]:
-    """Yield the result of `do` for each thing, in order. Errors end it as in `few_threads`."""
+    """Yield the result of `do` for each thing, in order. An error ends the iteration as in
+    `few_threads`."""
     with few_threads(at_once) as threads:
         for first in range(0, len(things), _SUBMITTED):
             yield from threads.map(do, things[first : first + _SUBMITTED])

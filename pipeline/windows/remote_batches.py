@@ -236,7 +236,8 @@ class Remote:
         return sum((source.fetched for source in self._sources), self._node.counted)
 
     def begin(self, ahead: Ahead | None) -> None:
-        """Set the current window. The cache evicts what the plan reads last after it."""
+        """Set the current window. The cache evicts the record batches that the plan reads last
+        after this window."""
         self._node.ahead = ahead
 
     def go_on(self, fetch: Callable[[np.ndarray], None]) -> None:

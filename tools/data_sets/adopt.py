@@ -108,7 +108,7 @@ def adopt(
     tokenizer: TextTokenizer,
     splits: tuple[tuple[str, str], ...] = (),
 ) -> Manifest:
-    """Make a data set of flat token files.
+    """Make a data set from token files.
 
     Args:
         paths: The files, or their addresses.

@@ -47,7 +47,7 @@ InfoT = TypeVar("InfoT", bound=FileInfo, covariant=True)
 
 
 class Move(NamedTuple, Generic[InfoT]):
-    """A file of a data set, where it is, and what it becomes in another."""
+    """A file of a data set, its place, and its name in another data set."""
 
     store: Store
     before: InfoT
@@ -143,7 +143,7 @@ Way = Literal["linked", "there", "copied"]
 
 
 def bring(moves: Sequence[Move[FileInfo]], target: Place, *, links: bool = False) -> list[Way]:
-    """Put files into a place, some at a time, and check each one that is copied.
+    """Put files into a place, several at a time, and check each copied file.
 
     Args:
         moves: The files.

@@ -51,7 +51,7 @@ class Files(dict[str, bytes]):
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A data set that was made of others."""
+    """A data set that was made from other data sets."""
 
     to: str
     fingerprint: str
@@ -70,7 +70,7 @@ class Derived:
 
 
 class NewDataSet:
-    """A data set on its way, in a locked folder."""
+    """An unfinished data set in a locked folder."""
 
     def __init__(self, folder: LocalStore) -> None:
         self.folder = folder

@@ -39,7 +39,7 @@ Format = Literal["megatron", "nanogpt", "llm.c", "olmo", "datatrove", "parquet",
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export came to."""
+    """The result of an export."""
 
     to: str
     format: str

@@ -160,7 +160,7 @@ def _merged(parts: Sequence[Opened], *, mark: str = "") -> tuple[Manifest, Files
 
 
 def grow(folder: LocalStore, part: Opened) -> Manifest:
-    """Add the rows of a data set behind those of another, in its folder.
+    """Append the rows of a data set to another data set, in the folder of the latter.
 
     No file that the present manifest names is changed. New files come first, and then one write
     replaces the manifest. So a kill leaves the earlier or the new version, and a second call

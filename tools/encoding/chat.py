@@ -72,7 +72,7 @@ _THINKING = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a template gets."""
+    """The variables that a chat template receives."""
 
     messages: list[Message]
     tools: list[Any] | None = None
@@ -183,7 +183,7 @@ class _Said(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """What the pieces of a rendered conversation are. Conversations may share a layout."""
+    """The meaning of each piece of a rendered conversation. Conversations may share a layout."""
 
     pieces: tuple[bytes | int, ...]
     """Texts of the template in UTF-8, and numbers of contents."""

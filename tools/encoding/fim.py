@@ -51,7 +51,7 @@ class Arranged:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FillInMiddle:
-    """Which documents are cut in three, and in which order their parts are."""
+    """Decides which documents are cut in three, and the order of their parts."""
 
     rate: float
     """Share of the documents that are cut."""
@@ -109,7 +109,8 @@ class FillInMiddle:
         return made
 
     def joined(self, arranged: Arranged, parts: Ragged) -> tuple[Ragged, np.ndarray]:
-        """Return the ids of the rows, and how many of them are of the text, shape (R,)."""
+        """Return the ids of the rows, and the number of ids of each row that encode text, shape
+        (R,)."""
         tokens = np.array(self.tokens, parts.values.dtype)
         pool = Ragged(
             np.concatenate([parts.values, tokens]), np.append(parts.lengths, np.ones(3, np.int64))

@@ -27,7 +27,7 @@ MARKS = 0xFFFE
 
 @functools.cache
 def marks_from(first: int) -> re.Pattern[str]:
-    """Return a pattern of the marks from a character on."""
+    """Return a regular expression that matches the marks, which begin at a character."""
     return re.compile(f"[{chr(first)}-{chr(first + MARKS - 1)}]")
 
 

@@ -84,10 +84,10 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskEncoder(ABC):
-    """What a task reads and writes.
+    """The encoder of a task: from the fields of records to rows.
 
-    A subclass has an attribute for each of its own fields: the name that records have for it, or
-    None to read none. The template and the end token stand around the texts.
+    A subclass has an attribute for each field of its task. The value is the user's name for the
+    field, or None if the field is not read. The template and the end token stand around the texts.
     """
 
     name: ClassVar[Task]
@@ -95,13 +95,13 @@ class TaskEncoder(ABC):
     option: ClassVar[str] = ""
     """The value of `--task`, if it is not `name`."""
     record: ClassVar[str]
-    """What a record is, as the help of `--task` has it."""
+    """A record of the task, described for the help of `--task`."""
     kinds: ClassVar[Fields]
-    """What its own fields must hold."""
+    """The kind of each field of the task."""
     keeps: ClassVar[bool] = False
-    """Whether records have values for single tokens, so that `keep` may name some."""
+    """Whether records can have a value per token, so that `keep` is allowed."""
     checks_in_encode: ClassVar[bool] = False
-    """Whether `encode` finds the records of `unusable` itself, so that a run need not."""
+    """Whether `encode` itself finds the records that `unusable` would return."""
     add_special_tokens: bool = False
     keep: tuple[Column, ...] = ()
     """Columns of the user with a value per token, which are stored beside the ids."""
@@ -113,36 +113,37 @@ class TaskEncoder(ABC):
 
     @property
     def fields(self) -> Fields:
-        """The fields it reads of each record, by the names that records have for them."""
+        """The fields to read of each record, by the names of the user."""
         return {name: self.kinds[own] for own, name in self.named.items()}
 
     @property
     def named(self) -> dict[str, str]:
-        """The name that records have for each of its own fields; those not read are left out."""
+        """The user's name of each field of the task. Fields that are not read are left out."""
         names: dict[str, str | None] = {own: getattr(self, own, None) for own in self.kinds}
         return {own: name for own, name in names.items() if name is not None}
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns it adds to the ids."""
+        """The columns that the task adds to the ids."""
         return (*task_columns(self.name), *self.keep)
 
     def with_tokenizer(self, json_bytes: bytes) -> Self:
-        """The task with what it needs of the tokenizer.json; each worker asks once."""
+        """Return the task with facts from tokenizer.json. Each worker calls this once."""
         return self
 
     @property
     def num_texts(self) -> int:
-        """Texts in a row, between which the template may stand."""
+        """Number of texts in a row. The template may put special tokens between them."""
         return 1
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Its labels in the order of their numbers, if it has any."""
+        """The labels in the order of their numbers; empty for a task without labels."""
         return ()
 
     def template(self, tokenizer: TextTokenizer) -> Template:
-        """What stands around the texts of a row; no end where nothing is to follow."""
+        """Return the special tokens around the texts of a row, with the end token if the task has
+        one."""
         return Template.from_tokenizer(
             tokenizer,
             num_texts=self.num_texts,
@@ -152,7 +153,7 @@ class TaskEncoder(ABC):
 
     @abstractmethod
     def texts(self, values: FieldValues) -> list[bytes]:
-        """A text for each record that tells it from others: to hash, and to compare engines by."""
+        """Return a text for each record, to hash the record and to compare engines."""
 
     def unusable(self, values: FieldValues) -> dict[int, str]:
         """Records whose fields do not fit together, and why."""
@@ -172,23 +173,23 @@ class Labelled(TaskEncoder):
 
     @property
     def own_label_field(self) -> str:
-        """Which of its own fields holds the label or labels."""
+        """The field of the task with the label or labels."""
         return next(
             own for own, kind in self.kinds.items() if kind in (FieldKind.LABEL, FieldKind.LABELS)
         )
 
     @property
     def label_field(self) -> str:
-        """The name that records have for it."""
+        """The user's name of this field."""
         return self.named[self.own_label_field]
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Its labels in the order of their numbers."""
+        """The labels, in the order of their numbers."""
         return self.labels.names
 
     def unusable(self, values: FieldValues) -> dict[int, str]:
-        """Records that have a label without a number, once there are numbers: see `Labels`."""
+        """Return records whose label has no number, once `Labels` has numbered the labels."""
         numbers, name = self.labels.numbers, self.label_field
         labels = values[name]
         of_records = (
@@ -277,7 +278,7 @@ class IdsEncoder(TaskEncoder):
 
     @property
     def fields(self) -> Fields:
-        """The fields it reads of each record, by the names that records have for them."""
+        """The fields to read of each record, by the names of the user."""
         return super().fields | {column.name: FieldKind.NUMBERS for column in self.keep}
 
     def with_tokenizer(self, json_bytes: bytes) -> Self:
@@ -423,12 +424,12 @@ class _OfTexts(TaskEncoder):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns it adds to the ids."""
+        """The columns that the task adds to the ids."""
         return task_columns(self.name, pairs=self.pair is not None)
 
     @property
     def num_texts(self) -> int:
-        """Texts in a row, between which the template may stand."""
+        """Number of texts in a row. The template may put special tokens between them."""
         return 2 if self.pair else 1
 
     def texts(self, values: FieldValues) -> list[bytes]:
@@ -492,7 +493,8 @@ class ScoreEncoder(_OfTexts):
 
 @dataclass(frozen=True, kw_only=True)
 class TagEncoder(Labelled):
-    """Classification of words: the first token of a word has its tag, the others have none."""
+    """Classification of words. The first token of a word has the tag of the word, the other tokens
+    have no tag."""
 
     name: ClassVar[Task] = "tag"
     record: ClassVar[str] = "words and their tags"
@@ -501,7 +503,7 @@ class TagEncoder(Labelled):
     tags: str = "tags"
 
     def template(self, tokenizer: TextTokenizer) -> Template:
-        """What stands around the words of a row, and before each."""
+        """Return the special tokens around the words of a row, and the text before each word."""
         return replace(super().template(tokenizer), before_word=tokenizer.before_word)
 
     def texts(self, values: FieldValues) -> list[bytes]:
@@ -509,7 +511,7 @@ class TagEncoder(Labelled):
         return list(map(b" ".join, values[self.tokens]))
 
     def unusable(self, values: FieldValues) -> dict[int, str]:
-        """Records that have not as many tags as words, or a tag without a number."""
+        """Return records with more or fewer tags than words, or with a tag without a number."""
         pairs = zip(values[self.tokens], values[self.tags], strict=True)
         return super().unusable(values) | {
             index: f"{len(words):,} word(s), but {len(tags):,} tag(s)"
@@ -558,7 +560,7 @@ def _lost_tag(words: list[bytes], has_tokens: np.ndarray) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CompleteEncoder(TaskEncoder):
-    """Completion: the model is to learn what follows the prompt, and not the prompt."""
+    """Completion: the loss counts the completion, and not the prompt."""
 
     name: ClassVar[Task] = "complete"
     record: ClassVar[str] = (
@@ -587,7 +589,7 @@ class CompleteEncoder(TaskEncoder):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatEncoder(TaskEncoder):
-    """Conversations: the template writes them as texts, and each token gets a kind."""
+    """Conversations, rendered as texts by a template. Each token gets a kind."""
 
     name: ClassVar[Task] = "chat"
     record: ClassVar[str] = (
@@ -635,7 +637,7 @@ class ChatEncoder(TaskEncoder):
         return ("completion",) if self.chosen is None else ("chosen", "rejected")
 
     def with_tokenizer(self, json_bytes: bytes) -> Self:
-        """The task with the bytes that each token stands for."""
+        """Return the task with the bytes of each token."""
         return replace(self, places=TokenPlaces(json_bytes))
 
     def texts(self, values: FieldValues) -> list[bytes]:
@@ -644,7 +646,7 @@ class ChatEncoder(TaskEncoder):
         return [_json_of(record) for record in records]
 
     def unusable(self, values: FieldValues) -> dict[int, str]:
-        """Records that are no conversation."""
+        """Return records that are not a conversation."""
         reasons = {}
         for row, text in enumerate(self.texts(values)):
             try:

@@ -47,7 +47,7 @@ Encode = Callable[[list[bytes]], Ragged]
 
 
 class Words:
-    """The ids of every word so far."""
+    """Caches the ids of every word that was encoded."""
 
     def __init__(self, tokenizer: TextTokenizer, encode: Encode, apart: str) -> None:
         self._tokenizer, self._encode = tokenizer.tokenizer, encode
@@ -60,7 +60,7 @@ class Words:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: TextTokenizer, encode: Encode) -> Self | None:
-        """Return None for a tokenizer of another kind.
+        """Return the cache for a tokenizer; None if its words cannot be encoded alone.
 
         Args:
             tokenizer: Any.

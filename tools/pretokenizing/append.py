@@ -95,8 +95,8 @@ class Onto:
             yield onto
 
     def options(self, options: Options) -> Options:
-        """Return the options of the run that makes the new rows: what the user did not choose is
-        as in the data set."""
+        """Return the options of the run that makes the new rows. Options that the user left out are
+        those of the data set."""
         tokenizer = self.manifest.tokenizer
         task: str = options.task
         chosen: dict[str, Any] = {
@@ -176,7 +176,8 @@ class Onto:
         return Labels(names)
 
     def check(self, described: Manifest) -> None:
-        """Check that the new rows will mean the same as those of the data set.
+        """Check that ids, labels and columns of the new rows have the same meaning as in the data
+        set.
 
         Args:
             described: The manifest that a run would write, without rows.

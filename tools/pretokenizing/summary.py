@@ -13,7 +13,7 @@ from tokenfeed.tools.pretokenizing.options import Options
 
 
 class Figures(NamedTuple):
-    """The figures of a run that its data set does not have."""
+    """The figures of a run that its data set does not store."""
 
     tokenizer: TextTokenizer
     skipped_binary: int = 0

@@ -82,7 +82,7 @@ class RemoteRun:
                 shutil.copyfileobj(source, copy, _COPIED_BYTES)
 
     def set_aside(self, step: int) -> None:
-        """Rename the checkpoint.json of a step, so that the step is no checkpoint any more."""
+        """Rename the checkpoint.json of a step, so that the step is ignored from now on."""
         path = f"{CHECKPOINTS_FOLDER}/{name_of(step)}/{CONTENT_FILE}"
         self.place.write(f"{path}.damaged", self.place.read(path))
         self.place.delete(path)

@@ -28,7 +28,7 @@ def name_of(step: int) -> str:
 
 
 def steps_of(names: Iterable[str]) -> list[int]:
-    """Return the steps of the names that are those of checkpoints, in order."""
+    """Return the steps of the checkpoints among some names, in order."""
     return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
 
 

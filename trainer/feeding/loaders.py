@@ -61,7 +61,8 @@ class SplitLoaders:
         """Makes micro-batches from the batches of the loaders."""
 
     def train_loader(self) -> ShardLoader:
-        """Return a loader of the train split: shuffled, without end, its steps shared by ranks.
+        """Return a loader of the train split: shuffled, without end, with steps that are divided
+        among the ranks.
 
         Raises:
             ConfigError: A step has fewer micro-batches than there are ranks.

@@ -33,7 +33,7 @@ _KEPT = (
 
 
 def recompute_layers(model: nn.Module, how: RecomputeName) -> None:
-    """Let the layers of a model be computed again in the backward pass, as `how` tells.
+    """Make the layers of a model compute activations again in the backward pass, as `how` sets.
 
     Names of parameters do not change. Call this before the model is compiled.
 

@@ -26,7 +26,7 @@ _VARIANTS = 3
 
 
 def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model on the host; what no weights are given for is drawn from torch's random state.
+    """Return a model on the host. Weights that are not given are drawn from torch's random state.
 
     Args:
         config: Names it. With `resume` no weights are read where a checkpoint has them all.

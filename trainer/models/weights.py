@@ -84,7 +84,8 @@ class Exported:
 
 
 def trainable_names(model: nn.Module, pattern: str | None) -> frozenset[str]:
-    """The names of the weights that match, with all names of one that has several.
+    """Return the names of the weights that match. If a weight has several names, return all of
+    them.
 
     Args:
         model: Whose weights.
@@ -165,8 +166,8 @@ def base_of(model: nn.Module, given: Collection[str], config: TrainConfig) -> Ba
 
 
 def digests_of(model: nn.Module, names: Collection[str]) -> dict[str, str]:
-    """xxh3-64 of some weights, by number format: that of the model, and if it is fp32 also those
-    that another session or device may read the same weights in."""
+    """Return the xxh3-64 of some weights by number format: the format of the model, and for fp32
+    also the formats in which another session or device may read the same weights."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     dtypes = {weights[name].dtype for name in names}
     formats = _FORMATS if torch.float32 in dtypes and len(dtypes) == 1 else dtypes - {torch.float32}
@@ -209,8 +210,8 @@ def kept_weights(model: nn.Module, given: Collection[str], checkpoint: Checkpoin
 
 @torch.no_grad()
 def start_from(source: str, model: nn.Module) -> None:
-    """Take over the weights of a run or an exported folder that fit by name and shape; log which
-    start fresh.
+    """Copy the weights of a run or an exported folder that match by name and shape. Log which
+    weights stay random.
 
     Raises:
         ConfigError: The folder has no weights, or none that fit.
@@ -269,8 +270,8 @@ def _load(file: Path) -> State:
 
 
 def warn_of_other_ids(config: TrainConfig) -> None:
-    """Warn if ids of --init-from are other tokens in the shards: an embedding fits by its shape,
-    whatever tokenizer its rows were learnt with. Does nothing if that tokenizer cannot be found.
+    """Warn if ids of --init-from are other tokens in the shards: an embedding matches by its shape,
+    even if it was trained with another tokenizer. Do nothing if that tokenizer cannot be found.
 
     Raises:
         ConfigError: The tokenizer of the shards cannot be read, or is another one by its checksum.

@@ -108,7 +108,8 @@ class Precision:
 
 
 def tune_convolutions(model: nn.Module) -> None:
-    """Let cuDNN try its kernels for a model that convolves, at each new shape of a batch once.
+    """Let cuDNN choose its kernels by trial, once for each shape of a batch, if the model has
+    convolutions.
 
     Which one is fastest may differ between runs, and the last bits of their results with it.
     """

@@ -284,8 +284,8 @@ class Learner:
         return kept_state(self.model, self._given)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the next step depends on, except the data. Only `step` changes its
-        tensors: buffers, which a forward pass may change, are copies."""
+        """Return everything that the next step depends on, except the data. Only `step` changes the
+        returned tensors: buffers, which a forward pass may change, are copied."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         weights = self.kept_weights()
         return self._state(

@@ -206,7 +206,7 @@ class ProgressLog:
 def notes_on(
     task: Task, metrics: Mapping[str, Metrics], lines: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Return what the results of a finished run call for.
+    """Return warnings about the results of a finished run.
 
     Args:
         task: The task. Models of a vocabulary can always be trained for longer.

@@ -104,7 +104,7 @@ class Tag(Task):
 
 
 def class_scores(answers: Answers, classes: int) -> dict[str, float]:
-    """Return accuracy, majority_accuracy and macro_f1. Classes that do not occur are left out."""
+    """Return accuracy, majority_accuracy and macro_f1. Classes without rows are left out."""
     pairs = answers.true * classes + answers.predicted
     counts_CC = np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
     right_C, true_C, predicted_C = counts_CC.diagonal(), counts_CC.sum(1), counts_CC.sum(0)

@@ -147,8 +147,8 @@ class Masked(Task):
         )
 
     def most_targets(self, slots: int) -> int:
-        """Return a number that random draws exceed less than once in 10**12 micro-batches. Then the
-        last targets are left out."""
+        """Return a number of targets that random draws exceed less than once in 10**12
+        micro-batches. In that case, the last targets are left out."""
         spread = math.sqrt(slots * TARGET_SHARE * (1 - TARGET_SHARE))
         return min(slots, math.ceil(slots * TARGET_SHARE + _SPREADS * (spread + 1)))
 

@@ -46,11 +46,11 @@ class Table(Protocol):
 
     @property
     def schema(self) -> pa.Schema:
-        """Names and types of its columns, which may have names of classes with them."""
+        """Names and types of the columns, perhaps with the names of classes as metadata."""
         ...
 
     def group_rows(self) -> list[int]:
-        """How many records each of its groups of rows counts for."""
+        """The number of records of each group of rows."""
         ...
 
     def read(self, fields: Fields, start: int, stop: int | None, first: int) -> Iterator[Records]:
@@ -73,8 +73,7 @@ OpenTable = Callable[[Location], AbstractContextManager[Table]]
 
 
 def read_table(part: FilePart, fields: Fields, *, open_table: OpenTable) -> Iterator[Records]:
-    """Read a part of a table, some of its groups of rows; where a column is missing, the file is
-    one reject."""
+    """Read some groups of rows of a table. If a column is missing, the file is one reject."""
     with open_table(part.source.path) as table:
         if problem := column_problem(table.schema, fields):
             if not part.start:  # once for the file
@@ -120,7 +119,7 @@ def _text_bytes(value: Any) -> int:
 
 
 def cut_table(source: InputFile, shard_bytes: int, *, open_table: OpenTable) -> Iterator[FilePart]:
-    """Groups of rows, neighbours together while they fit into a shard.
+    """Cut a table into parts: neighbouring groups of rows, as many as fit into a shard.
 
     A file that cannot be read stays whole, to be rejected as such.
     """
@@ -147,7 +146,7 @@ def cut_table(source: InputFile, shard_bytes: int, *, open_table: OpenTable) -> 
 
 
 def table_format(name: str, endings: tuple[str, ...], open_table: OpenTable, **more: Any) -> Format:
-    """Return the format of files with tables, which `open_table` opens."""
+    """Return a format whose files contain tables. `open_table` opens a file."""
 
     def schema(place: Location) -> pa.Schema:
         with open_table(place) as table:
@@ -164,7 +163,7 @@ def table_format(name: str, endings: tuple[str, ...], open_table: OpenTable, **m
 
 
 def column_problem(schema: pa.Schema, fields: Fields) -> str | None:
-    """Why a table of this schema cannot give `fields`, or None where it can."""
+    """Return why a table with this schema lacks some of `fields`; None if it has all of them."""
     for name, kind in fields.items():
         if name not in schema.names:
             return f"no column `{name}`; it has: {shown_names(schema.names)}"
@@ -176,14 +175,14 @@ def column_problem(schema: pa.Schema, fields: Fields) -> str | None:
 
 
 def numbered(batch: pa.RecordBatch, fields: Fields, first: int, total: int) -> Records:
-    """A batch that begins with record `first` and weighs its part of `total` rows."""
+    """Return a batch that begins with record `first`, weighted by its share of `total` rows."""
     numbers = np.arange(first, first + batch.num_rows, dtype=np.uint64)
     records = batch_records(batch, fields, numbers)
     return replace(records, weight_bytes=batch.num_rows / max(total, 1))
 
 
 def batch_records(batch: pa.RecordBatch, fields: Fields, numbers: np.ndarray) -> Records:
-    """The records of a batch, which has a column for each field.
+    """Return the records of a batch with a column for each field.
 
     Raises:
         pyarrow.ArrowInvalid: It is damaged.
