@@ -96,8 +96,9 @@ _HELD_BY_ANOTHER = {errno.EWOULDBLOCK, errno.EACCES}
 def hold(file: IO[Any] | int, *, is_shared: bool = False) -> bool:
     """Lock an open file, or its descriptor, until it is closed or the process ends.
 
-    Return False if another process holds it, or this process by another descriptor. Several may
-    hold a shared lock at the same time. A file system without locks lets all in.
+    Return False if the file is locked by another process, or by another descriptor of this process.
+    Several processes may hold a shared lock at the same time. On a file system without locks,
+    return True.
     """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

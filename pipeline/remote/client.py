@@ -197,7 +197,7 @@ _connections: dict[tuple[int, Address, Timing], Connection] = {}
 
 
 def connection(address: Address, timing: Timing) -> Connection:
-    """Return the connection of this process to a store. A fork has its own."""
+    """Return the connection of this process to a store. A forked process has its own connection."""
     key = os.getpid(), address, timing
     return _connections.get(key) or _connections.setdefault(key, Connection(address, timing))
 

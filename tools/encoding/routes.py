@@ -210,7 +210,7 @@ def _expressions(contents: list[str]) -> Iterator[str]:
 
 
 def character_class(ranges: tuple[tuple[int, int], ...]) -> str:
-    """Ranges of characters as the inside of a class of RE2."""
+    """Return ranges of characters as the inside of a character class of RE2."""
     return "".join(rf"\x{{{first:x}}}-\x{{{last:x}}}" for first, last in ranges)
 
 

@@ -225,7 +225,8 @@ class LmEncoder(TaskEncoder):
         return replace(self, fim=self.fim.with_tokenizer(json_bytes)) if self.fim else self
 
     def template(self, tokenizer: TextTokenizer) -> Template:
-        """Return what stands around the texts of a row. Check the tokens to fill in the middle."""
+        """Return the special tokens around the texts of a row. Check that the tokenizer has those
+        of FIM."""
         self.with_tokenizer(tokenizer.json_bytes)
         return super().template(tokenizer)
 

@@ -100,8 +100,9 @@ class SplitLoaders:
     ) -> Generator[tuple[int, MicroBatch], None, None]:
         """Yield this rank's micro-batches of an evaluation, with numbers independent of the rank.
 
-        At most `most` micro-batches count, over all ranks. If the last ones do not suffice for all
-        ranks, the others get one without targets: all ranks must compute equally often.
+        At most `most` micro-batches count, over all ranks. All ranks must compute equally often. So
+        if the last micro-batches are fewer than the ranks, the remaining ranks get a micro-batch
+        without targets.
         """
         with self.evaluation_loader(split, folder) as feed:
             batches = iter(feed)

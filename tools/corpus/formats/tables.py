@@ -42,7 +42,7 @@ BATCH_ROWS = 1 << 12
 
 
 class Table(Protocol):
-    """A table that is open."""
+    """An open table."""
 
     @property
     def schema(self) -> pa.Schema:
