@@ -69,6 +69,7 @@ NOT_RUN = {
     ("docs/how/remote.md", "pretokenize s3://raw/ out/", "needs a bucket"),
     ("docs/mixing.md", "python -m benchmarks.shuffle", "needs the peers and hours"),
     ("docs/pretokenize.md", "pretokenize code/ code-fim/", NETWORK),
+    ("docs/pretokenize.md", "pretokenize documents.jsonl more/", "needs a file"),
     ("docs/releasing.md", "rm -rf build dist", NETWORK),
     ("docs/releasing.md", "python -m venv /tmp/try", NETWORK),
     ("docs/security.md", "python -m tests.fuzz", "takes ten minutes"),

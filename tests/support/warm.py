@@ -184,7 +184,10 @@ def _execute(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-_COMMANDS = ("pretokenize", "report", "shards", "train")
+_COMMANDS = {name: name for name in ("pretokenize", "report", "shards", "train")} | {
+    "tokenfeed": "main"
+}
+"""The module of each command in `tokenfeed.tools`."""
 _PROGRAM = """#!{python} -IS
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
@@ -207,9 +210,9 @@ def serve_commands(folder: Path, before: str = "") -> Iterator[None]:
     """
     address = f"\0tokenfeed-{uuid.uuid4()}"  # of no file, whose name would have to be short
     folder.mkdir()
-    for command in _COMMANDS:
+    for command, module in _COMMANDS.items():
         program = folder / command
-        code = f"{before}\nimport sys\nfrom tokenfeed.tools.{command} import main\nsys.exit(main())"
+        code = f"{before}\nimport sys\nfrom tokenfeed.tools.{module} import main\nsys.exit(main())"
         program.write_text(_PROGRAM.format(python=sys.executable, address=address, code=code))
         program.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as server:
