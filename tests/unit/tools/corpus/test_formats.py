@@ -1,6 +1,5 @@
 """Every format that a corpus may have: the same rows, the same care for what cannot be used."""
 
-import bz2
 import csv
 import gzip
 import io
@@ -20,7 +19,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.commands import error_of, run, run_json
 from support.corpora import TEXTS, check_ledger, lines_of, read, read_bytes, texts, write_lines
@@ -110,13 +109,12 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub/datasets")
 
 
-@pytest.mark.parametrize("name", ["a.csv", "loadable"])
 @pytest.mark.usefixtures("hub_cache")
-def test_the_same_texts_give_the_same_shards_in_every_format(
-    tmp_path: Path, tokenizer: Path, name: str
+def test_the_same_texts_give_the_same_shards_in_two_formats(
+    tmp_path: Path, tokenizer: Path
 ) -> None:
     splits = []
-    for each in ("a.jsonl", name):
+    for each in ("a.jsonl", "loadable"):
         path, out = WRITERS[each](tmp_path / each, TEXTS), tmp_path / f"out-{each}"
         corpus = f"hub:{path}" if each == "loadable" else path
         run(corpus, out, "--tokenizer", tokenizer, "--validation", 0, "--workers", 1)
@@ -166,7 +164,7 @@ def test_records_beyond_max_record_are_rejected_with_their_size(
         assert length <= int(found_size[1].replace(",", "")) <= length + 20
 
 
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst", "a.jsonl.zst", "a.csv.zst", "a.tsv.zst"])
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst", "a.csv.zst"])
 def test_decompression_bombs_take_little_memory(tmp_path: Path, name: str) -> None:
     begins = {"a.jsonl.zst": b'{"text": "', "a.csv.zst": b'text\n"'}
     data = begins.get(name, b"text\n") + bytes(30_000_000).replace(b"\0", b"0")
@@ -328,8 +326,11 @@ def test_a_json_file_is_records_only_if_its_start_says_so(tmp_path: Path) -> Non
     assert bad[0] == "field `text` has invalid UTF-8 at character 0"
 
 
+@settings(max_examples=12)
 @given(
-    values=st.lists(st.text(max_size=9) | st.integers() | st.lists(st.floats()), max_size=9),
+    values=st.lists(
+        st.text(max_size=9) | st.integers() | st.lists(st.floats(), max_size=3), max_size=5
+    ),
     block_bytes=st.integers(1, 30),
     indent=st.sampled_from([None, 1]),
 )
@@ -383,20 +384,19 @@ def test_json_list_with_control_character_is_not_read_as_text(tmp_path: Path) ->
     assert "Invalid control character" in bad[0]
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.json.zst", "a.json.bz2", "-"])
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "-"])
 @pytest.mark.parametrize("is_given", [True, False])
 def test_json_records_without_the_field_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_given: bool
 ) -> None:
     lacking, having = b'{"content": "a", "id": 1}', b'{"text": "b"}'
-    pack = {".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress}
     for data in (lacking + b"\n" + having + b"\n", b"[" + lacking + b", " + having + b"]"):
         folder = tmp_path / str(len(data))
         folder.mkdir()
         if name == "-":
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         else:
-            (folder / name).write_bytes(pack.get(Path(name).suffix, bytes)(data))
+            (folder / name).write_bytes(gzip.compress(data) if ".gz" in name else data)
         path = Path("-") if name == "-" else folder / name if is_given else folder
         assert read(path) == ({1: b"b"}, {0: "no field `text`; it has: content, id"})
 

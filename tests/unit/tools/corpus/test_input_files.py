@@ -89,7 +89,7 @@ def test_an_archive_is_known_by_its_last_ending_and_its_content(tmp_path: Path) 
 
 # Compressed files
 
-TEXT = b"some words of a text\n" * 40_000
+TEXT = b"some words of a text\n" * 14_000
 
 
 def test_a_zst_of_the_longest_window_is_read(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_zst_of_the_longest_window_is_read(tmp_path: Path) -> None:
     assert read_bytes(tmp_path / "a.txt.zst", packed) == ({0: TEXT}, {})
 
 
-@pytest.mark.parametrize("padding", [0, 4, 512])
+@pytest.mark.parametrize("padding", [0, 512])
 @pytest.mark.parametrize(
     ("ending", "pack"), [("xz", lzma.compress), ("gz", gzip.compress), ("bz2", bz2.compress)]
 )

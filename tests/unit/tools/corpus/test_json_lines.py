@@ -114,10 +114,11 @@ def check_equals_careful(block: bytes, fields: Fields, first_record: int) -> Non
 
 @pytest.mark.slow
 @given(block=blocks(), fields=st.sampled_from(FIELDS), first_record=st.sampled_from([0, 0, 7]))
-def test_any_block_gives_what_the_careful_path_gives(
+def test_any_block_gives_what_the_careful_path_and_each_line_give(
     block: bytes, fields: Fields, first_record: int
 ) -> None:
     check_equals_careful(block, fields, first_record)
+    check_is_what_each_line_gives_alone(block, fields)
 
 
 GOOD = [
@@ -196,12 +197,6 @@ def test_the_fate_of_a_line_does_not_depend_on_its_neighbours(
     check_is_what_each_line_gives_alone(newline.join([*lines, bad, lines[0], ""]).encode(), fields)
     lines = [f'{{"text": "a", "label": 1, "x": {value}}}' for value in values]
     check_is_what_each_line_gives_alone(newline.join([*lines, bad, lines[0], ""]).encode(), fields)
-
-
-@pytest.mark.slow
-@given(block=blocks(), fields=st.sampled_from(FIELDS))
-def test_any_block_gives_what_each_of_its_lines_gives_alone(block: bytes, fields: Fields) -> None:
-    check_is_what_each_line_gives_alone(block, fields)
 
 
 def check_is_what_each_line_gives_alone(block: bytes, fields: Fields) -> None:

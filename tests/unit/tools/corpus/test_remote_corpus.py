@@ -120,13 +120,6 @@ def test_files_come_in_the_order_of_a_folder(folder: Path, remote: Remote) -> No
         assert named(url, given) == named(str(folder), here)
 
 
-def test_a_data_set_in_a_store_as_corpus_raises(remote: Remote) -> None:
-    for name in ("manifest.json", "tokenizer.json", "train/00000.arrow"):
-        remote.put(name, b"{}")
-    with pytest.raises(CorpusError, match="is a data set of pretokenize, not a corpus"):
-        find_corpus((f"s3://{remote.prefix}",), out=None, field="text")
-
-
 def test_an_object_may_be_given_by_itself(
     folder: Path, tokenizer: Path, remote: Remote, tmp_path: Path
 ) -> None:
@@ -218,19 +211,18 @@ def test_a_store_that_fails_ends_the_run_and_is_no_damage(
         ("http://{host}/nothing.jsonl", "not found. Give each file by its URL"),
         ("s3://{prefix}/nothing", "no input file found"),
         ("hf://datasets/a", "expected hf://datasets/OWNER/NAME"),
+        ("s3://{prefix}/made", "is a data set of pretokenize, not a corpus"),
+        ("s3://{prefix}/saved", "looks like a saved data set"),
     ],
 )
 def test_what_is_no_corpus_is_told(remote: Remote, name: str, words: str) -> None:
+    for file in ("made/manifest.json", "made/tokenizer.json", "made/train/00000.arrow"):
+        remote.put(file, b"{}")
+    for file in ("saved/state.json", "saved/dataset_info.json"):
+        remote.put(file, b"{}")
     url = name.format(host=f"127.0.0.1:{remote.proxy.port}", prefix=remote.prefix)
     with pytest.raises((ConfigError, CorpusError), match=f"{url}: {words}"):
         find_corpus((url,), out=None, field="text")
-
-
-def test_a_saved_data_set_is_refused(remote: Remote) -> None:
-    remote.put("set/state.json", b"{}")
-    remote.put("set/dataset_info.json", b"{}")
-    with pytest.raises(CorpusError, match=r"/set: looks like a saved data set"):
-        find_corpus((f"s3://{remote.prefix}",), out=None, field="text")
 
 
 def test_the_url_of_a_file_is_quoted_as_urls_are(remote: Remote) -> None:
@@ -239,16 +231,6 @@ def test_the_url_of_a_file_is_quoted_as_urls_are(remote: Remote) -> None:
     for said in (name, quote(name)):
         (source,) = find_corpus((f"{host}/{said}",), out=None, field="text").sources
         assert b"".join(Blocks(source.path)) == b"one"
-
-
-def test_a_file_of_a_server_with_weak_etags_is_read(
-    remote: Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StoredObject, "etag", 'W/"1"')
-    remote.put("x.txt", b"one")
-    url = f"http://127.0.0.1:{remote.proxy.port}/{remote.prefix}/x.txt"
-    (source,) = find_corpus((url,), out=None, field="text").sources
-    assert b"".join(Blocks(source.path)) == b"one"
 
 
 def test_a_worker_that_cannot_open_the_store_ends_and_finds_no_damage(

@@ -123,9 +123,17 @@ TEXTS: Fields = {"text": FieldKind.TEXT}
 FOOTER = 1 << 16
 
 
-def test_to_cut_a_table_takes_its_footer(halves: list[FilePart]) -> None:
+def test_only_what_is_needed_of_a_table_is_asked_for(halves: list[FilePart]) -> None:
     assert [part.first_record for part in halves] == [0, 2500]
-    assert traffic_of(halves[0]).bytes <= FOOTER
+    cut = traffic_of(halves[0])
+    assert cut.bytes <= FOOTER
+    next(read_texts(halves[0], TEXTS))
+    begun = traffic_of(halves[1])
+    assert begun.bytes - cut.bytes <= FOOTER + 7 * MIB  # less than a part
+    assert sum(len(records) for records in read_records(halves[1], TEXTS)) == 2500
+    asked = traffic_of(halves[1])
+    assert asked.bytes - begun.bytes <= FOOTER + 1.01 * 10 * MIB
+    assert asked.requests - begun.requests <= 1 + 10
 
 
 def test_many_tables_are_cut_at_the_same_time_and_in_their_order(
@@ -144,22 +152,6 @@ def test_many_tables_are_cut_at_the_same_time_and_in_their_order(
     assert [[(p.start, p.stop, p.source.index) for p in unit.parts] for unit in there] == [
         [(p.start, p.stop, p.source.index) for p in unit.parts] for unit in here
     ]
-
-
-def test_a_part_is_the_columns_wanted_of_its_row_groups_in_a_few_requests(
-    halves: list[FilePart],
-) -> None:
-    begun = traffic_of(halves[1])
-    assert sum(len(records) for records in read_records(halves[1], TEXTS)) == 2500
-    asked = traffic_of(halves[1])
-    assert asked.bytes - begun.bytes <= FOOTER + 1.01 * 10 * MIB
-    assert asked.requests - begun.requests <= 1 + 10
-
-
-def test_a_beginning_is_less_than_a_part(halves: list[FilePart]) -> None:
-    begun = traffic_of(halves[0]).bytes
-    next(read_texts(halves[0], TEXTS))
-    assert traffic_of(halves[0]).bytes - begun <= FOOTER + 7 * MIB
 
 
 def test_a_store_that_fails_between_row_groups_is_no_damage(

@@ -356,11 +356,10 @@ def test_templates_cannot_reach_the_interpreter() -> None:
 # The command
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a model has it."""
-    folder = tmp_path / "model"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("model")
     (folder / "tokenizer.json").write_bytes(tokenizer_json())
     config = {"chat_template": QWEN, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -372,6 +371,15 @@ def make(corpus: Path, out: Path, tokenizer: Path, *options: object, expect: int
         main, corpus, out, "--task", "chat", "--tokenizer", tokenizer,
         "--validation", 0, *options, expect=expect,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def thoughtful(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> tuple[Path, str]:
+    """A data set of one conversation with thinking and a call, and the output of the command."""
+    folder = tmp_path_factory.mktemp("thoughtful")
+    (folder / "corpus.jsonl").write_text(json.dumps({"messages": THOUGHTFUL}) + "\n")
+    printed = make(folder / "corpus.jsonl", folder / "out", tokenizer).stdout
+    return folder / "out", printed
 
 
 def column(folder: Path, name: str) -> list[list[int]]:
@@ -508,11 +516,11 @@ def test_wrong_options_are_rejected(
     assert expected in made.stderr
 
 
-def test_a_tokenizer_without_template_is_rejected(tmp_path: Path, tokenizer: Path) -> None:
-    (tokenizer / "tokenizer_config.json").unlink()
+def test_a_tokenizer_without_template_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json())
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"messages": SHORT[0]}) + "\n")
-    made = make(corpus, tmp_path / "out", tokenizer, expect=1)
+    made = make(corpus, tmp_path / "out", tmp_path, expect=1)
     assert "has no chat template" in made.stderr
 
 
@@ -530,12 +538,10 @@ def test_loader_learns_what_the_assistant_says(tmp_path: Path, tokenizer: Path) 
     assert texts == {f"<think>\n\n</think>\n\nanswer {n}<|im_end|>" for n in range(5)}
 
 
-def test_cat_marks_what_a_loss_counts(tmp_path: Path, tokenizer: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(json.dumps({"messages": THOUGHTFUL}) + "\n")
-    make(corpus, tmp_path / "out", tokenizer)
-    plain = call(shards_main, "cat", tmp_path / "out").stdout
-    marked = call(shards_main, "cat", tmp_path / "out", "--targets", "call,thinking").stdout
+def test_cat_marks_what_a_loss_counts(thoughtful: tuple[Path, str]) -> None:
+    out, _ = thoughtful
+    plain = call(shards_main, "cat", out).stdout
+    marked = call(shards_main, "cat", out, "--targets", "call,thinking").stdout
     assert marked.replace("[[", "").replace("]]", "") == plain
     assert re.findall(r"\[\[(.*?)\]\]", marked, re.DOTALL) == [
         '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call><|im_end|>',
@@ -543,10 +549,10 @@ def test_cat_marks_what_a_loss_counts(tmp_path: Path, tokenizer: Path) -> None:
         "<think>\nFine.\n</think>\n\n",
         "<|im_end|>",
     ]
-    printed = call(shards_main, "cat", tmp_path / "out", "--targets", "all", "--json").stdout
+    printed = call(shards_main, "cat", out, "--targets", "all", "--json").stdout
     row = json.loads(printed)
     assert row["targets"] == [False] + [True] * (row["tokens"] - 1)
-    failed = call(shards_main, "cat", tmp_path / "out", "--targets", "everything", expect=2)
+    failed = call(shards_main, "cat", out, "--targets", "everything", expect=2)
     assert "`targets`='everything': expected assistant, last, all" in failed.stderr
 
 
@@ -570,13 +576,11 @@ def test_html_marks_the_same_targets_and_escapes_texts(tmp_path: Path, tokenizer
         assert "`--html` marks targets" in call(shards_main, *wrong, "--html", expect=2).stderr
 
 
-def test_summary_names_what_the_template_removed(tmp_path: Path, tokenizer: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(json.dumps({"messages": THOUGHTFUL}) + "\n")
-    printed = make(corpus, tmp_path / "out", tokenizer).stdout
+def test_summary_names_what_the_template_removed(thoughtful: tuple[Path, str]) -> None:
+    out, printed = thoughtful
     assert "2 messages whose thinking the template removed" in printed
-    counts = Manifest.read(tmp_path / "out").counts
-    kinds = [Kind(kind) for kind in kinds_of(np.array(column(tmp_path / "out", "kinds")[0]))]
+    counts = Manifest.read(out).counts
+    kinds = [Kind(kind) for kind in kinds_of(np.array(column(out, "kinds")[0]))]
     assert counts
     assert all(counts[f"{kind.label}_tokens"] == kinds.count(kind) for kind in Kind)
 
@@ -599,16 +603,13 @@ def losses_of(model: Any, batch: Any) -> dict[int, float]:
     return found
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
-def test_packed_and_padded_losses_equal_those_alone(
-    family: str, tmp_path: Path, tokenizer: Path
-) -> None:
+def test_packed_and_padded_losses_equal_those_alone(tmp_path: Path, tokenizer: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     rows = [*SHORT, THOUGHTFUL, THOUGHTFUL[:5], SHORT[1] + SHORT[2]]
     corpus.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     make(corpus, tmp_path / "out", tokenizer)
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
+    config = transformers.Qwen3Config(
         vocab_size=Manifest.read(tmp_path / "out").tokenizer.vocabulary_size,
         hidden_size=32,
         intermediate_size=64,
@@ -617,7 +618,7 @@ def test_packed_and_padded_losses_equal_those_alone(
         num_key_value_heads=2,
         max_position_embeddings=512,
     )
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = transformers.Qwen3ForCausalLM(config).eval()
     found: list[dict[int, float]] = []
     policies: list[Batching] = [Fixed(1), Padded(1024), Packed(256, 2)]
     for batching in policies:
@@ -679,7 +680,7 @@ def test_conversations_of_one_shape_are_rendered_as_alone(operation: str) -> Non
     source = READING.replace("OPERATION", operation)
     draw = random.Random(operation)
     together = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
-    for _ in range(60):
+    for _ in range(25):
         texts = ["".join(draw.choices("ab c\n", k=draw.randint(0, 3))) for _ in range(2)]
         messages = [
             {"role": "user", "content": texts[0]},

@@ -141,15 +141,6 @@ def test_a_vocabulary_with_holes_counts_to_its_largest_id() -> None:
     assert (ids.dtype, ids.tolist(), lengths.tolist()) == (np.uint32, [70_000], [1])
 
 
-def test_what_is_no_tokenizer_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="x: is not a tokenizer"):
-        TextTokenizer.load(b'{"a": 1}', origin="x")
-    with pytest.raises(TokenizerError, match="empty vocabulary"):
-        loaded(Tokenizer(models.BPE()))
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot be read: No such file"):
-        fetch_tokenizer_json(str(tmp_path))
-
-
 def test_tokenizer_is_read_from_an_address(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,11 +186,10 @@ def _folder(path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_a_huge_file_is_not_the_whole_training_sample(tmp_path: Path) -> None:
-    (tmp_path / "huge.txt").write_text("zq " * 3_000_000)
+    (tmp_path / "huge.txt").write_text("zq " * 1_000_000)
     for index in range(40):
-        (tmp_path / f"small{index}.txt").write_text("ordinary words of a language " * 2000)
+        (tmp_path / f"small{index}.txt").write_text("ordinary words of a language " * 1000)
     units = cut_units(
         find_corpus((str(tmp_path),), out=Path("nowhere"), field="text").sources, 10**9
     )

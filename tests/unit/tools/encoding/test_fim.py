@@ -1,6 +1,5 @@
 """`--fim-rate`: documents are cut in three, and put together they are the documents again."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tokenfeed import pretokenize
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools import shards
+from tokenfeed.tools.encoding.fim import FillInMiddle
 
 NAMES = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 TEXTS = [f"def f{n}(x):\n    return x + {n}  # naïve 🎉 {n * 7919}\n" for n in range(600)]
@@ -89,45 +89,30 @@ def test_rows_put_together_are_the_documents(
 ) -> None:
     out = tmp_path_factory.mktemp("fim") / "out"
     options: dict[str, Any] = {"fim_rate": rate, "fim_spm_rate": spm, "seed": seed}
-    pretokenize(
+    made = pretokenize(
         [{"text": text} for text in texts], out, tokenizer=tokenizer, validation=0, **options
     )
     oracle = Tokenizer.from_file(str(tokenizer))
     found = [undone(row, oracle) for row in rows_of(out)]
     assert [text for _, text in found] == texts
+    num_cut = sum(layout != "plain" for layout, _ in found)
+    assert (made.manifest.counts or {}).get("fim_rows", 0) == num_cut
     if rate == 1:
         assert "plain" not in {layout for layout, _ in found}
     if spm == 1:
         assert "psm" not in {layout for layout, _ in found}
 
 
-def test_rates_are_the_shares_of_documents(tokenizer: Path, tmp_path: Path) -> None:
-    records = [{"text": text} for text in TEXTS]
-    out, oracle = tmp_path / "out", Tokenizer.from_file(str(tokenizer))
-    made = pretokenize(
-        records, out, tokenizer=tokenizer, validation=0, fim_rate=0.5, fim_spm_rate=0.25
-    )
-    shares = Counter(undone(row, oracle)[0] for row in rows_of(out))
-    assert shares["plain"] / len(TEXTS) == pytest.approx(0.5, abs=0.08)
-    assert shares["spm"] / (shares["spm"] + shares["psm"]) == pytest.approx(0.25, abs=0.08)
-    assert (made.manifest.counts or {})["fim_rows"] == shares["spm"] + shares["psm"]
-
-
-def test_cuts_are_spread_over_documents(tokenizer: Path, tmp_path: Path) -> None:
-    """The three parts of a document have the same length on average."""
-    oracle, out = Tokenizer.from_file(str(tokenizer)), tmp_path / "out"
-    text = "ab" * 300
-    records = [{"text": f"{text}{number}"} for number in range(400)]
-    pretokenize(records, out, tokenizer=tokenizer, validation=0, fim_rate=1.0, fim_spm_rate=0.0)
-    marks = [*map(oracle.token_to_id, NAMES)]
-    shares = []
-    for row in rows_of(out):
-        at = [row.index(mark) for mark in marks]
-        ends = (at[1], at[2], -1)
-        parts = [row[a + 1 : b] for a, b in zip(at, ends, strict=True)]
-        sizes = [len(oracle.decode(part)) for part in parts]
-        shares.append(np.array(sizes) / sum(sizes))
-    assert np.mean(shares, axis=0) == pytest.approx([1 / 3] * 3, abs=0.06)
+def test_shares_of_documents_and_parts_are_those_asked_for() -> None:
+    """On average, the three parts of a document have the same length."""
+    documents = [b"ab" * 300 + b"%d" % number for number in range(1000)]
+    made = FillInMiddle(rate=0.5, spm_rate=0.25, seed=0).arranged(documents)
+    assert np.mean(made.is_cut) == pytest.approx(0.5, abs=0.05)
+    sizes = np.array(made.sizes)  # 1: whole, 5: SPM, 6: PSM
+    assert (sizes == 5).sum() / (sizes > 1).sum() == pytest.approx(0.25, abs=0.06)
+    whole = FillInMiddle(rate=1.0, spm_rate=0.0, seed=0).arranged(documents)
+    parts = np.array([*map(len, whole.texts)]).reshape(-1, 3)
+    assert (parts / parts.sum(1, keepdims=True)).mean(0) == pytest.approx([1 / 3] * 3, abs=0.06)
 
 
 def test_seed_and_rate_decide_the_rows(tokenizer: Path, tmp_path: Path) -> None:

@@ -113,11 +113,8 @@ def test_ids_need_the_tokenizer_that_made_them(tmp_path: Path) -> None:
 
 
 POLICIES = [
-    Padded(64),
     Padded(16),
-    Padded(64, long_rows="truncate"),
     Fixed(3),
-    Packed(32, 2),
     Packed(32, 2, split=True),
     Packed(8, 2, long_rows="truncate"),
 ]
@@ -143,8 +140,7 @@ def records(draw: st.DrawFn) -> list[dict[str, list[Any]]]:
     ]
 
 
-@pytest.mark.slow
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(rows=records(), as_table=st.booleans())
 def test_batches_have_the_kept_numbers_of_each_token(
     tokenizer: Path, tmp_path_factory: pytest.TempPathFactory, rows: Any, as_table: bool
@@ -244,9 +240,8 @@ GENERATED = """{% for m in messages %}{{ m.role + ' : ' }}\
 {% else %}{{ m.content }}{% endif %} {% endfor %}"""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("template", [CHAT, GENERATED])
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     chats=st.lists(
         st.lists(st.tuples(st.integers(1, 4), st.integers(-100, 100)), min_size=2, max_size=6),
@@ -320,9 +315,8 @@ def test_messages_without_a_kept_number_reject_their_record(
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("field", ["loss_mask", "labels"])
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(rows=masks)
 def test_masked_ids_are_learnt_where_the_mask_says(
     tokenizer: Path, tmp_path_factory: pytest.TempPathFactory, field: str, rows: list[list[bool]]

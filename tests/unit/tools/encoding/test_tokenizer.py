@@ -39,6 +39,13 @@ def test_what_is_no_tokenizer_is_one_error(content: bytes) -> None:
         TextTokenizer.load(content, origin="my.json")
 
 
+def test_empty_vocabulary_or_missing_file_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"^my\.json: has an empty vocabulary"):
+        TextTokenizer.load(changed(vocab={}, merges=[]), origin="my.json")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot be read: No such file"):
+        fetch_tokenizer_json(str(tmp_path))
+
+
 def test_bpe_dropout_is_switched_off() -> None:
     ids = ReferenceEngine(TextTokenizer.load(changed(), origin="test")).encode(
         [b"the lazy dog"] * 50

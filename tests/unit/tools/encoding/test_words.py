@@ -1,5 +1,6 @@
 """Words that are encoded once have the ids that they have in a whole text."""
 
+import functools
 import itertools
 import json
 import random
@@ -32,6 +33,7 @@ PARTS = [
 FLAGS = ("clean_text", "handle_chinese_chars", "lowercase")
 
 
+@functools.cache
 def bert(**flags: Any) -> bytes:
     """A small tokenizer of BERT's kind."""
     tokenizer = Tokenizer(models.WordPiece({}, unk_token="[UNK]"))
@@ -61,14 +63,21 @@ def unused(texts: list[bytes]) -> Ragged:
     raise AssertionError(texts)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("values", list(itertools.product((False, True), repeat=3)), ids=str)
-@pytest.mark.parametrize("accents", [None, False, True], ids=str)
-def test_words_have_the_ids_of_whole_texts(values: tuple[bool, ...], accents: bool | None) -> None:
+COMBINATIONS = [
+    pytest.param(values, accents, marks=[] if number % 5 == 0 else pytest.mark.long)
+    for number, (*values, accents) in enumerate(
+        itertools.product(*3 * [(False, True)], (None, False, True))
+    )
+]
+"""All values of the flags, and of `strip_accents`."""
+
+
+@pytest.mark.parametrize(("values", "accents"), COMBINATIONS, ids=str)
+def test_words_have_the_ids_of_whole_texts(values: list[bool], accents: bool | None) -> None:
     flags = dict(zip(FLAGS, values, strict=True)) | {"strip_accents": accents}
     json_bytes = bert(**flags)
     for splits_special in (False, True):
-        texts = [*made_texts(random.Random(str(flags)), PARTS, 1500), b"", b" ", b"\n", b"."]
+        texts = [*made_texts(random.Random(str(flags)), PARTS, 600), b"", b" ", b"\n", b"."]
         made = engine(json_bytes, splits_special=splits_special)
         rows = [row.tolist() for _ in range(2) for row in made.encode(texts).rows()]
         assert rows == 2 * oracle(json_bytes, texts, splits_special=splits_special)
@@ -119,12 +128,16 @@ SPACED = [*("``", "\u2581", "\u2581 ", "<mask>", "\u0600", "\u0d4e", "\u00b4", "
 SPACED += ["\u0928\u094d", "\u041f\u0440", "\r\n", "\t", "\u00a0", "\u3000", "  ", "the", "Dog."]
 
 
-def unigram(normalizer: Any, pre_tokenizer: Any) -> bytes:
+@functools.cache
+def unigram(name: str, scheme: str) -> bytes:
     """A small tokenizer of the kind of T5, XLM-R and ALBERT."""
     tokenizer = Tokenizer(models.Unigram())
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = pre_tokenizer
+    if NORMALIZERS[name] is not None:
+        tokenizer.normalizer = NORMALIZERS[name]
+    steps = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if scheme != "after a split":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     trainer = trainers.UnigramTrainer(
         vocab_size=1200, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
     )
@@ -134,18 +147,19 @@ def unigram(normalizer: Any, pre_tokenizer: Any) -> bytes:
     return tokenizer.to_str().encode()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NORMALIZERS)
-@pytest.mark.parametrize("scheme", ["always", "first", "never", "after a split"])
+SCHEMES = ("always", "first", "never", "after a split")
+TOKENIZERS = [
+    pytest.param(name, scheme, marks=[] if number in (0, 5, 10, 7) else pytest.mark.long)
+    for number, (name, scheme) in enumerate(itertools.product(NORMALIZERS, SCHEMES))
+]
+
+
+@pytest.mark.parametrize(("name", "scheme"), TOKENIZERS)
 def test_spaced_words_have_the_ids_of_whole_texts(name: str, scheme: str) -> None:
-    steps = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
-    pre = pre_tokenizers.Sequence(steps)
-    if scheme != "after a split":
-        pre = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    json_bytes = unigram(NORMALIZERS[name], pre)
+    json_bytes = unigram(name, scheme)
     draw = random.Random(scheme)
-    texts = made_texts(draw, PARTS + SPACED, 300)
-    spaced = (draw.choices(PARTS + SPACED, k=draw.randint(1, 8)) for _ in range(1200))
+    texts = made_texts(draw, PARTS + SPACED, 150)
+    spaced = (draw.choices(PARTS + SPACED, k=draw.randint(1, 8)) for _ in range(600))
     texts += [*(" ".join(words).encode() for words in spaced), b"", b" ", b"  ", b" a", b"a "]
     for splits_special in (False, True):
         made = engine(json_bytes, splits_special=splits_special)
@@ -165,8 +179,7 @@ def test_spaced_words_have_the_ids_of_whole_texts(name: str, scheme: str) -> Non
     ],
 )
 def test_other_unigram_tokenizers_have_no_words(parts: Any, token: AddedToken | None) -> None:
-    json_bytes = unigram(None, pre_tokenizers.Metaspace())
-    made = Tokenizer.from_buffer(changed(json_bytes, **parts))
+    made = Tokenizer.from_buffer(changed(unigram("none", "always"), **parts))
     if token:
         made.add_tokens([token])
     loaded = TextTokenizer.load(made.to_str().encode(), origin="test")
