@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +9,7 @@ from types import ModuleType
 
 import pytest
 import xxhash
-from support import commands, warm
-from support.commands import kill_at, records_in, start
+from support.commands import error_of, kill_at, records_in, run, run_json
 from support.data_sets import files_of
 from support.false_engine import FALSE_ENGINE, sampled_document, write_corpus
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -21,24 +19,27 @@ from tokenfeed.tools.encoding.audit import Answers
 from tokenfeed.tools.encoding.engines import EngineFailure, FastEngine, ReferenceEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-COMMAND = ("-m", "tokenfeed.tools.pretokenize")
+UseEngine = Callable[[str], None]
+BROKEN = 'raise ImportError("no such library")'
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment in which `import gigatoken` finds the false engine."""
-    (tmp_path / "fake").mkdir()
-    (tmp_path / "fake/gigatoken.py").write_text(FALSE_ENGINE)
-    paths = [str(tmp_path / "fake"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+def use_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> UseEngine:
+    """Has `import gigatoken` find a module of the given source, here and in other processes."""
+    before = os.environ.get("PYTHONPATH", "")
 
+    def use(source: str) -> None:
+        folder = tmp_path / f"engine {xxhash.xxh3_64_hexdigest(source.encode())}"
+        folder.mkdir(exist_ok=True)
+        (folder / "gigatoken.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", f"{folder}:{before}")
+        monkeypatch.syspath_prepend(folder)
+        module = ModuleType("gigatoken")
+        if source != BROKEN:
+            exec(source, module.__dict__)
+        monkeypatch.setitem(sys.modules, "gigatoken", module if source != BROKEN else None)  # type: ignore[arg-type]
 
-def run(
-    environment: dict[str, str], *arguments: object, expect: int = 0
-) -> subprocess.CompletedProcess[str]:
-    result = warm.run([*COMMAND, *arguments], env=environment)
-    assert result.returncode == expect, result.stderr
-    return result
+    return use
 
 
 def shards_of(folder: Path) -> dict[str, bytes]:
@@ -58,7 +59,7 @@ def shards_of(folder: Path) -> dict[str, bytes]:
 )
 def test_an_engine_that_is_wrong_once_makes_no_id_of_the_data_set(
     tmp_path: Path,
-    environment: dict[str, str],
+    use_engine: UseEngine,
     byte_level: Tokenizer,
     extra: str,
     crews: tuple[int, ...],
@@ -66,11 +67,12 @@ def test_an_engine_that_is_wrong_once_makes_no_id_of_the_data_set(
     byte_level.save(str(tmp_path / "tokenizer.json"))
     corpus = write_corpus(tmp_path / "corpus", extra)
     options = ("--tokenizer", tmp_path, "--shard-size", "60KB", "--validation", "0.1")
-    commands.run(corpus, tmp_path / "right", *options, "--engine", "tokenizers")
+    run(corpus, tmp_path / "right", *options, "--engine", "tokenizers", "--workers", 1)
+    use_engine(FALSE_ENGINE)
     manifests = []
     for workers in crews:
         out = tmp_path / f"out{workers}"
-        result = run(environment, corpus, out, *options, "--workers", workers)
+        result = run(corpus, out, *options, "--workers", workers)
         assert "`tokenizers` encodes everything" in result.stderr
         assert shards_of(out) == shards_of(tmp_path / "right")
         manifests.append((out / "manifest.json").read_bytes())
@@ -79,21 +81,19 @@ def test_an_engine_that_is_wrong_once_makes_no_id_of_the_data_set(
     assert made.engine == "tokenizers"
     assert made.audited > 300
     assert made.differences == (0 if "PANIC" in extra else 1)
-    message = run(
-        environment, corpus, tmp_path / "forced", *options, "--engine", "gigatoken", expect=1
-    ).stderr
-    assert "Leave it out" in message.splitlines()[-1]
+    if crews == (1,):
+        forced = ("--engine", "gigatoken", "--workers", 1)
+        assert "Leave it out" in error_of(corpus, tmp_path / "forced", *options, *forced)
 
 
 def test_an_engine_that_is_right_is_used_and_its_audit_kept(
-    tmp_path: Path, environment: dict[str, str], byte_level: Tokenizer
+    tmp_path: Path, byte_level: Tokenizer
 ) -> None:
     byte_level.save(str(tmp_path / "tokenizer.json"))
     corpus = write_corpus(tmp_path / "corpus", sampled_document("nothing"))
-    for name, env in {"false": environment, "real": dict(os.environ)}.items():
-        run(env, corpus, tmp_path / name, "--tokenizer", tmp_path)
-    commands.run(corpus, tmp_path / "right", "--tokenizer", tmp_path, "--engine", "tokenizers")
-    assert shards_of(tmp_path / "false") == shards_of(tmp_path / "real")
+    options = ("--tokenizer", tmp_path, "--workers", 1)
+    run(corpus, tmp_path / "right", *options, "--engine", "tokenizers")
+    run(corpus, tmp_path / "real", *options)
     assert shards_of(tmp_path / "real") == shards_of(tmp_path / "right")
     made = Manifest.read(tmp_path / "real").tokenizer
     assert (made.engine, made.differences) == ("gigatoken", 0)
@@ -101,19 +101,16 @@ def test_an_engine_that_is_right_is_used_and_its_audit_kept(
     assert Manifest.read(tmp_path / "right").tokenizer.audited == 0
 
 
-@pytest.mark.parametrize("policy", ["plain", "split"])
-def test_special_tokens_in_text_become_what_was_asked_for(
-    tmp_path: Path, byte_level: Tokenizer, policy: str
-) -> None:
+def test_special_tokens_in_text_become_their_ids(tmp_path: Path, byte_level: Tokenizer) -> None:
     byte_level.save(str(tmp_path / "tokenizer.json"))
     corpus = write_corpus(tmp_path / "corpus", "forged <|endoftext|> end")
     for engine in ("tokenizers", "gigatoken"):
-        options = ("--tokenizer", tmp_path, "--engine", engine, "--special-tokens-in-text", policy)
-        commands.run(corpus, tmp_path / engine, *options)
+        options = ("--tokenizer", tmp_path, "--engine", engine, "--special-tokens-in-text", "split")
+        run(corpus, tmp_path / engine, *options, "--workers", 1)
     made = shards_of(tmp_path / "tokenizers")
     assert made == shards_of(tmp_path / "gigatoken")
     manifest = Manifest.read(tmp_path / "tokenizers")
-    assert manifest.tokenizer.special_tokens_in_text == policy
+    assert manifest.tokenizer.special_tokens_in_text == "split"
 
 
 def test_what_the_tokenizer_cannot_encode_is_a_reject(tmp_path: Path) -> None:
@@ -122,7 +119,7 @@ def test_what_the_tokenizer_cannot_encode_is_a_reject(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "in.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n{"text": "b"}\n')
     given = (tmp_path / "in.jsonl", tmp_path / "out", "--tokenizer", tmp_path)
-    summary = commands.run_json(*given)
+    summary = run_json(*given)
     assert (summary["documents"], summary["rejected"]) == (2, 1)
     (reject,) = map(json.loads, (tmp_path / "out/rejects.jsonl").read_text().splitlines())
     assert (reject["line"], reject["record"]) == (2, 1)
@@ -130,15 +127,16 @@ def test_what_the_tokenizer_cannot_encode_is_a_reject(tmp_path: Path) -> None:
 
 
 def test_verified_ids_are_those_of_every_text(
-    tmp_path: Path, environment: dict[str, str], byte_level: Tokenizer
+    tmp_path: Path, use_engine: UseEngine, byte_level: Tokenizer
 ) -> None:
+    use_engine(FALSE_ENGINE)
     byte_level.save(str(tmp_path / "tokenizer.json"))
     hidden = f"{'the lazy dog ' * 8_000}LIE"
     assert xxhash.xxh3_64_intdigest(hidden.encode()) % 1000
-    options = ("--tokenizer", tmp_path, "--shard-size", "60KB", "--verify-ids")
+    options = ("--tokenizer", tmp_path, "--shard-size", "60KB", "--workers", 1, "--verify-ids")
     for name, extra in {"right": "nothing", "wrong": hidden}.items():
         corpus = write_corpus(tmp_path / f"in {name}", extra)
-        result = run(environment, corpus, tmp_path / name, *options)
+        result = run(corpus, tmp_path / name, *options)
         assert ("every text compared with `tokenizers`, 0 with other ids" in result.stdout) == (
             name == "right"
         )
@@ -150,7 +148,7 @@ def test_verified_ids_are_those_of_every_text(
 
 def test_verifying_is_refused_where_nothing_is_to_be_verified(tmp_path: Path) -> None:
     options = ("--engine", "tokenizers", "--verify-ids")
-    message = commands.error_of(tmp_path, tmp_path / "out", *options, expect=2)
+    message = error_of(tmp_path, tmp_path / "out", *options, expect=2)
     assert "`--verify-ids` compares with the ids of `--engine tokenizers`" in message
 
 
@@ -163,8 +161,8 @@ def test_routed_texts_are_counted_and_a_matter_of_the_input_alone(
     corpus = write_corpus(tmp_path / "corpus", "nothing")
     options = ("--tokenizer", tmp_path, "--shard-size", "60KB")
     for workers in (1, 2):
-        commands.run(corpus, tmp_path / f"{workers}", *options, "--workers", workers)
-    commands.run(corpus, tmp_path / "right", *options, "--engine", "tokenizers")
+        run(corpus, tmp_path / f"{workers}", *options, "--workers", workers)
+    run(corpus, tmp_path / "right", *options, "--engine", "tokenizers", "--workers", 1)
     assert shards_of(tmp_path / "1") == shards_of(tmp_path / "2") == shards_of(tmp_path / "right")
     tokenizer = Manifest.read(tmp_path / "1").tokenizer
     assert tokenizer.engine == "gigatoken"
@@ -172,8 +170,6 @@ def test_routed_texts_are_counted_and_a_matter_of_the_input_alone(
     assert Manifest.read(tmp_path / "2") == Manifest.read(tmp_path / "1")
 
 
-Engines = Callable[[str], None]
-BROKEN = 'raise ImportError("no such library")'
 LIES = {
     "an id beyond the vocabulary": ("ids[::-1]", "[token + 60_000 for token in ids]"),
     "an id that fits the vocabulary once it is cut": ("ids[::-1]", "[i + 65_536 for i in ids]"),
@@ -186,29 +182,12 @@ LIES = {
 }
 
 
-@pytest.fixture
-def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engines:
-    """Has `import gigatoken` find a module that consists of what is given."""
-    before = os.environ.get("PYTHONPATH", "")
-
-    def use(source: str) -> None:
-        folder = tmp_path / f"engine {xxhash.xxh3_64_hexdigest(source.encode())}"
-        folder.mkdir(exist_ok=True)
-        (folder / "gigatoken.py").write_text(source)
-        monkeypatch.setenv("PYTHONPATH", f"{folder}:{before}")
-
-    return use
-
-
 @pytest.mark.parametrize("lie", LIES)
 def test_an_answer_that_no_array_can_hold_is_a_breakdown(
-    tokenizer: Path, monkeypatch: pytest.MonkeyPatch, lie: str
+    tokenizer: Path, use_engine: UseEngine, lie: str
 ) -> None:
-    before, after = LIES[lie]
-    assert before in FALSE_ENGINE
-    false = ModuleType("gigatoken")
-    exec(FALSE_ENGINE.replace(before, after), false.__dict__)
-    monkeypatch.setitem(sys.modules, "gigatoken", false)
+    assert LIES[lie][0] in FALSE_ENGINE
+    use_engine(FALSE_ENGINE.replace(*LIES[lie]))
     loaded = TextTokenizer.load(tokenizer.read_bytes(), origin="test")
     engine = FastEngine.from_tokenizer(loaded)
     with pytest.raises(EngineFailure):
@@ -217,35 +196,18 @@ def test_an_answer_that_no_array_can_hold_is_a_breakdown(
     assert b"LIE" in Answers.from_engine(engine, texts).differing(ReferenceEngine(loaded))
 
 
-def test_an_id_beyond_the_vocabulary_has_the_reference_do_the_work(
-    tmp_path: Path, tokenizer: Path, engines: Engines
-) -> None:
-    engines(FALSE_ENGINE.replace(*LIES["an id beyond the vocabulary"]))
-    corpus = write_corpus(tmp_path / "corpus", "LIE")
-    options = ("--tokenizer", tokenizer, "--shard-size", "60KB", "--validation", "0")
-    said = start(corpus, tmp_path / "out", *options, "--workers", "2").stderr
-    assert "`tokenizers` encodes everything" in said.splitlines()[-1]
-    commands.run(corpus, tmp_path / "right", *options, "--engine", "tokenizers")
-    assert files_of(tmp_path / "out/train") == files_of(tmp_path / "right/train")
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [(FALSE_ENGINE, BROKEN), pytest.param(BROKEN, FALSE_ENGINE, marks=pytest.mark.slow)],
-    ids=["lost", "found"],
-)
 def test_units_count_only_for_the_engine_that_made_them(
-    tmp_path: Path, tokenizer: Path, engines: Engines, first: str, then: str
+    tmp_path: Path, tokenizer: Path, use_engine: UseEngine
 ) -> None:
-    corpus = write_corpus(tmp_path / "corpus", "LIE" if then is BROKEN else "nothing")
+    corpus = write_corpus(tmp_path / "corpus", "LIE")
     options = ("--tokenizer", tokenizer, "--shard-size", "60KB", "--workers", "1")
-    engines(then)
-    start(corpus, tmp_path / "expected", *options)
-    engines(first)
+    use_engine(BROKEN)
+    run(corpus, tmp_path / "expected", *options)
+    use_engine(FALSE_ENGINE)
     out = tmp_path / "out"
-    moment = 13 if first is BROKEN else 22  # job, plan, tokenizer, audit if any, and a record
+    moment = 22  # job, plan, tokenizer, audit and a record
     assert kill_at(moment, "pretokenize", corpus, out, *options)
     assert records_in(out)
-    engines(then)
-    start(corpus, out, *options)
+    use_engine(BROKEN)
+    run(corpus, out, *options)
     assert files_of(out) == files_of(tmp_path / "expected")
