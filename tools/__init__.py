@@ -1,1 +1,1 @@
-"""What people run: `pretokenize`, `train` and `shards`, and the parts they are made of."""
+"""The commands: `pretokenize`, `shards`, `train`, `report` and `doctor`."""

@@ -1,4 +1,4 @@
-"""The command `tokenfeed`: all commands of the package under one name, which nothing else takes.
+"""The command `tokenfeed`, with all commands of the package as subcommands.
 
 This file imports nothing of a command until the command is known, so that --help takes no time.
 """

@@ -1,4 +1,4 @@
-"""Entry point of the `shards` command. `shards_command` has its subcommands.
+"""Entry point of the `shards` command. `data_sets.command` has its subcommands.
 
 This file imports little, so that the handler for Ctrl-C is installed at once.
 """

@@ -1,4 +1,4 @@
-"""Kinds: why each token of a conversation is there, and which tokens a loss counts.
+"""Kinds: the role of each token in a conversation, and which tokens a loss counts.
 
 A shard of conversations has one byte per token. Bits 0 to 2 are the kind, bit 7 marks the first
 token of a message, bit 6 marks the tokens of a rejected conversation, and the other bits are 0. The

@@ -1,4 +1,4 @@
-"""Length bands: neighbours in length become training steps, and a shuffle decides which rows meet.
+"""Length bands: put rows of similar length into a step, and shuffle the rows within a band.
 
 Padding is least if rows are sorted by length and cut into steps. But then a data set of one window
 would have the same steps in every epoch, and where length depends on the label, steps of one label.

@@ -1,4 +1,4 @@
-"""Stages: a list that says what a run reads, whose future may change at any window.
+"""Stages: parts of a run with their own weights. Stages that a run has not read may still change.
 
     [Stage({"prose/": 0.8, "code/": 0.2}, until_tokens=10_000_000_000),
      Stage({"prose/": 0.5, "math/": 0.5})]

@@ -1,4 +1,5 @@
-"""The clients of a process, one per store, made at the first use; and what their errors mean.
+"""The clients of a process: one per store, created at the first use; and the meaning of their
+errors.
 
 Clients take their credentials from the same places as the store's own tools. A missing object or
 missing permission is an error at once. Everything else may be temporary, so the request is

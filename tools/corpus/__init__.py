@@ -1,1 +1,1 @@
-"""What there is to read: find the input files, cut them into units, read their records."""
+"""The corpus: find the input files, cut them into units, read their records."""

@@ -1,4 +1,4 @@
-"""`shards adopt FILE... OUT --tokenizer T`: make a data set of flat token files, in place.
+"""`shards adopt FILE... OUT --tokenizer T`: make a data set from token files, in place.
 
 The tokens stay in their files: each shard is a stitched file, which the loader reads like any
 other. One pass reads every token once, to find the ends of rows, to compare ids with the

@@ -1,1 +1,1 @@
-"""Texts into ids: tokenizers, the engines that run them, and what each task makes of a record."""
+"""From texts to ids: tokenizers, the engines that run them, and the encoder of each task."""

@@ -1,4 +1,4 @@
-"""Which tokenizers the fast engine is trusted with, part by part.
+"""The parts of tokenizers for which tests found that both engines give the same ids.
 
 A tokenizer.json is parsed into the types below. They allow the keys and values for which tests
 found the same ids with the fast engine and the reference, in thousands of generated texts for each

@@ -1,4 +1,4 @@
-"""Fill in the middle: documents cut in three, so that a model learns to write what is between.
+"""Fill in the middle: documents cut in three, so that a model learns to write the middle.
 
     PSM    <prefix> PREFIX <suffix> SUFFIX <middle> MIDDLE
     SPM    <prefix> <suffix> SUFFIX <middle> PREFIX MIDDLE

@@ -1,1 +1,2 @@
-"""A run of `pretokenize`: its input, who encodes it, and the data set that is left at the end."""
+"""A run of `pretokenize`: its options, its input, the encoding of units, and the finished data
+set."""

@@ -1,4 +1,4 @@
-"""Hold Ctrl-C and SIGTERM back while something runs that an exception must not break into."""
+"""Delay Ctrl-C and SIGTERM while code runs that must not be interrupted."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""Upload a run in a thread. The training loop does not wait for it and does not end by it.
+"""Upload a run in a thread. The training loop does not wait for uploads, and survives their errors.
 
 The thread uploads the best checkpoint, then the latest, so that a run that resumes there knows the
 best. Checkpoints written meanwhile are skipped, except the latest. A checkpoint stays on the disk

@@ -1,4 +1,4 @@
-"""A model that each rank has whole: torch's DistributedDataParallel, with sums in place of means.
+"""Data parallelism by torch's DistributedDataParallel, with sums of gradients in place of means.
 
 Gradients are summed over ranks bucket by bucket, while the backward pass goes on. What is left to
 wait for when the last gradient is computed is communication for the stall meter.

@@ -1,4 +1,4 @@
-"""Layers that keep less for the backward pass, and compute the rest again when it comes.
+"""Layers that store less for the backward pass, and compute the rest again in that pass.
 
     none        everything is kept
     selective   matrix products and attention are kept; norms, activations and sums are computed

@@ -1,4 +1,4 @@
-"""A model of `transformers` is tried before it is trained: whether it keeps documents apart.
+"""Check before training that a model of `transformers` keeps documents apart.
 
 Names and configs do not tell: a layer with a state, a convolution, positions of its own or a mask
 left out would mix documents, and only the loss would know. A row of two documents must give what

@@ -1,4 +1,4 @@
-"""LoRA by `peft`: small matrices beside those of a model, which stay as they are.
+"""LoRA by `peft`: train small matrices beside the frozen weights of a model.
 
 Trained are these adapters, and the head of a task that the model was not made for. So a checkpoint
 holds a few megabytes, and the moments of the optimizer as few.

@@ -1,4 +1,4 @@
-"""Stall: time in which the device has nothing of the training to run, by cause, with an error bar.
+"""Stall: time in which the device has no training work to run, by cause, with an error bar.
 
     meter        StallMeter: the marks of a loop
     causes       what a device may wait for, with thresholds and remedies

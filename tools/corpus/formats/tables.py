@@ -1,4 +1,4 @@
-"""Tables, whatever file they are in: columns as Arrow arrays become records.
+"""Tables in files of any format: their columns, as Arrow arrays, become records.
 
 A column whose values are all sound is turned into Python values at once; where one is null, invalid
 or of another kind, the batch is checked row by row. A table is read and cut by groups of rows: the
