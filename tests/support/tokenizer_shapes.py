@@ -101,10 +101,7 @@ MODEL_OPTIONS = (
 
 
 def _sequence(name: str, steps: tuple[Any, ...]) -> dict[str, Any] | None:
-    made = [json.loads(shapes.msgspec.json.encode(step)) for step in steps]
-    for step in made:
-        if isinstance(pattern := step.get("pattern"), dict):
-            step["pattern"] = {key: text for key, text in pattern.items() if text is not None}
+    made = [*map(json.loads, steps)]
     if len(made) < 2:
         return made[0] if made else None
     return {"type": "Sequence", name: made}

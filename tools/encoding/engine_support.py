@@ -11,6 +11,7 @@ their order does not matter: earlier merges leave only one pair for its text. Th
 hundreds of thousands of strings, so they use set operations.
 """
 
+import json
 import re
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -126,80 +127,27 @@ _LONGEST_TOKEN = 256
 """Characters of an added token. Longer tokens may exceed the memory of a regular expression."""
 
 
-class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
-    """A part of a tokenizer.json with a type."""
+Step = str
+"""A step of a normalizer or a pre-tokenizer: its JSON with sorted keys."""
 
 
-class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A string or a regex to search for."""
-
-    String: str | None = None
-    Regex: str | None = None
-
-
-class NFC(_Part, frozen=True, tag="NFC"):
-    """Normalization to NFC: characters are composed with their marks."""
+def step_of(part: Any) -> Step:
+    """Return a part of a tokenizer.json as a step, without options that only change offsets."""
+    if isinstance(part, dict) and part.get("type") == "ByteLevel":
+        part = {"use_regex": True, **part, "trim_offsets": True}  # old files lack `use_regex`
+    return json.dumps(part, sort_keys=True, ensure_ascii=False)
 
 
-class Prepend(_Part, frozen=True, tag="Prepend"):
-    """A string before each text."""
+def _steps(part: Any, name: str) -> tuple[Step, ...]:
+    """Return the steps of a normalizer or a pre-tokenizer, with nested sequences flattened.
 
-    prepend: str
-
-
-class Replace(_Part, frozen=True, tag="Replace"):
-    """A replacement of a pattern."""
-
-    pattern: Pattern
-    content: str
-
-
-class Normalizers(_Part, frozen=True, tag="Sequence"):
-    """Steps one after the other."""
-
-    normalizers: "tuple[Normalizer, ...]"
-
-
-Normalizer = NFC | Prepend | Replace | Normalizers
-
-
-class ByteLevel(_Part, frozen=True, tag="ByteLevel"):
-    """A letter for each byte."""
-
-    add_prefix_space: bool
-    trim_offsets: bool = True
-    use_regex: bool = True
-
-
-class Split(_Part, frozen=True, tag="Split"):
-    """A split at each match of a pattern."""
-
-    pattern: Pattern
-    behavior: Literal["Isolated", "Removed", "MergedWithPrevious"]
-    invert: bool
-
-
-class Metaspace(_Part, frozen=True, tag="Metaspace"):
-    """Marks instead of spaces, as SentencePiece writes them."""
-
-    replacement: Literal["\u2581"]
-    prepend_scheme: Literal["always", "first", "never"]
-    split: bool
-
-
-class PreTokenizers(_Part, frozen=True, tag="Sequence"):
-    """Steps one after the other."""
-
-    pretokenizers: "tuple[PreTokenizer, ...]"
-
-
-class Digits(_Part, frozen=True, tag="Digits"):
-    """A split around each digit."""
-
-    individual_digits: Literal[True]
-
-
-PreTokenizer = ByteLevel | Split | Metaspace | Digits | PreTokenizers
+    Args:
+        part: The part of the tokenizer.json.
+        name: The key of the steps of a sequence.
+    """
+    if isinstance(part, dict) and part.keys() == {"type", name} and part["type"] == "Sequence":
+        return tuple(step for inner in part[name] for step in _steps(inner, name))
+    return (step_of(part),)
 
 
 class AddedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -237,15 +185,16 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     truncation: Any = None
     padding: Any = None
     added_tokens: tuple[AddedToken, ...] | None = None
-    normalizer: Normalizer | None = None
-    pre_tokenizer: PreTokenizer | None = None
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
     post_processor: Any = None
     decoder: Any = None
 
 
-GPT_2 = ByteLevel(add_prefix_space=False)
-_GPT_2_PREFIXED = ByteLevel(add_prefix_space=True)
-_BYTES = ByteLevel(add_prefix_space=False, use_regex=False)
+GPT_2 = step_of({"type": "ByteLevel", "add_prefix_space": False})
+_GPT_2_PREFIXED = step_of({"type": "ByteLevel", "add_prefix_space": True})
+_BYTES = step_of({"type": "ByteLevel", "add_prefix_space": False, "use_regex": False})
+_DIGITS = step_of({"type": "Digits", "individual_digits": True})
 
 _APART = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACE = r"\s+(?!\S)|\s+"
@@ -279,11 +228,13 @@ REGEXES: dict[str, tuple[str, ...]] = {
 character, so an inverted Removed splits like Isolated."""
 
 
-def split_steps(
-    regexes: tuple[str, ...], behavior: Any, *, invert: bool
-) -> tuple[PreTokenizer, ...]:
+def _split(pattern: dict[str, str], behavior: str, *, invert: bool = False) -> Step:
+    return step_of({"type": "Split", "pattern": pattern, "behavior": behavior, "invert": invert})
+
+
+def split_steps(regexes: tuple[str, ...], behavior: str, *, invert: bool) -> tuple[Step, ...]:
     """Return steps that split by each regex, then the ByteLevel step."""
-    return (*(Split(Pattern(Regex=regex), behavior, invert) for regex in regexes), _BYTES)
+    return (*(_split({"Regex": regex}, behavior, invert=invert) for regex in regexes), _BYTES)
 
 
 _OPEN_AI = (
@@ -297,20 +248,20 @@ GPT_4, NANOCHAT = _OPEN_AI % 3, _OPEN_AI % 2
 class Substitute(NamedTuple):
     """The replacement for a pre-tokenizer that the fast engine lacks, with the same ids."""
 
-    pre_tokenizer: tuple[PreTokenizer, ...]
+    pre_tokenizer: tuple[Step, ...]
     """Steps that the fast engine has."""
     digits: Literal[0, 1, 2] = 0
     """Digits per piece, if texts are cut at numbers before they are encoded; 0: no cuts."""
 
 
-def _substitutes() -> dict[tuple[PreTokenizer, ...], Substitute]:
+def _substitutes() -> dict[tuple[Step, ...], Substitute]:
     """Return the pre-tokenizers that the fast engine lacks.
 
     Llama 3's regex ends with `\\s*[\\r\\n]+`. Without this `+`, it cuts at the same places: `\\s*`
     is greedy, so both spellings match up to the last line break of a run of white space.
     """
-    found: dict[tuple[PreTokenizer, ...], Substitute] = {}
-    found[Digits(True), GPT_2] = Substitute((GPT_2,), 1)
+    found: dict[tuple[Step, ...], Substitute] = {}
+    found[_DIGITS, GPT_2] = Substitute((GPT_2,), 1)
     (llama_3,) = REGEXES["Llama 3, OLMo 2"]
     spellings: dict[str, Literal[0, 2]] = {
         llama_3.replace(r"[\r\n]+|\s+(", r"[\r\n]|\s+("): 0,
@@ -326,12 +277,21 @@ def _substitutes() -> dict[tuple[PreTokenizer, ...], Substitute]:
 
 SUBSTITUTES = _substitutes()
 
-SPACES = Replace(Pattern(String=" "), _MARK)
-NORMALIZERS: dict[TokenizerKind, set[tuple[Normalizer, ...]]] = {
-    "byte-level": {(), (NFC(),)},
-    "SentencePiece": {(), (SPACES,), (Prepend(_MARK), SPACES)},
+NFC = step_of({"type": "NFC"})
+PREPEND = step_of({"type": "Prepend", "prepend": _MARK})
+SPACES = step_of({"type": "Replace", "pattern": {"String": " "}, "content": _MARK})
+NORMALIZERS: dict[TokenizerKind, set[tuple[Step, ...]]] = {
+    "byte-level": {(), (NFC,)},
+    "SentencePiece": {(), (SPACES,), (PREPEND, SPACES)},
 }
-PRE_TOKENIZERS: dict[TokenizerKind, set[tuple[PreTokenizer, ...]]] = {
+_AT_SPACES = (_split({"String": " "}, "MergedWithPrevious"),)
+_METASPACE = {"type": "Metaspace", "replacement": _MARK}
+_METASPACES = {
+    (step_of(_METASPACE | {"prepend_scheme": scheme, "split": split}),)
+    for scheme in ("always", "first", "never")
+    for split in (False, True)
+}
+PRE_TOKENIZERS: dict[TokenizerKind, set[tuple[Step, ...]]] = {
     "byte-level": {
         (GPT_2,),
         (_GPT_2_PREFIXED,),
@@ -343,15 +303,7 @@ PRE_TOKENIZERS: dict[TokenizerKind, set[tuple[PreTokenizer, ...]]] = {
         ),
         *SUBSTITUTES,
     },
-    "SentencePiece": {
-        (),
-        (Split(Pattern(String=" "), "MergedWithPrevious", False),),
-        *(
-            (Metaspace("\u2581", scheme, split),)
-            for scheme in ("always", "first", "never")
-            for split in (False, True)
-        ),
-    },
+    "SentencePiece": {(), _AT_SPACES, *_METASPACES},
 }
 """The table of shapes: any normalizer of a kind with any pre-tokenizer of this kind, except for the
 combinations that `_check_together` rejects. Sequences are flattened. Options that only change
@@ -364,8 +316,8 @@ class Shape(msgspec.Struct, frozen=True):
     kind: TokenizerKind
     model: Model
     added_tokens: tuple[AddedToken, ...]
-    normalizer: tuple[Normalizer, ...]
-    pre_tokenizer: tuple[PreTokenizer, ...]
+    normalizer: tuple[Step, ...]
+    pre_tokenizer: tuple[Step, ...]
 
     @classmethod
     def from_json(cls, json_bytes: bytes) -> "Shape":
@@ -383,8 +335,8 @@ class Shape(msgspec.Struct, frozen=True):
             kind,
             file.model,
             file.added_tokens or (),
-            _normalizers(file.normalizer),
-            _pre_tokenizers(file.pre_tokenizer),
+            _steps(file.normalizer, "normalizers") if file.normalizer else (),
+            _steps(file.pre_tokenizer, "pretokenizers") if file.pre_tokenizer else (),
         )
         shape._check()
         return shape
@@ -408,12 +360,9 @@ class Shape(msgspec.Struct, frozen=True):
         model, contents = self.model, [token.content for token in self.added_tokens]
         if self.kind == "SentencePiece" and model.ignore_merges:
             raise Unproved("`ignore_merges` of a SentencePiece tokenizer")
-        if self.kind == "SentencePiece" and (
-            any(isinstance(step, Split) for step in self.pre_tokenizer)
-            and self.normalizer != (SPACES,)
-        ):
+        if self.pre_tokenizer == _AT_SPACES and self.normalizer != (SPACES,):
             raise Unproved("a Split at spaces which no normalizer has replaced")
-        if self.normalizer and any(isinstance(step, Metaspace) for step in self.pre_tokenizer):
+        if self.normalizer and self.pre_tokenizer in _METASPACES:
             raise Unproved("Metaspace after a normalizer")
         if self.kind == "SentencePiece" and not (self.normalizer or self.pre_tokenizer):
             raise Unproved("a SentencePiece tokenizer that does nothing about spaces")
@@ -421,7 +370,7 @@ class Shape(msgspec.Struct, frozen=True):
             raise Unproved("added tokens that are empty, or there twice")
         if any(len(text) > _LONGEST_TOKEN for text in contents):
             raise Unproved(f"an added token of more than {_LONGEST_TOKEN} characters")
-        if NFC() in self.normalizer and not all(
+        if NFC in self.normalizer and not all(
             is_normalized("NFC", token.content) for token in self.added_tokens
         ):
             raise Unproved("an added token that the normalizer would change")
@@ -429,22 +378,6 @@ class Shape(msgspec.Struct, frozen=True):
             raise Unproved("`add_prefix_space` beside an added token that begins with a space")
 
 
-def _normalizers(part: Normalizer | None) -> tuple[Normalizer, ...]:
-    """Return the steps of a normalizer, with nested sequences flattened."""
-    if isinstance(part, Normalizers):
-        return tuple(step for inner in part.normalizers for step in _normalizers(inner))
-    return () if part is None else (part,)
-
-
-def _pre_tokenizers(part: PreTokenizer | None) -> tuple[PreTokenizer, ...]:
-    """Return the steps of a pre-tokenizer, flattened, without options that only change offsets."""
-    if isinstance(part, PreTokenizers):
-        return tuple(step for inner in part.pretokenizers for step in _pre_tokenizers(inner))
-    if isinstance(part, ByteLevel):
-        return (ByteLevel(part.add_prefix_space, use_regex=part.use_regex),)
-    return () if part is None else (part,)
-
-
-def _words(steps: tuple[Normalizer, ...] | tuple[PreTokenizer, ...]) -> str:
-    """Return steps as one line of JSON, as the file contains them."""
-    return " then ".join(msgspec.json.encode(step).decode()[:120] for step in steps) or "(none)"
+def _words(steps: tuple[Step, ...]) -> str:
+    """Return steps as one line."""
+    return " then ".join(step[:120] for step in steps) or "(none)"

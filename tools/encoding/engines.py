@@ -8,6 +8,7 @@ for the shape of the tokenizer and the installed versions. `audit` also compares
 import contextlib
 import importlib.metadata
 import itertools
+import json
 from collections.abc import Iterator
 from typing import Any, Literal, Self
 
@@ -63,10 +64,10 @@ def fast_json(shape: Shape, *, splits_special: bool) -> bytes:
     """
     kept, _ = sort_tokens(shape, splits_special=splits_special)
     is_sentence_piece = shape.kind == "SentencePiece"
-    normalizers = {"type": "Sequence", "normalizers": shape.normalizer}
-    steps = shape.substitute.pre_tokenizer
+    normalizers = {"type": "Sequence", "normalizers": [*map(json.loads, shape.normalizer)]}
+    steps = [*map(json.loads, shape.substitute.pre_tokenizer)]
     pre_tokenizers = {"type": "Sequence", "pretokenizers": steps}
-    (pre_tokenizer, *others) = steps or (None,)
+    (pre_tokenizer, *others) = steps or [None]
     content = {
         "added_tokens": kept,
         "normalizer": normalizers if is_sentence_piece and shape.normalizer else None,

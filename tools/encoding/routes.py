@@ -163,7 +163,7 @@ def _ranges(shape: Shape) -> tuple[tuple[int, int], ...]:
         return ()
     if shape.substitute.digits == 2:
         return LETTERS + NUMERALS
-    tells_signs = any(r"\p{S}" in str(step) for step in shape.pre_tokenizer)
+    tells_signs = any(r"\p{S}" in step for step in shape.pre_tokenizer)
     return LETTERS + SIGNS if tells_signs else LETTERS
 
 

@@ -4,13 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from support.tokenizer_shapes import FLAGS, MARK, json_of, trained_model
+from support.tokenizer_shapes import FLAGS, json_of, trained_model
 
 from tokenfeed.tools.encoding import engine_support as shapes
 from tokenfeed.tools.encoding.engines import EngineUnavailable, EngineUntested, FastEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-LLAMA_2 = (shapes.Prepend(MARK), shapes.SPACES)
+LLAMA_2 = (shapes.PREPEND, shapes.SPACES)
 
 
 def options(**model: Any) -> bytes:
@@ -99,6 +99,8 @@ def test_a_part_that_nobody_knows_is_not_ignored() -> None:
         content | {"model": content["model"] | {"new": None}},
         content | {"added_tokens": [{"id": 1, "content": "a"}]},
         content | {"pre_tokenizer": BARE | {"new": 1}},
+        content | {"pre_tokenizer": _steps(BARE) | {"new": 1}},
+        content | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [None, 5]}},
         content | {"version": "2.0"},
     ):
         with pytest.raises(shapes.Unproved):

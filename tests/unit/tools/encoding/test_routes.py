@@ -25,7 +25,7 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 LLAMA_3 = shapes.split_steps(shapes.REGEXES["Llama 3, OLMo 2"], "Isolated", invert=False)
 DEEPSEEK = shapes.split_steps(shapes.REGEXES["DeepSeek V3"], "Isolated", invert=False)
-LLAMA_2 = (shapes.Prepend(MARK), shapes.SPACES)
+LLAMA_2 = (shapes.PREPEND, shapes.SPACES)
 CONTENTS = [
     *("<|end|>", "New York", "snake_case", "ab", "bc", "\n\n", "  ", "|>x", "\u6f22", "N", "end|>"),
     *(f"{MARK}a", " lead", "a\u0301b"),
@@ -147,7 +147,7 @@ def test_no_other_character_differs(name: str, characters: list[int]) -> None:
 
 
 def test_a_text_that_nfc_would_change_goes_to_the_reference() -> None:
-    fast, reference = engines(json_of("byte-level", (shapes.NFC(),), LLAMA_3))
+    fast, reference = engines(json_of("byte-level", (shapes.NFC,), LLAMA_3))
     changed = [
         "e\u0301",
         "\u212b",
@@ -199,7 +199,7 @@ def test_every_character_that_the_reference_takes_for_a_number_is_a_numeral() ->
 
 def test_ids_do_not_depend_on_the_batch_and_keep_their_order() -> None:
     tokens = added_tokens("byte-level", {"New York": ("single_word",)})
-    fast, reference = engines(json_of("byte-level", (shapes.NFC(),), LLAMA_3, tokens))
+    fast, reference = engines(json_of("byte-level", (shapes.NFC,), LLAMA_3, tokens))
     draw = random.Random(1)
     texts = [*made_texts(draw, ["New York"], 200), b"", b"New York", "e\u0301".encode(), b""]
     together, right = fast.encode(texts), reference.encode(texts)
