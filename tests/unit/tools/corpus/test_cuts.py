@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -35,15 +34,6 @@ def cuts_by_one_look(data: bytes, shard_bytes: int) -> list[tuple[int, int | Non
 def cuts_of(place: str, shard_bytes: int) -> list[tuple[int, int | None, int]]:
     (source,) = find_corpus((place,), out=None, field="text").sources
     return [(p.start, p.stop, p.first_record) for p in cut_lines(source, shard_bytes)]
-
-
-@given(lines=Lines, shard_bytes=st.integers(1, 400))
-def test_parts_are_those_of_one_look(lines: list[bytes], shard_bytes: int) -> None:
-    data = b"\n".join(lines)
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "x.jsonl")
-        path.write_bytes(data)
-        assert cuts_of(str(path), shard_bytes) == cuts_by_one_look(data, shard_bytes)
 
 
 def test_a_line_longer_than_a_block_is_not_cut(tmp_path: Path) -> None:

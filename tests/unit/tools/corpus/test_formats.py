@@ -19,7 +19,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import error_of, run, run_json
 from support.corpora import TEXTS, check_ledger, lines_of, read, read_bytes, texts, write_lines
@@ -197,35 +197,6 @@ def test_max_record_is_an_option_that_a_continued_run_keeps(
     assert "`--max-record` 'long'" in error_of(*command, "--max-record", "long", expect=2)
 
 
-VALUE = st.lists(st.sampled_from([*'a é🎉,"\t\n\r', "\r\n", "\r\n"]), max_size=15).map("".join)
-
-
-ROW = VALUE | st.sampled_from([b"1", b'1,"2\n3",4', b"1,a\xffb"])
-
-
-@pytest.mark.slow
-@given(rows=st.lists(ROW, max_size=40), eol=st.sampled_from([b"\n", b"\r\n"]), last=st.booleans())
-@example(rows=["\r\n" * 14] * 20, eol=b"\r\n", last=True)
-@pytest.mark.parametrize("block_bytes", [7, 130, 1 << 24])
-def test_bad_rows_of_a_csv_cost_themselves_wherever_blocks_end(
-    tmp_path_factory: pytest.TempPathFactory,
-    block_bytes: int,
-    rows: list[str | bytes],
-    eol: bytes,
-    last: bool,
-) -> None:
-    def line(row: str | bytes) -> bytes:
-        return row if isinstance(row, bytes) else b'1,"%s"' % row.replace('"', '""').encode()
-
-    data = eol.join([b"id,text", *map(line, rows)]) + (eol if last or not rows else b"")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK_BYTES", block_bytes)
-        good, bad = read_bytes(tmp_path_factory.mktemp("csv") / "a.csv", data)
-    expected = {i: row.encode() for i, row in enumerate(rows) if isinstance(row, str)}
-    assert good == expected
-    assert sorted(bad) == [i for i in range(len(rows)) if i not in expected]
-
-
 def test_a_csv_without_the_column_or_without_rows_says_so(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     assert read_bytes(path, b"id,text\n") == ({}, {})
@@ -401,16 +372,6 @@ def test_json_records_without_the_field_are_rejected(
         assert read(path) == ({1: b"b"}, {0: "no field `text`; it has: content, id"})
 
 
-def test_saved_splits_become_the_splits_of_the_output(tmp_path: Path, tokenizer: Path) -> None:
-    counts = {"train": 30, "test": 7, "validation": 5}
-    made = {s: datasets.Dataset.from_dict({"text": texts(n)}) for s, n in counts.items()}
-    datasets.DatasetDict(made).save_to_disk(str(tmp_path / "saved"))
-    run(tmp_path / "saved", tmp_path / "out", "--tokenizer", tokenizer)
-    splits = Manifest.read(tmp_path / "out").splits
-    assert {name: sum(info.length_histogram) for name, info in splits.items()} == counts
-    check_ledger(tmp_path / "out", sum(counts.values()))
-
-
 def test_a_folder_that_has_some_state_json_is_an_ordinary_folder(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/state.json").write_text('{"step": 5}')
@@ -420,11 +381,7 @@ def test_a_folder_that_has_some_state_json_is_an_ordinary_folder(tmp_path: Path)
 BAD_ROWS = {
     "a.jsonl": b'{"text": "a"}\n\n{"text": 1}\n{"text": "b"}\n{\n[]\n',
     "a.csv": b'text,id\n"a\na",1\nb,\xff\n\xff,2\nc,3\n\xff,4\nd\n',
-    "list.json": b'[{"text": "a"}, {"text": "b"}, {"text": 1}, {"text": "c"}, {}, 5]',
 }
-
-
-RECORDS = {"a.jsonl": (2, 4, 5), "a.csv": (2, 4, 5), "list.json": (2, 4, 5)}
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
@@ -436,10 +393,10 @@ def test_the_first_reject_too_many_ends_the_run_by_its_name(
     run(path, tmp_path / "out", "--tokenizer", tokenizer, "--max-rejects", 3)
     check_ledger(tmp_path / "out", 5 if name == "a.jsonl" else 6)
     rejects = lines_of(tmp_path / "out/rejects.jsonl")
-    assert [reject["record"] for reject in rejects] == [*RECORDS[name]]
+    assert [reject["record"] for reject in rejects] == [2, 4, 5]
     lines = [3, 5, 6] if name == "a.jsonl" else [None] * 3
     assert [reject.get("line") for reject in rejects] == lines
-    for allowed, option in ((0, ("--strict",)), *((n, ("--max-rejects", n)) for n in range(3))):
+    for allowed, option in ((0, ("--strict",)), (2, ("--max-rejects", 2))):
         message = error_of(path, tmp_path / "strict", "--tokenizer", tokenizer, *option)
         reject = rejects[allowed]
         assert f"{path}, record {reject['record']}: {reject['reason']}" in message
@@ -460,16 +417,6 @@ def test_a_table_without_rows_has_no_text_to_train_on(tmp_path: Path) -> None:
     assert "no text" in error_of(tmp_path / "a.feather", tmp_path / "out")
 
 
-def test_a_split_cannot_lead_out_of_the_output_folder(tmp_path: Path, tokenizer: Path) -> None:
-    saved = tmp_path / "saved"
-    saved.mkdir()
-    (saved / "dataset_dict.json").write_text('{"splits": ["../up"]}')
-    (tmp_path / "up").mkdir()
-    (tmp_path / "up/a.txt").write_text("text")
-    message = error_of(saved, tmp_path / "out", "--tokenizer", tokenizer)
-    assert "saved: the saved data set names '../up', which is not in this folder" in message
-
-
 def test_a_saved_set_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     write_arrow(tmp_path / "secret.arrow", ["a"])
     for name in ("../secret.arrow", str(tmp_path / "secret.arrow"), "gone.arrow"):
@@ -477,6 +424,10 @@ def test_a_saved_set_cannot_name_files_outside_its_folder(tmp_path: Path) -> Non
         (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
         with pytest.raises(CorpusError, match="which is not in this folder"):
             read(path)
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits/dataset_dict.json").write_text('{"splits": ["../saved"]}')
+    with pytest.raises(CorpusError, match=r"names '\.\./saved', which is not in this folder"):
+        read(tmp_path / "splits")
 
 
 def test_files_of_two_splits_in_turn_share_two_shards(tmp_path: Path, tokenizer: Path) -> None:

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
-import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import feather, parquet
@@ -22,15 +20,13 @@ from support.commands import call
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from tokenizers import pre_tokenizers as pre
 from tokenizers.trainers import BpeTrainer
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
-from tokenfeed import Fixed, Packed, Padded, ShardLoader
+from tokenfeed import Fixed, ShardLoader
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import open_store
-from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.tools.encoding.chat import (
     COUNTS,
     ChatTemplate,
@@ -583,53 +579,6 @@ def test_summary_names_what_the_template_removed(thoughtful: tuple[Path, str]) -
     kinds = [Kind(kind) for kind in kinds_of(np.array(column(out, "kinds")[0]))]
     assert counts
     assert all(counts[f"{kind.label}_tokens"] == kinds.count(kind) for kind in Kind)
-
-
-def losses_of(model: Any, batch: Any) -> dict[int, float]:
-    """The summed loss of each row of a batch."""
-    labels = batch["labels"]
-    with torch.inference_mode():
-        logits = model(**{name: batch[name] for name in batch if name != "labels"}).logits
-    each = cross_entropy(
-        logits[:, :-1].flatten(0, 1).double(), labels[:, 1:].flatten(), reduction="none"
-    ).view(len(labels), -1)
-    found, offsets = {}, batch.sequence_offsets
-    for sequence in range(len(labels)):
-        at = 0
-        for piece in range(offsets[sequence], offsets[sequence + 1]):
-            end = at + int(batch.piece_lengths[piece])
-            found[int(batch.rows[piece])] = float(each[sequence, at : end - 1].sum())
-            at = end
-    return found
-
-
-def test_packed_and_padded_losses_equal_those_alone(tmp_path: Path, tokenizer: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    rows = [*SHORT, THOUGHTFUL, THOUGHTFUL[:5], SHORT[1] + SHORT[2]]
-    corpus.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    make(corpus, tmp_path / "out", tokenizer)
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=Manifest.read(tmp_path / "out").tokenizer.vocabulary_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    model = transformers.Qwen3ForCausalLM(config).eval()
-    found: list[dict[int, float]] = []
-    policies: list[Batching] = [Fixed(1), Padded(1024), Packed(256, 2)]
-    for batching in policies:
-        with ShardLoader(tmp_path / "out", batching=batching, num_workers=0) as loader:
-            batches = list(loader)
-        assert {*batches[0]["labels"].flatten().tolist()} > {-100}
-        found.append({k: v for batch in batches for k, v in losses_of(model, batch).items()})
-    alone, padded, packed = found
-    assert len(alone) == len(rows)
-    assert padded == pytest.approx(alone, rel=1e-5)
-    assert packed == pytest.approx(alone, rel=1e-5)
 
 
 def test_engines_make_the_same_bytes(tmp_path: Path, tokenizer: Path) -> None:

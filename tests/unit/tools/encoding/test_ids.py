@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from hypothesis import strategies as st
 from pyarrow import feather, parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tokenfeed import Batch, Fixed, Mixture, Packed, Padded, ShardLoader, pretokenize
+from tokenfeed import Fixed, Mixture, ShardLoader, pretokenize
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.kinds import BEGINS, Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.pipeline.format.store import open_store
@@ -68,7 +68,6 @@ def sources(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 def test_ids_are_copied_from_every_source(tmp_path: Path, tokenizer: Path) -> None:
     expected = {number: row for number, row in enumerate(ROWS) if row}
     for name, source in sources(tmp_path).items():
@@ -77,9 +76,6 @@ def test_ids_are_copied_from_every_source(tmp_path: Path, tokenizer: Path) -> No
         assert rows_of(out) == expected
         assert (made.manifest.task, made.summary.empty) == ("lm", len(ROWS) - len(expected))
         assert list(find_problems(open_store(out), made.manifest)) == []
-    with ShardLoader(out, batching=Packed(64, 2), num_workers=0, epochs=1) as loader:
-        tokens = sum(batch.num_tokens for batch in loader)
-    assert tokens == made.manifest.split("train").tokens
 
 
 def test_wrong_ids_are_rejected_with_their_record(tmp_path: Path, tokenizer: Path) -> None:
@@ -112,12 +108,6 @@ def test_ids_need_the_tokenizer_that_made_them(tmp_path: Path) -> None:
         pretokenize([{"input_ids": [1]}], tmp_path / "out", task="ids")
 
 
-POLICIES = [
-    Padded(16),
-    Fixed(3),
-    Packed(32, 2, split=True),
-    Packed(8, 2, long_rows="truncate"),
-]
 TYPES = {
     "advantage": st.floats(width=32, allow_nan=False, allow_infinity=False),
     "reward": st.integers(-(2**31), 2**31 - 1),
@@ -140,31 +130,17 @@ def records(draw: st.DrawFn) -> list[dict[str, list[Any]]]:
     ]
 
 
-@settings(max_examples=6)
+@settings(max_examples=10)
 @given(rows=records(), as_table=st.booleans())
-def test_batches_have_the_kept_numbers_of_each_token(
+def test_shards_have_the_kept_numbers_of_each_token(
     tokenizer: Path, tmp_path_factory: pytest.TempPathFactory, rows: Any, as_table: bool
 ) -> None:
     out = tmp_path_factory.mktemp("kept") / "out"
     source = pa.Table.from_pylist(rows) if as_table else rows
     pretokenize(source, out, task="ids", tokenizer=tokenizer, keep=KEEP, validation=0)
-    stored = [row for row in rows if row["input_ids"]]
-    for batching in POLICIES:
-        with ShardLoader(out, batching=batching, num_workers=0) as loader:
-            for batch in loader:
-                check_kept(batch, stored, is_packed=isinstance(batching, Packed))
-
-
-def check_kept(batch: Batch, stored: list[dict[str, list[Any]]], *, is_packed: bool) -> None:
-    """Compare every token and every padding of a batch with the records."""
-    pieces = [*zip(batch.rows, batch.starts, batch.piece_lengths, strict=True)]
-    offsets = batch.sequence_offsets if is_packed else range(len(pieces) + 1)
+    table = feather.read_table(out / "train/00000.arrow", memory_map=False)
     for name in ("input_ids", *TYPES):
-        for line, (begin, end) in zip(batch[name].tolist(), pairwise(offsets), strict=True):
-            own = [stored[row][name][a : a + n] for row, a, n in pieces[begin:end]]
-            expected = [value for piece in own for value in piece]
-            assert line[: len(expected)] == expected
-            assert name == "input_ids" or not any(line[len(expected) :])
+        assert table[name].to_pylist() == [row[name] for row in rows if row["input_ids"]]
 
 
 def test_kept_numbers_that_do_not_fit_reject_their_record(tmp_path: Path, tokenizer: Path) -> None:
@@ -316,56 +292,23 @@ def test_messages_without_a_kept_number_reject_their_record(
 
 
 @pytest.mark.parametrize("field", ["loss_mask", "labels"])
-@settings(max_examples=4)
+@settings(max_examples=8)
 @given(rows=masks)
-def test_masked_ids_are_learnt_where_the_mask_says(
+def test_masked_ids_have_the_kind_that_the_mask_says(
     tokenizer: Path, tmp_path_factory: pytest.TempPathFactory, field: str, rows: list[list[bool]]
 ) -> None:
     out = tmp_path_factory.mktemp("masked") / "out"
-    ids = [[(7 * row + place) % SIZE for place in range(len(m))] for row, m in enumerate(rows)]
-    given_fields = [
-        [i if m else IGNORED for i, m in zip(*row, strict=True)] if field == "labels" else row[1]
-        for row in zip(ids, rows, strict=True)
-    ]
-    records = [
-        {"input_ids": row, "mine": value} for row, value in zip(ids, given_fields, strict=True)
-    ]
+    records = []
+    for row, mask in enumerate(rows):
+        ids = [(7 * row + place) % SIZE for place in range(len(mask))]
+        labels = [i if is_target else IGNORED for i, is_target in zip(ids, mask, strict=True)]
+        records.append({"input_ids": ids, "mine": labels if field == "labels" else mask})
     pretokenize(records, out, task="ids", field={field: "mine"}, tokenizer=tokenizer, validation=0)
-    stored = [
-        {"input_ids": row, "all": mask, "last": last_run(mask)}
-        for row, mask in zip(ids, rows, strict=True)
-        if any(mask)
-    ]
-    for batching in POLICIES:
-        for targets, column in {"assistant": "all", "last": "last"}.items():
-            loader = ShardLoader(out, batching=batching, num_workers=0, targets=targets)
-            for batch in loader:
-                assert batch["labels"].tolist() == expected_labels(batch, stored, column)
-
-
-def last_run(mask: list[bool]) -> list[bool]:
-    """Return the mask without all targets before its last run of targets."""
-    end = max((place for place, is_target in enumerate(mask) if is_target), default=-1)
-    begin = max((place for place in range(end) if not mask[place]), default=-1)
-    return [begin < place <= end for place in range(len(mask))]
-
-
-def expected_labels(
-    batch: Batch, stored: list[dict[str, list[Any]]], column: str
-) -> list[list[int]]:
-    """Return the labels of a batch, token by token. The first token of a piece has none."""
-    pieces = [*zip(batch.rows, batch.starts, batch.piece_lengths, strict=True)]
-    lines = []
-    for begin, end in pairwise(batch.sequence_offsets):
-        line: list[int] = []
-        for row, start, length in pieces[begin:end]:
-            ids, mask = stored[row]["input_ids"], stored[row][column]
-            line += [
-                ids[at] if mask[at] and at > start else IGNORED
-                for at in range(start, start + length)
-            ]
-        lines.append(line + [IGNORED] * (batch["labels"].shape[1] - len(line)))
-    return lines
+    table = feather.read_table(out / "train/00000.arrow", memory_map=False)
+    for kinds, mask in zip(table["kinds"].to_pylist(), filter(any, rows), strict=True):
+        begins = [m and not before for m, before in zip(mask, [False, *mask[:-1]], strict=True)]
+        assert (kinds_of(np.array(kinds, np.uint8)) == Kind.TEXT).tolist() == mask
+        assert [kind >= BEGINS for kind in kinds] == begins
 
 
 def test_masks_that_do_not_fit_reject_their_record(tmp_path: Path, tokenizer: Path) -> None:
