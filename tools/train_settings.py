@@ -40,11 +40,11 @@ from tokenfeed.trainer.sizing.recommended import (
 
 _log = logging.getLogger(__name__)
 
-_DESCRIPTION = """Train a model on the shards of `pretokenize`: documents, completions, classes,
-scores or tags. Report metrics and how long the device waits for data. Options you leave out get
-values that suit the data and the GPU. `train` prints these values; --print-config prints all
-settings. --dry-run shows steps, memory and time. --no-NAME turns off a switch that a file or a
-preset turned on."""
+_DESCRIPTION = """Train a model on the shards of `pretokenize`: documents, conversations,
+completions, classes, scores or tags. Report metrics and how long the device waits for data.
+Options you leave out get values that suit the data and the GPU. `train` prints these values;
+--print-config prints all settings. --dry-run shows steps, memory and time. --no-NAME turns off a
+switch that a file or a preset turned on."""
 
 GROUPS = {
     "data": ("shards", "sequence_length", "seed"),

@@ -30,7 +30,8 @@ class ShowPlan:
     ranks: Positive = 1
     """Number of ranks."""
     streams: Positive = 1
-    """The loader's `num_streams`: groups of ranks that share the windows of the data."""
+    """Number of groups of ranks, each of which reads its own part of the data: the loader's
+    `num_streams`."""
     json: bool = False
     """Print a JSON object."""
 

@@ -154,7 +154,8 @@ class Onto:
         return replace(corpus, sources=tuple(new))
 
     def labels(self, found: Labels) -> Labels:
-        """Return the labels of the data set for records with the labels that were found.
+        """Return the labels of the data set, after checking that the new records have no other
+        label.
 
         Raises:
             ConfigError: A label is new, so the classes would have other numbers.

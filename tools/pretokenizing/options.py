@@ -111,10 +111,9 @@ class Options:
     """Put the files whose names or paths match GLOB into the split NAME. Can be given several
     times."""
     validation: _Share | None = None
-    """Share of the records without a --split that go to the validation split, chosen by a hash of
-    their text. Default:
-    0.01 and at most about 10 M tokens, or 0 if --split is given. With labels: 0.1 and at most 4 MB,
-    or 0 if --split gives a validation split."""
+    """Share of the records that go to the validation split, chosen by a hash of their text, among
+    records without a --split. Default: 0.01, at most about 10 M tokens; 0 with --split. Default for
+    records with labels: 0.1, at most 4 MB; 0 with --split validation=GLOB."""
     exclude: tuple[Annotated[str, text("GLOB")], ...] = ()
     """Leave out files whose names or paths match GLOB. Can be given several times."""
     strict: bool = False

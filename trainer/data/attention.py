@@ -99,7 +99,7 @@ class Scope:
 
 
 def row_ends(rows: int, length: int, device: torch.device) -> Tensor:
-    """Return where rows of one segment begin, and where the last one ends."""
+    """Return the offsets of rows that have one segment each: where each row begins, and the end."""
     return torch.arange(rows + 1, dtype=torch.int32, device=device) * length
 
 
