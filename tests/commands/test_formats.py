@@ -8,9 +8,6 @@ from pathlib import Path
 
 from support.commands import COMMAND, records_in
 from support.corpora import (
-    TEXTS,
-    check_ledger,
-    lines_of,
     random_texts,
     texts,
     write_batches,
@@ -22,20 +19,6 @@ from support.data_sets import files_of
 def feed(data: bytes, out: Path, *options: object) -> subprocess.CompletedProcess[bytes]:
     command = [*COMMAND, "-", str(out), *map(str, options)]
     return subprocess.run(command, input=data, capture_output=True, timeout=100)
-
-
-def test_standard_input_is_one_text_or_json_lines(tmp_path: Path, tokenizer: Path) -> None:
-    lines = write_lines(tmp_path / "a.jsonl", TEXTS).read_bytes()
-    for name, data, records in (
-        ("text", b"plain\nwords", 1),
-        ("lines", lines + b"{", len(TEXTS) + 1),
-    ):
-        done = feed(data, tmp_path / name, "--tokenizer", tokenizer)
-        assert done.returncode == 0, done.stderr
-        check_ledger(tmp_path / name, records)
-        assert [source["path"] for source in lines_of(tmp_path / name / "sources.jsonl")] == ["-"]
-    (reject,) = lines_of(tmp_path / "lines/rejects.jsonl")
-    assert (reject["file"], reject["line"]) == ("-", len(TEXTS) + 1)
 
 
 def test_a_killed_run_continues_only_with_the_same_standard_input(

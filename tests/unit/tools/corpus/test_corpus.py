@@ -176,20 +176,18 @@ def test_finding_files_without_patterns_resolves_no_path_per_file(
     assert len(resolved) == 2 * num_resolved
 
 
-def test_a_data_set_as_corpus_raises(tmp_path: Path) -> None:
+def test_missing_and_unusable_input_is_one_error(tmp_path: Path) -> None:
+    for name in ("made", "empty"):
+        (tmp_path / name).mkdir()
     for name in ("manifest.json", "tokenizer.json"):
-        (tmp_path / "made").mkdir(exist_ok=True)
         (tmp_path / "made" / name).write_text("{}")
-    with pytest.raises(CorpusError, match=r"made: is a data set of pretokenize, not a corpus"):
-        find(tmp_path / "made")
-
-
-def test_missing_and_empty_input_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match="gone: not found"):
-        find(tmp_path / "gone")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(CorpusError, match="no input file found"):
-        find(tmp_path / "empty")
+    for name, words in {
+        "made": "made: is a data set of pretokenize, not a corpus",
+        "gone": "gone: not found",
+        "empty": "no input file found",
+    }.items():
+        with pytest.raises(CorpusError, match=words):
+            find(tmp_path / name)
 
 
 def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:

@@ -372,6 +372,22 @@ def test_json_records_without_the_field_are_rejected(
         assert read(path) == ({1: b"b"}, {0: "no field `text`; it has: content, id"})
 
 
+def test_standard_input_is_one_text_or_json_lines(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", TEXTS).read_bytes()
+    for name, data, records in (
+        ("text", b"plain\nwords", 1),
+        ("lines", lines + b"{", len(TEXTS) + 1),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        run("-", tmp_path / name, "--tokenizer", tokenizer)
+        check_ledger(tmp_path / name, records)
+        assert [source["path"] for source in lines_of(tmp_path / name / "sources.jsonl")] == ["-"]
+    (reject,) = lines_of(tmp_path / "lines/rejects.jsonl")
+    assert (reject["file"], reject["line"]) == ("-", len(TEXTS) + 1)
+
+
 def test_a_folder_that_has_some_state_json_is_an_ordinary_folder(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/state.json").write_text('{"step": 5}')

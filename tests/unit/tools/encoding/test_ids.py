@@ -10,7 +10,7 @@ import numpy as np
 import polars
 import pyarrow as pa
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import feather, parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -21,7 +21,6 @@ from tokenfeed.pipeline.format.kinds import BEGINS, Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.pipeline.format.store import open_store
-from tokenfeed.tools.corpus.records import FieldKind, Unusable, checker
 from tokenfeed.tools.data_sets.verify import find_problems
 
 SIZE = 700
@@ -341,19 +340,3 @@ def test_ids_with_labels_give_the_shards_of_the_texts(tmp_path: Path, tokenizer:
     assert made.manifest.label_names == ("c0", "c1", "c2")
     for shard in made.manifest.split("train").shards:
         assert (ids_out / shard.file).read_bytes() == (text_out / shard.file).read_bytes()
-
-
-@example([True, 1])
-@example([2**63, 0])
-@example([2**63 - 1])
-@given(st.lists(st.integers(-(2**65), 2**65) | st.floats() | st.booleans() | st.none() | st.text()))
-def test_only_lists_of_whole_numbers_are_ids(value: list[Any]) -> None:
-    is_right = all(type(one) is int and 0 <= one < 2**63 for one in value)
-    try:
-        ids = checker(FieldKind.IDS)(value)
-    except Unusable:
-        assert not is_right
-    else:
-        assert is_right
-        assert ids.dtype == np.int64
-        assert ids.tolist() == value
