@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 import numpy as np
@@ -27,7 +27,8 @@ from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.pipeline.planning.stages import paths_of
+from tokenfeed.pipeline.format.store import StorePath
+from tokenfeed.pipeline.planning.stages import paths_of, place_of
 from tokenfeed.pipeline.windows.origins import origins_of
 from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
@@ -57,6 +58,7 @@ from tokenfeed.trainer.report.progress_lines import (
     remedies,
 )
 from tokenfeed.trainer.report.run_report import InterimReports, Report, versions
+from tokenfeed.trainer.report.stages import StageTokens, tokens_of_stages
 from tokenfeed.trainer.sensors.gpu import device_name
 from tokenfeed.trainer.sizing.batch_probe import choose_micro_batch
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
@@ -256,8 +258,31 @@ class Trainer:
             device=device_name(self.device),
             precision=self.learner.precision.name,
             versions=versions(),
+            stages=self._stages([line.get("source_tokens", {}) for line in lines]),
             rows_by_length=list(manifest.split("train").length_histogram),
         )
+
+    def _source_tokens(self) -> dict[str, int]:
+        """Return the tokens of each data set; empty if the mixture does not change."""
+        return self.loader.stats().epoch_tokens if self.config.mixing else {}
+
+    def _stages(self, counts: list[dict[str, int]]) -> list[StageTokens]:
+        """Return the stages of the data, with tokens counted at progress lines."""
+        if not self.config.mixing:
+            return []
+        stages = self.loader.stages
+        places = map(place_of, paths_of(stages))
+        names = dict(zip(places, self._source_tokens(), strict=True))
+
+        def shares(weights: Mapping[StorePath, float]) -> dict[str, float]:
+            whole = sum(weights.values())
+            return {names[place_of(path)]: weight / whole for path, weight in weights.items()}
+
+        ends = [
+            (stage.until_tokens, shares(stage.weights), shares(stage.to or stage.weights))
+            for stage in stages
+        ]
+        return tokens_of_stages(ends, [each for each in counts if each])
 
     def _final_metrics(self) -> dict[str, Metrics]:
         """Return metrics by split: of the best weights if they are known, else of the last."""
@@ -383,7 +408,9 @@ class Trainer:
             self.saver.check()
         with self.stall.cause("log"):
             self.step_sync.wait()
-            skips = self.progress_log.write(self.step, self.step_sync.tokens, self.last_norm)
+            skips = self.progress_log.write(
+                self.step, self.step_sync.tokens, self._source_tokens(), self.last_norm
+            )
             gc.collect(1)
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:

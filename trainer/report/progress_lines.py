@@ -58,6 +58,8 @@ class StepLog:
     """Steps since the previous line that changed nothing: their gradients were not finite."""
     tokens: int
     """Real tokens trained since the first step."""
+    source_tokens: dict[str, int]
+    """These tokens by data set; empty without `mixing`."""
     real_tokens_per_s: float | None
     """None during warm-up."""
     stall: float | None
@@ -90,9 +92,10 @@ class StepLog:
         return " | ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the object for metrics.jsonl. A missing loss is left out."""
-        values = dataclasses.asdict(self)
-        return values if self.loss is not None else {k: v for k, v in values.items() if k != "loss"}
+        """Return the object for metrics.jsonl. A missing loss and missing data sets are left
+        out."""
+        missing = [name for name in ("loss", "source_tokens") if getattr(self, name) in (None, {})]
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in missing}
 
 
 class Skips(NamedTuple):
@@ -152,12 +155,15 @@ class ProgressLog:
         """End the thread of the sensors."""
         self._machine.close()
 
-    def write(self, step: int, tokens: int, norm: Tensor) -> Skips | None:
+    def write(
+        self, step: int, tokens: int, source_tokens: dict[str, int], norm: Tensor
+    ) -> Skips | None:
         """Write a line. This waits for the device.
 
         Args:
             step: The latest step.
             tokens: Real tokens trained so far.
+            source_tokens: These tokens by data set; empty if the mixture does not change.
             norm: Norm of the latest step's gradient.
 
         Returns:
@@ -179,6 +185,7 @@ class ProgressLog:
             gradient_norm=latest_norm if math.isfinite(latest_norm) else None,
             skipped_steps=self._skipped - before,
             tokens=tokens,
+            source_tokens=source_tokens,
             real_tokens_per_s=window.tokens_per_s if window.steps else None,
             stall=window.fraction if window.steps else None,
             stall_causes={name: part for name, part in window.cause_fractions.items() if part},

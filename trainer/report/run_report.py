@@ -23,6 +23,7 @@ from tokenfeed.pipeline.facts import facts
 from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER, PAGE_FILE, REPORT_FILE
+from tokenfeed.trainer.report.stages import StageTokens
 from tokenfeed.trainer.stall.report import StallReport, advice, speed_parts, stall_facts
 
 _log = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class Report:
     device: str
     precision: str
     versions: dict[str, str]
+    stages: list[StageTokens] = field(default_factory=list)
+    """The stages of `mixing` that the run has reached; empty without `mixing`."""
     rows_by_length: RowsByLength = field(default_factory=list)
     """Rows of the split `train` by length in tokens: entry k counts those of 2**k up to
     2**(k+1) - 1."""

@@ -26,6 +26,7 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.config.run_config import PhaseSettings, StageSettings, TrainConfig
 from tokenfeed.trainer.config.schedule import learning_rate, phase_at, phases_of
+from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.sizing.dry_run import dry_run
 
 STEPS = (3, 4, 3)
@@ -86,6 +87,24 @@ def test_each_phase_changes_what_it_names_and_nothing_else(
         first, last = load_weights(whole[name], before), load_weights(whole[name], end)
         changed = {each for each in first if not torch.equal(first[each], last[each])}
         assert changed == {each for each in first if re.search(pattern, each)}
+
+
+def test_the_report_shows_planned_and_delivered_tokens_of_each_stage(
+    whole: dict[str, Path], folder: Path
+) -> None:
+    report = Report.of_run(whole["adamw"])
+    assert report is not None
+    first, second = report.stages
+    code, prose = str(folder / "code"), str(folder / "prose")
+    assert (first.until, second.until) == (1_500, None)
+    assert first.planned == {code: pytest.approx(375), prose: pytest.approx(1_125)}
+    assert second.planned == {code: pytest.approx(report.tokens - 1_500)}
+    assert sum(first.delivered.values()) == pytest.approx(1_500, rel=0.2)
+    delivered = sum(tokens for stage in report.stages for tokens in stage.delivered.values())
+    assert delivered == pytest.approx(report.tokens)
+    page = (whole["adamw"] / "report.html").read_text()
+    assert "<h3>Stages of the data</h3>" in page
+    assert f"<td class=text>{prose}</td><td>1,125</td><td>75.0%</td>" in page
 
 
 def test_weights_that_stay_keep_their_moments_and_new_ones_begin(whole: dict[str, Path]) -> None:

@@ -460,6 +460,7 @@ def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -
         gradient_norm=0.5,
         skipped_steps=0,
         tokens=4096,
+        source_tokens={},
         real_tokens_per_s=12345.6,
         stall=0.0123,
         stall_causes={"data": 0.0013, "evaluation": 0.011},

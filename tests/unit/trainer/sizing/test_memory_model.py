@@ -11,6 +11,7 @@ from support.training import RUNS, make_config
 from torch.profiler import ProfilerActivity, profile
 
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.feeding.batch_policy import EpochShapes, is_packed, make_policy
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 from tokenfeed.trainer.optim.precision import Precision
@@ -21,7 +22,9 @@ from tokenfeed.trainer.sizing.memory_model import PeakBytes
 from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
 
 CPU = torch.device("cpu")
-WAYS: dict[str, dict[str, Any]] = RUNS | {
+WAYS: dict[str, dict[str, Any]] = {
+    "lm packed": RUNS["lm packed"],
+    "classify padded": RUNS["classify padded"],
     "bf16": RUNS["lm packed"] | {"precision": "bf16"},
     "fp16": RUNS["tag padded"] | {"precision": "fp16"},
     "muon": RUNS["lm packed"] | {"optimizer": "muon"},
@@ -127,11 +130,11 @@ def test_weights_that_are_not_trained_cost_two_operations_less(every_task: Path)
 def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(
     way: str, every_task: Path
 ) -> None:
-    config, planned = plan_of(every_task, **WAYS[way] | {"micro_batch_tokens": 128})
-    packed = is_packed(config, planned.task.manifest)
-    policy = make_policy(config, packed=packed, on_gpu=False)
-    split = planned.task.manifest.split("train")
-    found = EpochShapes.of_split(split, policy, seed=0, step_size=1)
+    settings = RUNS[way] | {"micro_batch_tokens": 128}
+    config = make_config(every_task / settings.pop("shards"), every_task / "run", **settings)
+    manifest = Manifest.read(config.shards)
+    policy = make_policy(config, packed=is_packed(config, manifest), on_gpu=False)
+    found = EpochShapes.of_split(manifest.split("train"), policy, seed=0, step_size=1)
     with ShardLoader(config.shards, batching=policy, num_workers=0) as loader:
         shapes = [tuple(batch["input_ids"].shape) for batch in loader]
     slots = sum(rows * length for rows, length in shapes)
