@@ -159,7 +159,7 @@ def parts(case: Case, shards: Path, steps: int) -> tuple[TrainConfig, Task, Spli
     """What evaluation and ready batches need of `train`."""
     config = config_of(case, shards, Path("unused"), steps)
     task = make_task(config, Manifest.read(shards), CPU)
-    return config, task, SplitLoaders(config, task, CPU, torch.float32)
+    return config, task, SplitLoaders(config, task, CPU)
 
 
 def model_of(task: Task) -> Transformer:

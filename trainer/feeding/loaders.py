@@ -15,7 +15,6 @@ from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.data.attention import has_varlen
 from tokenfeed.trainer.data.datasets import shown, source_of, training_source
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.feeding.batch_policy import (
@@ -36,26 +35,36 @@ class SplitLoaders:
     """Opens the splits of a run's data sets."""
 
     def __init__(
-        self, config: TrainConfig, task: Task, device: torch.device, dtype: torch.dtype
+        self,
+        config: TrainConfig,
+        task: Task,
+        device: torch.device,
+        *,
+        varlen: bool = False,
+        on_gpu: bool | None = None,
     ) -> None:
         """
         Args:
             config: Settings of the batching.
             task: Its preferences apply where a setting is auto.
             device: The device that batches are moved to.
-            dtype: The number format of attention.
+            varlen: Whether attention takes the ends of documents instead of a mask.
+            on_gpu: Whether padded lengths must suit tensor cores. Default: unless `device` is a
+                CPU.
 
         Raises:
             ConfigError: Settings contradict each other, or the task.
         """
         check_rows(config, task)
         self._config, self._device, self._manifest = config, device, task.manifest
-        self._training = self._policy(packed=is_packed(config, task.manifest))
+        self._on_gpu = device.type != "cpu" if on_gpu is None else on_gpu
+        self.policy = self._policy(packed=is_packed(config, task.manifest))
+        """The batching of training."""
         self._evaluation = self._policy(packed=task.packs)
         self.shape = Shaper(
             causal=task.causal,
             apart=is_apart(config, task),
-            varlen=has_varlen(device, dtype),
+            varlen=varlen,
             compiled=config.compile,
         )
         """Makes micro-batches from the batches of the loaders."""
@@ -73,7 +82,7 @@ class SplitLoaders:
             workers = 0 if on_cpu else 2
         loader = self._open(
             "train",
-            self._training,
+            self.policy,
             num_workers=workers,
             epochs=None,
             step_size=config.accumulation,
@@ -128,14 +137,17 @@ class SplitLoaders:
         longest = max(split.longest_row for split in self._manifest.splits.values())
         return [
             self._like(policy).blank_like(rows, length)
-            for policy in dict.fromkeys((self._training, self._evaluation))
+            for policy in dict.fromkeys((self.policy, self._evaluation))
             for rows, length in shapes(policy, longest)
         ]
 
-    def largest(self) -> tuple[MicroBatch, tuple[int, int]]:
-        """Return a micro-batch of training, and rows and length of the largest one."""
-        longest = self._manifest.split("train").longest_row
-        return self._like(self._training), largest_shape(self._training, longest)
+    def largest_shape(self) -> tuple[int, int]:
+        """Return rows and length of the largest micro-batch of training."""
+        return largest_shape(self.policy, self._manifest.split("train").longest_row)
+
+    def first(self) -> MicroBatch:
+        """Return the first micro-batch of training, which shows how documents share rows."""
+        return self._like(self.policy)
 
     def _like(self, policy: Policy) -> MicroBatch:
         with self._open("train", policy, num_workers=0, epochs=1) as feed:
@@ -145,7 +157,7 @@ class SplitLoaders:
         return make_policy(
             self._config,
             packed=packed,
-            on_gpu=self._device.type != "cpu",
+            on_gpu=self._on_gpu,
             long_rows=long_rows_of(self._config, self._manifest),
         )
 

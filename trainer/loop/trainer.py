@@ -37,6 +37,7 @@ from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.schedule import phase_at, phases_of
+from tokenfeed.trainer.data.attention import has_varlen
 from tokenfeed.trainer.data.datasets import training_source
 from tokenfeed.trainer.distributed.world import StepSync, World, device_named
 from tokenfeed.trainer.feeding.batch_policy import is_packed
@@ -90,7 +91,8 @@ class Trainer:
         self.config = config = choose_micro_batch(config, self.world)
         self.task = task_of(config, self.device)
         precision = Precision(config.precision, self.device)
-        self.loaders = SplitLoaders(config, self.task, self.device, precision.dtype)
+        varlen = has_varlen(self.device, precision.dtype)
+        self.loaders = SplitLoaders(config, self.task, self.device, varlen=varlen)
         self.learner = Learner(config, self.task, precision, self.device, self.world)
         self.phases = phases_of(config)
         self.phase = self.phases[0]

@@ -17,6 +17,7 @@ import torch
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.data.attention import has_varlen
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.batch_policy import possible_sizes
@@ -143,8 +144,9 @@ class Probe:
         _release(self._memory)
         config = _with_size(self._config, tokens)
         try:
-            loaders = SplitLoaders(config, self._learner.task, self._device, self._precision.dtype)
-            like, shape = loaders.largest()
+            varlen = has_varlen(self._device, self._precision.dtype)
+            loaders = SplitLoaders(config, self._learner.task, self._device, varlen=varlen)
+            like, shape = loaders.first(), loaders.largest_shape()
             for number in range(1, _STEPS + 1):
                 trial_step(self._learner, like, shape, config.accumulation, number)
         except RuntimeError as error:

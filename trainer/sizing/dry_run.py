@@ -13,21 +13,10 @@ import torch
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.facts import facts
 from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
-from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.config.run_config import PrecisionName, TrainConfig
 from tokenfeed.trainer.data.attention import knows_ends
-from tokenfeed.trainer.data.datasets import source_of
-from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
-from tokenfeed.trainer.feeding.batch_policy import (
-    EpochShapes,
-    Policy,
-    is_packed,
-    largest_shape,
-    long_rows_of,
-    make_policy,
-    possible_sizes,
-)
-from tokenfeed.trainer.feeding.loaders import check_rows, is_apart
+from tokenfeed.trainer.feeding.batch_policy import EpochShapes, possible_sizes
+from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.sensors.gpu_models import GIB, Gpu, identify_gpu, parse_gpu
 from tokenfeed.trainer.sizing.batch_probe import SHARE_OF_MEMORY, cpu_size, largest_fitting
 from tokenfeed.trainer.sizing.memory_model import SimulatedStep
@@ -74,11 +63,9 @@ class RunPlan:
         self.precision: PrecisionName = config.precision
         if config.precision == "auto":
             self.precision = gpu.precision if gpu else "fp32"
-        check_rows(config, self.task)
-        self._packed = is_packed(config, self.task.manifest)
-        self._policy = self._policy_of(config)
-        self.like = self._first()
-        self.simulation = SimulatedStep(config, self.task, self.precision, self.like)
+        loaders = self._loaders(config)
+        self._policy = loaders.policy
+        self.simulation = SimulatedStep(config, self.task, self.precision, loaders.first())
 
     def epoch(self) -> EpochShapes:
         """Return the steps and micro-batches of an epoch."""
@@ -87,11 +74,11 @@ class RunPlan:
 
     def flops_per_token(self) -> float:
         """Return the floating-point operations to train one token, in rows of full length."""
-        return self.simulation.flops_per_token(self.like, self.shape(self._config)[1])
+        return self.simulation.learner.operations_per_token(self.shape(self._config)[1])
 
     def peak(self, config: TrainConfig) -> int:
         """Return the peak bytes of a step with the largest micro-batches."""
-        return self.simulation.peak(self.like, self.shape(config), config.accumulation)
+        return self.simulation.peak(self.shape(config), config.accumulation)
 
     def fitting(self) -> int | None:
         """Return the tokens of the largest micro-batch that fits the GPU; None if none fits."""
@@ -107,25 +94,14 @@ class RunPlan:
 
     def shape(self, config: TrainConfig) -> tuple[int, int]:
         """Return rows and padded length of the largest micro-batch."""
-        longest = self.task.manifest.split("train").longest_row
-        return largest_shape(self._policy_of(config), longest)
+        return self._loaders(config).largest_shape()
 
-    def _policy_of(self, config: TrainConfig) -> Policy:
-        long_rows = long_rows_of(config, self.task.manifest)
-        on_gpu = self._gpu is not None
-        return make_policy(config, packed=self._packed, on_gpu=on_gpu, long_rows=long_rows)
-
-    def _first(self) -> MicroBatch:
-        """Return the run's first micro-batch, which shows how documents share rows."""
-        config, task = self._config, self.task
+    def _loaders(self, config: TrainConfig) -> SplitLoaders:
+        """Return the loaders of a run on the GPU, which deliver to the host."""
         fast = self._gpu is not None and self._gpu.precision == "bf16"
         varlen = fast and self.precision != "fp32" and knows_ends()
-        shape = Shaper(causal=task.causal, apart=is_apart(config, task), varlen=varlen)
-        source = source_of(config.shards)
-        with ShardLoader(
-            source, batching=self._policy, device=_CPU, num_workers=0, seed=config.seed
-        ) as loader:
-            return shape(next(iter(loader)))
+        on_gpu = self._gpu is not None
+        return SplitLoaders(config, self.task, _CPU, varlen=varlen, on_gpu=on_gpu)
 
 
 FORMULA = "6 N + 12 L C T: N weights in matrix products, L layers of width C, rows of T tokens"

@@ -8,8 +8,6 @@ between an allocator's blocks. A compiled model needs less.
 """
 
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,11 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.trainer.config.run_config import PrecisionName, TrainConfig
-from tokenfeed.trainer.data.attention import Scope
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.optim.optimizer import make_optimizer
 from tokenfeed.trainer.optim.precision import Precision
@@ -82,7 +78,7 @@ _SMALL = 2, 8
 
 
 class SimulatedStep:
-    """Runs steps on tensors without values, and counts their memory and operations.
+    """Runs steps on tensors without values, and counts their memory.
 
     The model is first built with values, which takes as long as at the start of a run.
 
@@ -100,7 +96,7 @@ class SimulatedStep:
         precision: PrecisionName,
         like: MicroBatch,
     ) -> None:
-        self._task = task
+        self._like = like
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.learner = Learner(config, task, Precision(precision, _CPU), _CPU)
         self.learner.begin_phase(self.learner.largest_phase)
@@ -114,11 +110,11 @@ class SimulatedStep:
                 self._memory.add(tensor)
             trial_step(self.learner, like, _SMALL, 1, 1)  # creates the optimizer's state
 
-    def peak(self, like: MicroBatch, shape: tuple[int, int], parts: int) -> int:
+    def peak(self, shape: tuple[int, int], parts: int) -> int:
         """Return the peak bytes of tensors in a step of `parts` micro-batches of a shape."""
         self._memory.reset_peak()
         with self._mode, self._memory:
-            trial_step(self.learner, like, shape, parts, 2)
+            trial_step(self.learner, self._like, shape, parts, 2)
         return self._memory.peak
 
     @property
@@ -128,33 +124,6 @@ class SimulatedStep:
         for values in self.learner.optimizer.state.values():
             tensors += [value for value in values.values() if isinstance(value, Tensor)]
         return sum(tensor.nbytes for tensor in tensors)
-
-    def flops_per_token(self, like: MicroBatch, length: int) -> float:
-        """Return the floating-point operations to train one token, in rows of a length.
-
-        Each weight of a matrix product takes 6 operations, or 4 if it is frozen. The operations of
-        attention over whole rows are added.
-        """
-        shown = like.blank_like(2, length)
-        with self._mode, torch.no_grad():
-            prepared = self._task.prepare(shown, 0)
-            plain = replace(prepared, scope=Scope(prepared.scope.causal))  # attends to whole rows
-            counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
-            with counter:
-                self.learner.model(plain)
-        forward = counter.get_total_flops() / shown.num_slots
-        return 3 * forward - 2 * _frozen_products(self.learner.model)
-
-
-def _attention_flops(
-    query: Any, key: Any, value: Any, *others: Any, out_shape: Any = None, **named: Any
-) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
-
-
-_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops
-}
 
 
 def _drop_values(model: nn.Module, mode: FakeTensorMode) -> None:
@@ -168,10 +137,3 @@ def _drop_values(model: nn.Module, mode: FakeTensorMode) -> None:
             part._parameters[name] = None if value is None else made[id(value)]
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else mode.from_tensor(buffer)
-
-
-def _frozen_products(model: nn.Module) -> int:
-    """Return the number of frozen weights in matrix products."""
-    linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
-    weights = {id(part.weight): part.weight for part in linear}
-    return sum(weight.numel() for weight in weights.values() if not weight.requires_grad)

@@ -34,8 +34,8 @@ def measure(shards: Path, folder: Path) -> dict[str, int]:
             kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    loaders = SplitLoaders(config, task, world.device, precision.dtype)
-    like, shape = loaders.largest()
+    loaders = SplitLoaders(config, task, world.device)
+    like, shape = loaders.first(), loaders.largest_shape()
     shown = task.prepare(like.blank_like(*shape), 0)
     shapes = {weight.shape for weight in learner.model.parameters() if weight.dim() == 2}
     shapes |= {shape[::-1] for shape in shapes}

@@ -28,7 +28,7 @@ def remedy(config: TrainConfig) -> str:
 def takes_packing(config: TrainConfig) -> bool:
     packed = dataclasses.replace(config, batching="packed")
     try:
-        SplitLoaders(packed, task_of(packed, CPU), CPU, torch.float32)
+        SplitLoaders(packed, task_of(packed, CPU), CPU)
     except ConfigError:
         return False
     return True

@@ -297,7 +297,7 @@ def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_r
         run(config)
     named = [json.loads(line) for line in (tmp_path / "bad-step.jsonl").read_text().splitlines()]
     task = make_task(config, Manifest.read(counting), CPU)
-    with SplitLoaders(config, task, CPU, torch.float32).train_loader() as loader:  # the same rows
+    with SplitLoaders(config, task, CPU).train_loader() as loader:  # the same rows
         batches = list(itertools.islice(loader, 40))
     rows = {int(row) for batch in batches[:2] for row in batch.rows}
     assert [place["record"] for place in named] == sorted(rows)

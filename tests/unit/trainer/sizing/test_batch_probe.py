@@ -145,9 +145,8 @@ def test_a_cpu_takes_no_more_than_it_has_use_for(every_task: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_plan_predicts_the_number_for_a_gpu(every_task: Path, tmp_path: Path) -> None:
-    config = auto(every_task, tmp_path / "run", "lm packed")
+    config = auto(every_task, tmp_path / "run", "lm packed", step_tokens=128)
     assert dry_run(config, "H100").micro_batches_per_step == 1
-    assert not dry_run(config, "0.001").fits
 
 
 class Driver:

@@ -9,7 +9,10 @@ from support.training import write_labelled
 
 from tokenfeed.tools import train as command
 
-SETTINGS = ("--sequence-length", "32", "--micro-batch-tokens", "128", "--step-tokens", "1024")
+SETTINGS = (
+    *("--model", "support.training:small_model", "--sequence-length", "32"),
+    *("--micro-batch-tokens", "128", "--step-tokens", "512"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +31,11 @@ def test_a_program_reads_what_a_run_will_take(shards: Path) -> None:
     said = call(command.main, *words(shards, *asked))
     found = json.loads(said.stdout)
     assert found["steps"] == 50
-    assert found["micro_batches_per_step"] == 8
+    assert found["micro_batches_per_step"] == 4
     assert found["fits"]
-    assert found["fitting_micro_batch_tokens"] == 1024
+    assert found["fitting_micro_batch_tokens"] == 512
     assert found["tokens_per_s_bound"] == pytest.approx(989e12 / found["flops_per_token"])
-    assert found["tokens"] <= 50 * 8 * 128
+    assert found["tokens"] <= 50 * 4 * 128
     assert found["checkpoints"] == 10
     assert found["disk_gib"] == pytest.approx((4 + 1) * found["checkpoint_gib"])
     assert not (shards.parent / "run").exists()
