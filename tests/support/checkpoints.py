@@ -10,7 +10,7 @@ import torch
 from support.stores import FaultyStore
 from support.training import make_config
 from tokenfeed.trainer.checkpoints.async_saver import Saver
-from tokenfeed.trainer.checkpoints.metadata import Best, CheckpointMeta
+from tokenfeed.trainer.checkpoints.checkpoint_format import Best, CheckpointMeta
 from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig

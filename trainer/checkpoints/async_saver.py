@@ -9,8 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from tokenfeed.trainer.checkpoints.checkpoint_format import Kind, kinds_of, split, write_content
-from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
+from tokenfeed.trainer.checkpoints.checkpoint_format import (
+    CheckpointMeta,
+    Kind,
+    kinds_of,
+    split,
+    write_content,
+)
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.tensor_file import HostCopy, write_tensors
 from tokenfeed.trainer.distributed.world import Gather, State

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
-from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
-from tokenfeed.trainer.checkpoints.metadata import Best, CheckpointMeta
+from tokenfeed.trainer.checkpoints.checkpoint_format import Best, Checkpoint, CheckpointMeta
 from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER
 
 _log = logging.getLogger(__name__)

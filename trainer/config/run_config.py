@@ -266,7 +266,12 @@ class TrainConfig:
         self._check_numbers()
         if self.step_rows is None and self.micro_batch_tokens != "auto":
             check_multiple(self, "step_tokens", "micro_batch_tokens")
-        _ = self.profiled_steps  # raises if invalid
+        steps = self.profiled_steps
+        if steps and steps[0] > self.steps:
+            raise ConfigError(
+                f"`--profile`={self.profile}: the run has {self.steps:,} steps. Give steps from 1 "
+                f"to {self.steps}."
+            )
         if self.mixing and self.mixing[-1].until_tokens is not None:
             raise ConfigError(
                 "`mixing`: the last stage goes on until the last step. Leave out its until_tokens."

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tokenfeed.trainer.checkpoints.metadata import Best
+from tokenfeed.trainer.checkpoints.checkpoint_format import Best
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import DataSets
 from tokenfeed.trainer.data.micro_batch import MicroBatch

@@ -33,7 +33,7 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, file_xxh3, sync_folder
 from tokenfeed.pipeline.redaction import public
-from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
+from tokenfeed.trainer.checkpoints.checkpoint_format import CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import (

@@ -22,7 +22,6 @@ from tokenfeed.trainer.models.weights import warn_of_other_ids
 from tokenfeed.trainer.optim.train_state import is_out_of_memory
 from tokenfeed.trainer.report.metrics import check_trackers
 from tokenfeed.trainer.report.page import write_page
-from tokenfeed.trainer.report.profiler import check_profile
 from tokenfeed.trainer.report.run_report import Report
 
 _AFTER_ERROR_S = 20.0
@@ -120,7 +119,7 @@ def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
         uploads.finish()
         return config, report
     _check_folder(config, finished=report is not None)
-    check_profile(config)
+    config.check()
     check_trackers(config.track)
     check_upload(config)
     check_export(config)

@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -31,8 +32,7 @@ from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.stages import paths_of, place_of
 from tokenfeed.pipeline.windows.origins import origins_of
 from tokenfeed.trainer.checkpoints.async_saver import Saver
-from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
-from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
+from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint, CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -49,7 +49,6 @@ from tokenfeed.trainer.optim.precision import Precision, all_finite
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.metrics import MetricsFile, Trackers
 from tokenfeed.trainer.report.page import write_page
-from tokenfeed.trainer.report.profiler import StepTracer
 from tokenfeed.trainer.report.progress_lines import (
     MOST_SKIPPED,
     ProgressLog,
@@ -641,3 +640,40 @@ def _collections_at_log_lines() -> Iterator[None]:
             gc.unfreeze()
         if was_enabled:
             gc.enable()
+
+
+class StepTracer:
+    """Traces steps with torch.profiler to trace.json, for perfetto.dev.
+
+    Costs nothing before the first and after the last step.
+
+    Args:
+        steps: Consecutive steps to trace.
+        folder: Receives trace.json. It is created when the trace is written.
+    """
+
+    def __init__(self, steps: range, folder: Path) -> None:
+        self._steps, self._folder = steps, folder
+        self._profile: torch.profiler.profile | None = None
+
+    def after(self, step: int) -> None:
+        """Start, continue or end the trace, as the next step needs."""
+        if self._profile is not None:
+            if step + 1 in self._steps:
+                self._profile.step()
+            else:
+                self.close()
+        elif step + 1 in self._steps:
+            self._profile = torch.profiler.profile()
+            self._profile.start()
+
+    def close(self) -> None:
+        """Write the trace, if there is one."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        profile.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / "trace.json"
+        profile.export_chrome_trace(str(path))
+        _log.info("traced steps %d to %d: %s", self._steps[0], self._steps[-1], path)

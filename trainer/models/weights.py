@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.errors import ConfigError, ResumeError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
-from tokenfeed.trainer.checkpoints.metadata import Base
+from tokenfeed.trainer.checkpoints.checkpoint_format import Base, Checkpoint
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import as_tokenizer, first_of, open_tokenizer

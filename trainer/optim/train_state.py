@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.planning.order import derive_key
-from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
-from tokenfeed.trainer.checkpoints.metadata import Base
+from tokenfeed.trainer.checkpoints.checkpoint_format import Base, Checkpoint
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.schedule import Phase, phase_at, phases_of, rate_factor
 from tokenfeed.trainer.data.attention import choose_flash_attention

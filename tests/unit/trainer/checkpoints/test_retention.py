@@ -26,7 +26,7 @@ from support.checkpoints import (
 )
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.trainer.checkpoints.metadata import Best
+from tokenfeed.trainer.checkpoints.checkpoint_format import Best
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.distributed.world import State
 from tokenfeed.trainer.optim.optimizer_io import random_state, set_random_state
