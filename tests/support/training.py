@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,15 @@ def run(config: TrainConfig, stop_after: int | None = None) -> Report:
         return False
 
     return train(config, lambda: stop_after is not None and steps >= stop_after, count_step)
+
+
+def go_on_from(whole: Path, step: int, config: TrainConfig) -> Report:
+    """Train the rest of a run in another folder, from a checkpoint of the whole run, as if that run
+    had been killed after this step."""
+    saved = f"checkpoints/step-{step:08d}"
+    shutil.copytree(whole / saved, config.run_dir / saved)
+    shutil.copy(whole / "metrics.jsonl", config.run_dir)
+    return run(dataclasses.replace(config, resume=True))
 
 
 def follow_brackets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Cause | None]:

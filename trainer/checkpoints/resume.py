@@ -9,9 +9,8 @@ from pathlib import Path
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.storage import alone_in, atomic_write
 from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
-from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun, reason
 from tokenfeed.trainer.checkpoints.retention import DAMAGE, Checkpoints
-from tokenfeed.trainer.checkpoints.uploader import OF_THE_END
+from tokenfeed.trainer.checkpoints.uploader import OF_THE_END, RemoteRun, reason
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE
 
 _log = logging.getLogger(__name__)

@@ -283,8 +283,8 @@ class TrainConfig:
                     f"`--steps`: expected {total}, the steps of all phases, got {self.steps}. "
                     "Leave it out."
                 )
-            for stage in self.stages:
-                stage.check()
+            for part in self.phase_configs:
+                part.check()
 
     def _check_local(self, name: str, value: str) -> None:
         """Reject an address. config.yaml would keep its secrets."""
@@ -392,7 +392,7 @@ class TrainConfig:
     @property
     def chooses(self) -> bool:
         """Whether a pattern selects the trained weights."""
-        return any(stage.trainable is not None for stage in self.stages)
+        return any(each.trainable is not None for each in self.phase_configs)
 
     @property
     def all_shards(self) -> list[Shards]:
@@ -401,14 +401,14 @@ class TrainConfig:
         return [self.shards, *(shards for shards in ends if shards is not None)]
 
     @property
-    def stages(self) -> "tuple[TrainConfig, ...]":
+    def phase_configs(self) -> "tuple[TrainConfig, ...]":
         """The settings of each phase, with the steps of that phase. A run without phases is one."""
         return tuple(self._of_phase(phase) for phase in self.phases) or (self,)
 
     def _of_phase(self, phase: PhaseSettings) -> "TrainConfig":
         values = {f.name: getattr(phase, f.name) for f in dataclasses.fields(phase)}
         given = {name: value for name, value in values.items() if value is not None}
-        return dataclasses.replace(self, **given, phases=())
+        return dataclasses.replace(self, **given, phases=(), profile=None)
 
     @property
     def rows(self) -> int:

@@ -105,8 +105,9 @@ class Phase:
 
 def phases_of(config: TrainConfig) -> tuple[Phase, ...]:
     """Return the run's phases, in order."""
-    ends = itertools.accumulate((stage.steps for stage in config.stages), initial=0)
-    return tuple(Phase(n, *of) for n, of in enumerate(zip(ends, config.stages, strict=False), 1))
+    parts = config.phase_configs
+    ends = itertools.accumulate((part.steps for part in parts), initial=0)
+    return tuple(Phase(n, *of) for n, of in enumerate(zip(ends, parts, strict=False), 1))
 
 
 def phase_at(phases: Sequence[Phase], step: int) -> Phase:

@@ -214,7 +214,7 @@ def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
     if is_out_of_memory(error):
         return _explain_memory(config)
     if config.chooses and "does not require grad" in str(error):
-        patterns = " or ".join(str(stage.trainable) for stage in config.stages)
+        patterns = " or ".join(str(part.trainable) for part in config.phase_configs)
         return (
             f"`--trainable`={patterns}: the loss does not depend on any weight with such a "
             "name. Use a pattern that matches weights the model uses."

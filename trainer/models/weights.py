@@ -146,7 +146,7 @@ def given_weights(model: nn.Module, config: TrainConfig) -> frozenset[str]:
     if not config.reads_again:
         return frozenset()
     trained = frozenset[str]().union(
-        *(trainable_names(model, stage.trainable) for stage in config.stages)
+        *(trainable_names(model, part.trainable) for part in config.phase_configs)
     )
     drawn = {f"model.{name}" for name in getattr(model, "fresh", ())}
     names = dict(model.named_parameters(remove_duplicate=False))

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
@@ -27,7 +27,14 @@ from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
 from tokenfeed.trainer.stall.device import Clock, MeteredDevice
 from tokenfeed.trainer.stall.make_report import REMEDIES, make_report
 from tokenfeed.trainer.stall.marks import MarkChain, Timeline
-from tokenfeed.trainer.stall.ranks import Exchange, RankReadings, is_distributed, own_place
+from tokenfeed.trainer.stall.ranks import (
+    Exchange,
+    RankStall,
+    is_distributed,
+    numbers_of,
+    own_place,
+    rank_stalls,
+)
 from tokenfeed.trainer.stall.reading import StallReading
 from tokenfeed.trainer.stall.report import StallReport
 from tokenfeed.trainer.stall.statistics import StepSeconds
@@ -113,7 +120,9 @@ class StallMeter:
         self._interrupted: Phase = "work"
         self._is_busy = False
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self._ranks, self._remedies = RankReadings(), _remedies(remedies)
+        self._remedies = _remedies(remedies)
+        self._ranks: list[RankStall] = []
+        self._group: Any = None
         self._place = own_place()
         self._queued_steps, self._core_wait = 0, CoreWait() if clock is None else None
         self._loader: LoaderUse | None = None
@@ -243,7 +252,7 @@ class StallMeter:
                 "waits": self._waits.found(),
             },
             place=self._place,
-            ranks=self._ranks.latest,
+            ranks=self._ranks,
             queued_steps=self._queued_steps,
             core_wait=self._core_wait.share() if self._core_wait else None,
             loader=self._loader,
@@ -259,9 +268,21 @@ class StallMeter:
         Args:
             exchange: Returns the arguments of all ranks, in order; None for `torch.distributed`.
         """
-        is_alone = exchange is None and not is_distributed()
-        with contextlib.nullcontext() if is_alone else self.cause("communication"):
-            self._ranks.exchange(self.read(), exchange)
+        if exchange is None and not is_distributed():
+            self._group = None  # the former group has ended; a new one may follow
+            return
+        with self.cause("communication"):
+            figures = (exchange or self._gathered)(numbers_of(self.read()))
+            self._ranks = rank_stalls(figures) or self._ranks
+
+    def _gathered(self, numbers: list[float]) -> list[list[float]]:
+        """Exchange over a gloo group. The default group may wait for a GPU."""
+        import torch.distributed as dist
+
+        self._group = self._group or dist.new_group(backend="gloo")
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, numbers, group=self._group)
+        return found
 
     def write(self, folder: Path | str) -> Path:
         """Write the report so far, and return its page. See `StallReport.write`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tokenfeed.trainer.stall.causes import CAUSES, Cause
 from tokenfeed.trainer.stall.reading import StallReading
@@ -122,29 +122,3 @@ def own_place() -> tuple[int, int]:
     import torch.distributed as dist
 
     return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-
-
-class RankReadings:
-    """The readings of all ranks at the latest exchange."""
-
-    def __init__(self) -> None:
-        self.latest: list[RankStall] = []
-        self._group: Any = None
-
-    def exchange(self, reading: StallReading, exchange: Exchange | None) -> None:
-        """Exchange readings with the other ranks. With one rank, keep the latest readings."""
-        figures = (exchange or self._by_gloo)(numbers_of(reading))
-        self.latest = rank_stalls(figures) or self.latest
-
-    def _by_gloo(self, numbers: list[float]) -> list[list[float]]:
-        """Exchange over a gloo group. The default group may wait for a GPU."""
-        import torch.distributed as dist
-
-        if not is_distributed():
-            self._group = None  # the former group has ended; a new one may follow
-            return [numbers]
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, numbers, group=self._group)
-        return found

@@ -29,8 +29,8 @@ from support.training import assert_same_run, load_state, make_config, run
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.trainer.checkpoints import async_saver
-from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.uploader import RemoteRun
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 
 STEPS = 16

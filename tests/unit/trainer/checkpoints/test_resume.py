@@ -22,9 +22,9 @@ from support.training import run
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.tools.train_settings import parse_config
-from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
 from tokenfeed.trainer.checkpoints.resume import download_newest
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.uploader import RemoteRun
 from tokenfeed.trainer.config.run_config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("hurried")

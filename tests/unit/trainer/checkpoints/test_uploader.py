@@ -31,9 +31,9 @@ from support.training import assert_same_run, run
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.checkpoints import uploader as uploads_module
-from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
 from tokenfeed.trainer.checkpoints.resume import download_newest
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.uploader import RemoteRun
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.report.run_folder import RunData
 from tokenfeed.trainer.report.run_report import Report

@@ -3,7 +3,6 @@
 import itertools
 import logging
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.training import (
     assert_same_run,
+    go_on_from,
     load_state,
     load_weights,
     make_config,
@@ -123,12 +123,8 @@ def test_a_run_goes_on_bit_for_bit_before_at_and_behind_the_end_of_a_phase(
     whole: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    """From a checkpoint of the whole run, as a kill leaves it."""
-    for step in range(1, stop + 1):
-        saved = f"checkpoints/step-{step:08d}"
-        shutil.copytree(whole[name] / saved, tmp_path / saved)
-    shutil.copy(whole[name] / "metrics.jsonl", tmp_path)
-    run(make_config(folder / "code", tmp_path, **parts, optimizer=name, resume=True))
+    config = make_config(folder / "code", tmp_path, **parts, optimizer=name)
+    go_on_from(whole[name], stop, config)
     assert_same_run(whole[name], tmp_path, sum(STEPS))
 
 

@@ -23,6 +23,7 @@ from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop import evaluation, export
 from tokenfeed.trainer.loop.export import load_exported
 from tokenfeed.trainer.models.weights import Exported
+from tokenfeed.trainer.report.run_report import Report
 
 IDS = torch.randint(2, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(2))
 
@@ -44,6 +45,15 @@ class Bigram(nn.Module):
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("lm") / "shards", "lm")
+
+
+@pytest.fixture(scope="module")
+def finished(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """The settings of a finished run, which was exported to `exported` beside its folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = make_config(documents, folder / "run", export=folder / "exported")
+    run(config)
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +111,10 @@ def test_exported_built_in_decoder_has_equal_logits_in_transformers(
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [math.inf, math.nan])
 def test_weights_that_are_the_best_by_a_score_are_read_whatever_their_loss(
-    loss: float, tagged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tagged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    loss = math.nan
     evaluate = evaluation.evaluate
     monkeypatch.setattr(evaluation, "evaluate", lambda *args: evaluate(*args) | {"loss": loss})
     folder = tmp_path / "exported"
@@ -116,13 +126,12 @@ def test_weights_that_are_the_best_by_a_score_are_read_whatever_their_loss(
     assert load_exported(folder).state_dict()
 
 
-def test_a_finished_run_is_exported_without_training(documents: Path, tmp_path: Path) -> None:
-    config = make_config(documents, tmp_path / "run")
-    report = run(config)
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    later = dataclasses.replace(config, resume=True, export=tmp_path / "exported")
+def test_a_finished_run_is_exported_without_training(finished: TrainConfig, tmp_path: Path) -> None:
+    report = Report.of_run(finished.run_dir)
+    files = {path: path.stat().st_mtime_ns for path in finished.run_dir.rglob("*")}
+    later = dataclasses.replace(finished, resume=True, export=tmp_path / "exported")
     assert run(later) == report
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
+    assert {path: path.stat().st_mtime_ns for path in finished.run_dir.rglob("*")} == files
     made = (tmp_path / "exported" / "model.safetensors").stat().st_ino
     assert run(later) == report  # started twice
     assert (tmp_path / "exported" / "model.safetensors").stat().st_ino == made
@@ -130,12 +139,12 @@ def test_a_finished_run_is_exported_without_training(documents: Path, tmp_path: 
 
 def test_export_rejects_data_replaced_since_training(documents: Path, tmp_path: Path) -> None:
     shards = shutil.copytree(documents, tmp_path / "shards")
-    config = make_config(shards, tmp_path / "run")
+    config = make_config(shards, tmp_path / "run", steps=1)
     run(config)
     shutil.rmtree(shards)
     write_shards(shards, "lm", rows=61)
     later = dataclasses.replace(config, resume=True, export=tmp_path / "exported")
-    with pytest.raises(ResumeError, match="is not the data that step 8 was trained on") as error:
+    with pytest.raises(ResumeError, match="is not the data that step 1 was trained on") as error:
         run(later)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "exported").exists()
@@ -145,18 +154,19 @@ def test_export_of_a_finished_run_survives_later_rows(documents: Path, tmp_path:
     """The export names the version of the data set that the run was trained on."""
     shards = tmp_path / "shards"
     shutil.copytree(documents, shards)
-    run(make_config(shards, tmp_path / "run"))
+    run(make_config(shards, tmp_path / "run", steps=1))
     before = Manifest.read(shards).fingerprint
     grown_by(shards, documents)
-    run(make_config(shards, tmp_path / "run", export=tmp_path / "exported"))
+    run(make_config(shards, tmp_path / "run", steps=1, export=tmp_path / "exported"))
     about = Exported.of(tmp_path / "exported")
     assert about is not None
     assert about.shards == before
 
 
-def test_exported_weights_with_a_flipped_bit_are_rejected(documents: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "exported"
-    run(make_config(documents, tmp_path / "run", export=folder))
+def test_exported_weights_with_a_flipped_bit_are_rejected(
+    documents: Path, finished: TrainConfig, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(finished.run_dir.with_name("exported"), tmp_path / "exported")
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-5] ^= 64
@@ -200,18 +210,18 @@ def test_a_stopped_run_is_exported_when_it_is_finished(documents: Path, tmp_path
 
 
 def test_export_is_not_repeated_by_a_later_resume(documents: Path, tmp_path: Path) -> None:
-    config = make_config(documents, tmp_path / "run", export=tmp_path / "exported")
+    config = make_config(documents, tmp_path / "run", steps=1, export=tmp_path / "exported")
     run(config)
     begun = TrainConfig.of_run(tmp_path / "run")
     assert begun is not None
     assert begun.export is None
-    assert run(dataclasses.replace(begun, steps=config.steps + 2)).finished
+    assert run(dataclasses.replace(begun, steps=2)).finished
 
 
 def test_a_failed_export_leaves_nothing_and_can_be_repeated(
     documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(documents, tmp_path / "run", export=tmp_path / "out" / "exported")
+    config = make_config(documents, tmp_path / "run", steps=1, export=tmp_path / "out" / "exported")
 
     def refuse(*_: Any) -> None:
         raise OSError("disk full")
@@ -233,14 +243,18 @@ def test_what_is_no_export_is_refused_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["run", "exported"])
 def test_another_task_keeps_the_body_and_says_what_starts_fresh(
-    source: str, documents: Path, tagged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    source: str,
+    finished: TrainConfig,
+    tagged: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run(make_config(documents, tmp_path / "run", export=tmp_path / "exported"))
+    folder = finished.run_dir.parent
     caplog.set_level(logging.INFO)
     config = make_config(
         tagged,
         tmp_path / "tag",
-        init_from=str(tmp_path / source),
+        init_from=str(folder / source),
         learning_rate=1e-12,
         steps=1,
     )
@@ -248,7 +262,7 @@ def test_another_task_keeps_the_body_and_says_what_starts_fresh(
     (line,) = [line for line in caplog.messages if "starts fresh" in line]
     assert line.endswith("starts fresh: head.weight, head.bias")
     taken = load_weights(tmp_path / "tag", 1)
-    kept = safetensors.torch.load_file(tmp_path / "exported" / "model.safetensors")
+    kept = safetensors.torch.load_file(folder / "exported" / "model.safetensors")
     for name in kept:
         torch.testing.assert_close(taken[name], kept[name], rtol=0, atol=1e-6)
     assert taken["head.weight"].shape[0] == len(LABELS["tag"])
@@ -259,13 +273,11 @@ def test_another_task_keeps_the_body_and_says_what_starts_fresh(
 
 
 def test_weights_that_fit_nowhere_are_refused_in_one_line(
-    documents: Path, own: str, tmp_path: Path
+    documents: Path, finished: TrainConfig, tmp_path: Path
 ) -> None:
-    run(make_config(documents, tmp_path / "run"))
     for source, words in (("run", "no weight that fits"), ("nowhere", "--init-from")):
-        config = make_config(
-            documents, tmp_path / "other", model="mini", init_from=str(tmp_path / source)
-        )
+        init = str(finished.run_dir.with_name(source))
+        config = make_config(documents, tmp_path / "other", model="mini", init_from=init)
         with pytest.raises(ConfigError, match=words) as caught:
             run(config)
         assert "\n" not in str(caught.value)

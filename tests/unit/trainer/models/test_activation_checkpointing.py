@@ -21,7 +21,7 @@ from tokenfeed.trainer.models.activation_checkpointing import recompute_layers
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 from tokenfeed.trainer.sizing.memory_model import PeakBytes
 
-SIZE = ModelSize(layers=4, width=64, heads=2)
+SIZE = ModelSize(layers=2, width=64, heads=2)
 WAYS: tuple[RecomputeName, ...] = ("none", "selective", "full")
 
 
@@ -42,11 +42,9 @@ def gradients(model: nn.Module) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("how", WAYS[1:])
-def test_gradients_are_the_same_to_the_last_bit(
-    how: RecomputeName, dropout: float, compiled: bool
-) -> None:
+def test_gradients_are_the_same_to_the_last_bit(how: RecomputeName, compiled: bool) -> None:
+    dropout = 0.3
     model = model_of(how, dropout)
     if compiled:
         torch._dynamo.reset()
@@ -56,13 +54,13 @@ def test_gradients_are_the_same_to_the_last_bit(
     assert all(map(torch.equal, gradients(model), wanted))
 
 
-@pytest.mark.parametrize("how", WAYS[1:])
-def test_a_run_is_the_same(how: RecomputeName, tmp_path: Path) -> None:
+def test_a_run_is_the_same(tmp_path: Path) -> None:
     folder = write_labelled(tmp_path / "shards", "tag", count=60)
     settings: dict[str, Any] = {"steps": 4, "dropout": 0.2, "precision": "bf16"}
-    run(make_config(folder, tmp_path / "plain", **settings))
-    run(make_config(folder, tmp_path / "again", recompute=how, **settings))
-    assert_same_run(tmp_path / "plain", tmp_path / "again", 4)
+    for how in WAYS:
+        run(make_config(folder, tmp_path / how, recompute=how, **settings))
+    for how in WAYS[1:]:
+        assert_same_run(tmp_path / "none", tmp_path / how, 4)
 
 
 def test_each_way_keeps_less_than_the_one_before() -> None:

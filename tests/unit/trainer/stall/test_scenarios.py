@@ -57,24 +57,17 @@ def test_the_stall_of_every_regime_is_within_a_point_of_the_truth(regime: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_fault_is_found_and_its_cost_is_within_a_point_of_the_truth(name: str) -> None:
+def test_every_fault_is_found_with_its_cost_and_the_gain_without_it(name: str) -> None:
     fault = FAULTS[name]
     loop = fault.change(CLEAN)
-    report = measure(loop, fault)
-    assert report.stall == pytest.approx(truth(loop, fault).idle, abs=POINT)
+    report, true = measure(loop, fault), truth(loop, fault)
+    assert report.stall == pytest.approx(true.idle, abs=POINT)
     assert max(report.causes, key=lambda cause: report.causes[cause].fraction) == fault.cause
     assert_parts_sum(report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(FAULTS) - {"tiny kernels"}))
-def test_without_a_fault_the_run_gains_what_was_predicted(name: str) -> None:
-    fault = FAULTS[name]
-    loop = fault.change(CLEAN)
-    predicted = measure(loop, fault).causes[fault.cause].speed_up
-    mended = replace(CLEAN, data_seconds=min(loop.data_seconds, 2e-3))
-    gained = truth(loop, fault).seconds / truth(mended).seconds
-    assert predicted == pytest.approx(gained, rel=0.1)
+    if name != "tiny kernels":  # without the fault, the run gains what was predicted
+        mended = truth(replace(CLEAN, data_seconds=min(loop.data_seconds, 2e-3)))
+        gained = true.seconds / mended.seconds
+        assert report.causes[fault.cause].speed_up == pytest.approx(gained, rel=0.1)
 
 
 def test_a_device_that_is_never_kept_waiting_has_no_stall() -> None:
@@ -107,7 +100,7 @@ def covered(loop: Loop, seeds: range) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("regime", FEW)
 def test_the_interval_holds_the_truth_in_at_least_nine_of_ten_runs(regime: str) -> None:
-    assert covered(FEW[regime], range(60)) >= 54
+    assert covered(FEW[regime], range(20)) >= 18
 
 
 def gains(case: Case) -> dict[str, float]:
@@ -175,7 +168,7 @@ USUAL, SHORTEST = ((2e-3, 50e-3), 0.02, 0.0), ((0.0, 2e-3), 0.04, 0.01)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cases", "step_seconds", "width", "errors"), [(10, *USUAL), (20, *SHORTEST)]
+    ("cases", "step_seconds", "width", "errors"), [(4, *USUAL), (8, *SHORTEST)]
 )
 def test_interval_and_cause_of_random_loops_are_right(
     cases: int, step_seconds: tuple[float, float], width: float, errors: float

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_sets import random_rows, write_rows
-from support.training import LONGEST, VOCABULARY, assert_same_run, make_config, run, write_labelled
+from support.training import (
+    LONGEST,
+    VOCABULARY,
+    assert_same_run,
+    go_on_from,
+    make_config,
+    run,
+    write_labelled,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
@@ -25,7 +34,7 @@ from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.trainer.config.run_config import ObjectiveName
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
-from tokenfeed.trainer.models.transformer import SIZES, Transformer
+from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.tasks import task as tasks
 from tokenfeed.trainer.tasks.labels import number_scores
@@ -57,7 +66,7 @@ def task_of(folder: Path, objective: ObjectiveName) -> tasks.Task:
 
 def model_of(task: tasks.Task) -> Transformer:
     torch.manual_seed(0)
-    return Transformer(replace(SIZES["tiny"], layers=2), task.head)
+    return Transformer(ModelSize(layers=2, width=32, heads=2), task.head)
 
 
 def gradients(
@@ -168,20 +177,11 @@ def test_no_gradient_reaches_what_only_the_prompts_hold(tmp_path: Path) -> None:
 def test_a_resumed_run_is_the_uninterrupted_one(
     folders: dict[Task, Path], tmp_path: Path, name: Task, objective: ObjectiveName
 ) -> None:
-    def config(run_dir: Path, **changes: object) -> object:
-        return make_config(
-            folders[name],
-            run_dir,
-            objective=objective,
-            model="support.training:dropping_model",
-            save_every=3,
-            **changes,
-        )
-
-    whole = run(config(tmp_path / "whole"))  # type: ignore[arg-type]
-    run(config(tmp_path / "parts"), stop_after=4)  # type: ignore[arg-type]
-    parts = run(config(tmp_path / "parts", resume=True))  # type: ignore[arg-type]
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", 8)
+    settings: dict[str, Any] = {"model": "support.training:dropping_model", "steps": 6}
+    config = make_config(folders[name], tmp_path / "whole", objective=objective, **settings)
+    whole = run(config)
+    parts = go_on_from(config.run_dir, 4, replace(config, run_dir=tmp_path / "parts"))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
     assert parts.metrics == whole.metrics
     assert set(whole.metrics) == {"validation", "test"}
     assert whole.task == (objective if objective == "masked" else name)
