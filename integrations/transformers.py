@@ -140,7 +140,8 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
         """Set when training ends."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait for the first batches. Until training ends, charge sums of targets over ranks."""
+        """Wait for the first batches. Until training ends, charge the exchange of target counts
+        between ranks to `communication`."""
         self._tokens = int(state.num_input_tokens_seen)  # of the checkpoint
         self._patched.close()  # after a training that an exception ended
         trainer: Any = transformers.Trainer

@@ -339,7 +339,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def room(self) -> Iterator[Path]:
-        """See `Place`: files are written where they stay."""
+        """See `Place`: yields the folder itself, so files are written in their final place."""
         yield self.folder
 
 

@@ -189,8 +189,8 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         states: `state_dict` of at least one rank of every stream, in any order, saved after the
             same number of steps.
 
-    Returns:
-        One JSON-serialisable state for `ShardLoader.load_state_dict`, which uses its own part.
+    Returns: One JSON-serialisable state for `ShardLoader.load_state_dict`. Each rank uses the part
+    of its stream.
 
     Raises:
         ResumeError: A stream is missing, or the states belong to different plans.

@@ -202,7 +202,7 @@ class Watch:
         return generated_by(self._template, variables)[0]
 
     def has_marks(self, value: Any) -> bool:
-        """Return whether a content is in a value of JSON."""
+        """Return whether a JSON value contains the content of a message."""
         if isinstance(value, str):
             return self._marks.search(value) is not None
         if isinstance(value, dict):

@@ -108,7 +108,7 @@ class TaskEncoder(ABC):
 
     @classmethod
     def variant(cls, fields: Collection[str]) -> type["TaskEncoder"]:
-        """Return the class that reads the given fields, by their own names."""
+        """Return the class that reads the given fields, which are named as in the task."""
         return cls
 
     @property

@@ -32,7 +32,7 @@ range."""
 
 
 def is_worth_chunks(tokens: int, vocabulary_size: int) -> bool:
-    """Whether logits take so much memory that chunks pay."""
+    """Return whether logits take so much memory that the loss should be computed in chunks."""
     return tokens * vocabulary_size * _BYTES_PER_LOGIT > WORTH_BYTES
 
 
