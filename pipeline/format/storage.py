@@ -111,7 +111,7 @@ def hold(file: IO[Any] | int, *, is_shared: bool = False) -> bool:
 def waited_for(file: IO[Any] | int) -> Iterator[None]:
     """Lock an open, writable file, or its descriptor, until the block ends. Wait for the lock.
 
-    A file system without locks lets all in.
+    On a file system without locks, do not wait.
     """
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -126,7 +126,7 @@ def waited_for(file: IO[Any] | int) -> Iterator[None]:
 def alone_in(folder: Path) -> Iterator[None]:
     """Let one process at a time work in a folder. Other processes wait.
 
-    A file system without locks lets all in.
+    On a file system without locks, do not wait.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

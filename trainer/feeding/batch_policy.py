@@ -96,7 +96,7 @@ def padding_remedy(config: TrainConfig, task: "Task") -> str:
     Rows with one label cannot be packed. Packed rows have padding only at their ends.
     """
     if is_packed(config, task.manifest):
-        return "raise `--sequence-length`: ends of rows are less of longer ones"
+        return "raise `--sequence-length`: longer rows have a smaller share of padding"
     if task.kind != "row":
         return "`--batching packed`"
     return (

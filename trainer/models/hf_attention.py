@@ -60,7 +60,7 @@ def _attention(
         raise _cannot(layer, "a mask that it makes itself")
     if scopes is None:
         raise ConfigError(
-            f"`--model`: {layer} is not told where documents end. Take another model."
+            f"`--model`: {layer} does not receive the ends of documents. Use another model."
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # What `transformers` calls a window counts the slot itself.

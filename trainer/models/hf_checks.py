@@ -85,8 +85,8 @@ def _check_reaches(model: HubModel, head: Head, name: str) -> None:
         )
     if _has_windows(config) and all(reach.window is None for reach in reaches):
         raise ConfigError(
-            f"`--model`={name}: does not tell its attention about its sliding window. Take another "
-            "model."
+            f"`--model`={name}: its attention ignores the sliding window of its config. Use "
+            "another model."
         )
 
 

@@ -268,11 +268,11 @@ def _qwen3(config: TrainConfig, head: Head) -> Any:
 
 
 def _warn_of_other_labels(source: str, described: Any, head: Head) -> None:
-    """A head of as many other labels fits by shape, and begins with what it knew of those."""
+    """Warn if the head of a model was trained on other labels, of the same number."""
     names = tuple(described.id2label.values())
     is_named = not all(str(name).startswith("LABEL_") for name in names)
     if is_named and names != head.labels and len(names) == len(head.labels):
-        _log.warning("%s: its head told apart %s, and goes on with %s", source, names, head.labels)
+        _log.warning("%s: its head was trained on %s, not on %s", source, names, head.labels)
 
 
 def _set_dropout(described: Any, share: float) -> None:

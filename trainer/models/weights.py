@@ -200,7 +200,7 @@ def kept_weights(model: nn.Module, given: Collection[str], checkpoint: Checkpoin
     if expected != found:
         name = min(name for name, _ in expected.items() ^ found.items())
         raise ResumeError(
-            f"cannot go on: the checkpoint's weights are not those of this model: {name} is "
+            f"cannot resume: the checkpoint has other weights than this model: {name} is "
             f"{_shape(found.get(name))} there and {_shape(expected.get(name))} here. Give the "
             "--model, --lora, --lora-target and --trainable that it was made with."
         )
@@ -291,8 +291,8 @@ def warn_of_other_ids(config: TrainConfig) -> None:
         if others:
             _log.warning(
                 "`--init-from`=%s: its tokenizer is not that of %s: %s of %s ids are other tokens, "
-                "so an embedding that is taken knows nothing of them. Make shards with its "
-                "tokenizer, by `pretokenize --tokenizer`",
+                "and their rows of the embedding were trained for those tokens. Make shards with "
+                "its tokenizer, by `pretokenize --tokenizer`",
                 config.init_from,
                 shards,
                 f"{others:,}",

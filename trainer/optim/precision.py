@@ -119,8 +119,11 @@ def tune_convolutions(model: nn.Module) -> None:
 
 @torch.no_grad()
 def all_finite(model: nn.Module, world: World) -> bool:
-    """Whether every weight is a finite number, on all ranks; waits for the device. Sums tell in a
-    tenth of the time; one of finite numbers may overflow, so a look at each has the last word."""
+    """Return whether all weights are finite numbers, on all ranks. Waits for the device.
+
+    Sums are checked first, in a tenth of the time. A sum of finite weights may overflow, so if a
+    sum is not finite, every weight is checked.
+    """
     weights = [local_shard(parameter) for parameter in model.parameters()]
     sums = [weight.sum() for weight in weights]
     return _are_finite(sums, world) or _are_finite(weights, world)
