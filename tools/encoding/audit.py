@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tokenfeed.pipeline.arithmetic import Ragged, ceil_div
+from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.tools.corpus.read_records import fetched_ahead, read_texts
 from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit
@@ -61,23 +61,18 @@ class Answers:
     """The ids that an engine found for texts."""
 
     texts: list[bytes]
-    ids: Ragged
-    failed: np.ndarray
-    """Texts on which the engine failed, shape (R,), bool."""
-    routed: np.ndarray
-    """Texts that were left to the reference, shape (R,), bool."""
+    ids: list[np.ndarray | None]
+    """The ids of each text; None if the engine failed on it."""
 
     @classmethod
     def from_engine(cls, engine: Engine, texts: list[bytes]) -> Self:
         """Encode texts by an engine, one by one if the engine fails on the batch."""
-        none = np.zeros(len(texts), bool)
         try:
-            return cls(texts, engine.encode(texts), none, none)
+            return cls(texts, [*engine.encode(texts).rows()])
         except (EngineFailure, Unencodable):
             if len(texts) > 1:
                 return cls.joined([cls.from_engine(engine, [text]) for text in texts])
-            nothing = Ragged(np.empty(0, np.uint16), np.zeros(1, np.int64))
-            return cls(texts, nothing, ~none, none)
+            return cls(texts, [None])
 
     @classmethod
     def from_fast(cls, engine: FastEngine, texts: list[bytes]) -> Self:
@@ -85,22 +80,16 @@ class Answers:
 
         Loading the reference in a worker would take longer than encoding all other texts.
         """
-        routed = np.isin(np.arange(len(texts)), engine.routes.find(texts))
-        pairs = zip(texts, routed, strict=True)
-        answers = cls.from_engine(engine, [b"" if is_routed else text for text, is_routed in pairs])
-        return cls(texts, answers.ids, answers.failed, routed)
+        routed = {*engine.routes.find(texts).tolist()}
+        own = [text for place, text in enumerate(texts) if place not in routed]
+        return cls.from_engine(engine, own)
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """Concatenate answers. An empty sequence has no texts."""
         return cls(
             [text for part in parts for text in part.texts],
-            Ragged(
-                np.concatenate([np.empty(0, np.uint16), *(part.ids.values for part in parts)]),
-                np.concatenate([np.empty(0, np.int64), *(part.ids.lengths for part in parts)]),
-            ),
-            np.concatenate([np.empty(0, bool), *(part.failed for part in parts)]),
-            np.concatenate([np.empty(0, bool), *(part.routed for part in parts)]),
+            [ids for part in parts for ids in part.ids],
         )
 
     def __len__(self) -> int:
@@ -111,13 +100,17 @@ class Answers:
         return self.differing_from(Answers.from_engine(reference, self.texts))
 
     def differing_from(self, right: "Answers") -> list[bytes]:
-        """Return the texts with other ids than `right`, if both engines encoded them."""
-        if self.ids == right.ids and not self.failed.any():
-            return []
-        rows = zip(self.ids.rows(), right.ids.rows(), strict=True)
-        same = np.array([np.array_equal(*pair) for pair in rows], bool)
-        wrong = ~right.failed & ~self.routed & (self.failed | ~same)
-        return [self.texts[place] for place in np.flatnonzero(wrong)]
+        """Return the texts with other ids than in `right`, which may have more texts.
+
+        Texts on which the engine of `right` failed are left out.
+        """
+        expected = dict(zip(right.texts, right.ids, strict=True))
+        return [
+            text
+            for text, ids in zip(self.texts, self.ids, strict=True)
+            if (wanted := expected[text]) is not None
+            and (ids is None or not np.array_equal(ids, wanted))
+        ]
 
 
 class Audit:

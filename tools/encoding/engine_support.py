@@ -24,6 +24,9 @@ TokenizerKind = Literal["byte-level", "SentencePiece"]
 ID_LIMIT = 10_000_000
 """Ids must be smaller. Engines allocate tables as long as the largest id."""
 
+COMPARED_TOKENIZERS = ("0.21.", "0.22.", "0.23.")
+"""Versions of `tokenizers` whose ids were compared."""
+
 _NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 _BYTE_LIKE = re.compile("<0x..>", re.DOTALL)
 _BYTE_TOKENS = {f"<0x{byte:02X}>": byte for byte in range(256)}

@@ -20,7 +20,12 @@ from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.schema import token_dtype
 from tokenfeed.tools.encoding.cuts import cut
-from tokenfeed.tools.encoding.engine_support import Shape, Unproved, check_vocabulary
+from tokenfeed.tools.encoding.engine_support import (
+    COMPARED_TOKENIZERS,
+    Shape,
+    Unproved,
+    check_vocabulary,
+)
 from tokenfeed.tools.encoding.routes import Routes, sort_tokens
 from tokenfeed.tools.encoding.tokenizer import (
     NOT_FAILURES,
@@ -32,7 +37,7 @@ from tokenfeed.tools.shell.signals import signals_held
 
 _COMPARED = {
     "gigatoken": (("0.10.",), "gigatoken>=0.10,<0.11"),
-    "tokenizers": (("0.21.", "0.22.", "0.23."), "tokenizers>=0.21.4,<0.24"),
+    "tokenizers": (COMPARED_TOKENIZERS, "tokenizers>=0.21.4,<0.24"),
 }
 """Versions that were compared, and what to install. The tables of another version may differ."""
 

@@ -26,11 +26,10 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from tokenfeed.pipeline.arithmetic import Ragged, offsets_of, take
+from tokenfeed.tools.encoding.engine_support import COMPARED_TOKENIZERS
 from tokenfeed.tools.encoding.routes import matches
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-_COMPARED = ("0.21.", "0.22.", "0.23.")
-"""Versions of `tokenizers` whose ids were compared."""
 CACHE_BYTES = 128 << 20
 """Words are forgotten when they take about this much memory."""
 _ARROW_BYTES = 1 << 31
@@ -70,7 +69,7 @@ class Words:
         added = inner.get_added_tokens_decoder().values()
         parts = zip((inner.normalizer, inner.pre_tokenizer, inner.model), _TYPES, strict=True)
         if (
-            not tokenizers.__version__.startswith(_COMPARED)
+            not tokenizers.__version__.startswith(COMPARED_TOKENIZERS)
             or not all(isinstance(part, kind) for part, kind in parts)
             or any(token.normalized or not token.special for token in added)
         ):
@@ -190,7 +189,7 @@ class SpacedWords(Words):
     @classmethod
     def of_tokenizer(cls, tokenizer: TextTokenizer, encode: Encode) -> Self | None:
         """See `Words`."""
-        if not tokenizers.__version__.startswith(_COMPARED):
+        if not tokenizers.__version__.startswith(COMPARED_TOKENIZERS):
             return None
         if not isinstance(tokenizer.tokenizer.model, Unigram):
             return None

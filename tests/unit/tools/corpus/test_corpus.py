@@ -158,24 +158,6 @@ def test_folders_deeper_than_the_stack_are_read(tmp_path: Path) -> None:
     assert source.name == str(folder / "a.txt")
 
 
-def test_finding_files_without_patterns_resolves_no_path_per_file(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resolved: list[str] = []
-    for name in ("abspath", "relpath", "realpath"):
-        function = getattr(os.path, name)
-        counting = lambda path, *args, _f=function, **options: (  # noqa: E731
-            resolved.append(path) or _f(path, *args, **options)
-        )
-        monkeypatch.setattr(os.path, name, counting)
-    find(tree)
-    num_resolved = len(resolved)
-    for number in range(50):
-        (tree / f"{number}.txt").write_text("text")
-    assert len(find(tree).sources) == 54
-    assert len(resolved) == 2 * num_resolved
-
-
 def test_missing_and_unusable_input_is_one_error(tmp_path: Path) -> None:
     for name in ("made", "empty"):
         (tmp_path / name).mkdir()

@@ -581,19 +581,6 @@ def test_summary_names_what_the_template_removed(thoughtful: tuple[Path, str]) -
     assert all(counts[f"{kind.label}_tokens"] == kinds.count(kind) for kind in Kind)
 
 
-def test_engines_make_the_same_bytes(tmp_path: Path, tokenizer: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    odd = [
-        [{"role": "user", "content": text}, {"role": "assistant", "content": text}] for text in ODD
-    ]
-    corpus.write_text("".join(json.dumps({"messages": c}) + "\n" for c in [*odd, THOUGHTFUL]))
-    for engine in ("tokenizers", "gigatoken"):
-        make(corpus, tmp_path / engine, tokenizer, "--engine", engine)
-    manifests = [Manifest.read(tmp_path / engine) for engine in ("tokenizers", "gigatoken")]
-    assert manifests[0].splits == manifests[1].splits
-    assert manifests[0].counts == manifests[1].counts
-
-
 READING = """{% macro shown(m) %}{{ m.content | trim }}{% endmacro %}{% for m in messages %}\
 {% set content = m.content %}{% if content.startswith('a') or 'b' in content %}{% set content = \
 content + ' ' %}{% endif %}{{ m.role }}{{ 'c' if content == 'c' }}{{ OPERATION }}\
