@@ -1,4 +1,4 @@
-"""Python processes that start warm: forks of one that has imported what tokenfeed builds on.
+"""Python processes that start warm: forks of one that has imported tokenfeed and its dependencies.
 
 Imports take from half a second to four seconds of a core, for an optimizer imports the compiler,
 and tests start hundreds of processes. What such a process does is its own: memory, descriptors,
@@ -33,6 +33,10 @@ _context.set_forkserver_preload(
         *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
         *("numpy", "pyarrow.ipc", "msgspec", "safetensors.torch", "tokenizers", "yaml"),
         *("transformers.trainer", "transformers.models.llama.modeling_llama"),
+        *("awkward", "gigatoken", "rich.console", "rich.progress", "rich.table"),
+        *("tokenfeed.tools.pretokenizing.make", "tokenfeed.tools.pretokenizing.options"),
+        *("tokenfeed.tools.data_sets.append", "tokenfeed.tools.data_sets.command"),
+        *("tokenfeed.tools.report", "tokenfeed.tools.train", "tokenfeed.trainer.loop.run"),
     ]
 )
 
