@@ -14,11 +14,10 @@ and idle, the share of time that ranks wait for the slowest rank: 1 - mean / max
 the processor time of each step. Rows of the peers are in memory already. Refuted if tokenfeed is
 less than twice as fast as `random`, or idle for more than 2 %.
 
-    python -m benchmarks.ranks [--ranks 2 4] [--rows 1200] [--rounds 3]
+    python -m benchmarks.ranks [--ranks 2 4] [--rows 800] [--rounds 3]    # 5 minutes on 2 cores
 """
 
 import argparse
-import itertools
 import socket
 import tempfile
 import time
@@ -33,22 +32,26 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils.data import DistributedSampler
 
-from benchmarks.protocol import summary, write_result
+from benchmarks.protocol import RESULTS, summary, write_result
 from tokenfeed import Fixed, Padded, ShardLoader, pretokenize
 
-MEDIAN, SIGMA, LONGEST, VOCABULARY = 100, 1.0, 1024, 500
+MEDIAN, SIGMA, LONGEST, VOCABULARY = 50, 1.0, 512, 500
 ROWS_OF_BATCH = 16
 SAMPLERS = ("random", "sorted", "by length", "tokenfeed")
 
+READING: dict[str, Any] = {"num_workers": 0, "epochs": 1, "seed": 0}
+
 Row = torch.Tensor
+Run = dict[str, float]
 
 
 def main() -> None:
     """Measure, print and write results/ranks.json."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rows", type=int, default=1200)
+    parser.add_argument("--rows", type=int, default=800)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     results = []
     print("| ranks | sampler | real tokens/s | of random | padding | idle |")
@@ -56,9 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         shards = write_rows(Path(folder), options.rows)
         for ranks in options.ranks:
-            found: dict[str, list[dict[str, float]]] = {name: [] for name in SAMPLERS}
-            for _, name in itertools.product(range(options.rounds), SAMPLERS):
-                found[name].append(train(shards, name, ranks, Path(folder)))
+            found = train(shards, options.rounds, ranks, Path(folder))
             base = median(run["tokens_s"] for run in found["random"])
             for name, runs in found.items():
                 of = {key: median(run[key] for run in runs) for key in runs[0]}
@@ -75,7 +76,7 @@ def main() -> None:
                     f"| {ranks} | {name} | {of['tokens_s']:,.0f} | {result['of_random']} "
                     f"| {of['padding']:.1%} | {of['idle']:.1%} |"
                 )
-    write_result("ranks", results)
+    print(f"written to {write_result('ranks', results, options.results)}")
 
 
 def write_rows(folder: Path, rows: int) -> Path:
@@ -94,23 +95,36 @@ def write_rows(folder: Path, rows: int) -> Path:
     return folder / "out"
 
 
-def train(shards: Path, name: str, ranks: int, folder: Path) -> dict[str, float]:
-    """Train one epoch on `ranks` processes; return tokens a second, padding and idle."""
+def train(shards: Path, rounds: int, ranks: int, folder: Path) -> dict[str, list[Run]]:
+    """Train an epoch with each sampler in each round, on `ranks` processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_rank, (ranks, port, str(shards), name, str(folder)), nprocs=ranks)
-    found: dict[str, float] = torch.load(folder / "found.pt")
+    mp.spawn(_rank, (ranks, port, str(shards), rounds, str(folder)), nprocs=ranks)
+    found: dict[str, list[Run]] = torch.load(folder / "found.pt")
     return found
 
 
-def _rank(rank: int, ranks: int, port: int, shards: str, name: str, folder: str) -> None:
+def _rank(rank: int, ranks: int, port: int, shards: str, rounds: int, folder: str) -> None:
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
+    with ShardLoader(shards, batching=Fixed(1), rank=0, world_size=1, **READING) as loader:
+        rows = [batch["input_ids"][0] for batch in loader]  # every rank knows all rows
+    found: dict[str, list[Run]] = {name: [] for name in SAMPLERS}
+    for _ in range(rounds):
+        for name in SAMPLERS:
+            found[name].append(_epoch(_batches(shards, name, rows, rank, ranks), ranks))
+    if rank == 0:
+        torch.save(found, Path(folder, "found.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _epoch(batches: Iterator[tuple[torch.Tensor, torch.Tensor]], ranks: int) -> Run:
+    """Train on some batches; return real tokens a second, padding and idle, over all ranks."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    batches = _batches(shards, name, rank, ranks)
     busy, counts, started = [], torch.zeros(2), 0.0  # counts: real tokens, slots
     for step, (ids, mask) in enumerate(batches):
         if step == 2:  # both warm-up steps are not counted
@@ -133,14 +147,10 @@ def _rank(rank: int, ranks: int, port: int, shards: str, name: str, folder: str)
     dist.all_reduce(counts)
     of_ranks = [torch.zeros(len(busy)) for _ in range(ranks)]
     dist.all_gather(of_ranks, torch.tensor(busy))
-    if rank == 0:
-        work = torch.stack(of_ranks)
-        idle = 1 - float(work.mean(0).sum() / work.max(0).values.sum())
-        tokens, slots = counts.tolist()
-        found = {"tokens_s": tokens / seconds, "padding": 1 - tokens / slots, "idle": idle}
-        torch.save(found, Path(folder, "found.pt"))
-    dist.barrier()
-    dist.destroy_process_group()
+    work = torch.stack(of_ranks)
+    idle = 1 - float(work.mean(0).sum() / work.max(0).values.sum())
+    tokens, slots = counts.tolist()
+    return {"tokens_s": tokens / seconds, "padding": 1 - tokens / slots, "idle": idle}
 
 
 def _model() -> Any:
@@ -160,17 +170,14 @@ def _model() -> Any:
 
 
 def _batches(
-    shards: str, name: str, rank: int, ranks: int
+    shards: str, name: str, rows: list[Row], rank: int, ranks: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield ids and mask of every micro-batch of this rank in one epoch."""
-    common = {"num_workers": 0, "epochs": 1, "seed": 0}
-    with ShardLoader(shards, batching=Fixed(1), rank=0, world_size=1, **common) as loader:
-        rows = [batch["input_ids"][0] for batch in loader]  # every rank knows all rows
     if name == "tokenfeed":
         tokens = ROWS_OF_BATCH * sum(map(len, rows)) // len(rows)
         batching = Padded(max(tokens, LONGEST))
         with ShardLoader(
-            shards, batching=batching, rank=rank, world_size=ranks, **common
+            shards, batching=batching, rank=rank, world_size=ranks, **READING
         ) as loader:
             for batch in loader:
                 ids = batch["input_ids"]

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import torchtitan
 from benchmarks.protocol import RESULTS
 from benchmarks.remote import tables as remote_tables
 from benchmarks.shuffle import tables as shuffle_tables
@@ -36,7 +37,25 @@ def loader_table(results: list[Entry]) -> list[list[str]]:
     """Every loader on every kind of rows; what could not be measured says why."""
     header = ["rows", "loader", "M tokens/s", "times the best peer", "padding", "first batch"]
     header += ["resume", "GB of memory", "bytes a token on disk", "rows lost + repeated"]
-    return [header, *(loader_row(entry) for entry in results)]
+    return [header, *(loader_row(entry) for entry in results if entry["rows"] != "mixture")]
+
+
+def mixture_table(results: list[Entry]) -> list[list[str]]:
+    """The shares of the tokens that the loaders with mixtures deliver."""
+    header = ["loader", "tokens of documents, asked", "delivered", "M tokens/s"]
+    return [
+        header,
+        *(
+            [
+                entry["case"],
+                f"{entry['asked']:.0%}",
+                f"{entry['share']:.1%}",
+                significant(entry["speed_mtok_s"]["median"]),
+            ]
+            for entry in results
+            if "share" in entry
+        ),
+    ]
 
 
 def loader_row(entry: Entry) -> list[str]:
@@ -249,6 +268,8 @@ def roofline_checks(results: list[Entry]) -> list[list[str]]:
 TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "text_loaders": loader_table,
     "text_loaders/front": front_table,
+    "text_loaders/mixture": mixture_table,
+    "torchtitan": torchtitan.table,
     "pretokenize": pretokenize_table,
     "trainer": trainer_table,
     "scenarios": scenarios_table,

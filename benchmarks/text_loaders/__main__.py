@@ -1,44 +1,27 @@
 """How many real tokens per second reach the training loop as int64 CPU batches, beside the peers?
 
-Rows: the standard library's own source (vocabulary 32,768), by line (`short`, about 13 tokens), by
-20 lines (`medium`, about 180) and by file (`documents`, about 4,500). tokenfeed reads its
-compressed shards, padded (budget 16,384; also lengths rounded up to 8) and packed into rows of
-2,048. Every peer does what its users do: random batches of 256 short or 32 medium rows, padded to
-the longest; documents cut beforehand into rows of 2,048, 8 a batch, so without any padding.
-Peers that write row by row get an eighth of the short rows. The bound is one gather a batch from
-an uncompressed memory map of rows of one length, without workers.
+README.md in this folder describes the tasks, the columns and how to add a loader.
 
-Measured beside speed: padding; first batch; time from nothing to the first batch after a state
-saved in the middle of an epoch; memory (PSS of all processes, page cache they map included); disk,
-second copies included; and the rows that one epoch loses or repeats, unbroken and resumed.
-One process per measurement, repeats interleaved, page cache warm; ratios are within a repeat.
-Refuted by a peer that shuffles as much and delivers more, or by a row lost or repeated.
-
-Peers live where they are installed: the interpreter at hand, else --peer-python.
-
-    pip install torch datasets mosaicml-streaming litdata webdataset torchdata grain array-record
-    python -m benchmarks.text_loaders --peer-python peers/bin/python [--repeats 3] [--data FOLDER]
+    python -m benchmarks.text_loaders --peer-python peers/bin/python [--rows short] [--only NAME]
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from benchmarks.protocol import RESULTS, summary, write_result
+from benchmarks.readme import loader_table, markdown, mixture_table
 from benchmarks.text_loaders.case import OURS, own_folder
 from benchmarks.text_loaders.data import KINDS, make_data
-from benchmarks.text_loaders.peers import PEERS
+from benchmarks.text_loaders.peers import MIXED, PEERS
 from benchmarks.text_loaders.plot import plot
 from benchmarks.text_loaders.processes import CaseError, bytes_in, find_peers, prepare, run_case
 
-BOUND = "bound: memmap gather"
+BOUND, MIXTURE = "bound: memmap gather", "mixture"
 MEASURED = ("mtok_s", "padding", "first_batch_s", "resume_s", "peak_memory_mb")
 
 Entry = dict[str, Any]
@@ -73,6 +56,29 @@ def count_rows(python: str, loader: str, options: argparse.Namespace) -> Entry:
     return counts
 
 
+def measure_mixture(homes: dict[str, str], options: argparse.Namespace) -> list[Entry]:
+    """The shares that mixtures deliver, of the loaders that have mixtures."""
+    results = []
+    for loader in options.only:
+        if loader not in homes or not (loader in OURS or PEERS[loader].mix):
+            continue
+        entry: Entry = {"rows": "mixture", "case": loader, "workers": options.workers}
+        try:
+            for kind in MIXED:
+                prepare(homes[loader], loader, kind, options.data)
+            settings = ("--workers", options.workers, "--seconds", options.seconds)
+            runs = [
+                run_case(homes[loader], "mix", loader, "mixture", options.data, *settings)
+                for _ in range(options.repeats)
+            ]
+            entry |= {"asked": MIXED["documents"], "share": runs[0]["share"]}
+            entry["speed_mtok_s"] = summary([each["mtok_s"] for each in runs], digits=4)
+        except CaseError as error:
+            entry["failed"] = f"failed: {error}"
+        results.append(entry)
+    return results
+
+
 def disk_bytes(loader: str, kind: str, data: Path) -> int:
     """What the loader reads, and what it wrote meanwhile."""
     folder = data / kind
@@ -100,8 +106,9 @@ def ratios(runs: dict[str, list[Entry]], loader: str) -> Entry:
 
 def compare(homes: dict[str, str], options: argparse.Namespace) -> list[Entry]:
     """All cases, repeats interleaved so that a slow minute of the machine hits them all."""
-    cases = [(kind, loader) for kind in options.kinds for loader in options.loaders]
-    runs: dict[str, dict[str, list[Entry]]] = {kind: {} for kind in options.kinds}
+    kinds = [kind for kind in KINDS if kind in options.rows]
+    cases = [(kind, loader) for kind in kinds for loader in options.only]
+    runs: dict[str, dict[str, list[Entry]]] = {kind: {} for kind in kinds}
     failed = {case: "not installed" for case in cases if case[1] not in homes}
     for repeat in range(options.repeats):
         for kind, loader in cases:
@@ -116,8 +123,8 @@ def compare(homes: dict[str, str], options: argparse.Namespace) -> list[Entry]:
                 failed[kind, loader] = f"failed: {error}"
                 runs[kind].pop(loader, None)
     counted = {}
-    for loader in options.loaders:
-        if loader in homes and loader != BOUND:
+    for loader in options.only:
+        if kinds and loader in homes and (loader in OURS or PEERS[loader].counted):
             print(f"counting rows: {loader}", file=sys.stderr, flush=True)
             try:
                 counted[loader] = count_rows(homes[loader], loader, options)
@@ -149,38 +156,6 @@ def describe(runs: dict[str, list[Entry]], loader: str) -> Entry:
     return {"tokens": results[0]["tokens"], **medians, **ratios(runs, loader)}
 
 
-def show(results: list[Entry]) -> None:
-    """The table a person reads."""
-    columns = ("M tokens/s", "least, most", "x best", "padding", "first", "resume", "MB", "B/tok")
-    table = Table("rows", "loader", *columns, "lost+repeated")
-    for entry in results:
-        if "failed" in entry:
-            table.add_row(entry["rows"], entry["case"], entry["failed"].split(":")[0])
-            continue
-        speed, resumed = entry["mtok_s"], entry.get("resume_s")
-        counts = entry["row_counts"].values()
-        table.add_row(
-            entry["rows"],
-            entry["case"],
-            f"{speed['median']:.2f}",
-            f"{speed['min']:.2f}, {speed['max']:.2f}",
-            f"{entry['times_best_other_peer']:.2f}" if "times_best_other_peer" in entry else "",
-            f"{entry['padding']['median']:.2%}",
-            f"{entry['first_batch_s']['median']:.2f} s",
-            f"{resumed['median']:.2f} s" if resumed else "none",
-            f"{entry['peak_memory_mb']['median']:.0f}",
-            f"{entry['disk_bytes_per_token']:.2f}",
-            ", ".join(str(each["lost"] + each["repeated"]) for each in counts)
-            if "failed" not in entry["row_counts"]
-            else "failed",
-        )
-    console = Console(width=150)
-    console.print(table)
-    for entry in results:
-        if "failed" in entry:
-            console.print(escape(f"{entry['rows']}, {entry['case']}: {entry['failed']}"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     every = [*OURS, *PEERS]
@@ -190,8 +165,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--data", type=Path, help="keep the data here, and use what is there")
     parser.add_argument("--scale", type=float, default=1.0, help="of the data; for a quick try")
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--loaders", nargs="+", default=every, choices=every, metavar="NAME")
+    tasks = [*KINDS, MIXTURE]
+    parser.add_argument("--rows", nargs="+", default=tasks, choices=tasks)
+    parser.add_argument("--only", nargs="+", default=every, choices=every, metavar="LOADER")
+    parser.add_argument("--add", action="store_true", help="keep other rows of the results file")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     homes, versions = find_peers([sys.executable, *filter(None, [options.peer_python])])
@@ -199,7 +176,13 @@ def main() -> None:
         options.data = options.data or Path(name)
         options.scale = make_data(options.data, options.scale)
         results = compare(homes, options)
-    show(results)
+        if MIXTURE in options.rows:
+            results += measure_mixture(homes, options)
+    print(markdown(loader_table(results)) + markdown(mixture_table(results)))
+    written = options.results / "text_loaders.json"
+    if options.add and written.exists():
+        former = json.loads(written.read_text())["results"]
+        results = [each for each in former if each["rows"] not in options.rows] + results
     path = write_result(
         "text_loaders", results, options.results, peers=versions, scale=options.scale
     )

@@ -2,9 +2,10 @@
 
 It prints one line of JSON. `write` makes the loader's own copy of the rows; `speed` drains it for
 some seconds, and saves its state in the middle of an epoch; `resume` goes on from that state;
-`check` counts every row of one epoch, unbroken or resumed. Imports are not part of any time.
+`check` counts every row of one epoch, unbroken or resumed; `mix` measures the shares of the tokens
+that a mixture delivers. Imports are not part of any time.
 
-usage: case.py write|speed|resume|check|versions LOADER KIND DATA [--seconds 4] [--workers 2]
+usage: case.py write|speed|resume|check|mix|versions LOADER KIND DATA [--seconds 4] [--workers 2]
 """
 
 import argparse
@@ -23,7 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.text_loaders.peers import PEERS, SEQUENCE, Rows, Stream, import_streaming
+from benchmarks.text_loaders.peers import (
+    MIXED,
+    PEERS,
+    SEQUENCE,
+    Rows,
+    Stream,
+    import_streaming,
+    rows_of,
+)
 
 __all__ = ["OURS", "own_folder"]
 
@@ -33,7 +42,10 @@ OURS: dict[str, tuple[str, tuple[int, ...]]] = {
     "tokenfeed packed": ("Packed", (SEQUENCE, 8)),
 }
 """Name of the policy, and its arguments."""
-MODULES = ("datasets", "litdata", "grain", "webdataset", "torchdata.stateful_dataloader")
+MODULES = (
+    *("datasets", "litdata", "grain", "webdataset", "torchdata.stateful_dataloader"),
+    *("torchtitan.components.data", "lancedb.streaming"),
+)
 
 
 def own_folder(data: Path, kind: str, loader: str) -> Path:
@@ -44,9 +56,8 @@ def own_folder(data: Path, kind: str, loader: str) -> Path:
 def open_loader(data: Path, kind: str, name: str, workers: int, endless: bool) -> Stream:
     """Any loader by its name."""
     if name not in OURS:
-        peer = PEERS[name]
-        rows = Rows(data, kind, peer.short_part if kind == "short" else 1)
-        return peer.read(rows, own_folder(data, kind, name), workers, endless)
+        rows = rows_of(data, kind, name)
+        return PEERS[name].read(rows, own_folder(data, kind, name), workers, endless)
     import tokenfeed
 
     policy, arguments = OURS[name]
@@ -114,8 +125,8 @@ def speed(
         now = time.perf_counter()
         is_over = now - first > seconds
         if stream.state and state is None and (is_over or tokens >= half_epoch):
-            state = pickle.dumps(stream.state())
-        if is_over:
+            state = saved(stream)
+        if is_over and (state or not stream.state or now - first > 2 * seconds):
             break
     if state:
         state_file.write_bytes(state)
@@ -124,6 +135,15 @@ def speed(
         "padding": 1 - tokens / slots,
         "first_batch_s": first - started,
     }
+
+
+def saved(stream: Stream) -> bytes | None:
+    """Return the pickled state, or None where lancedb has none: its workers must be level."""
+    assert stream.state
+    try:
+        return pickle.dumps(stream.state())
+    except RuntimeError:
+        return None
 
 
 def resume(open_stream: Callable[[], Stream], state_file: Path) -> dict[str, float]:
@@ -149,14 +169,13 @@ def check(
     if part == "rest":
         state, got = pickle.loads(state_file.read_bytes())
         assert stream.load
-        stream.load(state)
+        stream.load(pickle.loads(state))
     for batch in stream.batches:
         real = real_ids(batch)
         ends = np.flatnonzero(real == end_id) + 1
         got.update(row.tobytes() for row in np.split(real, ends) if len(row))
-        if part == "first" and got.total() > len(rows) / 2:
-            assert stream.state
-            state_file.write_bytes(pickle.dumps((stream.state(), got)))
+        if part == "first" and got.total() > len(rows) / 2 and (state := saved(stream)):
+            state_file.write_bytes(pickle.dumps((state, got)))
             break
     wanted = collections.Counter(row.astype(np.int64).tobytes() for row in rows)
     return {
@@ -164,6 +183,53 @@ def check(
         "lost": (wanted - got).total(),
         "repeated": (got - wanted).total(),
     }
+
+
+def mix(name: str, data: Path, workers: int, seconds: float) -> dict[str, float]:
+    """Return the share of the tokens that comes from documents, and the speed."""
+    if name in OURS:
+        import tokenfeed
+
+        mixture = tokenfeed.Mixture({data / kind / "shards": MIXED[kind] for kind in MIXED})
+        policy, arguments = OURS[name]
+        batching = getattr(tokenfeed, policy)(*arguments)
+        loader = tokenfeed.ShardLoader(mixture, batching=batching, num_workers=workers, epochs=None)
+        stream = Stream(loader)
+        documents = len(np.load(data / "documents" / "lengths.npy", mmap_mode="r"))
+    else:
+        parts = {kind: (rows_of(data, kind, name), own_folder(data, kind, name)) for kind in MIXED}
+        open_mixture = PEERS[name].mix
+        assert open_mixture
+        stream = open_mixture(parts, workers)
+    batches = epochs_of(stream)
+    next(batches)
+    started = now = time.perf_counter()
+    tokens = of_documents = 0
+    while now - started < seconds:
+        batch = next(batches)
+        lengths, is_document = pieces(batch)
+        if is_document is None:
+            is_document = batch.rows < documents
+        tokens += int(lengths.sum())
+        of_documents += int(lengths[is_document].sum())
+        now = time.perf_counter()
+    return {"mtok_s": tokens / (now - started) / 1e6, "share": of_documents / tokens}
+
+
+def pieces(batch: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """Tokens of each row of a batch, and whether it is a part of a document; None: ask the batch.
+
+    A peer's parts of documents are rows of `SEQUENCE`, which no line reaches. Rows of torchtitan
+    end where positions begin again.
+    """
+    if hasattr(batch, "piece_lengths"):
+        return batch.piece_lengths, None
+    if "positions" in batch:
+        starts = np.flatnonzero(batch["positions"].numpy() == 0)
+        lengths = np.diff(starts, append=batch["positions"].numel())
+        return lengths, lengths > SEQUENCE // 2
+    lengths = batch["attention_mask"].sum(1).numpy()
+    return lengths, lengths == SEQUENCE
 
 
 def versions() -> dict[str, dict[str, str]]:
@@ -179,7 +245,7 @@ def versions() -> dict[str, dict[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("action", choices=["write", "speed", "resume", "check", "versions"])
+    parser.add_argument("action", choices=["write", "speed", "resume", "check", "mix", "versions"])
     parser.add_argument("loader", nargs="?", choices=[*OURS, *PEERS])
     parser.add_argument("kind", nargs="?")
     parser.add_argument("data", nargs="?", type=Path)
@@ -194,7 +260,10 @@ def main() -> None:
     name, kind, data = options.loader, options.kind, options.data
     import_all(name)
     peer = PEERS.get(name)
-    rows = Rows(data, kind, peer.short_part if peer and kind == "short" else 1)
+    if options.action == "mix":
+        print("\n" + json.dumps(mix(name, data, options.workers, options.seconds)), flush=True)
+        return
+    rows = rows_of(data, kind, name)
     own = own_folder(data, kind, name)
     result: dict[str, Any] = {"tokens": len(rows.ids)}
 

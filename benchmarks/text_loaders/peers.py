@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 __all__ = [
+    "MIXED",
     "PEERS",
     "SEQUENCE",
     "Batch",
@@ -29,12 +30,20 @@ __all__ = [
     "import_streaming",
     "open_litdata",
     "open_mosaic",
+    "open_torchtitan",
+    "rows_of",
 ]
 
 SEQUENCE = 2048
 BATCH_ROWS = {"short": 256, "check": 256, "medium": 32, "documents": 8}
 
+MIXED = {"documents": 0.7, "short": 0.3}
+"""Shares of the tokens that the task `mixture` asks for."""
+MIXED_ROWS = 32
+
 Batch = dict[str, torch.Tensor]
+Mixed = dict[str, tuple["Rows", Path]]
+"""Rows and own folder of each part of a mixture."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +57,13 @@ class Stream:
 
 
 class Rows(Sequence[np.ndarray]):
-    """Rows of uint16 ids in a memory map; documents are cut into rows of `SEQUENCE`."""
+    """Rows of uint16 ids in a memory map, the first of so many parts of them. Documents are cut
+    into rows of `SEQUENCE`, unless `whole`."""
 
-    def __init__(self, folder: Path, kind: str, part: int = 1) -> None:
+    def __init__(self, folder: Path, kind: str, part: int = 1, *, whole: bool = False) -> None:
         self._arguments = (folder, kind, part)
         self.ids = np.asarray(np.load(folder / kind / "ids.npy", mmap_mode="r"))
-        self.same_length = kind == "documents"
+        self.same_length = kind == "documents" and not whole
         self.batch_rows = BATCH_ROWS[kind]
         if self.same_length:
             self.offsets = np.arange(0, len(self.ids) + 1, SEQUENCE)
@@ -84,6 +94,13 @@ class Rows(Sequence[np.ndarray]):
         if self.same_length:
             return {"input_ids": torch.from_numpy(self.grid()[np.asarray(indices)].astype("i8"))}
         return pad([self[index] for index in indices])
+
+
+def rows_of(folder: Path, kind: str, loader: str) -> Rows:
+    """The rows that a loader gets."""
+    return Rows(
+        folder, kind, PEERS[loader].short_part if loader in PEERS and kind == "short" else 1
+    )
 
 
 def pad(rows: Sequence[Any]) -> Batch:
@@ -144,6 +161,15 @@ def read_datasets(rows: Rows, folder: Path, workers: int, endless: bool) -> Stre
     )
 
 
+def mix_datasets(parts: Mixed, workers: int) -> Stream:
+    from datasets import interleave_datasets, load_from_disk
+
+    each = [load_from_disk(folder / "rows").shuffle(seed=0) for _, folder in parts.values()]
+    data = interleave_datasets(each, probabilities=[*MIXED.values()], seed=0).with_format("numpy")
+    collate = partial(collate_ids, parts["short"][0])
+    return Stream(DataLoader(data, MIXED_ROWS, num_workers=workers, collate_fn=collate))
+
+
 def import_streaming() -> ModuleType:
     """mosaicml-streaming imports torchvision, for images, which may be built for another torch."""
     try:
@@ -189,6 +215,21 @@ def open_mosaic(rows: Rows, workers: int, **places: str) -> Stream:
         collate_fn=partial(collate_ids, rows),
     )
     return Stream(loader, loader.state_dict, loader.load_state_dict)
+
+
+def mix_mosaic(parts: Mixed, workers: int) -> Stream:
+    streaming = import_streaming()
+    streams = [
+        streaming.Stream(local=str(folder / "rows"), proportion=MIXED[kind])
+        for kind, (_, folder) in parts.items()
+    ]
+    data = streaming.StreamingDataset(streams=streams, shuffle=True, batch_size=MIXED_ROWS)
+    collate = partial(collate_ids, parts["short"][0])
+    return Stream(
+        streaming.StreamingDataLoader(
+            data, MIXED_ROWS, False, num_workers=workers, collate_fn=collate
+        )
+    )
 
 
 def litdata_part(rows: Rows, part: range) -> Iterator[torch.Tensor]:
@@ -256,6 +297,22 @@ def read_grain(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
     return Stream(iterator, iterator.get_state, iterator.set_state)
 
 
+def mix_grain(parts: Mixed, workers: int) -> Stream:
+    import grain
+
+    each = [
+        grain.MapDataset.source(
+            grain.sources.ArrayRecordDataSource(str(folder / "rows.array_record"))
+        )
+        .shuffle(seed=0)
+        .repeat()
+        for _, folder in parts.values()
+    ]
+    data = grain.MapDataset.mix(each, weights=[*MIXED.values()])
+    data = data.map(partial(np.frombuffer, dtype=np.uint16)).batch(MIXED_ROWS, batch_fn=pad)
+    return Stream(data.to_iter_dataset(grain.ReadOptions(max(1, workers), 64)))
+
+
 def write_webdataset(rows: Rows, folder: Path) -> None:
     import webdataset
 
@@ -276,6 +333,118 @@ def read_webdataset(rows: Rows, folder: Path, workers: int, endless: bool) -> St
         data, batch_size=None, num_workers=workers, persistent_workers=workers > 0
     )
     return Stream(loader)
+
+
+def open_torchtitan(
+    parts: Sequence[Rows], packing: str, sizes: dict[str, Any], *, repeat: bool = True
+) -> Any:
+    """Open torchtitan's loader of tokens in a memory map, as the README of its data layer shows.
+
+    Args:
+        parts: The documents, or two parts to mix with the weights of `MIXED`. They are packed
+            first, so that weights count tokens.
+        packing: Name of the config that packs them.
+        sizes: Ranks and sizes of a batch, as torchtitan's trainer passes them.
+        repeat: False: one epoch.
+    """
+    from torchtitan.components import data
+
+    class Shift(data.SampleProcessor):  # type: ignore[misc]  # untyped
+        @dataclass(kw_only=True, slots=True)
+        class Config(data.SampleProcessor.Config):  # type: ignore[misc]
+            pass
+
+        def __init__(self, config: Any, *, context: Any) -> None: ...
+
+        def __call__(self, row: np.ndarray, rng: Any) -> Any:
+            ids = row.astype(np.int64)
+            return data.TextSequence(input_ids=ids[:-1], labels=ids[1:]) if len(ids) > 1 else None
+
+    packed = [
+        getattr(data, packing)(
+            dataset=data.SingleDatasetConfig(
+                source=_Source(rows),
+                processor=Shift.Config(),
+                post_filters=(lambda sample: sample is not None,),
+            )
+        )
+        for rows in parts
+    ]
+    pairs = zip(packed, MIXED.values(), strict=False)
+    weighted = (data.WeightedDataset(dataset=each, weight=weight) for each, weight in pairs)
+    recipe = data.DatasetMixConfig(datasets=(*weighted,)) if len(packed) > 1 else packed[0]
+    return data.GrainDataLoader.Config(dataset=recipe, repeat=repeat).build(**sizes)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A source of torchtitan."""
+
+    rows: Rows
+
+    def build(self, **policy: Any) -> Rows:
+        return self.rows
+
+
+def read_torchtitan(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
+    return concatenated([rows])
+
+
+def mix_torchtitan(parts: Mixed, workers: int) -> Stream:
+    return concatenated([rows for rows, _ in parts.values()])
+
+
+def concatenated(parts: Sequence[Rows]) -> Stream:
+    """torchtitan's concatenation. Tokens with a label count: all but the first of each row."""
+    sizes = {"max_context_length": SEQUENCE, "num_tokens_per_batch": 8 * SEQUENCE}
+    sizes |= {"dp_rank": 0, "dp_world_size": 1, "tokenizer": None}
+    loader = open_torchtitan(parts, "ConcatThenSplitPackingConfig", sizes)
+    batches = (
+        {
+            "input_ids": inputs["input"][None],
+            "attention_mask": (labels != -100)[None],
+            "positions": inputs["positions"],
+        }
+        for inputs, labels in loader
+    )
+    return Stream(batches, loader.state_dict, loader.load_state_dict)
+
+
+def write_lance(rows: Rows, folder: Path) -> None:
+    import lancedb
+    import pyarrow as pa
+
+    offsets = pa.array(rows.offsets.astype(np.int32))
+    table = pa.table({"input_ids": pa.ListArray.from_arrays(offsets, pa.array(rows.ids))})
+    lancedb.connect(folder / "rows").create_table("rows", table)
+
+
+def lance_rows(batch: Any) -> list[np.ndarray]:
+    """The rows of a record batch."""
+    column = batch.column("input_ids")
+    ends = column.offsets.to_numpy()
+    return np.split(column.values.to_numpy()[: ends[-1]], ends[:-1])[1:]
+
+
+def read_lance(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
+    import lancedb
+    from lancedb.streaming import StreamingDataLoader, StreamingDataset
+
+    data = StreamingDataset(
+        lancedb.connect(folder / "rows").open_table("rows"),
+        num_splits=max(1, workers),
+        read_batch_size=rows.batch_rows,
+        columns=["input_ids"],
+        transform=lance_rows,
+    )
+    loader = StreamingDataLoader(
+        data,
+        batch_size=rows.batch_rows,
+        num_workers=workers,
+        collate_fn=rows.collate,
+        multiprocessing_context="forkserver" if workers else None,
+    )
+    return Stream(loader, data.state_dict, data.load_state_dict)
 
 
 class _Gathered(Dataset[Batch]):
@@ -344,20 +513,34 @@ class Peer:
     order: str
     """How far rows are shuffled."""
     short_part: int = 1
-    """Of short rows it gets this part: it writes them one by one."""
+    """Of short rows it gets this part: it reads or writes them one by one."""
+    counted: bool = True
+    """Whether an epoch has rows that can be counted: its batches contain whole rows."""
+    mix: Callable[[Mixed, int], Stream] | None = None
+    """Opens the mixture of `MIXED`, with so many workers."""
 
 
 PEERS = {
-    "datasets": Peer(("datasets",), write_datasets, read_datasets, "all rows"),
+    "datasets": Peer(("datasets",), write_datasets, read_datasets, "all rows", mix=mix_datasets),
     "mosaicml-streaming": Peer(
-        ("mosaicml-streaming",), write_mosaic, read_mosaic, "blocks of rows", 8
+        ("mosaicml-streaming",), write_mosaic, read_mosaic, "blocks of rows", 8, mix=mix_mosaic
     ),
     "litdata": Peer(("litdata",), write_litdata, read_litdata, "chunks, rows in a chunk", 8),
-    "grain": Peer(("grain", "array-record"), write_grain, read_grain, "all rows", 8),
+    "grain": Peer(("grain", "array-record"), write_grain, read_grain, "all rows", 8, mix=mix_grain),
     "webdataset": Peer(
         ("webdataset",), write_webdataset, read_webdataset, "shards, a buffer of 1,000", 8
     ),
     "torchdata stateful": Peer(("torchdata",), write_nothing, read_stateful, "all rows"),
     "torchdata nodes": Peer(("torchdata",), write_nothing, read_nodes, "all rows"),
-    "bound: memmap gather": Peer((), write_nothing, read_bound, "all rows"),
+    "torchtitan": Peer(
+        ("torchtitan", "grain"),
+        write_nothing,
+        read_torchtitan,
+        "all rows",
+        8,
+        counted=False,
+        mix=mix_torchtitan,
+    ),
+    "lancedb": Peer(("lancedb", "pylance"), write_lance, read_lance, "all rows", 8),
+    "bound: memmap gather": Peer((), write_nothing, read_bound, "all rows", counted=False),
 }
