@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import msgspec
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.tools.encoding.engine_support import GPT_4, REGEXES, byte_letters
@@ -111,44 +111,13 @@ def tiktoken_to_json(
         for cut in range(1, len(token))
         if (left := token[:cut]) in written and (right := token[cut:]) in written
     ]
-    return msgspec.json.encode(_tokenizer(known, written | known.special_tokens, merges))
-
-
-def _tokenizer(
-    known: Known, vocabulary: dict[str, int], merges: list[tuple[str, str]]
-) -> dict[str, object]:
-    """Return the content of a tokenizer.json."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    bytes_: dict[str, object] = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-    }
-    bytes_ |= {"use_regex": False}
-    split: dict[str, object] = {"type": "Split", "pattern": {"Regex": known.regex}}
-    split |= {"behavior": "Isolated", "invert": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": id_, "content": token, **flags, "special": True}
-            for token, id_ in known.special_tokens.items()
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytes_]},
-        "post_processor": None,
-        "decoder": bytes_,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,
-            "vocab": vocabulary,
-            "merges": merges,
-        },
-    }
+    model = models.BPE(written | known.special_tokens, merges, ignore_merges=True)
+    tokenizer = Tokenizer(model)
+    split = pre_tokenizers.Split(Regex(known.regex), "isolated")
+    letters_of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, letters_of_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False) for token in known.special_tokens]
+    )
+    return tokenizer.to_str().encode()
