@@ -19,11 +19,16 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from tokenfeed.pipeline.errors import TokenizerError
-from tokenfeed.tools.encoding.engine_support import GPT_4, REGEXES, byte_letters
+from tokenfeed.tools.encoding.engine_support import (
+    GPT_4,
+    ID_LIMIT,
+    REGEXES,
+    byte_letters,
+)
 
 logger = logging.getLogger(__name__)
 
-_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?\n")
+_LINE = re.compile(rb"[A-Za-z0-9+/=]+ [0-9]+\r?\n")
 
 
 class Known(NamedTuple):
@@ -81,14 +86,17 @@ def tiktoken_to_json(
         TokenizerError: The file is damaged, or its regex and special tokens are not known.
     """
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(content.splitlines(keepends=True), 1):
-        if not _LINE.fullmatch(line.rstrip() + b"\n"):
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token)] = int(rank)
+            if not 0 <= int(rank) < ID_LIMIT:
+                raise ValueError
+        except ValueError:
             raise TokenizerError(
                 f"{origin}: line {number:,} is {line[:40]!r}, expected a token in base64 and its "
                 "rank. Download the file again."
-            )
-        token, rank = line.split()
-        ranks[base64.b64decode(token + b"==")] = int(rank)
+            ) from None
     known = known_files.get(len(ranks))
     if known is None:
         raise TokenizerError(

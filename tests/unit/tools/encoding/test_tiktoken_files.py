@@ -96,7 +96,10 @@ def test_unknown_or_damaged_tiktoken_file_is_one_error(tmp_path: Path) -> None:
     known = {len(ranks): KNOWN[50_256], len(ranks) - 1: KNOWN[50_256]}
     for content, reason in (
         (whole, rf"a tiktoken file of {len(ranks):,} tokens\..* Give the tokenizer\.json"),
-        (whole + b"YQ==", r"line \d+ is b'YQ==', expected a token in base64 and its rank"),
+        *(
+            (whole + line, r"line \d+ is .*, expected a token in base64 and its rank")
+            for line in (b"YQ==", b"YQ== -1", b"YQ== 99999999999", b"Y 5", b"YQ== 1 2")
+        ),
     ):
         file.write_bytes(content)
         with pytest.raises(TokenizerError, match=f"^{file}: {reason}"):
