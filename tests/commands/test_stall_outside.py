@@ -73,7 +73,7 @@ def assert_slept(report: StallReport, sleeps: int = 1) -> None:
     assert parts <= report.seconds
 
 
-@pytest.mark.parametrize("milliseconds", [1, 20, 50])
+@pytest.mark.parametrize("milliseconds", [1, 20])
 def test_a_loader_that_sleeps_so_long_a_step_is_reported_so(milliseconds: float) -> None:
     def batches() -> Iterator[int]:
         for number in range(WARMUP + 5 + int(100 / milliseconds)):
@@ -87,9 +87,8 @@ def test_a_loader_that_sleeps_so_long_a_step_is_reported_so(milliseconds: float)
     assert_slept(meter.report())
 
 
-@pytest.mark.parametrize("milliseconds", [2, 20])
-def test_so_is_a_data_loader_of_torch(milliseconds: float) -> None:
-    loader = DataLoader(Sleeping(WARMUP + 15, milliseconds), batch_size=1)
+def test_so_is_a_data_loader_of_torch() -> None:
+    loader = DataLoader(Sleeping(WARMUP + 15, milliseconds=20), batch_size=1)
     meter = StallMeter("cpu", skipped_steps=WARMUP)
     for _ in meter.watch(timed(loader)):
         meter.step()

@@ -1,10 +1,9 @@
 """Services themselves, where they are installed: without a network, in processes of their own."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import warm
 
 
 @pytest.mark.slow
@@ -22,18 +21,9 @@ def test_a_service_takes_a_run_without_a_network(
     pytest.importorskip(service)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    words = [
-        "--shards",
-        text_shards,
-        "--run-dir",
-        tmp_path / "run",
-        "--model",
-        "words",
-        "--steps",
-        "4",
-    ]
-    command = [sys.executable, "-m", "tokenfeed.tools.train", *map(str, words), "--track", service]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    words = ["--shards", text_shards, "--run-dir", tmp_path / "run", "--model", "words"]
+    words += ["--steps", 4, "--track", service]
+    done = warm.run(["-m", "tokenfeed.tools.train", *words])
     assert done.returncode == 0, done.stderr
     assert "The run goes on without it" not in done.stderr
     assert [*(tmp_path / "run").glob(left)], done.stderr

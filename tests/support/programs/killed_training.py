@@ -133,7 +133,7 @@ def main(shards: Path, folder: Path, kills: int) -> None:
     LocalStore.write = upload_slowly  # type: ignore[method-assign]
     gc.freeze()  # else collections of each fork would look at, and copy, all that was imported
     seen = {"kills": 0, "during_saves": 0, "during_uploads": 0, "runs": 0}
-    while seen["kills"] < kills:
+    while seen["kills"] < kills or not seen["runs"]:
         run_dir = folder / str(seen["runs"])
         at_event = draw.random() < 0.5
         last_event = draw.randint(1, _MOST_EVENTS) if at_event else None

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import (
     CPU,
@@ -102,6 +102,7 @@ STATES = st.dictionaries(
 )
 
 
+@settings(max_examples=10)
 @given(state=STATES)
 def test_any_state_comes_back_bit_for_bit(
     state: State, tmp_path_factory: pytest.TempPathFactory

@@ -346,9 +346,9 @@ def test_a_hanging_store_delays_the_end_by_its_bound(
 
 
 def test_a_url_that_is_ahead_of_the_folder_is_refused(
-    few_rows: Path, tmp_path: Path, store: type[FaultyStore]
+    few_rows: Path, undisturbed: Path, tmp_path: Path, store: type[FaultyStore]
 ) -> None:
-    run(saving_config(few_rows, tmp_path / "first", upload=URL))
+    copy_of(undisturbed, URL)
     before = files_at(URL)
     with pytest.raises(ConfigError, match=r"holds step 8, and .*second does not"):
         run(saving_config(few_rows, tmp_path / "second", upload=URL))
@@ -373,10 +373,9 @@ def test_a_url_of_a_data_set_is_refused_and_stays_as_it_is(few_rows: Path, tmp_p
 
 
 def test_the_report_of_a_moved_run_names_the_folder_where_it_is(
-    few_rows: Path, tmp_path: Path
+    undisturbed: Path, tmp_path: Path
 ) -> None:
-    run(saving_config(few_rows, tmp_path / "first"))
-    (tmp_path / "first").rename(tmp_path / "second")
+    shutil.copytree(undisturbed, tmp_path / "second")
     report = Report.of_run(tmp_path / "second")
     assert report is not None
     assert str(tmp_path / "second" / "report.html") in report.summary()

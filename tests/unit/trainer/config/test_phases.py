@@ -267,13 +267,6 @@ def test_what_a_later_part_cannot_do_is_found_at_the_start(folder: Path, tmp_pat
         assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_run_does_not_go_on_in_a_phase_of_other_weights(folder: Path, tmp_path: Path) -> None:
-    run(config_of(folder / "code", tmp_path, phases()), stop_after=5)
-    others = phases({}, {"trainable": "embed"})
-    with pytest.raises(ResumeError, match="phases"):
-        run(config_of(folder / "code", tmp_path, others, resume=True))
-
-
 @pytest.mark.slow
 def test_a_plan_counts_what_each_phase_trains(folder: Path, tmp_path: Path) -> None:
     planned = dry_run(config_of(folder / "code", tmp_path, phases()), None)

@@ -142,14 +142,6 @@ def test_command_line_list_and_mapping_say_the_same(
     assert shown(shards) == " ".join(words)
 
 
-def test_what_was_said_is_said_again_by_config_yaml(folder: Path, tmp_path: Path) -> None:
-    config = make_config(weights(folder, code=0.7, prose=0.3), tmp_path)
-    config.write()
-    begun = type(config).of_run(tmp_path)
-    assert begun is not None
-    assert begun.shards == config.shards
-
-
 def test_a_folder_may_have_an_equals_sign_in_its_name(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,19 +203,6 @@ def test_defaults_and_plans_go_by_what_an_epoch_reads(
     assert config.steps == -(-2 * tokens // 2048)
     planned = dry_run(make_config(shards, tmp_path, steps=20), None)
     assert planned.epochs == pytest.approx(40 * 128 / tokens, rel=0.06)  # the last step is short
-
-
-def test_a_run_on_several_is_exported_with_their_tokenizer(tmp_path: Path) -> None:
-    shards = {str(write_labelled(tmp_path / name, "lm")): 0.5 for name in ("one", "two")}
-    run(make_config(shards, tmp_path / "run", steps=1, export=tmp_path / "model"))
-    names = [path.name for path in (tmp_path / "model").iterdir()]
-    assert "tokenizer.json" in names
-    assert "model.safetensors" in names
-
-
-def test_masked_learns_from_several(folder: Path, tmp_path: Path) -> None:
-    shards = weights(folder, code=1, prose=1)
-    assert run(make_config(shards, tmp_path, objective="masked", steps=2)).finished
 
 
 @pytest.fixture

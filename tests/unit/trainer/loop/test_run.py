@@ -292,8 +292,8 @@ def test_run_resumes_on_the_rows_it_began_with(
     grown_by(shards, make_shards(tmp_path / "more", rows=300))
     run(make_config(shards, tmp_path / "run", resume=True))
     assert_same_run(tmp_path / "run", finished, 8)
-    later = run(make_config(shards, tmp_path / "new"))
-    assert later.validation_loss_last != read_metrics(finished, "validation_loss")[8]
+    later = run(make_config(shards, tmp_path / "new", steps=1))
+    assert later.validation_loss_first != read_metrics(finished, "validation_loss")[0]
 
 
 BAD_SETTINGS = [
@@ -319,13 +319,6 @@ def test_missing_shards_leave_no_run_behind(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"manifest\.json: not found"):
         run(make_config(tmp_path / "nowhere", tmp_path / "run"))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_that_saved_nothing_leaves_its_folder_free(counting: Path, tmp_path: Path) -> None:
-    config = make_config(counting, tmp_path / "run", learning_rate=1e30, save_every=100, steps=40)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="not finite, 20 steps in a row"):
-            run(config)
 
 
 def test_resume_takes_the_settings_the_run_was_begun_with(

@@ -90,14 +90,15 @@ def test_weights_that_overflow_are_never_saved(counting: Path, tmp_path: Path) -
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-@pytest.mark.parametrize("steps", [2, 15])
-def test_short_run_that_ends_with_skipped_steps_fails(
-    counting: Path, tmp_path: Path, steps: int
+def test_short_run_that_ends_with_skipped_steps_fails_and_leaves_its_folder_free(
+    counting: Path, tmp_path: Path
 ) -> None:
-    config = make_config(counting, tmp_path, steps=steps, learning_rate=1e30, save_every=steps)
-    with pytest.raises(ConfigError, match=r"not finite, \d+ steps? in a row.* nothing was saved"):
-        run(config)
-    assert not list(tmp_path.glob("checkpoints/*"))
+    config = make_config(counting, tmp_path, steps=2, learning_rate=1e30, save_every=2)
+    message = r"not finite, \d+ steps? in a row.* nothing was saved"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=message):
+            run(config)
+        assert not list(tmp_path.glob("checkpoints/*"))
 
 
 def test_diverged_run_that_resumes_ends_in_one_line_again(counting: Path, tmp_path: Path) -> None:

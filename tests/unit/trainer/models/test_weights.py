@@ -1,6 +1,5 @@
 """Runs that train some weights by name, and leave the others as they are."""
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -87,14 +86,6 @@ def test_weights_that_no_loss_hangs_on_are_refused_in_one_line(
     monkeypatch.setattr("support.training.small_model", with_idle)
     with pytest.raises(ConfigError, match="`--trainable`=idle: the loss"):
         run(make_config(lm_rows, tmp_path, trainable="idle"))
-
-
-def test_the_line_says_how_much_is_trained(
-    lm_rows: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    run(make_config(lm_rows, tmp_path, trainable="embed", steps=1))
-    assert re.search(r"trains 4,096 of [\d,]+ parameters", caplog.text)
 
 
 @pytest.mark.slow

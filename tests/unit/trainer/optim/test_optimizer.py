@@ -1,6 +1,5 @@
 """Which weight is updated by what, and that a step is the plain optimizer's."""
 
-import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -260,24 +259,6 @@ def test_muon_takes_few_operators_however_many_layers(layers: int) -> None:
     with Operators() as operators:
         optimizer.step()
     assert operators.count < 100
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_state_read_back_as_mere_tensors_goes_on_bit_for_bit(name: OptimizerName) -> None:
-    expected, optimizer = make_tagger(name)
-    train(expected, optimizer.step, optimizer, 3)
-    file = io.BytesIO()
-    torch.save({"model": expected.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    train(expected, optimizer.step, optimizer, 3)
-
-    file.seek(0)
-    state: dict[str, Any] = torch.load(file, weights_only=True)
-    model, optimizer = make_tagger(name, rate=1.0)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    train(model, optimizer.step, optimizer, 3)
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import call
 from support.training import assert_same_run, make_config, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.tools import report as report_command
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
-from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop import evaluation
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.loop.run import train
@@ -149,12 +150,11 @@ def test_a_run_that_was_moved_to_a_folder_of_any_name_has_a_page(finished: Path)
     assert "latin\\udce9" in write_page(moved).read_text()
 
 
-@pytest.mark.parametrize("loss", [math.inf, math.nan])
 def test_a_validation_loss_that_is_not_finite_is_null_in_the_report(
-    loss: float, counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_: {"loss": loss})
-    config = make_config(counting, tmp_path)
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: {"loss": math.inf})
+    config = make_config(counting, tmp_path, steps=1)
     report = run(config)
     assert json.loads((tmp_path / "report.json").read_text())["validation_loss_last"] is None
     assert (tmp_path / "report.html").exists()
@@ -215,18 +215,41 @@ def test_two_trainings_in_one_folder_are_refused_and_the_first_goes_on(
     assert_same_run(tmp_path, undisturbed, 8)
 
 
-@pytest.mark.parametrize("resume", [False, True])
 def test_a_finished_run_is_not_run_again(
-    resume: bool, counting: Path, finished: Path, caplog: pytest.LogCaptureFixture
+    counting: Path, finished: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     before = content_of(finished)
-    report = run(make_config(counting, finished, resume=resume, json=True))
-    assert "already finished" in caplog.text
-    assert report.summary()
     written = json.loads((finished / "report.json").read_bytes())
-    assert dataclasses.asdict(report) == written | {"run_dir": str(finished)}  # it was copied
-    assert content_of(finished) == before
+    for resume in (False, True):
+        caplog.clear()
+        report = run(make_config(counting, finished, resume=resume, json=True))
+        assert "already finished" in caplog.text
+        assert report.summary()
+        assert dataclasses.asdict(report) == written | {"run_dir": str(finished)}  # it was copied
+        assert content_of(finished) == before
+
+
+def test_report_command_prints_a_run_again_and_compares_two(
+    undisturbed: Path, finished: Path, counting: Path, tmp_path: Path
+) -> None:
+    before = (finished / "report.html").read_bytes()
+    (finished / "report.html").unlink()
+    said = call(report_command.main, finished).stdout
+    assert said.startswith("model ")
+    assert f"page     {finished}/report.html" in said
+    assert (finished / "report.html").read_bytes() == before.replace(
+        str(undisturbed).encode(), str(finished).encode()
+    )
+    run(make_config(counting, tmp_path / "longer", steps=10))
+    words = ("compare", finished, tmp_path / "longer")
+    assert "settings that differ" in call(report_command.main, *words).stdout
+    found = json.loads(call(report_command.main, *words, "--json").stdout)
+    settings = [(row["name"], row["one"], row["other"]) for row in found["settings"]]
+    assert settings == [("--steps", "8", "10")]
+    names = [row["name"] for row in found["figures"]]
+    assert {"loss at step 8", "steps", "real tokens a second"} <= {*names}
+    assert len(names) == len({*names})
 
 
 @pytest.mark.parametrize("report", [None, "stale", "damaged"])
@@ -265,14 +288,6 @@ def test_a_new_start_in_a_folder_without_checkpoints_keeps_no_old_figures(
     assert read_metrics(tmp_path, "validation_loss")[0] < 10
 
 
-def test_a_learning_rate_without_a_point_is_a_number_in_config_yaml(finished: Path) -> None:
-    path = finished / "config.yaml"
-    path.write_text(path.read_text().replace("learning_rate: 0.002", "learning_rate: 1e-3"))
-    config = TrainConfig.of_run(finished)
-    assert config is not None
-    assert config.learning_rate == 1e-3
-
-
 @pytest.mark.parametrize("change", [{"meta": {"step": "8"}}, {"tensors": None}, {"version": 3}])
 def test_a_checkpoint_json_that_a_hand_has_changed_is_one_line(
     change: dict[str, object], counting: Path, finished: Path
@@ -287,13 +302,14 @@ def test_a_checkpoint_json_that_a_hand_has_changed_is_one_line(
 @pytest.mark.parametrize(
     "line", ["3", "{}", "[]", '{"step": "8"}', "[" * 100_000, '{"step": 8, "loss": "x"}']
 )
-def test_a_strange_line_of_metrics_is_named(line: str, counting: Path, finished: Path) -> None:
-    path = finished / "metrics.jsonl"
-    path.write_text(line + "\n" + path.read_text())
-    with pytest.raises(
-        ResumeError, match=r"metrics\.jsonl: line 1 is not a metrics record"
-    ) as error:
-        run(make_config(counting, finished, resume=True, steps=10))
+def test_a_strange_line_of_metrics_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    message = r"metrics\.jsonl: line 1 is not a metrics record"
+    with (
+        contextlib.closing(MetricsFile(tmp_path)) as metrics,
+        pytest.raises(ResumeError, match=message) as error,
+    ):
+        metrics.read()
     assert "\n" not in str(error.value)
 
 

@@ -72,7 +72,7 @@ def real_steps(config: Any, planned: RunPlan, memory: Any) -> Learner:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "lm packed"])
 def test_the_peak_is_that_of_the_tensors_of_real_steps(way: str, every_task: Path) -> None:
     config, planned = plan_of(every_task, **WAYS[way])
     memory = PeakBytes()
@@ -81,9 +81,8 @@ def test_the_peak_is_that_of_the_tensors_of_real_steps(way: str, every_task: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["lm packed", "full"])
-def test_the_peak_is_that_of_what_is_really_allocated(way: str, every_task: Path) -> None:
-    config, planned = plan_of(every_task, **WAYS[way])
+def test_the_peak_is_that_of_what_is_really_allocated(every_task: Path) -> None:
+    config, planned = plan_of(every_task, **WAYS["full"])
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     learner = real_steps(config, planned, profiler)
     weights = sum(parameter.nbytes for parameter in learner.model.parameters())
