@@ -39,10 +39,12 @@ PIECE_LINES = 12
 SMALL = """
 from tokenfeed.tools.encoding import training
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
+from tokenfeed.trainer.sizing import recommended
 training._MIN_FREQUENCY = 20
-SIZES["tiny"] = ModelSize(layers=1, width=32, heads=2)
+recommended._LEAST_STEPS = 20
+SIZES["tiny"] = SIZES["shallow"] = ModelSize(layers=1, width=32, heads=2)
 """
-"""Makes vocabularies and the default model of `train` smaller: most of a page's time is theirs."""
+"""Makes vocabularies, the default model and the default steps of `train` smaller."""
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?"
     r"(?P<indent>^ *)```(?P<language>\w*)(?: title=\"(?P<title>[\w.]+)\")?\n"

@@ -43,18 +43,6 @@ def shards_of(out: Path) -> dict[str, bytes]:
     return {name: data for name, data in files_of(out).items() if name.endswith(".arrow")}
 
 
-@pytest.fixture(scope="module")
-def shards_of_command(
-    rows: list[dict[str, Any]], tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, bytes]:
-    """The shards that the command makes of the same rows in a file."""
-    folder = tmp_path_factory.mktemp("command")
-    (folder / "rows.jsonl").write_bytes(b"".join(json_lines("rows", rows, ["text"])))
-    options = ("--tokenizer", tokenizer, "--shard-size", "20KB")
-    run(folder / "rows.jsonl", folder / "out", *options)
-    return shards_of(folder / "out")
-
-
 def test_the_function_has_the_options_of_the_command_with_their_defaults() -> None:
     parameters = inspect.signature(tokenfeed.pretokenize).parameters
     options = {field.name: field.default for field in dataclasses.fields(Options)}
@@ -87,18 +75,23 @@ SOURCES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_objects_give_the_shards_of_the_same_rows_in_a_file(
-    kind: str,
-    rows: list[dict[str, Any]],
-    tmp_path: Path,
-    tokenizer: Path,
-    shards_of_command: dict[str, bytes],
+def test_objects_become_the_json_lines_of_the_same_rows(
+    kind: str, rows: list[dict[str, Any]]
 ) -> None:
+    lines = b"".join(json_lines("rows", SOURCES[kind](rows), ["text"])).splitlines()
+    assert [json.loads(line) for line in lines] == [{"text": row["text"]} for row in rows]
+
+
+def test_objects_give_the_shards_of_the_same_rows_in_a_file(
+    rows: list[dict[str, Any]], tmp_path: Path, tokenizer: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(json_lines("rows", rows, ["text"])))
+    run(tmp_path / "rows.jsonl", tmp_path / "out", "--tokenizer", tokenizer, "--shard-size", "20KB")
     made = tokenfeed.pretokenize(
-        SOURCES[kind](rows), tmp_path / "python", tokenizer=tokenizer, shard_size="20KB"
+        pd.DataFrame(rows), tmp_path / "python", tokenizer=tokenizer, shard_size="20KB"
     )
-    assert len(shards_of_command) > 3
-    assert shards_of(tmp_path / "python") == shards_of_command
+    assert len(shards_of(tmp_path / "python")) > 3
+    assert shards_of(tmp_path / "python") == shards_of(tmp_path / "out")
     assert made.summary.documents == made.manifest.ledger.written == len(rows)
     assert str(made).startswith("split")
 
@@ -253,10 +246,10 @@ SCRIPT = """
 import sys, tokenfeed
 
 def records():
-    for at in range(30_000):
+    for at in range(5_000):
         yield {"text": f"document {at} " + " ".join(str(at * k) for k in range(1, 120))}
 
-tokenfeed.pretokenize(records, sys.argv[1], tokenizer=sys.argv[2], shard_size="500KB", workers=2)
+tokenfeed.pretokenize(records, sys.argv[1], tokenizer=sys.argv[2], shard_size="100KB", workers=2)
 """
 
 

@@ -25,12 +25,17 @@ LAYERS = ["pipeline", "trainer", "integrations", "tools"]
 BUILT_FROM = ["pyproject.toml", "README.md", "LICENSE", "src", *LAYERS]
 NO_RUBBISH = ignore_patterns("__pycache__", "*.egg-info")
 JOB = """
+import sys
 import tokenfeed
 from tokenfeed import Padded, ShardLoader
 
 with ShardLoader("out", batching=Padded(512)) as loader:
     batch = next(iter(loader))
 print(tokenfeed.__file__, tokenfeed.__version__, batch["input_ids"].numel() > 0)
+from tokenfeed.tools.train import main
+words = "--shards out --run-dir run --sequence-length 32 --micro-batch-tokens 64 --step-tokens 64"
+sys.argv = ["train", *words.split(), "--eval-tokens", "64", "--steps", "2"]
+main()
 """
 
 pytestmark = pytest.mark.slow
@@ -172,10 +177,10 @@ def test_the_main_job_runs_from_the_wheel_alone(environment: Environment) -> Non
     lines = [f"{number} tokens are fed to step {number % 7}." for number in range(2000)]
     (environment.folder / "text.txt").write_text("\n\n".join(lines))
     environment.run("pretokenize", "text.txt", "out", "--vocab-size", "300")
-    place, version, filled = environment.run("python", "-c", JOB).split()
+    assert {"train", "report", "shards", "tokenfeed"} <= {
+        path.name for path in (environment.folder / "bin").iterdir()
+    }
+    place, version, filled = environment.run("python", "-c", JOB).splitlines()[0].split()
     assert Path(place).is_relative_to(environment.packages)
     assert (version, filled) == (distribution("tokenfeed").version, "True")
-    small = ("--sequence-length", "32", "--micro-batch-tokens", "64", "--step-tokens", "64")
-    small = (*small, "--eval-tokens", "64", "--steps", "2")
-    environment.run("train", "--shards", "out", "--run-dir", "run", *small)
     assert (environment.folder / "run" / "metrics.jsonl").exists()

@@ -92,10 +92,11 @@ def killed_after(patch: pytest.MonkeyPatch, changes: int) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_a_run_broken_off_at_any_change_of_the_store_is_continued_to_the_same_objects(
-    lines: Path, tokenizer: Path, remote: Remote, undisturbed: dict[str, bytes]
+    step: int, lines: Path, tokenizer: Path, remote: Remote, undisturbed: dict[str, bytes]
 ) -> None:
-    for changes in itertools.count():
+    for changes in itertools.count(0, step):
         remote.server.objects.clear()
         with pytest.MonkeyPatch.context() as patch:
             made = killed_after(patch, changes)
@@ -106,7 +107,7 @@ def test_a_run_broken_off_at_any_change_of_the_store_is_continued_to_the_same_ob
                 pass
         make(lines, url_of(remote), tokenizer, validation=0.1)
         assert objects_of(remote) == undisturbed, made
-    assert len(made) == changes >= 20
+    assert changes >= len(made) >= 20
     assert objects_of(remote) == undisturbed
 
 
