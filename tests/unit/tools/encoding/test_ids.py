@@ -129,7 +129,7 @@ def records(draw: st.DrawFn) -> list[dict[str, list[Any]]]:
     ]
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(rows=records(), as_table=st.booleans())
 def test_shards_have_the_kept_numbers_of_each_token(
     tokenizer: Path, tmp_path_factory: pytest.TempPathFactory, rows: Any, as_table: bool
@@ -216,7 +216,7 @@ GENERATED = """{% for m in messages %}{{ m.role + ' : ' }}\
 
 
 @pytest.mark.parametrize("template", [CHAT, GENERATED])
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
     chats=st.lists(
         st.lists(st.tuples(st.integers(1, 4), st.integers(-100, 100)), min_size=2, max_size=6),
@@ -291,7 +291,7 @@ def test_messages_without_a_kept_number_reject_their_record(
 
 
 @pytest.mark.parametrize("field", ["loss_mask", "labels"])
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(rows=masks)
 def test_masked_ids_have_the_kind_that_the_mask_says(
     tokenizer: Path, tmp_path_factory: pytest.TempPathFactory, field: str, rows: list[list[bool]]

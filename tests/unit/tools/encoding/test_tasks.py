@@ -63,7 +63,6 @@ TEMPLATES = {
     "llama": ("<s> $A", "<s> $A <s>:1 $B:1"),
     "roberta": ("<s> $A </s>", "<s> $A </s> </s> $B:0 </s>"),
 }
-for_every_tokenizer = pytest.mark.parametrize("kind", [*ENDS])
 
 
 @functools.cache  # training a WordPiece is not deterministic
@@ -141,7 +140,7 @@ def encoded(task: TaskEncoder, kind: str, **values: Any) -> dict[str, list[Any]]
     return found | {"has_text": samples.has_text.tolist()}
 
 
-@for_every_tokenizer
+@pytest.mark.parametrize("kind", ["byte-level", "word-piece", "metaspace"])
 @given(texts=st.lists(TEXT, max_size=5), special=st.booleans())
 def test_a_document_is_encode_and_one_end(kind: str, texts: list[str], special: bool) -> None:
     special = special and kind in TEMPLATES
@@ -152,7 +151,7 @@ def test_a_document_is_encode_and_one_end(kind: str, texts: list[str], special: 
     }
 
 
-@pytest.mark.parametrize("kind", [*ENDS, "roberta"])
+@pytest.mark.parametrize("kind", [*TEMPLATES, "byte-level"])
 @given(
     pair=st.sampled_from([None, "other"]),
     records=st.lists(st.tuples(TEXT, TEXT, TAG), max_size=5),
@@ -180,7 +179,7 @@ def test_a_classified_row_is_encode_of_its_texts_without_an_end(
     }
 
 
-@for_every_tokenizer
+@pytest.mark.parametrize("kind", [*ENDS])
 @given(
     records=st.lists(st.lists(st.tuples(TEXT, TAG), max_size=6), max_size=5), special=st.booleans()
 )
@@ -214,8 +213,7 @@ def test_words_have_the_ids_that_they_have_within_a_text(kind: str) -> None:
     assert ids_of(kind, "quick lazy dog") == ids_of(kind, "quick") + found
 
 
-@pytest.mark.slow
-@for_every_tokenizer
+@pytest.mark.parametrize("kind", ["byte-level", "word-piece", "metaspace"])
 @given(records=st.lists(st.tuples(TEXT, TEXT), max_size=5), special=st.booleans())
 def test_prompt_and_completion_are_encoded_apart_within_one_template(
     kind: str, records: list[tuple[str, str]], special: bool
