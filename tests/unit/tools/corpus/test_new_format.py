@@ -48,23 +48,6 @@ def archive(tmp_path: Path) -> Path:
     return folder / "a.zip"
 
 
-def test_a_file_is_read_the_same_whether_it_was_named_or_found(archive: Path) -> None:
-    expected = {number: b"text %d" % number * 100 for number in range(3)}
-    assert read(archive) == read(archive.parent) == (expected, {})
-
-
-def test_an_error_of_its_parser_costs_what_follows_the_damage(archive: Path) -> None:
-    data = bytearray(archive.read_bytes())
-    data[data.index(b"text 1")] ^= 1  # the checksum of the second member is wrong now
-    archive.write_bytes(data)
-    good, bad = read(archive)
-    assert list(good) == [0]
-    assert list(bad) == [1]
-    assert bad[1].startswith("cannot be read from here on: Bad CRC-32")
-    archive.write_bytes(data[:-30])
-    assert read(archive) == ({}, {0: "cannot be read from here on: File is not a zip file"})
-
-
 def test_its_files_are_not_read_compressed_once_more_unless_it_says_so(archive: Path) -> None:
     compressed = archive.with_name("a.zip.gz")
     compressed.write_bytes(gzip.compress(archive.read_bytes()))

@@ -25,8 +25,6 @@ from transformers import PreTrainedTokenizerFast
 from tokenfeed import Fixed, ShardLoader
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.shard import ShardReader
-from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.encoding.chat import (
     COUNTS,
     ChatTemplate,
@@ -362,27 +360,30 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make(corpus: Path, out: Path, tokenizer: Path, *options: object, expect: int = 0) -> Any:
-    return call(
-        main, corpus, out, "--task", "chat", "--tokenizer", tokenizer,
-        "--validation", 0, *options, expect=expect,
-    )  # fmt: skip
+def make(
+    source: Path | list[Any], out: Path, tokenizer: Path, *options: object, expect: int = 0
+) -> Any:
+    """Run the command on a file or on records."""
+    if isinstance(source, list):
+        lines = "".join(json.dumps(record) + "\n" for record in source)
+        source = out.with_name(f"{out.name}.jsonl")
+        source.write_text(lines)
+    words = (source, out, "--task", "chat", "--tokenizer", tokenizer, "--validation", 0)
+    return call(main, *words, *options, expect=expect)
 
 
 @pytest.fixture(scope="module")
 def thoughtful(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> tuple[Path, str]:
     """A data set of one conversation with thinking and a call, and the output of the command."""
     folder = tmp_path_factory.mktemp("thoughtful")
-    (folder / "corpus.jsonl").write_text(json.dumps({"messages": THOUGHTFUL}) + "\n")
-    printed = make(folder / "corpus.jsonl", folder / "out", tokenizer).stdout
+    printed = make([{"messages": THOUGHTFUL}], folder / "out", tokenizer).stdout
     return folder / "out", printed
 
 
 def column(folder: Path, name: str) -> list[list[int]]:
-    manifest = Manifest.read(folder)
-    (shard,) = manifest.split("train").shards
-    rows, _ = ShardReader.open(open_store(folder), manifest, shard).read(0)
-    return [row.tolist() for row in np.split(rows.per_token[name], np.cumsum(rows.lengths)[:-1])]
+    table = feather.read_table(folder / "train/00000.arrow", memory_map=False)
+    rows: list[list[int]] = table[name].to_pylist()
+    return rows
 
 
 SHORT: list[list[Message]] = [
@@ -430,18 +431,16 @@ def test_layouts_and_formats_make_the_same_rows(tmp_path: Path, tokenizer: Path)
 
 
 def test_tools_and_arguments_reach_the_template(tmp_path: Path, tokenizer: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
     rows = [
         {"messages": SHORT[0], "tools": TOOLS},
         {"messages": SHORT[0], "tools": json.dumps(TOOLS)},
         {"messages": SHORT[0]},
         {"messages": SHORT[0], "more": {"mood": "sad"}},
     ]
-    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
     template = tmp_path / "moody.jinja"
     template.write_text("{{ mood }}" + QWEN)
     make(
-        corpus, tmp_path / "out", tokenizer, "--field", "tools=tools", "template_arguments=more",
+        rows, tmp_path / "out", tokenizer, "--field", "tools=tools", "template_arguments=more",
         "--chat-template", template, "--template-argument", "mood=glad",
     )  # fmt: skip
     texts = [
@@ -476,12 +475,10 @@ BAD: list[tuple[Any, str]] = [
 
 
 def test_bad_records_are_named_and_the_rest_goes_on(tmp_path: Path, tokenizer: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
     long: list[Any] = [message for n in range(100) for message in SHORT[n % 5]]
     large = [{"role": "user", "content": "long " * 200_000}, SHORT[0][1]]
     rows = [*(value for value, _ in BAD), SHORT[0], long, large]
-    corpus.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    make(corpus, tmp_path / "out", tokenizer)
+    make([{"messages": row} for row in rows], tmp_path / "out", tokenizer)
     rejects = [*map(json.loads, (tmp_path / "out" / "rejects.jsonl").read_text().splitlines())]
     assert [reject["line"] for reject in rejects] == [*range(1, len(BAD) + 1)]
     for reject, (_, reason) in zip(rejects, BAD, strict=True):
@@ -502,28 +499,22 @@ def test_bad_records_are_named_and_the_rest_goes_on(tmp_path: Path, tokenizer: P
 def test_wrong_options_are_rejected(
     tmp_path: Path, tokenizer: Path, options: tuple[str, ...], expected: str
 ) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(json.dumps({"messages": SHORT[0]}) + "\n")
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for %}")
     given = [broken if option == "{broken}" else option for option in options]
     code = 1 if "template is" in expected else 2
-    made = make(corpus, tmp_path / "out", tokenizer, *given, expect=code)
+    made = make([{"messages": SHORT[0]}], tmp_path / "out", tokenizer, *given, expect=code)
     assert expected in made.stderr
 
 
 def test_a_tokenizer_without_template_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(tokenizer_json())
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(json.dumps({"messages": SHORT[0]}) + "\n")
-    made = make(corpus, tmp_path / "out", tmp_path, expect=1)
+    made = make([{"messages": SHORT[0]}], tmp_path / "out", tmp_path, expect=1)
     assert "has no chat template" in made.stderr
 
 
 def test_loader_learns_what_the_assistant_says(tmp_path: Path, tokenizer: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"messages": c}) + "\n" for c in SHORT))
-    make(corpus, tmp_path / "out", tokenizer)
+    make([{"messages": c} for c in SHORT], tmp_path / "out", tokenizer)
     decode = Tokenizer.from_buffer(tokenizer_json()).decode
     with ShardLoader(tmp_path / "out", batching=Fixed(5), num_workers=0) as loader:
         (batch,) = loader
@@ -553,13 +544,11 @@ def test_cat_marks_what_a_loss_counts(thoughtful: tuple[Path, str]) -> None:
 
 
 def test_html_marks_the_same_targets_and_escapes_texts(tmp_path: Path, tokenizer: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
     messages = [
         {"role": "user", "content": "<script>alert(1)</script>"},
         {"role": "assistant", "content": "\n\n<b>1 & 2</b>"},
     ]
-    corpus.write_text(json.dumps({"messages": messages}) + "\n")
-    make(corpus, tmp_path / "out", tokenizer)
+    make([{"messages": messages}], tmp_path / "out", tokenizer)
     given = ("cat", tmp_path / "out", "--targets", "assistant")
     page = call(shards_main, *given, "--html").stdout
     assert re.findall(r"<(?:script|b|link|img)\b|https?:", page) == []
@@ -660,16 +649,14 @@ def test_an_encoder_is_the_same_in_another_process() -> None:
 
 
 def test_special_text_in_tools_is_rejected(tmp_path: Path, tokenizer: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
     rows = [
         {"messages": SHORT[0], "tools": [{"name": "<|im_end|>"}]},
         {"messages": SHORT[0], "tools": TOOLS},
     ]
-    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    make(corpus, tmp_path / "out", tokenizer, "--field", "tools=tools")
+    make(rows, tmp_path / "out", tokenizer, "--field", "tools=tools")
     (reject,) = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
     assert "the list of tools has the text of the special token '<|im_end|>'" in reject
-    make(corpus, tmp_path / "split", tokenizer, "--field", "tools=tools",
+    make(rows, tmp_path / "split", tokenizer, "--field", "tools=tools",
          "--special-tokens-in-text", "split")  # fmt: skip
     assert len(column(tmp_path / "split", "kinds")) == 2
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import feather
 from support.commands import call, run
 from support.corpora import WORDS, read
 from tokenizers import Encoding, Tokenizer, models, normalizers, processors
@@ -24,7 +25,6 @@ from tokenfeed import Fixed, ShardLoader
 from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.tools.corpus.records import FieldKind, checker
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
@@ -294,16 +294,12 @@ def pretokenized(task: str, corpus: Path, *options: str) -> tuple[Manifest, dict
     options = "--task", task, "--tokenizer", str(corpus.parent), "--add-special-tokens", *options
     run(corpus, out, "--workers", 1, *options)
     manifest = Manifest.read(out)
-    rows: dict[str, list[Row]] = {split: [] for split in manifest.splits}
-    for split, shard in (
-        (s, shard) for s, info in manifest.splits.items() for shard in info.shards
-    ):
-        part, _ = ShardReader.open(out, manifest, shard).read(0)
-        columns = {name: listed(Ragged(v, part.lengths)) for name, v in part.per_token.items()}
-        columns |= {name: v.tolist() for name, v in part.per_row.items() if "origin" not in name}
-        rows[split] += [
-            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-        ]
+    rows: dict[str, list[Row]] = {}
+    for split, info in manifest.splits.items():
+        tables = [feather.read_table(out / shard.file, memory_map=False) for shard in info.shards]
+        rows[split] = [row for table in tables for row in table.to_pylist()]
+    for row in chain(*rows.values()):
+        del row["origin_file"], row["origin_record"]
     names = dict(enumerate(manifest.label_names)) | {-100: None}
     for row in chain(*rows.values()):
         row |= {"label": names[row["label"]]} if "label" in row else {}
