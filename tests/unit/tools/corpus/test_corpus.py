@@ -83,7 +83,8 @@ def tree(tmp_path: Path) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(name)
     (root / "sub/image.png").write_bytes(b"\x89PNG\0\1")
-    (root / "packed.tar.gz").write_bytes(gzip.compress(b"ustar\0\0"))
+    for name in ("packed.tar.gz", "a.parquet.gz"):  # Parquet is compressed by itself
+        (root / name).write_bytes(gzip.compress(b"PAR1\0\0"))
     return root
 
 
@@ -91,7 +92,7 @@ def test_folders_are_read_in_name_order_without_hidden_and_binary_files(tree: Pa
     corpus = find(tree)
     assert names(corpus, tree) == ["a.txt", "b.py", "sub/c.md", "sub/deep/d"]
     assert [source.index for source in corpus.sources] == [0, 1, 2, 3]
-    assert len(corpus.binary) == 2
+    assert len(corpus.binary) == 3
 
 
 def test_a_file_given_by_name_is_read_whatever_it_is(tree: Path) -> None:

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from support.corpora import read
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools.corpus.formats import installed
+from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.registry import FORMATS
+from tokenfeed.tools.corpus.sources import find_corpus
+from tokenfeed.tools.jobs.run_records import versions
 
 MODULE = '''
 def read_pages(file):
@@ -70,7 +73,7 @@ def test_installed_formats_are_read_like_built_in_formats(tmp_path: Path) -> Non
     good, bad = read(tmp_path / "b.pages.gz")
     assert (good, [*bad]) == ({0: b"four", 1: b"five"}, [2])
     assert "a page with nothing on it" in bad[2]
-    assert FORMATS[".pages"].packages == ("pages",)
+    assert "pages 1.5" in versions()  # which machines that share a run compare
 
 
 @pytest.mark.parametrize(
@@ -98,3 +101,27 @@ def test_a_careless_reader_neither_repeats_records_nor_hides_damage(tmp_path: Pa
     for name in ("cut", "stopped"):
         good, bad = read(tmp_path / f"{name}.careless.gz")
         assert (good, len(bad)) == ({}, 1)
+
+
+def test_a_file_given_by_name_is_known_by_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fasta = Format(
+        name="fasta",
+        endings=(".fasta",),
+        read=FORMATS["text"].read,
+        begins=lambda start, field: start.startswith(b">") and field == "text",
+    )
+    monkeypatch.setitem(FORMATS, fasta.name, fasta)
+    for name in ("a.sequences", "a.txt", "in/a.sequences"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(">0\nACGT")
+
+    def format_of(path: Path, field: str = "text") -> str:
+        return find_corpus((str(path),), out=None, field=field).sources[0].format
+
+    assert format_of(tmp_path / "a.sequences") == "fasta"
+    assert format_of(tmp_path / "a.sequences", "body") == "text"
+    assert format_of(tmp_path / "in") == "text"
+    with pytest.raises(CorpusError, match=r"Rename it to end in \.fasta"):
+        format_of(tmp_path / "a.txt")

@@ -143,22 +143,14 @@ Change = Callable[[Remote], Any]
     ],
 )
 def test_a_change_while_the_corpus_is_read_is_an_error_and_no_mixture(
-    change: Change,
-    words: str,
-    tokenizer: Path,
-    remote: Remote,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    change: Change, words: str, remote: Remote
 ) -> None:
     remote.put("x.jsonl", b"".join(b'{"text": "%d"}\n' % n for n in range(9)))
     url = f"s3://{remote.prefix}/x.jsonl"
-    corpus = find_corpus((url,), out=None, field="text")
-    monkeypatch.setattr(
-        "tokenfeed.tools.pretokenizing.inputs.find_corpus", lambda *paths, **options: corpus
-    )
+    (source,) = find_corpus((url,), out=None, field="text").sources
     change(remote)
     with pytest.raises(CorpusError, match=f"^{url}: {words} the corpus was read. Put it back"):
-        make(url, tmp_path / "out", tokenizer)
+        list(read_records(FilePart(source=source, weight_bytes=1), {"text": FieldKind.TEXT}))
 
 
 @pytest.mark.parametrize("is_weak", [False, True])
