@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import feather
 from support.commands import call
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, pre_tokenizers
 
 from tokenfeed import pretokenize
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
@@ -21,23 +21,16 @@ NAMES = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 TEXTS = [f"def f{n}(x):\n    return x + {n}  # naïve 🎉 {n * 7919}\n" for n in range(600)]
 
 
-def byte_level(*special: str) -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        TEXTS,
-        trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False),
-    )
-    made.add_special_tokens([AddedToken(name, special=True) for name in special])
+def with_tokens(tokenizer: Tokenizer, *special: str) -> Tokenizer:
+    made = Tokenizer.from_str(tokenizer.to_str())
+    made.add_special_tokens([*special])
     return made
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer(byte_level: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    byte_level(*NAMES, "<|endoftext|>").save(str(file))
+    with_tokens(byte_level, *NAMES).save(str(file))
     return file
 
 
@@ -135,9 +128,13 @@ def test_seed_and_rate_decide_the_rows(tokenizer: Path, tmp_path: Path) -> None:
     [((), False, "has no tokens to fill in the middle"), (NAMES, True, "puts a space before")],
 )
 def test_tokenizers_that_cannot_fill_in_are_refused(
-    tmp_path: Path, special: tuple[str, ...], adds_space: bool, message: str
+    tmp_path: Path,
+    byte_level: Tokenizer,
+    special: tuple[str, ...],
+    adds_space: bool,
+    message: str,
 ) -> None:
-    made = byte_level(*special)
+    made = with_tokens(byte_level, *special)
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=adds_space)
     made.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(TokenizerError, match=message):
