@@ -13,8 +13,8 @@ _HELD = (signal.SIGINT, signal.SIGTERM)
 def signals_held() -> Iterator[None]:
     """Deliver a signal that arrives within the block when it ends.
 
-    By handlers, not by a signal mask: another thread of the process may be the one that receives
-    it, and Python then interrupts the main thread all the same.
+    Signal handlers delay the signal. A signal mask would not suffice: if another thread receives
+    the signal, Python still interrupts the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

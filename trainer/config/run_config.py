@@ -222,8 +222,8 @@ class TrainConfig:
     samples: NotNegative = 0
     """Number of validation rows whose beginnings the model continues at each evaluation."""
     patience: NotNegative = 0
-    """End the run after N evaluations without a better result. 0: never end early. Default for rows
-    with labels: 8."""
+    """End the run after N evaluations without a better result. 0: never. For rows with labels,
+    `train` sets 8 by itself."""
     save_every: Positive = 100
     """Steps between checkpoints."""
     keep: Positive = 2

@@ -243,8 +243,8 @@ class Learner:
 
         Args:
             number: The step, counted from 1.
-            loss: The sum over its targets. If it is not finite, the step is skipped.
-            targets: How many there are.
+            loss: The sum of the losses of all targets. If it is not finite, the step is skipped.
+            targets: The number of targets.
 
         Returns:
             The gradient's norm; not finite if the step was skipped.
