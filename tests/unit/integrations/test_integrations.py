@@ -114,26 +114,24 @@ def test_ranks_exchange_gradients_with_the_last_batch_only(
     for _ in step.accumulate(model):
         break  # whoever leaves early
     assert model.synchronizes
+    assert list(step.accumulate(torch.nn.Linear(1, 1))) == list(step.batches)  # one rank
 
 
-def test_a_model_of_one_rank_needs_no_switch(folder: Path) -> None:
-    step = next(steps(open_loader(folder, Padded(24), **SETTINGS)))
-    assert list(step.accumulate(torch.nn.Linear(1, 1))) == list(step.batches)
+def test_dataloader_face_transforms_batches_and_resumes(folder: Path) -> None:
+    def opened() -> StatefulShardLoader:
+        loader = open_loader(folder, Padded(24), **SETTINGS)
+        return StatefulShardLoader(loader, lambda batch: (batch["input_ids"], batch.targets))
 
-
-def test_the_dataloader_face_gives_what_the_loader_gives_and_resumes(folder: Path) -> None:
-    face = StatefulShardLoader(open_loader(folder, Padded(24), **SETTINGS))
-    assert isinstance(face, DataLoader)
-    given = list(face)
-    assert ids_of(given) == ids_of(open_loader(folder, Padded(24), **SETTINGS))
-    assert len(face) == len(given)
-
-    first = StatefulShardLoader(open_loader(folder, Padded(24), **SETTINGS))
-    iterator = iter(first)
-    begun = [next(iterator) for _ in range(4)]
-    rest = StatefulShardLoader(open_loader(folder, Padded(24), **SETTINGS))
+    expected = [
+        (batch["input_ids"].tolist(), batch.targets.tolist())
+        for batch in StatefulShardLoader(open_loader(folder, Padded(24), **SETTINGS))
+    ]
+    first, rest = opened(), opened()
+    assert isinstance(first, DataLoader)
+    assert len(first) == len(expected)
+    given = list(islice(first, 4))
     rest.load_state_dict(first.state_dict())
-    assert ids_of([*begun, *rest]) == ids_of(given)
+    assert [(ids.tolist(), targets.tolist()) for ids, targets in [*given, *rest]] == expected
 
 
 def test_dataloader_face_of_validation_begins_anew(both_splits: Path) -> None:

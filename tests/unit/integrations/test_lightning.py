@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from tokenfeed import Fixed
 from tokenfeed.integrations.lightning import ShardDataModule, StallCallback
+from tokenfeed.pipeline.errors import ConfigError
 
 pytestmark = [
     pytest.mark.slow,  # seconds, for the import
@@ -89,3 +90,8 @@ def test_stall_callback_after_exception_fits_again(both_splits: Path, tmp_path: 
     assert stall.report.steps == 8  # of the 10 that were left
     ours.save_checkpoint(tmp_path / "after.ckpt")
     assert (tmp_path / "after.ckpt").exists()
+
+
+def test_data_module_without_a_trainer_raises(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no trainer yet"):
+        ShardDataModule(tmp_path, **BATCHES).train_dataloader()

@@ -99,14 +99,18 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> FlashAttention:
 
 
 @torch.no_grad()
-def largest_difference(model: Any, batch: Batch) -> float:
-    """Between the logits of a packed batch and those of each document alone."""
-    ids, found = batch["input_ids"].flatten(), []
-    logits = model(**batch).logits.flatten(0, 1)
+def compare_with_documents_alone(model: Any, batch: Batch) -> None:
+    """Compare the logits and the loss of a packed batch with those of each document alone."""
+    ids, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
+    together = model(**batch, num_items_in_batch=1)
+    logits, loss = together.logits.flatten(0, 1), 0.0
     for begin, end in pairwise(batch.cu_seqlens.tolist()):
-        alone = model(input_ids=ids[begin:end][None], use_cache=False).logits[0]
-        found.append(float((logits[begin:end] - alone).abs().max() / alone.abs().max()))
-    return max(found)
+        document = {"input_ids": ids[begin:end][None], "labels": labels[begin:end][None]}
+        alone = model(**document, num_items_in_batch=1, use_cache=False)
+        scale = alone.logits.abs().max()
+        assert (logits[begin:end] - alone.logits[0]).abs().max() < 1e-5 * scale
+        loss += alone.loss if end - begin > 1 else 0.0
+    torch.testing.assert_close(together.loss, loss, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8])
@@ -119,7 +123,7 @@ def test_flash_attention_takes_packed_rows_by_document(
         model(**batch)
     assert set(flash.called) == {"varlen"}
     assert {(type(longest), longest) for longest in flash.longest} == {(int, 32)}
-    assert largest_difference(model, batch) < 1e-5
+    compare_with_documents_alone(model, batch)
 
 
 @pytest.mark.parametrize("auto", ["CausalLM", "MaskedLM"])
@@ -133,37 +137,15 @@ def test_flash_attention_check_accepts_documents_apart(
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_packed_batch_in_decoder_keeps_documents_apart(
+def test_packed_batch_in_decoder_equals_each_document_alone(
     shards: Path, name: str, attention: str
 ) -> None:
     """With the default config, whose `use_cache` is True."""
     model = model_of(name, attention=attention)
     assert model.config.use_cache
-    assert largest_difference(model, packed(shards)) < 1e-5
+    for rows in (1, 2, 8):
+        compare_with_documents_alone(model, packed(shards, rows))
     check_documents_apart(model, packed(shards))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("rows", [1, 2, 8])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", DECODERS)
-def test_packed_loss_in_decoder_is_that_of_each_document_alone(
-    shards: Path, name: str, attention: str, rows: int
-) -> None:
-    model, batch = model_of(name, attention=attention), packed(shards, rows)
-    loss = model(**batch, num_items_in_batch=1).loss
-    ids, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
-    alone = sum(
-        model(
-            input_ids=ids[begin:end][None],
-            labels=labels[begin:end][None],
-            num_items_in_batch=1,
-            use_cache=False,
-        ).loss
-        for begin, end in pairwise(batch.cu_seqlens.tolist())
-        if end - begin > 1
-    )
-    torch.testing.assert_close(loss, alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -11,7 +11,6 @@ import torch
 from support.hub_models import write_shards
 
 from tokenfeed import Packed, ShardLoader
-from tokenfeed.integrations.dataloader import StatefulShardLoader
 from tokenfeed.integrations.nanochat import shard_loader, shard_loader_with_state
 
 
@@ -65,18 +64,3 @@ def test_nanochat_validates_on_the_same_rows_each_time(shards: Path) -> None:
         for _ in range(2)
     )
     assert first == second
-
-
-def test_dataloader_transforms_batches_and_keeps_the_position(shards: Path) -> None:
-    def opened() -> ShardLoader:
-        return ShardLoader(shards, batching=Packed(16, 4), num_workers=0)
-
-    plain = opened()
-    made = StatefulShardLoader(opened(), lambda batch: (batch["input_ids"], batch.targets))
-    for (ids, targets), batch in zip(islice(made, 3), plain, strict=False):
-        assert ids.equal(batch["input_ids"])
-        assert targets.equal(batch.targets)
-    state = made.state_dict()
-    rest = [ids.tolist() for ids, _ in made]
-    made.load_state_dict(state)
-    assert [ids.tolist() for ids, _ in made] == rest
