@@ -19,8 +19,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 from map import ROOT, code_map
 
 FRONT = "README.md"
-PAGES = (FRONT, "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")
-SHOWN_AS_THEY_ARE = ("benchmarks/results/*", "examples/*.py", "LICENSE")
+PAGES = (
+    FRONT,
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "benchmarks/text_loaders/README.md",
+    "examples/README.md",
+)
+SHOWN_AS_THEY_ARE = (
+    "benchmarks/results/*",
+    "examples/*.ipynb",
+    "examples/*.py",
+    "LICENSE",
+    "tests/unit/integrations/test_torchtitan.py",
+)
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")
 
 

@@ -14,6 +14,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from fnmatch import fnmatch
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -278,6 +279,16 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]:
         for target in LINK.findall(page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{name_of(page)}: {target}"
+
+
+def test_site_contains_files_that_pages_link_to() -> None:
+    """Without mkdocs, which `make docs` installs: by the patterns in docs/site.py."""
+    patterns = re.findall(r'"([\w*./]+)"', (ROOT / "docs" / "site.py").read_text())
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]:
+        for target in LINK.findall(page.read_text(encoding="utf-8")):
+            name = (page.parent / target).resolve().relative_to(ROOT).as_posix()
+            shown = name.startswith("docs/") or any(fnmatch(name, each) for each in patterns)
+            assert shown, f"{name_of(page)}: {target} is missing in docs/site.py"
 
 
 def test_pages_name_options_that_there_are() -> None:
