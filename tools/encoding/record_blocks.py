@@ -98,7 +98,7 @@ class UnitCounts:
         """The compared texts with different ids."""
         self.routed = 0
         """Number of texts that only the reference encoded."""
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         """Counts by the task, by name."""
         self._unit = unit
         self._max_rejects = max_rejects
@@ -110,22 +110,14 @@ class UnitCounts:
         self._histograms: dict[str, np.ndarray] = {}
         self._first = unit.parts[0].source.index
         num_sources = unit.parts[-1].source.index - self._first + 1
-        self._bytes, self._written, self._empty = np.zeros((3, num_sources), np.int64)
+        self._by_source = np.zeros((num_sources, 3), np.int64)
+        """Bytes of text, written and empty records of each input file."""
 
     def count(self, sources: np.ndarray, num_bytes: np.ndarray, has_text: np.ndarray) -> None:
         """Count encoded records: source, bytes of text, and whether it has tokens; (R,) each."""
-        places = sources - self._first
-        num_sources = len(self._bytes)
-        for total, weights in (
-            (self._bytes, num_bytes),
-            (self._written, has_text),
-            (self._empty, ~has_text),
-        ):
-            total += np.bincount(places, weights, num_sources).astype(np.int64)
-
-    def count_rows(self, counts: dict[str, np.ndarray]) -> None:
-        """Add the task's counts of written rows, by name."""
-        self._counts.update({name: int(values.sum()) for name, values in counts.items()})
+        for column, weights in enumerate((num_bytes, has_text, ~has_text)):
+            counts = np.bincount(sources - self._first, weights, len(self._by_source))
+            self._by_source[:, column] += counts.astype(np.int64)
 
     def count_lengths(self, split: str, lengths: np.ndarray) -> None:
         """Count the rows that were written to a split."""
@@ -156,36 +148,34 @@ class UnitCounts:
         engine: EngineName,
     ) -> UnitResult:
         """Return the result of the unit, given the files that were written."""
+        mine = {part.source.index for part in self._unit.parts}
         return UnitResult(
             unit=self._unit.number,
             shards={split: info for split, info in sorted(shards.items()) if info},
             histograms={
                 split: counts.tolist() for split, counts in sorted(self._histograms.items())
             },
-            sources=self._by_source(),
+            sources=[
+                SourceCounts(
+                    source=source,
+                    bytes=num_bytes,
+                    written=written,
+                    empty=empty,
+                    rejected=self._rejected[source],
+                )
+                for source, (num_bytes, written, empty) in enumerate(
+                    self._by_source.tolist(), self._first
+                )
+                if source in mine
+            ],
             rejects=self._first_rejects,
             reject_file=reject_file,
             engine=engine,
             audited=self.audited,
             differing=[text.decode() for text in self.differing],
             routed=self.routed,
-            counts=dict(self._counts),
+            counts=dict(self.counts),
         )
-
-    def _by_source(self) -> list[SourceCounts]:
-        mine = {part.source.index for part in self._unit.parts}
-        counts = np.stack([self._bytes, self._written, self._empty], axis=1).tolist()
-        return [
-            SourceCounts(
-                source=source,
-                bytes=num_bytes,
-                written=written,
-                empty=empty,
-                rejected=self._rejected[source],
-            )
-            for source, (num_bytes, written, empty) in enumerate(counts, self._first)
-            if source in mine
-        ]
 
 
 class RejectFile:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.input_files import FilePart
-from tokenfeed.tools.corpus.read_records import fetched_ahead, read_records, read_texts
+from tokenfeed.tools.corpus.read_records import fetched_ahead, read_texts
 from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit
 
@@ -45,7 +45,10 @@ def train_tokenizer_json(
     texts = _sample(units, fields, seed)
     first = next(texts, None)
     if first is None:
-        raise _no_text(units, fields)
+        raise CorpusError(
+            "no text to train a tokenizer on: every record is empty or rejected. Give other files, "
+            "or name the field with the texts with `--field`."
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -79,18 +82,6 @@ def _logged(texts: Iterator[str]) -> Iterator[str]:
 
 def _is_terminal() -> bool:
     return bool(sys.stderr and sys.stderr.isatty())
-
-
-def _no_text(units: tuple[Unit, ...], fields: Fields) -> CorpusError:
-    """The error of a corpus without text; it names the first reject, if there is one."""
-    for part in fetched_ahead(part for unit in units for part in unit.parts):
-        for records in read_records(part, fields):
-            for record, reason in records.rejects[:1]:
-                return CorpusError(
-                    f"{part.source.name}, record {record}: {reason}; no other record has text "
-                    "either. Name the field that holds it with `--field`."
-                )
-    return CorpusError("no text to train a tokenizer on: every document is empty.")
 
 
 def _sample(units: tuple[Unit, ...], fields: Fields, seed: int) -> Iterator[str]:

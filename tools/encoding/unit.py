@@ -208,7 +208,8 @@ class UnitEncoder:
             ledger.reject(int(batch.sources[index]), Reject(int(batch.records[index]), reason))
         usable = np.setdiff1d(np.arange(len(batch)), [*samples.unusable])
         ledger.count(batch.sources[usable], num_bytes[usable], samples.has_text[usable])
-        ledger.count_rows({n: c[samples.has_text] for n, c in samples.counts.items()})
+        for name, counts in samples.counts.items():
+            ledger.counts[name] += int(counts[samples.has_text].sum())
         hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
         if self._fast and not self._verifier:
             ledger.sample += self._sampled(batch.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))
