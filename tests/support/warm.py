@@ -181,6 +181,7 @@ def _execute(words: list[str]) -> None:
         exec(compile(words[1], "<string>", "exec"), module.__dict__)
     elif words[0] == "-m":
         sys.argv = words[1:]
+        sys.modules.pop(words[1], None)  # else runpy warns of the warm one
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words

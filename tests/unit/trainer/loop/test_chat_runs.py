@@ -129,7 +129,7 @@ def rows_of(shards: Path) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("targets", [None, "last"])
 def test_samples_reply_to_a_conversation(targets: str | None, shards: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"samples": 3, "sequence_length": 128, "learning_rate": 3e-3}
-    settings |= {"steps": 80, "eval_every": 80, "save_every": 80, "targets": targets}
+    settings |= {"steps": 50, "eval_every": 50, "save_every": 50, "targets": targets}
     run(make_config(shards, tmp_path / "run", **settings))
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     samples = [line["samples"] for line in lines if "samples" in line][-1]

@@ -69,7 +69,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny", "own"])
+@pytest.mark.parametrize("name", ["shallow", "own"])
 def test_an_exported_model_gives_the_logits_of_the_best_weights(
     name: str, documents: Path, own: str, tmp_path: Path
 ) -> None:
@@ -95,7 +95,9 @@ def test_exported_built_in_decoder_has_equal_logits_in_transformers(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "exported"
-    run(make_config(documents, tmp_path / "run", model="tiny", export=folder, learning_rate=1e-2))
+    run(
+        make_config(documents, tmp_path / "run", model="shallow", export=folder, learning_rate=1e-2)
+    )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         got = load_exported(folder)(MicroBatch.of_ids(IDS, causal=True))
@@ -103,7 +105,7 @@ def test_exported_built_in_decoder_has_equal_logits_in_transformers(
     assert got.std() > 0.1  # the model has learnt something
     assert theirs.generate(IDS, max_new_tokens=3, do_sample=False).shape == (2, 15)
     continued = make_config(
-        documents, tmp_path / "next", model="tiny", init_from=str(folder), learning_rate=1e-12
+        documents, tmp_path / "next", model="shallow", init_from=str(folder), learning_rate=1e-12
     )
     run(dataclasses.replace(continued, steps=1, warmup_steps=0))
     weights = load_weights(tmp_path / "next", 1)

@@ -200,7 +200,7 @@ def test_model_by_numbers_exports_as_qwen3(documents: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("changes", "tied"), [({}, True), (LORA, False), (LORA, True)])
+@pytest.mark.parametrize(("changes", "tied"), [({}, True), (LORA, False)])
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft, about transformers
 def test_embeddings_grow_and_learn_added_tokens(
     changes: dict[str, Any], tied: bool, tmp_path: Path
@@ -322,10 +322,8 @@ def test_adapters_come_first_and_then_everything(
     settings: dict[str, Any] = {"model": llama, "lora": 4, "phases": phases, "keep": 9}
     whole = make_config(documents, tmp_path / "whole", export=tmp_path / "model", **settings)
     run(dataclasses.replace(whole, save_every=1))
-    for stop in (3, 5):
-        folder = tmp_path / f"parts{stop}"
-        go_on_from(tmp_path / "whole", stop, make_config(documents, folder, **settings))
-        assert_same_run(tmp_path / "whole", folder, 8)
+    go_on_from(tmp_path / "whole", 3, make_config(documents, tmp_path / "parts", **settings))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 8)
     first, last = (load_weights(tmp_path / "whole", step) for step in (3, 8))
     changed = {name for name in first if not torch.equal(first[name], last[name])}
     assert any("base_layer" in name for name in changed)
@@ -365,13 +363,12 @@ def test_resume_refuses_frozen_weights_that_changed(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("formats", [("fp32", "bf16"), ("bf16", "fp32")])
 def test_resume_takes_the_same_frozen_weights_in_another_precision(
-    formats: tuple[Any, Any], documents: Path, own_llama: Path, tmp_path: Path
+    documents: Path, own_llama: Path, tmp_path: Path
 ) -> None:
     config = make_config(documents, tmp_path / "run", model=f"hf:{own_llama}", **LORA)
-    run(dataclasses.replace(config, precision=formats[0]), stop_after=1)
-    later = dataclasses.replace(config, precision=formats[1], resume=True)
+    run(dataclasses.replace(config, precision="fp32"), stop_after=1)
+    later = dataclasses.replace(config, precision="bf16", resume=True)
     assert run(later, stop_after=1).steps == 2
     change_weights(own_llama)
     with pytest.raises(ResumeError, match="other weights than when this run began"):

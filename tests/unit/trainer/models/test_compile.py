@@ -72,7 +72,7 @@ def test_nothing_is_compiled_after_the_shapes_that_were_told(
         folder,
         tmp_path / "run",
         compile=True,
-        steps=30,
+        steps=16,
         sequence_length=LONGEST,
         micro_batch_tokens=128,
         step_tokens=128,
@@ -103,7 +103,7 @@ def test_nothing_is_compiled_after_the_shapes_that_were_told(
     assert {f"{rows} x {length}" for rows, length, _ in compiled} == set(shapes)
     parts = 3  # a block, the last norm, and what makes a vector of a row
     assert len(compiled) <= 2 * parts * len(shapes), "at most to train and to evaluate"
-    assert len(read_metrics(tmp_path / "run", "loss")) == 30
+    assert len(read_metrics(tmp_path / "run", "loss")) == 16
 
 
 @pytest.mark.slow
@@ -112,9 +112,9 @@ def test_nothing_is_compiled_when_another_phase_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_labelled(tmp_path / "shards", "lm", count=200)
-    patterns = (r"blocks\.1", "norm", ".", r"blocks\.0\.feed")
+    patterns = (r"blocks\.1", ".", r"blocks\.0\.feed")
     phases = tuple(PhaseSettings(steps=2, trainable=pattern) for pattern in patterns)
-    config = make_config(folder, tmp_path / "run", compile=True, phases=phases)
+    config = make_config(folder, tmp_path / "run", compile=True, steps=6, phases=phases)
     run(dataclasses.replace(config, compile=False, run_dir=tmp_path / "eager"))
     plain_compile, plain_evaluate = nn.Module.compile, loop.Trainer._evaluate
     graphs = {"backend": lambda module, inputs: module.forward}
