@@ -1,12 +1,14 @@
 """Every format that a corpus may have: the same rows, the same care for what cannot be used."""
 
+import io
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from support.commands import COMMAND, records_in
+import pytest
+from support.commands import COMMAND, error_of, records_in, run
 from support.corpora import (
     random_texts,
     texts,
@@ -16,14 +18,12 @@ from support.corpora import (
 from support.data_sets import files_of
 
 
-def feed(data: bytes, out: Path, *options: object) -> subprocess.CompletedProcess[bytes]:
-    command = [*COMMAND, "-", str(out), *map(str, options)]
-    return subprocess.run(command, input=data, capture_output=True, timeout=100)
-
-
 def test_a_killed_run_continues_only_with_the_same_standard_input(
-    tmp_path: Path, tokenizer: Path
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def feed(data: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
     data = write_lines(tmp_path / "a.jsonl", texts(2500)).read_bytes()
     options = ("--tokenizer", tokenizer, "--shard-size", "100KB", "--workers", 1)
     out = tmp_path / "out"
@@ -35,14 +35,11 @@ def test_a_killed_run_continues_only_with_the_same_standard_input(
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    refused = feed(data[:-2] + b"!}", out, *options)
-    assert refused.returncode == 2
-    (line,) = refused.stderr.decode().splitlines()
-    assert line.startswith("error: ")
-    assert "of another command, input" in line
+    feed(data[:-2] + b"!}")
+    assert "of another command, input" in error_of("-", out, *options, expect=2)
     for folder in (out, tmp_path / "undisturbed"):
-        done = feed(data, folder, *options)
-        assert done.returncode == 0, done.stderr
+        feed(data)
+        run("-", folder, *options)
     assert files_of(out) == files_of(tmp_path / "undisturbed")
 
 

@@ -91,7 +91,7 @@ def write_loadable(path: Path, rows: list[str]) -> Path:
 
 
 WRITERS: dict[str, Write] = {
-    **dict.fromkeys(("a.jsonl", "a.ndjson", "lines.json"), write_lines),
+    **dict.fromkeys(("a.jsonl", "a.ndjson", "a.jsonlines", "a.ldjson", "lines.json"), write_lines),
     "list.json": write_list,
     **dict.fromkeys(("a.csv", "a.csv.gz"), write_csv),
     **dict.fromkeys(("a.tsv", "a.tsv.zst"), write_tsv),

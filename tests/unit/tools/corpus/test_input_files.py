@@ -41,13 +41,6 @@ def find(
 # What a file holds
 
 
-@pytest.mark.parametrize("name", ["a.jsonlines", "a.ldjson", "a.jsonlines.gz"])
-def test_all_usual_endings_of_json_lines_are_known(tmp_path: Path, name: str) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / name).write_bytes(gzip.compress(LINES) if ".gz" in name else LINES)
-    assert read(tmp_path / "in") == (RECORDS, {})
-
-
 @pytest.mark.parametrize("name", ["a.jsonl.bak", "a", "part-00000", "a.jsonl-old", "a.log.gz"])
 def test_records_under_an_unknown_ending_are_read_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
