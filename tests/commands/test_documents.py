@@ -330,8 +330,8 @@ def test_api_pages_describe_what_there_is() -> None:
 
 
 def test_figures_are_those_of_the_results() -> None:
-    command = [sys.executable, "-m", "benchmarks.readme", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = warm.run(["-m", "benchmarks.readme", "--check"], cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
 
 

@@ -105,7 +105,7 @@ def test_parts_at_once_in_processes_give_the_bytes_of_one_command(
     assert files_of(out) == files_of(tmp_path / "plain")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not find_spec("distributed"), reason="needs dask's distributed")
 def test_a_dask_cluster_that_loses_a_worker_gives_the_bytes_of_one_command(
     big: Path, tmp_path: Path, tokenizer: Path
