@@ -87,6 +87,11 @@ class FileInfo:
     """xxh3-64 of the whole file, 16 hex digits."""
 
 
+def file_info(name: str, content: bytes) -> FileInfo:
+    """Return the entry of a file with this content."""
+    return FileInfo(file=name, bytes=len(content), xxh3=xxhash.xxh3_64_hexdigest(content))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardInfo(FileInfo):
     """A shard: its file, and its size in rows, tokens and record batches."""

@@ -10,11 +10,13 @@ from unittest import mock
 import pyarrow as pa
 import pytest
 from pyarrow import csv, parquet
-from support.commands import COMMAND, error_of, run, run_json
+from support import warm
+from support.commands import COMMAND, call, error_of, run, run_json
 from support.corpora import texts, write_ballast, write_long_corpus
 from support.data_sets import files_of
 
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.tools import shards
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts
 from tokenfeed.tools.pretokenizing import inputs
@@ -89,20 +91,6 @@ def test_bad_input_is_one_line_and_writes_nothing(
             "nor could it be had from the hub",
         ),
         ((corpus, out, *given, "--end-token", "<x>"), 2, "'<x>' is not in the vocabulary"),
-        (
-            (corpus, out, *given, "--validation", "1"),
-            2,
-            "`--validation`: expected a share from 0 up to 1, got 1.",
-        ),
-        ((corpus, out, *given, "--shard-size", "big"), 2, "`--shard-size` 'big'"),
-        ((corpus, out, *given, "--shard-size", "0MB"), 2, "`--shard-size` 0"),
-        (
-            (corpus, out, *given, "--workers", "0"),
-            2,
-            "`--workers`: expected a whole number of at least 1 or auto",
-        ),
-        ((corpus, out, "--vocab-size", "10"), 2, "`--vocab-size`: expected a whole number from 25"),
-        ((corpus,), 2, "`OUT` is missing: expected CORPUS... OUT"),
         ((corpus, corpus / "00.txt", *given), 2, "is not a folder"),
         ((corpus, corpus, *given), 2, "already holds other data (00.txt)"),
     ]
@@ -152,17 +140,15 @@ def test_of_two_that_start_at_once_one_is_refused(
     corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     write_long_corpus(corpus)
-    command = [*COMMAND, str(corpus), str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    words = [*COMMAND[1:], corpus, tmp_path / "out", "--tokenizer", tokenizer]
     started = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
+        warm.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)
     ]
     ended = sorted((process.communicate(timeout=60)[1], process.returncode) for process in started)
     assert sorted(code for _, code in ended) == [0, 2]
     (refusal,) = (stderr for stderr, code in ended if code == 2)
     assert "another run is writing here" in refusal or "already holds a finished" in refusal
-    verify = [sys.executable, "-m", "tokenfeed.tools.shards", "verify", str(tmp_path / "out")]
-    assert subprocess.run(verify, stdout=subprocess.DEVNULL, check=False).returncode == 0
+    call(shards.main, "verify", tmp_path / "out")
 
 
 def test_labels_of_much_text_are_counted_by_workers(

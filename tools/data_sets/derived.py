@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import xxhash
-
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import (
@@ -21,6 +19,7 @@ from tokenfeed.pipeline.format.manifest import (
     FileInfo,
     Manifest,
     ShardInfo,
+    file_info,
     read_checked,
 )
 from tokenfeed.pipeline.format.stitched import STITCHED_SUFFIX
@@ -46,7 +45,7 @@ class Files(dict[str, bytes]):
     def add(self, name: str, content: bytes) -> FileInfo:
         """Add a file, and return its entry in the manifest."""
         self[name] = content
-        return FileInfo(file=name, bytes=len(content), xxh3=xxhash.xxh3_64_hexdigest(content))
+        return file_info(name, content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-import xxhash
-
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, FileInfo
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, FileInfo, file_info
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.jobs import executors
 from tokenfeed.tools.jobs.executors import (
@@ -285,15 +283,10 @@ def cluster_crew(
         on_progress: Called while this process waits for results.
     """
     probe = PROBES.replace("*", os.urandom(8).hex())
-
-    def info(name: str) -> FileInfo:
-        content = output.read(name)
-        return FileInfo(file=name, bytes=len(content), xxh3=xxhash.xxh3_64_hexdigest(content))
-
     with CLUSTERS[runner]() as cluster:
         output.write(probe, os.urandom(16))
         try:
-            files = (info(probe), info(TOKENIZER_FILE))
+            files = tuple(file_info(name, output.read(name)) for name in (probe, TOKENIZER_FILE))
             job = Job(work=work, output=output, files=files, versions=tuple(versions()))
             yield Crew(cluster, pickle.dumps(job), units, on_progress)
         finally:

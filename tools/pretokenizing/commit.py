@@ -26,6 +26,7 @@ from tokenfeed.pipeline.format.manifest import (
     RecordCounts,
     SplitInfo,
     TokenizerInfo,
+    file_info,
     length_histogram,
 )
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION
@@ -98,9 +99,9 @@ def described(
         tokenizer=_tokenizer_info(settings, tokenizer, audit, results),
         splits={},
         ledger=RecordCounts.of([]),
-        sources=_file_info(SOURCES_FILE, b""),
-        rejects=_file_info(REJECTS_FILE, b""),
-        chat_template=_file_info(CHAT_TEMPLATE_FILE, template) if template else None,
+        sources=file_info(SOURCES_FILE, b""),
+        rejects=file_info(REJECTS_FILE, b""),
+        chat_template=file_info(CHAT_TEMPLATE_FILE, template) if template else None,
     )
 
 
@@ -108,10 +109,6 @@ def _chat_template(settings: EncodeSettings) -> bytes:
     if not isinstance(settings.task, ChatEncoder) or not settings.task.chat_template:
         return b""
     return settings.task.chat_template.with_variables.encode()
-
-
-def _file_info(name: str, content: bytes) -> FileInfo:
-    return FileInfo(file=name, bytes=len(content), xxh3=xxhash.xxh3_64_hexdigest(content))
 
 
 def _counts(results: list[UnitResult]) -> dict[str, int] | None:
@@ -211,4 +208,4 @@ def _join_rejects(output: Place, results: list[UnitResult]) -> FileInfo:
 def _write_lines(output: Place, name: str, rows: Iterable[dict[str, Any]]) -> FileInfo:
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     output.write(name, content)
-    return _file_info(name, content)
+    return file_info(name, content)
