@@ -100,4 +100,4 @@ def test_damages_are_named_or_change_nothing(folder: Path, first: int, count: in
 
 @pytest.mark.slow
 def test_damages_that_workers_meet_are_named_or_change_nothing(folder: Path) -> None:
-    damage(folder, 0, 4, num_workers=2)
+    damage(folder, 0, 3, num_workers=1)

@@ -162,7 +162,7 @@ def test_a_forked_child_leaves_the_device_alone(
 ) -> None:
     loader = started(folder)
     workers = list(pool_of(loader)._workers)
-    of_the_parent = [worker.socket.dup() for worker in workers]  # which a child does not close
+    of_the_parent = [os.dup(worker.socket.fileno()) for worker in workers]  # a child keeps them
     before = list(cuda.marks)
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: -1)
@@ -172,7 +172,7 @@ def test_a_forked_child_leaves_the_device_alone(
     for worker, end in zip(workers, of_the_parent, strict=True):
         with pytest.raises(subprocess.TimeoutExpired):
             worker.process.wait(0.2)  # it goes on
-        end.close()
+        os.close(end)
         assert worker.process.wait(10) == 0
 
 

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 from support.delivery import (
-    POLICIES,
     MakeDataset,
     Span,
     delivered,
     open_loader,
-    realistic_lengths,
     shuffled,
     spans,
 )
@@ -42,15 +40,6 @@ def test_without_shuffle_epochs_are_equal_and_windows_in_the_order_of_the_files(
     assert batches == [spans(batch) for batch in loader]
     last = max(row for pieces in batches[: windows.index(1)] for row, _, _ in pieces)
     assert last < 900 / 3, "the first window is no beginning of the data"
-
-
-@pytest.mark.parametrize("batching", POLICIES, ids=str)
-def test_the_length_is_exact_where_one_window_is_an_epoch(folder: Path, batching: Batching) -> None:
-    for world_size in (1, 3):
-        loader = open_loader(
-            folder, batching, window_tokens=None, epochs=2, rank=0, world_size=world_size
-        )
-        assert len(loader) == sum(1 for _ in loader)
 
 
 @pytest.mark.parametrize(
@@ -156,29 +145,6 @@ def test_several_windows_have_no_length_but_make_a_list(folder: Path) -> None:
     assert len(list(loader)) > 10
     with pytest.raises(TypeError):
         len(open_loader(folder, epochs=None, window_tokens=None))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batching", [Padded(8192), *POLICIES[1:]], ids=str)
-@pytest.mark.parametrize(
-    ("world_size", "micro_batches_per_step"), [(1, None), (4, None), (2, 4), (8, 4)]
-)
-def test_the_estimated_number_of_batches_is_within_a_tenth(
-    make_dataset: MakeDataset,
-    batching: Batching,
-    world_size: int,
-    micro_batches_per_step: int | None,
-) -> None:
-    loader = open_loader(
-        make_dataset(realistic_lengths(20_000)),
-        batching,
-        window_tokens=None,
-        epochs=2,
-        micro_batches_per_step=micro_batches_per_step,
-        rank=0,
-        world_size=world_size,
-    )
-    assert loader.estimated_batches == pytest.approx(sum(1 for _ in loader), rel=0.1)
 
 
 def test_endless_epochs_have_no_estimate(folder: Path) -> None:

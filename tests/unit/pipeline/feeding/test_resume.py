@@ -3,7 +3,6 @@
 import json
 import pickle
 import sys
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from support.delivery import (
     POLICIES,
     MakeDataset,
     Ranks,
-    Span,
     check_elastic_run,
     joined,
     open_loader,
@@ -112,27 +110,6 @@ def test_a_state_of_every_round_continues_over_every_seam(
         assert batches == whole[len(whole) - len(batches) :]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("batching", POLICIES, ids=str)
-def test_steps_are_the_same_rows_on_any_number_of_ranks(folder: Path, batching: Batching) -> None:
-    def steps(world_size: int) -> list[list[Span]]:
-        ranks = Ranks(folder, world_size, batching=batching, micro_batches_per_step=4)
-        ranks.run()
-        return [sorted(span for batch in step for span in batch) for step in joined([ranks])]
-
-    whole = steps(1)
-    for world_size in range(2, 8):
-        assert steps(world_size) == whole
-    together = steps(8)  # ranks for two steps: a step is made of both
-    assert len(together) < len(whole)
-    rest: Iterator[list[Span]] = iter(whole)
-    for step in together:
-        parts: list[Span] = []
-        while len(parts) < len(step):
-            parts += next(rest)
-        assert sorted(parts) == step
-
-
 def test_after_a_state_of_the_end_of_a_pass_the_next_pass_follows(folder: Path) -> None:
     loader = open_loader(folder, epochs=2)
     first = [spans(batch) for batch in loader]
@@ -144,28 +121,13 @@ def test_after_a_state_of_the_end_of_a_pass_the_next_pass_follows(folder: Path) 
     assert [spans(batch) for batch in resumed] == second
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seed": 1}, "seed=0, this loader has seed=1"),
-        ({"batching": Padded(999)}, r"batching=\"Padded\(max_tokens=2048.*max_tokens=999"),
-        ({"shuffle": False}, "shuffle=True, this loader has shuffle=False"),
-        (
-            {"micro_batches_per_step": 2},
-            "micro_batches_per_step=4, this loader has micro_batches_per_step=2",
-        ),
-        ({"window_tokens": 40_000}, "windows=5, this loader has windows=2"),
-    ],
-)
-def test_a_state_of_another_plan_is_refused_with_what_differs(
-    folder: Path, changes: dict[str, Any], message: str
-) -> None:
-    state = open_loader(folder, micro_batches_per_step=4).state_dict()
-    loader = open_loader(folder, **changes)
-    with pytest.raises(ResumeError, match=message) as caught:
+def test_a_refused_state_leaves_no_trace(folder: Path) -> None:
+    state = open_loader(folder).state_dict()
+    loader = open_loader(folder, seed=1)
+    with pytest.raises(ResumeError, match="seed=0, this loader has seed=1") as caught:
         loader.load_state_dict(state)
     assert "\n" not in str(caught.value)
-    assert len(list(loader)) == len(list(open_loader(folder, **changes))), "no trace of the state"
+    assert len(list(loader)) == len(list(open_loader(folder, seed=1)))
 
 
 def test_a_state_of_other_data_or_another_split_is_refused(
@@ -261,12 +223,6 @@ def test_weights_of_the_same_proportions_are_the_same_plan(
     second.load_state_dict(state)
     assert [spans(batch) for batch in second] == [spans(batch) for batch in first]
     assert second.state_dict()["digest"] == first.state_dict()["digest"]
-
-
-def test_other_proportions_are_another_plan(small_folder: Path, other: Path) -> None:
-    state = mixed(small_folder, other, 0.7, 0.3).state_dict()
-    with pytest.raises(ResumeError, match=r"weights=\[0\.7, 0\.3\], this loader has weights="):
-        mixed(small_folder, other, 0.71, 0.3).load_state_dict(state)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ NO_NUMBERS: list[Any] = [2.0, 1.5, "2", True, None, np.float32(2), np.bool_(True
 NO_NUMBERS += [math.nan, math.inf, np.arange(300).reshape(3, 100), 10**30]
 
 
-@pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: repr(value)[:12])
 @pytest.mark.parametrize(
     ("name", "make"),
     [
@@ -47,10 +46,9 @@ NO_NUMBERS += [math.nan, math.inf, np.arange(300).reshape(3, 100), 10**30]
         ("batch_size", lambda value: Packed(64, value)),
     ],
 )
-def test_sizes_of_a_policy_are_whole_numbers(
-    name: str, make: Callable[[Any], object], value: Any
-) -> None:
-    assert refusal(lambda: make(value)).startswith(f"`{name}`=")
+def test_sizes_of_a_policy_are_whole_numbers(name: str, make: Callable[[Any], object]) -> None:
+    for value in NO_NUMBERS:
+        assert refusal(lambda value=value: make(value)).startswith(f"`{name}`=")
 
 
 def test_words_and_switches_of_a_policy_are_those_there_are() -> None:
@@ -75,8 +73,6 @@ WRONG: dict[str, list[Any]] = {
     "path": [None, 3, {"a": 1}],
     "rank": [1.0, "0", True, -1, 2],
     "world_size": [2.0, "2", True, 0, -1],
-}
-FOR_LOADERS: dict[str, list[Any]] = {
     "num_workers": [1.0, "1", True, -1, None],
     "timeout": ["5", True, 0, -1, math.nan, None],
     "num_streams": [1.0, "1", True, 0, -1],
@@ -86,17 +82,12 @@ FOR_LOADERS: dict[str, list[Any]] = {
 }
 
 
-def cases(of: dict[str, list[Any]]) -> list[tuple[str, Any]]:
-    return [(name, value) for name, values in of.items() for value in values]
-
-
-@pytest.mark.parametrize(("name", "value"), cases(WRONG | FOR_LOADERS), ids=repr)
-def test_a_loader_refuses_a_setting_of_the_wrong_type_by_its_name(
-    folder: Path, name: str, value: Any
-) -> None:
+def test_a_loader_refuses_a_setting_of_the_wrong_type_by_its_name(folder: Path) -> None:
     options = {"batching": Padded(700), "num_workers": 0, "rank": 0, "world_size": 2}
-    options = {"path": folder} | options | {name: value}
-    assert refusal(lambda: ShardLoader(**options)).startswith(f"`{name}`=")
+    for name, values in WRONG.items():
+        for value in values:
+            given = {"path": folder} | options | {name: value}
+            assert refusal(lambda given=given: ShardLoader(**given)).startswith(f"`{name}`=")
 
 
 def test_an_epoch_of_a_dataset_is_a_whole_number(folder: Path) -> None:
@@ -155,20 +146,17 @@ def test_weights_of_any_type_of_number_are_saved_as_they_read(
     assert plans[0] == plans[1] == plans[2]
 
 
-@pytest.mark.parametrize(
-    "weight",
-    [0, -1, math.nan, math.inf, True, "0.5", None, 1j, [1], 10**400, Fraction(0)],
-    ids=repr,
-)
-def test_a_weight_is_a_number_above_nothing(weight: Any) -> None:
-    assert "weight of code/ is" in refusal(lambda: Mixture({"code/": weight, "prose/": 1}))
+def test_a_weight_is_a_number_above_nothing() -> None:
+    bad: Any
+    for bad in (0, -1, math.nan, math.inf, True, "0.5", None, 1j, [1], 10**400, Fraction(0)):
+        message = refusal(lambda bad=bad: Mixture({"code/": bad, "prose/": 1}))
+        assert "weight of code/ is" in message
 
 
-@pytest.mark.parametrize("weight", [1e-30, 1e300, 1e-320, 1e10])
-@pytest.mark.parametrize("exhausted", ["repeat", "stop", "continue"])
-def test_absurd_proportions_are_refused(weight: float, exhausted: Any) -> None:
-    message = refusal(lambda: Mixture({"code/": weight, "prose/": 1.0}, exhausted))
-    assert "no weight may be more than 1,000,000,000 times another" in message
+def test_absurd_proportions_are_refused() -> None:
+    for weight in (1e-30, 1e300, 1e-320, 1e10):
+        message = refusal(lambda weight=weight: Mixture({"code/": weight, "prose/": 1.0}))
+        assert "no weight may be more than 1,000,000,000 times another" in message
 
 
 @pytest.mark.slow
@@ -260,8 +248,8 @@ def test_rank_and_world_size_are_those_that_were_passed(folder: Path) -> None:
         assert loader.state_dict()["plan"]["stream"] == rank // 2
 
 
-@pytest.mark.parametrize("given", [{"rank": 0}, {"rank": 1}, {"world_size": 1}, {"world_size": 2}])
-def test_rank_without_world_size_is_rejected(folder: Path, given: dict[str, int]) -> None:
-    ((name, value),) = given.items()
-    with pytest.raises(ConfigError, match=f"`{name}`={value}: pass both `rank` and `world_size`"):
-        ShardLoader(folder, batching=Padded(700), **given)
+@pytest.mark.parametrize("name", ["rank", "world_size"])
+def test_rank_without_world_size_is_rejected(folder: Path, name: str) -> None:
+    options: dict[str, Any] = {name: 1}
+    message = refusal(lambda: ShardLoader(folder, batching=Padded(700), **options))
+    assert message.startswith(f"`{name}`=1: pass both `rank` and `world_size`")

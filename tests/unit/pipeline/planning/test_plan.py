@@ -116,9 +116,9 @@ def test_what_comes_all_or_not_at_all_strays_no_further_than_that() -> None:
 
 HOSTILE = {
     "one row": [7],
-    "all of one length": [9] * 400,
-    "one very long": [*[5] * 300, 9_000],
-    "many lengths": np.random.default_rng(4).integers(1, 700, 250).tolist(),
+    "all of one length": [9] * 200,
+    "one very long": [*[5] * 150, 9_000],
+    "many lengths": np.random.default_rng(4).integers(1, 700, 120).tolist(),
 }
 WIDE: list[Batching] = [
     *POLICIES,
@@ -183,7 +183,7 @@ def test_a_mixture_with_bands_is_resumed_anywhere_on_any_ranks(
     rng = np.random.default_rng(6)
     folders = [make_dataset(rng.integers(1, 200, count), 1) for count in (6, 300, 80)]
     mixture = Mixture(dict(zip(folders, (0.02, 0.7, 0.2), strict=True)), exhausted)
-    for batching in (Padded(1024, spread=0.3), Fixed(8, spread=0.2), POLICIES[1], POLICIES[2]):
+    for batching in (Padded(1024, spread=0.3), Fixed(8, spread=0.2)):
         options: dict[str, Any] = {
             "batching": batching,
             "micro_batches_per_step": 3,
