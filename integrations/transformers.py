@@ -147,9 +147,11 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
         trainer: Any = transformers.Trainer
         count = trainer._get_num_items_in_batch
 
-        def bracketed(*args: Any) -> Any:
+        def bracketed(ours: Any, *args: Any) -> Any:
+            if ours.control.should_evaluate:  # the next event charges this to `evaluation`
+                return count(ours, *args)
             with self.meter.cause("communication"):  # between events: the fetch of batches
-                return count(*args)
+                return count(ours, *args)
 
         trainer._get_num_items_in_batch = bracketed
         self._patched.callback(setattr, trainer, "_get_num_items_in_batch", count)
