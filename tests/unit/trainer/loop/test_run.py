@@ -260,19 +260,6 @@ def test_a_data_set_without_validation_trains(tmp_path: Path, make_shards: MakeS
     assert "validation" not in report.summary()
 
 
-def test_resuming_from_a_checkpoint_repeats_the_run_bit_for_bit(
-    counting: Path, finished: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(finished, run_dir)
-    shutil.rmtree(run_dir / "checkpoints" / "step-00000008")
-    with open(run_dir / "metrics.jsonl", "a") as metrics:
-        metrics.write('{"step": 9, "lo')  # killed while writing
-    report = run(make_config(counting, run_dir, resume=True))
-    assert_same_run(run_dir, finished, 8)
-    assert report.tokens == json.loads((finished / "report.json").read_text())["tokens"]
-
-
 @pytest.mark.slow
 def test_a_run_with_muon_and_wsd_resumes_bit_for_bit(counting: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"optimizer": "muon", "schedule": "wsd", "eval_every": 8}
@@ -416,20 +403,15 @@ def test_resuming_past_the_end_asks_for_more_steps(
         run(make_config(counting, finished, resume=True, steps=steps, **changes))
 
 
-@pytest.mark.parametrize("log_every", [1, 5])
 def test_a_step_that_is_not_finite_is_skipped_and_named(
-    counting: Path, tmp_path: Path, log_every: int, caplog: pytest.LogCaptureFixture
+    counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = make_config(
-        counting,
-        tmp_path / "run",
-        model="support.training:failing_model",
-        log_every=log_every,
-    )
+    failing = "support.training:failing_model"
+    config = make_config(counting, tmp_path / "run", model=failing, log_every=5)
     report = run(config)
     assert (report.finished, report.skipped_steps) == (True, 1)
     losses = read_metrics(tmp_path / "run", "loss")
-    assert set(losses) == ({1, 2, 4, 5, 6, 7, 8} if log_every == 1 else {1, 4, 5, 8})
+    assert set(losses) == {1, 4, 5, 8}
     assert all(map(math.isfinite, losses.values()))
     assert all(
         bool(torch.isfinite(tensor).all()) for tensor in load_weights(tmp_path / "run", 8).values()

@@ -12,12 +12,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from support.host_waits import HostWaits
-from support.training import make_config, make_transformer, one_document_a_row, run, write_labelled
-from torch import Tensor, nn
+from support.training import make_config, make_transformer, one_document_a_row, write_labelled
+from torch import nn
 
-from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import OptimizerName, PrecisionName
-from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.models.transformer import Transformer
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.optim.precision import Precision
@@ -368,15 +366,3 @@ def test_half_precision_steps_like_fp32(name: PrecisionName) -> None:
     assert norm == pytest.approx(expected, rel=0.05)
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert bool(precision.state_dict()["scaler"]) == (name == "fp16")
-
-
-def test_out_of_memory_ends_the_run_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(model: Transformer, micro_batch: MicroBatch) -> Tensor:
-        raise torch.OutOfMemoryError("simulated")
-
-    config = make_config(write_labelled(tmp_path / "shards", "lm"), tmp_path / "run", steps=2)
-    monkeypatch.setattr(Transformer, "hidden", fails)
-    with pytest.raises(ConfigError, match=r"needs more memory than there is. Halve it: [^\n]*$"):
-        run(config)

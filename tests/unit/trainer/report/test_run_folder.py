@@ -262,6 +262,8 @@ def test_a_run_killed_before_its_report_gets_it_by_resuming(
     if report:
         stale = json.dumps(expected | {"steps": 4})
         path.write_text(stale if report == "stale" else "{")
+    with open(finished / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 9, "lo')  # killed while writing
     made = run(make_config(counting, finished, resume=True))
     same = ("steps", "tokens", "padding", "loss_last", "validation_loss_last", "finished")
     written = json.loads(path.read_bytes())

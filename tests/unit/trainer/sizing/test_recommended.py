@@ -210,13 +210,6 @@ def test_the_command_takes_what_suits_and_what_it_is_told_comes_first(
     assert (steps.steps, steps.eval_every, steps.warmup_steps) == (50, 3, 5)
 
 
-def test_epochs_are_those_of_the_loader(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parsed(monkeypatch, "--shards", shards, "--epochs", 2)
-    policy = make_policy(config, packed=False, on_gpu=False)
-    with ShardLoader(shards, batching=policy, epochs=2, device="cpu", num_workers=0) as loader:
-        assert sum(1 for _ in loader) == config.steps * config.accumulation
-
-
 @pytest.mark.parametrize("task", ["tag", "complete"])
 @pytest.mark.parametrize("step_tokens", [1024, 4096])
 def test_epochs_with_step_tokens_are_whole_passes(
