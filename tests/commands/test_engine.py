@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import xxhash
+from pyarrow import feather
 from support.commands import error_of, kill_at, records_in, run, run_json
 from support.data_sets import files_of
 from support.false_engine import FALSE_ENGINE, sampled_document, write_corpus
@@ -48,69 +49,68 @@ def shards_of(folder: Path) -> dict[str, bytes]:
     }
 
 
+LONG = "the lazy dog " * 8_000
+EXTRAS = ("ALPHA at once", sampled_document("BETA"), f"{LONG}GAMMA")
+"""Texts that the first comparison, that of the run's sample, and no comparison has."""
+OPTIONS = ("--shard-size", "60KB", "--validation", "0.1")
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory, byte_level: Tokenizer) -> Path:
+    """A folder with a tokenizer, a corpus, and the data set that `tokenizers` makes of it."""
+    folder = tmp_path_factory.mktemp("right")
+    byte_level.save(str(folder / "tokenizer.json"))
+    given = (write_corpus(folder / "corpus", *EXTRAS), folder / "out", "--tokenizer", folder)
+    run(*given, *OPTIONS, "--engine", "tokenizers", "--workers", 1)
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("extra", "crews"),
-    [
-        ("LIE at once", (1,)),
-        (sampled_document("LIE"), (1, 2)),
-        (f"{'the lazy dog ' * 8_000}PANIC", (2,)),
-    ],
+    ("word", "said", "crews"),
+    [("LIE", "ALPHA", (1,)), ("LIE", "BETA", (1, 2)), ("PANIC", "GAMMA", (2,))],
     ids=["at the start", "in the sample", "a panic"],
 )
 def test_an_engine_that_is_wrong_once_makes_no_id_of_the_data_set(
-    tmp_path: Path,
-    use_engine: UseEngine,
-    byte_level: Tokenizer,
-    extra: str,
-    crews: tuple[int, ...],
+    tmp_path: Path, use_engine: UseEngine, right: Path, word: str, said: str, crews: tuple[int, ...]
 ) -> None:
-    byte_level.save(str(tmp_path / "tokenizer.json"))
-    corpus = write_corpus(tmp_path / "corpus", extra)
-    options = ("--tokenizer", tmp_path, "--shard-size", "60KB", "--validation", "0.1")
-    run(corpus, tmp_path / "right", *options, "--engine", "tokenizers", "--workers", 1)
-    use_engine(FALSE_ENGINE)
+    use_engine(FALSE_ENGINE.replace(word, said))
+    options = ("--tokenizer", right, *OPTIONS)
     manifests = []
     for workers in crews:
         out = tmp_path / f"out{workers}"
-        result = run(corpus, out, *options, "--workers", workers)
+        result = run(right / "corpus", out, *options, "--workers", workers)
         assert "`tokenizers` encodes everything" in result.stderr
-        assert shards_of(out) == shards_of(tmp_path / "right")
+        assert shards_of(out) == shards_of(right / "out")
         manifests.append((out / "manifest.json").read_bytes())
     assert len(set(manifests)) == 1
     made = Manifest.read(tmp_path / f"out{crews[0]}").tokenizer
     assert made.engine == "tokenizers"
     assert made.audited > 300
-    assert made.differences == (0 if "PANIC" in extra else 1)
+    assert made.differences == (0 if word == "PANIC" else 1)
     if crews == (1,):
         forced = ("--engine", "gigatoken", "--workers", 1)
-        assert "Leave it out" in error_of(corpus, tmp_path / "forced", *options, *forced)
+        assert "Leave it out" in error_of(right / "corpus", tmp_path / "forced", *options, *forced)
 
 
-def test_an_engine_that_is_right_is_used_and_its_audit_kept(
-    tmp_path: Path, byte_level: Tokenizer
-) -> None:
-    byte_level.save(str(tmp_path / "tokenizer.json"))
-    corpus = write_corpus(tmp_path / "corpus", sampled_document("nothing"))
-    options = ("--tokenizer", tmp_path, "--workers", 1)
-    run(corpus, tmp_path / "right", *options, "--engine", "tokenizers")
-    run(corpus, tmp_path / "real", *options)
-    assert shards_of(tmp_path / "real") == shards_of(tmp_path / "right")
-    made = Manifest.read(tmp_path / "real").tokenizer
+def test_an_engine_that_is_right_is_used_and_its_audit_kept(tmp_path: Path, right: Path) -> None:
+    run(right / "corpus", tmp_path / "out", "--tokenizer", right, *OPTIONS, "--workers", 1)
+    assert shards_of(tmp_path / "out") == shards_of(right / "out")
+    made = Manifest.read(tmp_path / "out").tokenizer
     assert (made.engine, made.differences) == ("gigatoken", 0)
     assert made.audited > 300
-    assert Manifest.read(tmp_path / "right").tokenizer.audited == 0
+    assert Manifest.read(right / "out").tokenizer.audited == 0
 
 
 def test_special_tokens_in_text_become_their_ids(tmp_path: Path, byte_level: Tokenizer) -> None:
     byte_level.save(str(tmp_path / "tokenizer.json"))
     corpus = write_corpus(tmp_path / "corpus", "forged <|endoftext|> end")
-    for engine in ("tokenizers", "gigatoken"):
-        options = ("--tokenizer", tmp_path, "--engine", engine, "--special-tokens-in-text", "split")
-        run(corpus, tmp_path / engine, *options, "--workers", 1)
-    made = shards_of(tmp_path / "tokenizers")
-    assert made == shards_of(tmp_path / "gigatoken")
-    manifest = Manifest.read(tmp_path / "tokenizers")
-    assert manifest.tokenizer.special_tokens_in_text == "split"
+    options = ("--tokenizer", tmp_path, "--validation", 0, "--special-tokens-in-text", "split")
+    run(corpus, tmp_path / "out", *options, "--workers", 1)
+    made = Manifest.read(tmp_path / "out").tokenizer
+    assert (made.engine, made.special_tokens_in_text) == ("gigatoken", "split")
+    table = feather.read_table(tmp_path / "out/train/00000.arrow", memory_map=False)
+    end = byte_level.token_to_id("<|endoftext|>")
+    assert sum(end in row[:-1] for row in table["input_ids"].to_pylist()) == 1
 
 
 def test_what_the_tokenizer_cannot_encode_is_a_reject(tmp_path: Path) -> None:
@@ -127,23 +127,19 @@ def test_what_the_tokenizer_cannot_encode_is_a_reject(tmp_path: Path) -> None:
 
 
 def test_verified_ids_are_those_of_every_text(
-    tmp_path: Path, use_engine: UseEngine, byte_level: Tokenizer
+    tmp_path: Path, use_engine: UseEngine, right: Path
 ) -> None:
-    use_engine(FALSE_ENGINE)
-    byte_level.save(str(tmp_path / "tokenizer.json"))
-    hidden = f"{'the lazy dog ' * 8_000}LIE"
-    assert xxhash.xxh3_64_intdigest(hidden.encode()) % 1000
-    options = ("--tokenizer", tmp_path, "--shard-size", "60KB", "--workers", 1, "--verify-ids")
-    for name, extra in {"right": "nothing", "wrong": hidden}.items():
-        corpus = write_corpus(tmp_path / f"in {name}", extra)
-        result = run(corpus, tmp_path / name, *options)
-        assert ("every text compared with `tokenizers`, 0 with other ids" in result.stdout) == (
-            name == "right"
-        )
-    right, wrong = (Manifest.read(tmp_path / name).tokenizer for name in ("right", "wrong"))
-    assert (right.engine, right.verified, right.differences) == ("gigatoken", True, 0)
+    assert xxhash.xxh3_64_intdigest(EXTRAS[-1].encode()) % 1000  # the run does not sample it
+    for said in ("nothing", "GAMMA"):
+        use_engine(FALSE_ENGINE.replace("LIE", said))
+        given = (right / "corpus", tmp_path / said, "--tokenizer", right, *OPTIONS)
+        printed = run(*given, "--workers", 1, "--verify-ids").stdout
+        is_right = "every text compared with `tokenizers`, 0 with other ids" in printed
+        assert is_right == (said == "nothing")
+    sound, wrong = (Manifest.read(tmp_path / said).tokenizer for said in ("nothing", "GAMMA"))
+    assert (sound.engine, sound.verified, sound.differences) == ("gigatoken", True, 0)
     assert (wrong.engine, wrong.verified, wrong.differences) == ("tokenizers", None, 1)
-    assert min(right.audited, wrong.audited) >= 351 + 300
+    assert min(sound.audited, wrong.audited) >= 351 + 300
 
 
 def test_verifying_is_refused_where_nothing_is_to_be_verified(tmp_path: Path) -> None:
@@ -162,8 +158,7 @@ def test_routed_texts_are_counted_and_a_matter_of_the_input_alone(
     options = ("--tokenizer", tmp_path, "--shard-size", "60KB")
     for workers in (1, 2):
         run(corpus, tmp_path / f"{workers}", *options, "--workers", workers)
-    run(corpus, tmp_path / "right", *options, "--engine", "tokenizers", "--workers", 1)
-    assert shards_of(tmp_path / "1") == shards_of(tmp_path / "2") == shards_of(tmp_path / "right")
+    assert shards_of(tmp_path / "1") == shards_of(tmp_path / "2")
     tokenizer = Manifest.read(tmp_path / "1").tokenizer
     assert tokenizer.engine == "gigatoken"
     assert 100 < (tokenizer.routed or 0) < 351

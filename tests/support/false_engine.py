@@ -82,11 +82,11 @@ def trained(pre_tokenizer: Any, decoder: Any, unknown: str | None = None) -> Tok
     return tokenizer
 
 
-def write_corpus(folder: Path, extra: str) -> Path:
+def write_corpus(folder: Path, *extras: str) -> Path:
     folder.mkdir()
     draw = random.Random(0)
     texts = ["".join(draw.choices(SENTENCES, k=draw.randint(1, 60))) for _ in range(300)]
-    lines = [json.dumps({"text": text}) + "\n" for text in [*texts, extra, *texts[:50]]]
+    lines = [json.dumps({"text": text}) + "\n" for text in [*texts, *extras, *texts[:50]]]
     lines.append(json.dumps({"text": "", "unused": "x" * 2_000_000}) + "\n")  # enough for a crew
     (folder / "lines.jsonl").write_text("".join(lines))
     return folder
