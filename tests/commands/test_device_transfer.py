@@ -44,20 +44,15 @@ def test_a_refused_page_lock_warns_once_and_changes_no_batch(
     assert json.loads(json.dumps(loader.stats().as_dict()))["pageable"]
 
 
-@pytest.mark.parametrize("device", ["cpu", CUDA_1], ids=str)
-def test_memory_that_is_page_locked_or_needs_none_is_not_called_pageable(
-    folder: Path, cuda: SimulatedCuda, device: str | torch.device
-) -> None:
-    with started(folder, device=device) as loader:
-        assert not loader.stats().pageable
-    assert ("register" in cuda.marks) == (device == CUDA_1)
-
-
 def test_memory_is_page_locked_for_all_devices_in_no_context_but_the_loaders(
     folder: Path, cuda: SimulatedCuda
 ) -> None:
-    with started(folder):
+    with started(folder, device="cpu") as loader:
+        assert not loader.stats().pageable, "it needs no page lock"
+    assert "register" not in cuda.marks
+    with started(folder) as loader:
         assert {flags for _, flags in cuda.locked.values()} == {1}
+        assert not loader.stats().pageable
     assert not cuda.locked
     assert cuda.contexts == {1}
 
@@ -77,11 +72,6 @@ def collect(loaders: list[ShardLoader]) -> None:
     gc.collect()
 
 
-def leave(loaders: list[ShardLoader]) -> None:
-    with loaders[0]:
-        pass
-
-
 def replace_workers(loaders: list[ShardLoader]) -> None:
     loaders[0].num_workers = 0
 
@@ -90,7 +80,7 @@ def load(loaders: list[ShardLoader]) -> None:
     loaders[0].load_state_dict(loaders[0].state_dict())
 
 
-@pytest.mark.parametrize("end", [close, drop, collect, leave, replace_workers, load])
+@pytest.mark.parametrize("end", [close, drop, collect, replace_workers, load])
 def test_copies_are_waited_for_before_their_memory_is_unlocked(
     folder: Path, cuda: SimulatedCuda, end: Callable[[list[ShardLoader]], None]
 ) -> None:

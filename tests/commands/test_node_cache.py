@@ -4,7 +4,6 @@ store delivers what one of a folder does."""
 import json
 import random
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import PROGRAMS
+from support import PROGRAMS, warm
 from support.data_sets import MakeDataset, WriteDataset
 from support.delivery import open_loader, realistic_lengths, small_batches, spans
 from support.object_server import FAST, Fault, remote_store
@@ -64,11 +63,10 @@ class Readers:
         cache.mkdir(parents=True, exist_ok=True)
         said = [store.folder, store.log, cache, bound, delay_s]
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, PROGRAMS / "cache_reader.py", *map(str, [*said, seed, epochs])],
+            warm.Popen(
+                [PROGRAMS / "cache_reader.py", *said, seed, epochs],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                text=True,
             )
             for seed in seeds
         ]

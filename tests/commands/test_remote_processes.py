@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import PROGRAMS
+from support import PROGRAMS, warm
 from support.object_server import FAST, Fault, Remote, as_own_process, remote_store
+from support.processes import children_of, eventually, is_alive
 from support.training import make_config, run, write_labelled
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
@@ -30,12 +31,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
 
 
 def program(*arguments: str) -> list[str]:
-    result = subprocess.run(
-        [sys.executable, PROGRAMS / "remote_program.py", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    result = warm.run([PROGRAMS / "remote_program.py", *arguments], timeout=60)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -81,20 +77,9 @@ def test_a_child_ends_with_its_parent(remote: Remote) -> None:
     with subprocess.Popen(command) as parent:
         while not remote.proxy.seen:
             time.sleep(0.01)
-        (child,) = _children(parent.pid)
+        (child,) = children_of(parent.pid)
         parent.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{child}/stat").read_text().split(") ")[1][0] == "Z":
-            break
-        time.sleep(0.01)
-    else:
-        assert not Path(f"/proc/{child}").exists()
-
-
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+    assert eventually(lambda: not is_alive(child), 10)
 
 
 @pytest.mark.slow
