@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.commands import COMMAND, kill_at, run, run_json, start
+from support.commands import COMMAND, kill_at, run, start
 from support.corpora import write_ballast, write_long_corpus
 from support.data_sets import files_of
 from support.installed_servers import can_run_slurm, slurm
@@ -84,25 +84,6 @@ def wait_for_shards(out: Path, process: subprocess.Popen[str], number: int = 1) 
     while len(list((out / "train").glob("*.arrow"))) < number:
         assert process.poll() is None
         time.sleep(0.01)
-
-
-@pytest.mark.long
-def test_parts_at_once_in_processes_give_the_bytes_of_one_command(
-    big: Path, tmp_path: Path, tokenizer: Path
-) -> None:
-    options = ("--tokenizer", tokenizer, *SHARDS)
-    run(big, tmp_path / "plain", *options, "--workers", 1)
-    out = tmp_path / "out"
-    started = [
-        subprocess.Popen(
-            [*COMMAND, *map(str, (big, out, *options, "--workers", 1, "--part", part))],
-            stdout=subprocess.DEVNULL,
-        )
-        for part in ("0/2", "1/2", "1/2")
-    ]
-    assert [process.wait(100) for process in started] == [0, 0, 0]
-    assert run_json(big, out, *options, "--finish")["units"] > 10
-    assert files_of(out) == files_of(tmp_path / "plain")
 
 
 @pytest.mark.long
