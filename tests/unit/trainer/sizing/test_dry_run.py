@@ -8,6 +8,7 @@ from support.commands import call
 from support.training import write_labelled
 
 from tokenfeed.tools import train as command
+from tokenfeed.trainer.sizing.dry_run import DryRun
 
 SETTINGS = (
     *("--model", "support.training:small_model", "--sequence-length", "32"),
@@ -26,7 +27,7 @@ def words(shards: Path, *more: str) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_a_program_reads_what_a_run_will_take(shards: Path) -> None:
+def test_programs_and_people_read_what_a_run_will_take(shards: Path) -> None:
     asked = ("--gpu", "H100", "--steps", "50", "--save-every", "5", "--keep", "4", "--json")
     said = call(command.main, *words(shards, *asked))
     found = json.loads(said.stdout)
@@ -39,21 +40,18 @@ def test_a_program_reads_what_a_run_will_take(shards: Path) -> None:
     assert found["checkpoints"] == 10
     assert found["disk_gib"] == pytest.approx((4 + 1) * found["checkpoint_gib"])
     assert not (shards.parent / "run").exists()
-
-
-@pytest.mark.slow
-def test_people_read_it_in_a_few_lines(shards: Path) -> None:
-    lines = call(command.main, *words(shards, "--gpu", "24")).stdout.splitlines()
+    lines = DryRun(**found).summary().splitlines()
     named = [line.split()[0] for line in lines]
-    assert named == ["steps", "batches", "model", "memory", "fits", "disk"]  # no speed is known
+    assert named == ["steps", "batches", "model", "memory", "fits", "speed", "disk"]
     assert "6 N + 12 L C T" in lines[2]
-    assert "a GPU of 24 GiB" in lines[3]
+    assert "79 GiB on H100" in lines[3]
 
 
 @pytest.mark.slow
 def test_too_little_memory_is_said_with_a_remedy(shards: Path) -> None:
     said = call(command.main, *words(shards, "--gpu", "0.001")).stdout
     assert "fits     no micro-batch: try --recompute full" in said
+    assert "speed" not in said, "of a GPU that only its memory is known of"
 
 
 @pytest.mark.slow
