@@ -19,7 +19,7 @@ from tokenfeed.pipeline.errors import LoaderError
 OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "epochs": None}
 
 
-ROUNDS = 6
+ROUNDS = 4
 """Batches of a loop, from two windows."""
 
 

@@ -329,7 +329,7 @@ def test_whatever_line_an_interrupt_breaks_into_no_batch_is_lost_or_repeated(
         reached = positions.index(interrupted.position)
         assert len(got) <= reached <= len(got) + 1
         assert got == expected[: len(got)]
-        assert [spans(batch) for batch in interrupted] == expected[reached:]
+        assert [spans(batch) for batch in islice(interrupted, 4)] == expected[reached : reached + 4]
 
 
 def until_interrupted(loader: ShardLoader, line: int) -> list[list[Span]]:
