@@ -4,6 +4,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,114 +167,88 @@ def test_file_of_numpy_save_is_adopted_without_its_header(tmp_path: Path) -> Non
     assert rows_in(tmp_path / "out") == [[1, 2, END], [3, END]]
 
 
-def _too_large(folder: Path) -> tuple[str, str]:
-    np.array([1, 2, 5000, 7], np.uint16).tofile(folder / "a.bin")
-    return "a.bin", "a.bin, token 2: has the id 5,000, and the tokenizer has 1,000 ids"
+def save(
+    path: Path, values: list[int], dtype: Any = np.uint16, header: tuple[int, ...] = ()
+) -> str:
+    """Write ids, after a header of 256 numbers if it has any."""
+    numbers = np.array([*header, *[0] * (256 - len(header))] if header else [], np.int32)
+    path.write_bytes(numbers.tobytes() + np.array(values, dtype).tobytes())
+    return str(path)
 
 
-def _negative(folder: Path) -> tuple[str, str]:
-    rows = random_rows(np.full(5, 4), vocabulary_size=70_000)
-    file = foreign(folder, rows, "megatron", "wide")
+def negative(folder: Path) -> str:
+    file = foreign(folder, random_rows(np.full(5, 4), vocabulary_size=70_000), "megatron", "wide")
     ids = np.fromfile(file, np.int32)
     ids[3] = -1
-    ids.tofile(file)
-    return str(file), "token 3: has the id -1"
+    return save(file, ids, np.int32)
 
 
-def _odd_size(folder: Path) -> tuple[str, str]:
-    (folder / "a.bin").write_bytes(b"123")
-    return "a.bin", "has 3 bytes, which are no ids of 2 bytes each"
-
-
-def _lying_header(folder: Path) -> tuple[str, str]:
-    header = np.zeros(256, np.int32)
-    header[:3] = 20240520, 1, 9
-    (folder / "a.bin").write_bytes(header.tobytes() + bytes(4))
-    return "a.bin", "no ids of 9 of 2 bytes each after 1024 bytes of a header"
-
-
-def _lying_index(folder: Path) -> tuple[str, str]:
+def five_rows(folder: Path, ends: list[int], width: int = 2) -> str:
+    """Write 5 rows of 4 tokens as datatrove, with other ends of rows or a wider type."""
     file = foreign(folder, random_rows(np.full(5, 4), vocabulary_size=1000), "datatrove")
-    np.array([4, 8], np.uint64).tofile(f"{file}.index")
-    return str(file), "the index has rows of 8 tokens, the file has 20"
+    np.array(ends, np.uint64).tofile(f"{file}.index")
+    if width == 4:
+        save(file, np.fromfile(file, np.uint16), np.uint32)
+        Path(f"{file}.metadata").write_text("tokenizer|4\n20\n")
+    return str(file)
 
 
-def _unordered(folder: Path) -> tuple[str, str]:
-    file = foreign(folder, random_rows(np.full(5, 4), vocabulary_size=1000), "datatrove")
-    np.array([8, 4, 20], np.uint64).tofile(f"{file}.index")
-    return str(file), "its rows are out of order"
-
-
-def _no_index(folder: Path) -> tuple[str, str]:
-    (folder / "a.ds").write_bytes(bytes(4))
-    return "a.ds", "a.ds.index: not found"
-
-
-def _other_width(folder: Path) -> tuple[str, str]:
-    file = foreign(folder, random_rows(np.full(5, 4), vocabulary_size=1000), "datatrove")
-    np.fromfile(file, np.uint16).astype(np.uint32).tofile(file)
-    Path(f"{file}.metadata").write_text("tokenizer|4\n20\n")
-    return str(file), "has ids of 4 bytes, and a data set with 1,000 ids has 2 bytes each"
-
-
-def _lost_index(folder: Path) -> tuple[str, str]:
-    np.arange(1, 20, dtype=np.int32).tofile(folder / "a.bin")
-    return "a.bin", "every second id of two bytes is 0, so the ids have four bytes"
-
-
-def _unknown_header(folder: Path) -> tuple[str, str]:
-    header = np.zeros(256, np.int32)
-    header[:3] = 20240521, 1, 2
-    (folder / "a.bin").write_bytes(header.tobytes() + b"\1\0\2\0")
-    return "a.bin", "begins with an unknown header"
-
-
-def _table(folder: Path) -> tuple[str, str]:
+def table(folder: Path) -> str:
     np.save(folder / "a.npy", np.ones((3, 4), np.uint16))
-    return "a.npy", "a header that says uint16 of the shape"
+    return str(folder / "a.npy")
 
 
-def _an_index(folder: Path) -> tuple[str, str]:
-    (folder / "a.idx").write_bytes(b"")
-    return "a.idx", "is an index. Give the file beside it, a.bin"
-
-
-def _unknown(folder: Path) -> tuple[str, str]:
-    (folder / "a.txt").write_bytes(b"text")
-    return "a.txt", "of no known format"
-
-
-def _missing(folder: Path) -> tuple[str, str]:
-    return "gone.bin", "is not a file"
-
-
-WRONG: dict[str, Callable[[Path], tuple[str, str]]] = {
-    "an id beyond the vocabulary": _too_large,
-    "a negative id": _negative,
-    "half an id": _odd_size,
-    "a header with another size": _lying_header,
-    "an index of another file": _lying_index,
-    "an index out of order": _unordered,
-    "no index": _no_index,
-    "ids of another width": _other_width,
-    "ids of four bytes whose index was lost": _lost_index,
-    "an unknown header": _unknown_header,
-    "an array of two dimensions": _table,
-    "an index instead of tokens": _an_index,
-    "an unknown format": _unknown,
-    "a missing file": _missing,
+WRONG: dict[str, tuple[Callable[[Path], str], str]] = {
+    "an id beyond the vocabulary": (
+        lambda folder: save(folder / "a.bin", [1, 2, 5000, 7]),
+        "a.bin, token 2: has the id 5,000, and the tokenizer has 1,000 ids",
+    ),
+    "a negative id": (negative, "token 3: has the id -1"),
+    "half an id": (
+        lambda folder: save(folder / "a.bin", [1, 2, 3], np.uint8),
+        "has 3 bytes, which are no ids of 2 bytes each",
+    ),
+    "a header with another size": (
+        lambda folder: save(folder / "a.bin", [0, 0], header=(20240520, 1, 9)),
+        "no ids of 9 of 2 bytes each after 1024 bytes of a header",
+    ),
+    "an unknown header": (
+        lambda folder: save(folder / "a.bin", [1, 2], header=(20240521, 1, 2)),
+        "begins with an unknown header",
+    ),
+    "an index of another file": (
+        lambda folder: five_rows(folder, [4, 8]),
+        "the index has rows of 8 tokens, the file has 20",
+    ),
+    "an index out of order": (
+        lambda folder: five_rows(folder, [8, 4, 20]),
+        "its rows are out of order",
+    ),
+    "no index": (lambda folder: save(folder / "a.ds", [0, 0]), "a.ds.index: not found"),
+    "ids of another width": (
+        lambda folder: five_rows(folder, [4, 8, 12, 16, 20], width=4),
+        "has ids of 4 bytes, and a data set with 1,000 ids has 2 bytes each",
+    ),
+    "ids of four bytes whose index was lost": (
+        lambda folder: save(folder / "a.bin", [*range(1, 20)], np.int32),
+        "every second id of two bytes is 0, so the ids have four bytes",
+    ),
+    "an array of two dimensions": (table, "a header that says uint16 of the shape"),
+    "an index instead of tokens": (
+        lambda folder: save(folder / "a.idx", []),
+        "is an index. Give the file beside it, a.bin",
+    ),
+    "an unknown format": (lambda folder: save(folder / "a.txt", [7]), "of no known format"),
+    "a missing file": (lambda folder: str(folder / "gone.bin"), "is not a file"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_file_is_one_line_and_leaves_no_data_set(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    name, message = WRONG[what](tmp_path)
+def test_a_wrong_file_is_one_line_and_leaves_no_data_set(what: str, tmp_path: Path) -> None:
+    make, message = WRONG[what]
     width = "wide" if what == "a negative id" else "narrow"
     with pytest.raises((ConfigError, CorpusError), match=message) as raised:
-        adopt([name], str(tmp_path / "out"), TOKENIZERS[width])
+        adopt([make(tmp_path)], str(tmp_path / "out"), TOKENIZERS[width])
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out/manifest.json").exists()
 
