@@ -63,16 +63,6 @@ def moto(folder: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def rclone(folder: Path) -> Iterator[int]:
-    """The port of `rclone serve s3`, which takes no notice of conditions."""
-    program, (port,) = _program("rclone"), _free_port_numbers(1)
-    (folder / BUCKET).mkdir(parents=True)
-    options = [f"--addr=127.0.0.1:{port}", f"--auth-key={','.join(KEYS)}"]
-    with _running([program, "serve", "s3", *options, str(folder)], folder, port):
-        yield port
-
-
-@contextlib.contextmanager
 def azurite(folder: Path) -> Iterator[int]:
     """The port of Azure's own emulator, with a container."""
     program, (port,) = _program("azurite-blob"), _free_port_numbers(1)
