@@ -86,16 +86,17 @@ def tiktoken_to_json(
         TokenizerError: The file is damaged, or its regex and special tokens are not known.
     """
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.rstrip().splitlines(), 1):
         try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token)] = int(rank)
-            if not 0 <= int(rank) < ID_LIMIT:
+            written_token, rank = line.split()
+            token = base64.b64decode(written_token, validate=True)
+            if token in ranks or not 0 <= int(rank) < ID_LIMIT:
                 raise ValueError
+            ranks[token] = int(rank)
         except ValueError:
             raise TokenizerError(
-                f"{origin}: line {number:,} is {line[:40]!r}, expected a token in base64 and its "
-                "rank. Download the file again."
+                f"{origin}: line {number:,} is {line[:40]!r}, expected another token in base64 and "
+                "its rank. Download the file again."
             ) from None
     known = known_files.get(len(ranks))
     if known is None:
@@ -108,10 +109,14 @@ def tiktoken_to_json(
     logger.info("%s: read as %s, by its %s tokens", origin, known.name, f"{len(ranks):,}")
     letters = byte_letters()
     written = {token.decode("latin-1").translate(letters): ranks[token] for token in ranks}
-    ids = [*ranks.values(), *known.special_tokens.values()]
-    if len({*ids}) < len(ids) or not written.keys() >= {*letters.values()}:
+    special_tokens = known.special_tokens
+    free = {*range(len(ranks) + len(special_tokens))} - {*special_tokens.values()}
+    are_ranks_whole = sorted(ranks.values()) == sorted(free)[: len(ranks)]
+    are_tokens_whole = written.keys() >= {*letters.values()}
+    if not are_ranks_whole or not are_tokens_whole or written.keys() & special_tokens.keys():
         raise TokenizerError(
-            f"{origin}: has a rank twice, or lacks a byte. Download the file again."
+            f"{origin}: its ranks have gaps, or its tokens lack a byte or include a special token. "
+            "Download the file again."
         )
     merges = [
         (left, right)
@@ -119,13 +124,11 @@ def tiktoken_to_json(
         for cut in range(1, len(token))
         if (left := token[:cut]) in written and (right := token[cut:]) in written
     ]
-    model = models.BPE(written | known.special_tokens, merges, ignore_merges=True)
+    model = models.BPE(written | special_tokens, merges, ignore_merges=True)
     tokenizer = Tokenizer(model)
     split = pre_tokenizers.Split(Regex(known.regex), "isolated")
     letters_of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, letters_of_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False) for token in known.special_tokens]
-    )
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special_tokens])
     return tokenizer.to_str().encode()

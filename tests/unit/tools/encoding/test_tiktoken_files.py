@@ -1,6 +1,7 @@
 """tiktoken files get the ids of a plain encoder: `regex` splits, the lowest rank joins first."""
 
 import base64
+import itertools
 import random
 from pathlib import Path
 
@@ -97,14 +98,23 @@ def test_unknown_or_damaged_tiktoken_file_is_one_error(tmp_path: Path) -> None:
     for content, reason in (
         (whole, rf"a tiktoken file of {len(ranks):,} tokens\..* Give the tokenizer\.json"),
         *(
-            (whole + line, r"line \d+ is .*, expected a token in base64 and its rank")
-            for line in (b"YQ==", b"YQ== -1", b"YQ== 99999999999", b"Y 5", b"YQ== 1 2")
+            (whole + line, r"line \d+ is .*, expected another token in base64 and its rank")
+            for line in (b"YQ==", b"//8= -1", b"//8= 99999999999", b"/ 5", b"//8= 1 2")
+        ),
+        *(
+            (b"%s%s %d" % (whole, token, len(ranks)), r"line \d+ is .*, expected another token")
+            for token in (b"YQ==", b"/!/8=", b"=")
         ),
     ):
         file.write_bytes(content)
         with pytest.raises(TokenizerError, match=f"^{file}: {reason}"):
             fetch_tokenizer_json(str(file))
+    tiktoken_to_json(whole.replace(b"\n", b"\r\n") + b"\n", "my", known)
     del ranks[b"\0"]
-    for damaged in (ranks, small_ranks() | {b"\0": 1}):
-        with pytest.raises(TokenizerError, match=r"^my: has a rank twice, or lacks a byte"):
+    lacks_byte = {token: rank - 1 for token, rank in ranks.items()}
+    *most, last = small_ranks()
+    has_special_token = dict(zip((*most, b"<|endoftext|>"), itertools.count()))
+    has_gap, has_rank_twice = small_ranks() | {last: 40_000}, small_ranks() | {last: 1}
+    for damaged in (lacks_byte, has_special_token, has_gap, has_rank_twice):
+        with pytest.raises(TokenizerError, match=r"^my: its ranks have gaps, or its tokens lack"):
             tiktoken_to_json(file_of(damaged), "my", known)
