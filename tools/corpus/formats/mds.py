@@ -16,6 +16,8 @@ import pyarrow as pa
 
 from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.installed import read_by
+from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, FilePart
+from tokenfeed.tools.corpus.records import Fields, Records, too_long
 
 _CHUNK_BYTES = 4 << 20
 _ARRAYS = {
@@ -37,21 +39,25 @@ _NUMBERS = {"int": np.dtype("<i8")} | {
 }
 
 
-def read_mds(file: BinaryIO) -> Iterator[pa.Table]:
+def read_mds(file: BinaryIO, most_bytes: int = MAX_RECORD_BYTES) -> Iterator[pa.Table]:
     """Yield the samples of a shard, some at a time.
+
+    Args:
+        file: The shard, decompressed.
+        most_bytes: Greatest size of a sample, and of all offsets. A small compressed shard may
+            claim gigabytes.
 
     Raises:
         ValueError: The shard is damaged.
     """
-    data = np.frombuffer(file.read(), np.uint8)
-    count = int(_numbers(data, np.array([0]), "<u4")[0])
+    most_bytes = max(most_bytes, _CHUNK_BYTES)
+    read = partial(_read, file, most_bytes=most_bytes)
+    count = int(read(4).view("<u4")[0])
     first = 4 * (count + 2)
-    offsets = _numbers(data, 4 + 4 * np.arange(min(count + 1, len(data) // 4)), "<u4").astype(
-        np.int64
-    )
-    if offsets[0] < first or offsets[-1] != len(data) or (np.diff(offsets) < 0).any():
+    offsets = read(first - 4).view("<u4").astype(np.int64)
+    if offsets[0] < first or (np.diff(offsets) < 0).any():
         raise ValueError("the offsets of its samples are not inside the file")
-    config = json.loads(data[first : offsets[0]].tobytes())
+    config = json.loads(read(int(offsets[0]) - first).tobytes())
     columns = list(
         zip(
             config["column_names"],
@@ -62,10 +68,27 @@ def read_mds(file: BinaryIO) -> Iterator[pa.Table]:
     )
     start = 0
     while start < count:
-        full = np.searchsorted(offsets, offsets[start] + _CHUNK_BYTES)
+        full = np.searchsorted(offsets, offsets[start] + _CHUNK_BYTES, "right") - 1
         stop = min(max(int(full), start + 1), count)
-        yield _table(data, offsets[start : stop + 1], columns)
+        data = read(int(offsets[stop] - offsets[start]))
+        yield _table(data, offsets[start : stop + 1] - offsets[start], columns)
         start = stop
+    if file.read(1):
+        raise ValueError("the offsets of its samples do not fill the file")
+
+
+def _read(file: BinaryIO, num_bytes: int, *, most_bytes: int) -> np.ndarray:
+    """Return the next bytes.
+
+    Raises:
+        ValueError: There are more than `most_bytes`, or the file ends within them.
+    """
+    if num_bytes > most_bytes:
+        raise ValueError(f"a sample, or the head, {too_long(num_bytes, most_bytes)}")
+    content = file.read(num_bytes)
+    if len(content) < num_bytes:
+        raise ValueError("ends before its content does")
+    return np.frombuffer(content, np.uint8)
 
 
 def _table(
@@ -156,10 +179,15 @@ def _values(data: np.ndarray, places: np.ndarray, sizes: np.ndarray, dtype: np.d
     return values
 
 
+def _read_part(part: FilePart, fields: Fields) -> Iterator[Records]:
+    read = partial(read_mds, most_bytes=part.source.max_record_bytes)
+    return read_by(read, part, fields)
+
+
 MDS = Format(
     name="mds",
     endings=(".mds",),
-    read=partial(read_by, read_mds),
+    read=_read_part,
     damage=(Exception,),
     is_compressible=True,
 )

@@ -5,6 +5,7 @@ checksums: borders of rows that contradict the size of a file are found, and cha
 """
 
 import json
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
@@ -45,9 +46,16 @@ _NUMPY = ("i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<
 
 
 def _beside(place: Location, name: str) -> Location:
-    """Return the place of a file, by its name in the folder of another."""
+    """Return the place of a file, by its name in the folder of another.
+
+    Raises:
+        ValueError: The folder lacks the file.
+    """
     if isinstance(place, str):
-        return f"{place.rpartition('/')[0]}/{name}"
+        path = f"{place.rpartition('/')[0]}/{name}"
+        if not os.path.exists(path):
+            raise ValueError(f"{name} is missing beside it")
+        return path
     folder = place.info.name.rpartition("/")[0]
     key = f"{folder}/{name}" if folder else name
     return replace(place, info=place.store.head(key), pinned="", content=None)
@@ -267,7 +275,7 @@ def _is_chunk(beginning: bytes, field: str) -> bool:
         return True
     if beginning.startswith(_ZSTD):
         with suppress(zstandard.ZstdError):
-            beginning = zstandard.ZstdDecompressor().decompressobj().decompress(beginning)
+            beginning = zstandard.ZstdDecompressor().stream_reader(beginning).read(8)
     count, first = struct.unpack("<II", beginning[:8].ljust(8, b"\0"))
     return bool(count and first == 4 * (count + 2))
 

@@ -100,6 +100,13 @@ def test_mds_of_any_bytes_is_read_or_is_a_value_error() -> None:
     assert refused > 100
 
 
+def test_mds_that_claims_gigabytes_is_refused_before_they_are_read() -> None:
+    config = b'{"column_names": [], "column_encodings": [], "column_sizes": []}'
+    for numbers in ([1 << 30, 0], [1, 1 << 31, 1 << 31], [1, 12 + len(config), 1 << 31]):
+        with pytest.raises(ValueError, match=r"bytes, more than the 64,000,000 of `--max-record`"):
+            read(np.array(numbers, np.uint32).tobytes() + config)
+
+
 def test_ids_of_mds_shards_become_rows(tmp_path: Path) -> None:
     vocabulary = {f"w{number}": number for number in range(700)}
     Tokenizer(models.WordLevel(vocabulary, unk_token="w0")).save(str(tmp_path / "t.json"))

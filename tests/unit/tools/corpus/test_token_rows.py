@@ -5,6 +5,7 @@ import bz2
 import gzip
 import json
 import random
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tokenfeed import pretokenize
 from tokenfeed.pipeline.errors import CorpusError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.tools.corpus.formats.token_rows import LITDATA
 
 IDS = 700
 ROWS: Rows = [[n % IDS, *range(n % 40)] for n in range(90)]
@@ -134,6 +136,26 @@ def test_damaged_file_is_rejected_or_keeps_the_number_of_ids(
         refused += is_rejected
         victim.write_bytes(good)
     assert refused > 12
+
+
+def test_look_at_a_packed_chunk_unpacks_only_its_beginning() -> None:
+    packed = zstandard.compress(bytes([1, 0, 0, 0, 12]) + bytes(12_000_000))
+    tracemalloc.start()
+    try:
+        assert LITDATA.begins
+        assert LITDATA.begins(packed, "input_ids")
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_missing_index_is_named(tmp_path: Path, words: Path) -> None:
+    write_datatrove(tmp_path, ROWS)
+    (tmp_path / "0.ds.index").unlink()
+    with pytest.raises(
+        CorpusError, match=r"0\.ds, record 0: .*: 0\.ds\.index is missing beside it"
+    ):
+        pretokenize(tmp_path, tmp_path / "out", task="ids", tokenizer=words)
 
 
 def test_unsupported_settings_of_litdata_are_named(tmp_path: Path, words: Path) -> None:
