@@ -90,7 +90,7 @@ def disk_bytes(loader: str, kind: str, data: Path) -> int:
 
 
 def ratios(runs: dict[str, list[Entry]], loader: str) -> Entry:
-    """Times the best peer, and part of the bound: medians of the ratios within a repeat."""
+    """Times the best peer: the median of the ratios within a repeat."""
     peers = [name for name in runs if name in PEERS and name not in (BOUND, loader)]
     found: Entry = {}
     speeds = {name: [run["mtok_s"] for run in results] for name, results in runs.items()}
@@ -98,9 +98,6 @@ def ratios(runs: dict[str, list[Entry]], loader: str) -> Entry:
         best = map(max, zip(*(speeds[name] for name in peers), strict=False))
         pairs = zip(speeds[loader], best, strict=False)
         found["times_best_other_peer"] = round(statistics.median(a / b for a, b in pairs), 3)
-    if BOUND in runs:
-        pairs = zip(speeds[loader], speeds[BOUND], strict=False)
-        found["part_of_bound"] = round(statistics.median(a / b for a, b in pairs), 4)
     return found
 
 

@@ -34,8 +34,6 @@ from benchmarks.text_loaders.peers import (
     rows_of,
 )
 
-__all__ = ["OURS", "own_folder"]
-
 OURS: dict[str, tuple[str, tuple[int, ...]]] = {
     "tokenfeed padded": ("Padded", (16_384,)),
     "tokenfeed padded, multiples of 8": ("Padded", (16_384, 8)),
@@ -125,8 +123,8 @@ def speed(
         now = time.perf_counter()
         is_over = now - first > seconds
         if stream.state and state is None and (is_over or tokens >= half_epoch):
-            state = saved(stream)
-        if is_over and (state or not stream.state or now - first > 2 * seconds):
+            state = pickle.dumps(stream.state())
+        if is_over:
             break
     if state:
         state_file.write_bytes(state)
@@ -135,15 +133,6 @@ def speed(
         "padding": 1 - tokens / slots,
         "first_batch_s": first - started,
     }
-
-
-def saved(stream: Stream) -> bytes | None:
-    """Return the pickled state, or None where lancedb has none: its workers must be level."""
-    assert stream.state
-    try:
-        return pickle.dumps(stream.state())
-    except RuntimeError:
-        return None
 
 
 def resume(open_stream: Callable[[], Stream], state_file: Path) -> dict[str, float]:
@@ -169,13 +158,14 @@ def check(
     if part == "rest":
         state, got = pickle.loads(state_file.read_bytes())
         assert stream.load
-        stream.load(pickle.loads(state))
+        stream.load(state)
     for batch in stream.batches:
         real = real_ids(batch)
         ends = np.flatnonzero(real == end_id) + 1
         got.update(row.tobytes() for row in np.split(real, ends) if len(row))
-        if part == "first" and got.total() > len(rows) / 2 and (state := saved(stream)):
-            state_file.write_bytes(pickle.dumps((state, got)))
+        if part == "first" and got.total() > len(rows) / 2:
+            assert stream.state
+            state_file.write_bytes(pickle.dumps((stream.state(), got)))
             break
     wanted = collections.Counter(row.astype(np.int64).tobytes() for row in rows)
     return {

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-__all__ = ["KINDS", "make_data"]
-
 KINDS = {"short": 40_000_000, "medium": 40_000_000, "documents": 80_000_000}
 """Tokens of each kind of rows."""
 CHECK_ROWS = 5_003

@@ -12,27 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
-
-__all__ = [
-    "MIXED",
-    "PEERS",
-    "SEQUENCE",
-    "Batch",
-    "Peer",
-    "Rows",
-    "Stream",
-    "import_streaming",
-    "open_litdata",
-    "open_mosaic",
-    "open_torchtitan",
-    "rows_of",
-]
 
 SEQUENCE = 2048
 BATCH_ROWS = {"short": 256, "check": 256, "medium": 32, "documents": 8}
@@ -136,13 +121,18 @@ def write_nothing(rows: Rows, folder: Path) -> None:
     """The memory map is there already."""
 
 
-def write_datasets(rows: Rows, folder: Path) -> None:
+def table_of(rows: Rows) -> Any:
+    """An Arrow table of the rows."""
     import pyarrow as pa
-    from datasets import Dataset
 
     offsets = pa.array(rows.offsets.astype(np.int32))
-    table = pa.table({"input_ids": pa.ListArray.from_arrays(offsets, pa.array(rows.ids))})
-    Dataset(table).save_to_disk(folder / "rows")
+    return pa.table({"input_ids": pa.ListArray.from_arrays(offsets, pa.array(rows.ids))})
+
+
+def write_datasets(rows: Rows, folder: Path) -> None:
+    from datasets import Dataset
+
+    Dataset(table_of(rows)).save_to_disk(folder / "rows")
 
 
 def read_datasets(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
@@ -159,15 +149,6 @@ def read_datasets(rows: Rows, folder: Path, workers: int, endless: bool) -> Stre
             collate_fn=partial(collate_ids, rows),
         )
     )
-
-
-def mix_datasets(parts: Mixed, workers: int) -> Stream:
-    from datasets import interleave_datasets, load_from_disk
-
-    each = [load_from_disk(folder / "rows").shuffle(seed=0) for _, folder in parts.values()]
-    data = interleave_datasets(each, probabilities=[*MIXED.values()], seed=0).with_format("numpy")
-    collate = partial(collate_ids, parts["short"][0])
-    return Stream(DataLoader(data, MIXED_ROWS, num_workers=workers, collate_fn=collate))
 
 
 def import_streaming() -> ModuleType:
@@ -363,7 +344,7 @@ def open_torchtitan(
     packed = [
         getattr(data, packing)(
             dataset=data.SingleDatasetConfig(
-                source=_Source(rows),
+                source=SimpleNamespace(build=lambda rows=rows, **policy: rows),
                 processor=Shift.Config(),
                 post_filters=(lambda sample: sample is not None,),
             )
@@ -374,16 +355,6 @@ def open_torchtitan(
     weighted = (data.WeightedDataset(dataset=each, weight=weight) for each, weight in pairs)
     recipe = data.DatasetMixConfig(datasets=(*weighted,)) if len(packed) > 1 else packed[0]
     return data.GrainDataLoader.Config(dataset=recipe, repeat=repeat).build(**sizes)
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A source of torchtitan."""
-
-    rows: Rows
-
-    def build(self, **policy: Any) -> Rows:
-        return self.rows
 
 
 def read_torchtitan(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
@@ -412,11 +383,8 @@ def concatenated(parts: Sequence[Rows]) -> Stream:
 
 def write_lance(rows: Rows, folder: Path) -> None:
     import lancedb
-    import pyarrow as pa
 
-    offsets = pa.array(rows.offsets.astype(np.int32))
-    table = pa.table({"input_ids": pa.ListArray.from_arrays(offsets, pa.array(rows.ids))})
-    lancedb.connect(folder / "rows").create_table("rows", table)
+    lancedb.connect(folder / "rows").create_table("rows", table_of(rows))
 
 
 def lance_rows(batch: Any) -> list[np.ndarray]:
@@ -427,23 +395,14 @@ def lance_rows(batch: Any) -> list[np.ndarray]:
 
 
 def read_lance(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
+    """Its own threads read and decode: with worker processes, a run hung."""
     import lancedb
     from lancedb.streaming import StreamingDataLoader, StreamingDataset
 
-    data = StreamingDataset(
-        lancedb.connect(folder / "rows").open_table("rows"),
-        num_splits=max(1, workers),
-        read_batch_size=rows.batch_rows,
-        columns=["input_ids"],
-        transform=lance_rows,
-    )
-    loader = StreamingDataLoader(
-        data,
-        batch_size=rows.batch_rows,
-        num_workers=workers,
-        collate_fn=rows.collate,
-        multiprocessing_context="forkserver" if workers else None,
-    )
+    table = lancedb.connect(folder / "rows").open_table("rows")
+    settings = {"read_batch_size": rows.batch_rows, "columns": ["input_ids"]}
+    data = StreamingDataset(table, transform=lance_rows, **settings)
+    loader = StreamingDataLoader(data, batch_size=rows.batch_rows, collate_fn=rows.collate)
     return Stream(loader, data.state_dict, data.load_state_dict)
 
 
@@ -521,7 +480,7 @@ class Peer:
 
 
 PEERS = {
-    "datasets": Peer(("datasets",), write_datasets, read_datasets, "all rows", mix=mix_datasets),
+    "datasets": Peer(("datasets",), write_datasets, read_datasets, "all rows"),
     "mosaicml-streaming": Peer(
         ("mosaicml-streaming",), write_mosaic, read_mosaic, "blocks of rows", 8, mix=mix_mosaic
     ),

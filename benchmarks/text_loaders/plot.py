@@ -12,8 +12,6 @@ from typing import Any
 
 from benchmarks.protocol import RESULTS
 
-__all__ = ["plot"]
-
 OURS, PEER, BOUND = "#1f6feb", "#8c959f", "#d8dee4"
 TITLES = {
     "short": "short rows: source lines",

@@ -17,8 +17,6 @@ from typing import Any
 
 from benchmarks.text_loaders.case import OURS, own_folder
 
-__all__ = ["CaseError", "bytes_in", "family_pss", "find_peers", "prepare", "run", "run_case"]
-
 CASE = ["-m", "benchmarks.text_loaders.case"]
 
 SAMPLE_SECONDS = 1.0
