@@ -48,7 +48,7 @@ ABOUT: dict[Cause, About] = {
         named=0.05,
     ),
     "copy": About(
-        "a batch that was ready, on its way",
+        "the copy of a batch that was ready",
         "batches are copied while the device waits: page-lock them and copy ahead with "
         "`non_blocking=True`, and send int32, not int64",
         named=0.01,
@@ -59,7 +59,7 @@ ABOUT: dict[Cause, About] = {
         named=0.03,
     ),
     "wait": About(
-        "the host, which had waited for a value (.item())",
+        "the host, which was late because it had waited for a value (.item())",
         "the host waits for values such as `loss.item()`: read them a step later, or only when you "
         "log",
         named=0.01,
@@ -72,7 +72,7 @@ ABOUT: dict[Cause, About] = {
         drains=True,
     ),
     "checkpoint": About(
-        "a disk that still wrote the one before, and on a CPU its copy",
+        "the disk, which still wrote the checkpoint before; on a CPU also the copy of the state",
         "save less often, or in the background",
         named=0.01,
         drains=True,
@@ -84,7 +84,7 @@ ABOUT: dict[Cause, About] = {
         drains=True,
     ),
     "garbage collection": About(
-        "Python's collector, over all objects",
+        "a full run of Python's garbage collector",
         "call `gc.freeze()` after the first steps and `gc.disable()`, and collect at progress "
         "lines",
         named=0.005,
@@ -99,14 +99,14 @@ ABOUT: dict[Cause, About] = {
         drains=True,
     ),
     "recompilation": About(
-        "torch.compile, again",
+        "torch.compile, which compiled again after the first steps",
         "torch.compile compiles again: bound the shapes, or mark them dynamic",
         named=0.01,
         drains=True,
         interrupts=True,
     ),
     "communication": About(
-        "other ranks: their gradients, and who is late with them",
+        "the exchange of gradients with other ranks, and late ranks",
         "ranks wait for each other: `meter.gather()` finds the slowest one",
         named=0.05,
         drains=True,
