@@ -217,7 +217,7 @@ def pieces(batch: Any) -> tuple[np.ndarray, np.ndarray | None]:
     if "positions" in batch:
         starts = np.flatnonzero(batch["positions"].numpy() == 0)
         lengths = np.diff(starts, append=batch["positions"].numel())
-        return lengths, lengths > SEQUENCE // 2
+        return lengths, lengths > SEQUENCE // 8  # a batch may end in a document
     lengths = batch["attention_mask"].sum(1).numpy()
     return lengths, lengths == SEQUENCE
 
