@@ -271,9 +271,12 @@ class Trainer:
         """Return the stages of the data, with tokens counted at progress lines."""
         if not self.config.mixing:
             return []
-        stages = self.loader.stages
+        stages, present = self.loader.stages, self._source_tokens()
         places = map(place_of, paths_of(stages))
-        names = dict(zip(places, self._source_tokens(), strict=True))
+        names = dict(zip(places, present, strict=True))
+        for number, each in enumerate(counts):  # a resumed run may read moved folders
+            if not {name for name, tokens in each.items() if tokens} <= present.keys():
+                counts[number] = dict(zip(present, each.values(), strict=False))
 
         def shares(weights: Mapping[StorePath, float]) -> dict[str, float]:
             whole = sum(weights.values())

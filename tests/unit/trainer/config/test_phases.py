@@ -107,6 +107,27 @@ def test_the_report_shows_planned_and_delivered_tokens_of_each_stage(
     assert f"<td class=text>{prose}</td><td>1,125</td><td>75.0%</td>" in page
 
 
+def test_stages_of_a_run_that_goes_on_with_moved_folders_count_each_token_once(
+    whole: dict[str, Path],
+    parts: dict[str, Any],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(folder)
+    mixing = (
+        StageSettings(shards={"code": 1.0, "prose": 3.0}, until_tokens=1_500),
+        StageSettings(shards="code"),
+    )
+    config = make_config(Path("code"), tmp_path, **parts | {"mixing": mixing})
+    go_on_from(whole["adamw"], 7, config)
+    report = Report.of_run(tmp_path)
+    assert report
+    delivered = sum(tokens for stage in report.stages for tokens in stage.delivered.values())
+    assert delivered == pytest.approx(report.tokens)
+    assert {*report.stages[0].delivered} == {"code", "prose"}
+
+
 def test_weights_that_stay_keep_their_moments_and_new_ones_begin(whole: dict[str, Path]) -> None:
     groups = load_state(whole["adamw"], 4)["optimizer"]["weights"]
     taken = {name: int(state["step"]) for group in groups for name, state in group.items()}
