@@ -17,6 +17,7 @@ than a 20th of the labels per second of short rows, or a third of documents.
 """
 
 import argparse
+import importlib.metadata
 import json
 import statistics
 import sys
@@ -207,7 +208,9 @@ def main() -> None:
         results = compare(options)
     for row in table(results):
         print(" | ".join(row))
-    path = write_result("torchtitan", results, options.results, scale=options.scale)
+    peers = {name: importlib.metadata.version(name) for name in ("torchtitan", "grain")}
+    more = {"peers": peers, "scale": options.scale}
+    path = write_result("torchtitan", results, options.results, **more)
     print(f"written to {path}")
 
 
