@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tokenfeed.pipeline.errors import CorpusError
@@ -11,6 +12,28 @@ from tokenfeed.tools.corpus.locations import PUT_BACK, Location, RemoteFile
 STANDARD_INPUT = "-"
 MAX_RECORD_BYTES = 64_000_000
 """The default of `--max-record`."""
+
+
+def size_and_state(path: str) -> tuple[int, int]:
+    """Return the bytes and the modification time of a file of this machine.
+
+    The borders of rows in a file of datatrove or litData are in files beside it, whose times are
+    added.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    found = os.stat(path)
+    beside: tuple[str, ...] = ()
+    if path.endswith(".ds"):
+        beside = (f"{path}.index", f"{path}.metadata")
+    elif path.endswith(".bin"):
+        beside = (os.path.join(os.path.dirname(path), "index.json"),)
+    state = found.st_mtime_ns
+    for each in beside:
+        with suppress(OSError):
+            state += os.stat(each).st_mtime_ns
+    return found.st_size, state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +50,8 @@ class InputFile:
     text_bytes: int
     """Expected bytes of text. A compressed file has more than `bytes`."""
     state: int | str
-    """A value that changes with the file: the modification time, the version in a store, the commit
-    of a data set of the Hub, or the checksum of spooled input."""
+    """A value that changes with the file: the time of `size_and_state`, the version in a store, the
+    commit of a data set of the Hub, or the checksum of spooled input."""
     format: str
     """Name of the format in the registry."""
     compression: Compression | None
@@ -50,13 +73,13 @@ class InputFile:
         if self.is_spooled or isinstance(self.path, RemoteFile):
             return  # of an object each answer is compared
         try:
-            now = os.stat(self.path)
+            now_bytes, now_state = size_and_state(self.path)
         except FileNotFoundError:
             raise CorpusError(
                 f"{self.name}: vanished while the corpus was read. {PUT_BACK}"
             ) from None
         is_commit = isinstance(self.state, str)  # of the Hub; the file is a copy in a cache
-        if now.st_size != self.bytes or not (is_commit or now.st_mtime_ns == self.state):
+        if now_bytes != self.bytes or not (is_commit or now_state == self.state):
             raise CorpusError(f"{self.name}: changed while the corpus was read. {PUT_BACK}")
 
 

@@ -41,6 +41,7 @@ from tokenfeed.tools.corpus.input_files import (
     MAX_RECORD_BYTES,
     STANDARD_INPUT,
     InputFile,
+    size_and_state,
 )
 from tokenfeed.tools.corpus.locations import Location, RemoteFile
 from tokenfeed.tools.corpus.remote_sources import (
@@ -473,10 +474,9 @@ def _size_and_state(path: Location) -> tuple[int, int | str]:
     if isinstance(path, RemoteFile):
         return path.info.size, path.state
     try:
-        status = os.stat(path)
+        return size_and_state(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    return status.st_size, status.st_mtime_ns
 
 
 def _unreadable(path: str, error: OSError) -> CorpusError:

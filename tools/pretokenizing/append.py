@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Self
 
 import xxhash
@@ -25,7 +24,7 @@ from tokenfeed.pipeline.format.schema import is_kept
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
 from tokenfeed.pipeline.format.store import LocalStore, Place
 from tokenfeed.tools.corpus.blocks import Blocks
-from tokenfeed.tools.corpus.input_files import InputFile
+from tokenfeed.tools.corpus.input_files import InputFile, size_and_state
 from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.encoding.labels import Labels
@@ -222,10 +221,9 @@ def _shards(manifest: Manifest) -> set[str]:
 def _state(name: str) -> tuple[int, int] | None:
     """Return size and time of a file of this machine; None if there is no such file."""
     try:
-        found = Path(name).stat()
+        return size_and_state(name)
     except (OSError, ValueError):
         return None
-    return found.st_size, found.st_mtime_ns
 
 
 def _may_be(recorded: tuple[int, int | str] | None, size: int) -> bool:

@@ -4,6 +4,7 @@ them, or rejected."""
 import bz2
 import gzip
 import json
+import os
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -156,6 +157,18 @@ def test_missing_index_is_named(tmp_path: Path, words: Path) -> None:
         CorpusError, match=r"0\.ds, record 0: .*: 0\.ds\.index is missing beside it"
     ):
         pretokenize(tmp_path, tmp_path / "out", task="ids", tokenizer=words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "index"), [("datatrove", "0.ds.index"), ("litData", "index.json")]
+)
+def test_changed_index_is_changed_input(kind: str, index: str, tmp_path: Path, words: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    WRITERS[kind](tmp_path / "theirs", ROWS)
+    rows_of(tmp_path / "theirs", tmp_path / "out", words)
+    os.utime(tmp_path / "theirs" / index, (1, 1))
+    with pytest.raises(TokenfeedError, match="names, sizes and times of the input files"):
+        rows_of(tmp_path / "theirs", tmp_path / "out", words)
 
 
 def test_unsupported_settings_of_litdata_are_named(tmp_path: Path, words: Path) -> None:
