@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.input_files import FilePart
-from tokenfeed.tools.corpus.read_records import fetched_ahead, read_texts
+from tokenfeed.tools.corpus.read_records import fetched_ahead, read_records, read_texts
 from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit
 
@@ -45,10 +45,7 @@ def train_tokenizer_json(
     texts = _sample(units, fields, seed)
     first = next(texts, None)
     if first is None:
-        raise CorpusError(
-            "no text to train a tokenizer on: every record is empty or rejected. Give other files, "
-            "or name the field with the texts with `--field`."
-        )
+        raise _no_text(units, fields)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -82,6 +79,18 @@ def _logged(texts: Iterator[str]) -> Iterator[str]:
 
 def _is_terminal() -> bool:
     return bool(sys.stderr and sys.stderr.isatty())
+
+
+def _no_text(units: tuple[Unit, ...], fields: Fields) -> CorpusError:
+    """Return the error for a corpus without text, which names the first rejected record."""
+    for part in fetched_ahead(part for unit in units for part in unit.parts):
+        for records in read_records(part, fields):
+            for record, reason in records.rejects[:1]:
+                return CorpusError(
+                    f"{part.source.name}, record {record}: {reason}; no other record has text "
+                    "either. Name the field with the texts by `--field`."
+                )
+    return CorpusError("no text to train a tokenizer on: every document is empty.")
 
 
 def _sample(units: tuple[Unit, ...], fields: Fields, seed: int) -> Iterator[str]:
