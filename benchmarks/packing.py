@@ -32,7 +32,7 @@ import numpy as np
 
 CAPACITY = 2048
 LENGTHS = ("lognormal", "instructions", "code")
-COUNTS = {"tokenfeed": 10_000_000, "trl": 1_000_000, "axolotl": 1_000_000}
+COUNTS = {"tokenfeed": 10_000_000, "trl": 300_000, "axolotl": 1_000_000}
 """The most lengths that each packer gets."""
 
 

@@ -265,11 +265,51 @@ def roofline_checks(results: list[Entry]) -> list[list[str]]:
     ]
 
 
+def ranks_table(results: list[Entry]) -> list[list[str]]:
+    """Speed, padding and idle time of every sampler; the control is not compared."""
+    header = ["ranks", "sampler", "real tokens/s", "times random", "padding", "idle"]
+    return [
+        header,
+        *(
+            [
+                str(entry["ranks"]),
+                entry["sampler"],
+                "{median:,.0f} [{min:,.0f}, {max:,.0f}]".format(**entry["tokens_s"]),
+                NONE if entry["sampler"] == "control" else f"{entry['of_random']:.2f}",
+                f"{entry['padding']:.1%}",
+                f"{entry['idle']:.1%}",
+            ]
+            for entry in results
+        ),
+    ]
+
+
+def packing_table(results: list[Entry]) -> list[list[str]]:
+    """Speed and fill of every packer on every kind of lengths."""
+    header = ["lengths", "packer", "rows", "seconds", "M rows/s", "full"]
+    return [
+        header,
+        *(
+            [
+                entry["lengths"],
+                entry["packer"],
+                f"{entry['rows']:,}",
+                "{median:.2f} [{min:.2f}, {max:.2f}]".format(**entry["seconds"]),
+                significant(entry["m_rows_s"]),
+                f"{entry['full']:.2%}",
+            ]
+            for entry in results
+        ),
+    ]
+
+
 TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "text_loaders": loader_table,
     "text_loaders/front": front_table,
     "text_loaders/mixture": mixture_table,
     "torchtitan": torchtitan.table,
+    "ranks": ranks_table,
+    "packing": packing_table,
     "pretokenize": pretokenize_table,
     "trainer": trainer_table,
     "scenarios": scenarios_table,

@@ -2,9 +2,8 @@
 
 Several processes can read the file several times. On Linux, the file has no name in a folder, so
 the system deletes it when it is closed, or when this process ends in any way. Elsewhere, a kill
-leaves the file behind. Its checksum shows whether a continued
-run reads the same input. Python objects become JSON Lines, so their shards are identical to the
-shards of the same rows in a file.
+leaves the file behind. Its checksum shows whether a continued run reads the same input. Python
+objects become JSON Lines, so their shards are identical to the shards of the same rows in a file.
 """
 
 import contextlib
