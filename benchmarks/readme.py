@@ -296,7 +296,7 @@ def packing_table(results: list[Entry]) -> list[list[str]]:
                 f"{entry['rows']:,}",
                 "{median:.2f} [{min:.2f}, {max:.2f}]".format(**entry["seconds"]),
                 significant(entry["m_rows_s"]),
-                f"{entry['full']:.2%}",
+                f"{entry['full']:.3%}",
             ]
             for entry in results
         ),
