@@ -98,7 +98,7 @@ class ShardTrainerMixin:
         return self.eval_dataset if eval_dataset is None else eval_dataset
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """Return at least 1 as the number of targets, by which the Trainer divides the loss."""
+        """Return the batches, and at least 1 as the number of targets, the divisor of the loss."""
         batches, targets = super().get_batch_samples(*args)  # type: ignore[misc]
         return batches, targets if targets is None else targets.clamp(min=1)
 
