@@ -15,10 +15,12 @@ A packer that is too slow for all lengths gets fewer. Refuted by a packer that i
 fuller.
 
     pip install trl axolotl numba    # into the environment of --peer-python
-    python -m benchmarks.packing [--peer-python /tmp/peers/bin/python] [--repeats 3]
+    python -m benchmarks.packing [--peer-python peers/bin/python] [--repeats 3]
+    python -m benchmarks.packing --idle    # no training: how equal packed steps are
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -36,7 +38,7 @@ COUNTS = {"tokenfeed": 10_000_000, "trl": 300_000, "axolotl": 1_000_000}
 """The most lengths that each packer gets."""
 
 
-def make_lengths(kind: str, count: int) -> np.ndarray:
+def make_lengths(kind: str, count: int, capacity: int = CAPACITY) -> np.ndarray:
     """Return lengths of rows, each at most the capacity, shape (count,), int64."""
     rng = np.random.default_rng(0)
     if kind == "lognormal":
@@ -47,11 +49,11 @@ def make_lengths(kind: str, count: int) -> np.ndarray:
     else:
         files = rng.pareto(1.1, count) * 300 + 20
         whole = np.minimum(files, 1e6).astype(np.int64)
-        pieces = -(-whole // CAPACITY)
-        lengths = np.full(int(pieces.sum()), CAPACITY)
-        lengths[np.cumsum(pieces) - 1] = whole - (pieces - 1) * CAPACITY
+        pieces = -(-whole // capacity)
+        lengths = np.full(int(pieces.sum()), capacity)
+        lengths[np.cumsum(pieces) - 1] = whole - (pieces - 1) * capacity
         lengths = rng.permutation(lengths)[:count]
-    return np.clip(lengths, 1, CAPACITY).astype(np.int64)
+    return np.clip(lengths, 1, capacity).astype(np.int64)
 
 
 def _tokenfeed(lengths: np.ndarray) -> tuple[float, int]:
@@ -109,6 +111,24 @@ def pack_once(packer: str, kind: str, count: int) -> dict[str, Any]:
     }
 
 
+def idle(kind: str, capacity: int, *, balanced: bool, ranks: int = 8, width: int = 2048) -> float:
+    """Return the share of time that ranks wait for the slowest rank of each step, by the operations
+    of a layer: 24 w**2 for each token and 2 w for each square of a document's tokens, where w is
+    the width. A rank gets one sequence a step, and attention skips other documents."""
+    from tokenfeed import Packed
+    from tokenfeed.pipeline.planning.batching import plan_window
+    from tokenfeed.pipeline.planning.order import Draw
+
+    lengths = make_lengths(kind, 200_000, capacity)
+    batching = Packed(capacity, 1, balance_attention=balanced)
+    plan = plan_window(lengths, batching, step_size=ranks, draw=Draw(0, 0, 0, 1))
+    tokens, offsets = plan.cut.lengths[plan.pieces], plan.sequence_offsets
+    assert offsets is not None
+    costs = np.add.reduceat(24 * width**2 * tokens + 2 * width * tokens**2, offsets[:-1])
+    steps = costs[: len(costs) // ranks * ranks].reshape(-1, ranks)
+    return float(1 - steps.mean(1).sum() / steps.max(1).sum())
+
+
 def _in_process(python: str, *args: object) -> dict[str, Any]:
     command = [python, "-m", "benchmarks.packing", "--one", *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -125,8 +145,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--lengths", type=int, default=10_000_000, help="the most of any packer")
     parser.add_argument("--results", type=Path, help="folder of packing.json")
+    parser.add_argument("--idle", action="store_true", help="print how equal the ranks' work is")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.idle:
+        for kind, capacity in itertools.product(LENGTHS, (2048, 8192, 32768)):
+            shares = [idle(kind, capacity, balanced=balanced) for balanced in (False, True)]
+            print(f"| {kind} | {capacity:,} | {shares[0]:.1%} | {shares[1]:.1%} |")
+        return
     if options.one:
         packer, kind, count = options.one
         print(json.dumps(pack_once(packer, kind, int(count))))

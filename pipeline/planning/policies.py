@@ -169,6 +169,11 @@ class Packed(Batching):
     """Id that is put before every piece of a document, and so before every sequence. No loss counts
     it, but it is the context of the first token of the piece. Not with `split` or "crop". Default:
     None, which puts nothing there."""
+    balance_attention: bool = field(default=False, repr=False)
+    """True: a step has sequences whose sums of squared document lengths are similar, so ranks spend
+    equal time in attention that skips other documents (FlashAttention, flex). Steps with few long
+    and with many short documents come in random order. Default: False, sequences in random
+    order."""
 
     def __repr__(self) -> str:
         return describe(self)
@@ -177,6 +182,7 @@ class Packed(Batching):
         _check_sizes(self, "sequence_length", "batch_size")
         _check_flag(self, "split")
         _check_flag(self, "fill")
+        _check_flag(self, "balance_attention")
         _check_long_rows(self)
         if self.split and self.long_rows != "cut":
             raise ConfigError(
@@ -221,13 +227,21 @@ class Packed(Batching):
             cut, packed = self._crop(lengths, draw) if crops else self._fit(lengths, draw)
         count = len(packed[1]) - 1
         order = random_order(count, draw.key ^ 1) if draw else np.arange(count)
-        step_offsets = np.append(np.arange(0, count, self.batch_size * step_size), count)
+        of_step = self.batch_size * step_size
+        if self.balance_attention:
+            costs = np.add.reduceat(cut.lengths[packed[0]] ** 2, packed[1][:-1])
+            order = order[np.argsort(costs[order], kind="stable")]
+            if draw:
+                steps = random_order(count // of_step, draw.key ^ 2)  # a shorter step stays last
+                whole = order[: len(steps) * of_step]
+                whole[:] = whole.reshape(-1, of_step)[steps].reshape(-1)
+        step_offsets = np.append(np.arange(0, count, of_step), count)
         return Arranged(cut, order, step_offsets, packed)
 
     def in_order(self, lengths: np.ndarray, rows: np.ndarray) -> Arranged:
         """Fill each sequence with the next documents: as many as fit whole, or with `split`, cut
         wherever a sequence is full."""
-        if self.long_rows == "crop":
+        if self.long_rows == "crop" or self.balance_attention:
             return Batching.in_order(self, lengths, rows)  # raises
         if self.split:
             cut, (pieces, offsets) = self._split(lengths, rows)

@@ -33,7 +33,12 @@ SORTED = st.one_of(
         Fixed, batch_size=st.integers(1, 9), multiple_of=st.sampled_from([1, 8]), spread=SPREADS
     ),
 )
-BEST_FIT = st.builds(Packed, sequence_length=st.integers(2, 100), batch_size=st.integers(1, 6))
+BEST_FIT = st.builds(
+    Packed,
+    sequence_length=st.integers(2, 100),
+    batch_size=st.integers(1, 6),
+    balance_attention=st.booleans(),
+)
 SPLIT = st.builds(
     Packed, sequence_length=st.integers(1, 100), batch_size=st.integers(1, 6), split=st.just(True)
 )
@@ -136,6 +141,18 @@ def test_packed_micro_batches_are_full_but_in_the_last_step(
         assert [len(batch) for batch in step] == [batching.batch_size] * step_size
 
 
+@given(LENGTHS, BEST_FIT | SPLIT, STEP_SIZES, KEYS, st.booleans())
+def test_balanced_steps_are_neighbours_in_attention_cost(
+    lengths: np.ndarray, batching: Packed, step_size: int, key: int, shuffle: bool
+) -> None:
+    balanced = replace(batching, balance_attention=True)
+    costs = [
+        sorted(sum((stop - start) ** 2 for _, start, stop in s) for batch in step for s in batch)
+        for step in planned(lengths, balanced, step_size, key, shuffle)
+    ]
+    assert all(lower[-1] <= higher[0] for lower, higher in pairwise(sorted(costs)))
+
+
 @pytest.mark.slow
 @given(LENGTHS, SORTED | BEST_FIT, KEYS)
 def test_only_long_rows_are_cut_and_their_pieces_follow_each_other(
@@ -191,11 +208,12 @@ def test_split_without_shuffling_is_plain_concatenation(
     ] == [tokens[start : start + cut] for start in range(0, len(tokens), cut)]
 
 
-CROPPED = Packed(70, 2, long_rows="crop")
+CROPPED, BALANCED = Packed(70, 2, long_rows="crop"), Packed(70, 2, balance_attention=True)
 
 
 @pytest.mark.parametrize(
-    "batching", [Padded(70), Fixed(10), Packed(70, 2), Packed(70, 2, split=True), CROPPED]
+    "batching",
+    [Padded(70), Fixed(10), Packed(70, 2), Packed(70, 2, split=True), CROPPED, BALANCED],
 )
 def test_another_key_gives_another_order_and_no_shuffle_ignores_it(batching: Batching) -> None:
     lengths = np.full(100, 7)

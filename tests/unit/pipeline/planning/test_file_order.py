@@ -179,8 +179,9 @@ def test_estimate_of_batches_knows_the_order(make_dataset: MakeDataset) -> None:
 
 def test_what_contradicts_the_order_is_refused(make_dataset: MakeDataset) -> None:
     folder = make_dataset(LENGTHS)
-    with pytest.raises(ConfigError, match=r"`order`='file': Packed.* does not keep the order"):
-        open_loader(folder, Packed(64, 2, long_rows="crop"), order="file")
+    for batching in (Packed(64, 2, long_rows="crop"), Packed(64, 2, balance_attention=True)):
+        with pytest.raises(ConfigError, match=r"`order`='file': Packed.* does not keep the order"):
+            open_loader(folder, batching, order="file")
     with pytest.raises(ConfigError, match="`order`='sorted'"):
         open_loader(folder, order="sorted")
     state = open_loader(folder, shuffle=False).state_dict()
