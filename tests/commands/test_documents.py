@@ -66,6 +66,7 @@ NOT_RUN = {
     ("docs/how/machines.md", "parts=$(sbatch", "needs a cluster"),
     ("docs/how/machines.md", "for part in 0 1 2 3", "needs other machines"),
     ("docs/how/machines.md", "pip install 'tokenfeed[dask]'", "needs a cluster"),
+    ("docs/how/ranks.md", "mesh = init_device_mesh", "needs GPUs"),
     ("docs/how/preferences.md", "import datasets", "needs TRL and a model of the Hub"),
     ("docs/how/remote.md", "pip install 'tokenfeed[remote]'", "needs a bucket"),
     ("docs/how/remote.md", "pretokenize corpus/ s3://bucket/out", "needs a bucket"),

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from support.delivery import Span, spans
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import cross_entropy
 
@@ -42,6 +41,23 @@ def of_ranks(value: Any) -> list[Any]:
 
 def rows_of(batches: Iterable[Batch]) -> list[list[Span]]:
     return [[] if batch.is_filler else spans(batch) for batch in batches]
+
+
+class Gathered(torch.autograd.Function):
+    """The slices of all ranks of a group, one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, part = group, part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part, group)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.group.size(), 1)[ctx.group.rank()], None
 
 
 class Model(torch.nn.Module):
@@ -71,21 +87,23 @@ class Model(torch.nn.Module):
         return logits
 
 
-def loss_of(model: Model, step: Step, mesh: DeviceMesh | None) -> torch.Tensor:
-    """The loss of the step, whose gradients are added. Context-parallel ranks take their slices."""
+def backward(model: Model, step: Step, mesh: DeviceMesh | None) -> torch.Tensor:
+    """Add the gradients of the step; return its loss. Context-parallel ranks take their slices."""
     total = torch.zeros((), dtype=torch.float64)
     for batch in step:
         ids, targets = batch.input_ids, batch.targets
         buffers = [ids, targets, batch.position_ids, batch.document_ids]
         if mesh is None:
-            total += _summed(model, *buffers) / step.divisor
-            continue
-        with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1, 1, 1, 1]):
-            assert ids.shape == targets.shape == (1, LENGTH // 2)
-            total += _summed(model, *buffers) / (step.divisor / mesh["cp"].size())
-        assert ids.shape == targets.shape == (1, LENGTH)
-    total.backward()
-    return total.detach()
+            loss = _summed(model, *buffers) / step.divisor
+            loss.backward()
+        else:
+            with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[1, 1, 1, 1]):
+                assert ids.shape == targets.shape == (1, LENGTH // 2)
+                loss = _summed(model, *buffers) / step.divisor * mesh["cp"].size()
+                loss.backward()
+            assert ids.shape == targets.shape == (1, LENGTH)
+        total += loss.detach()
+    return total
 
 
 def _summed(
@@ -103,7 +121,7 @@ def train(model: Model, made: Iterable[Step], mesh: DeviceMesh | None) -> list[f
     """Losses of a few steps."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
     for step in islice(made, STEPS):
-        values = [loss_of(model, step, mesh)]
+        values = [backward(model, step, mesh)]
         values += [each.grad for each in model.parameters() if each.grad is not None]
         if mesh is not None:  # averaged, as DDP and FSDP do
             for value in values:
@@ -131,7 +149,7 @@ def main(shards: str, folder: Path) -> None:
     resumed.load_state_dict(found["states"][rank])
     found["rest"] = of_ranks(rows_of(resumed))
     cp = mesh.get_group("cp")
-    model = Model(lambda part: torch.cat(all_gather(part.contiguous(), group=cp), 1))
+    model = Model(lambda part: Gathered.apply(part, cp))
     made = steps(opened(shards, mesh=mesh, dp_dims="dp"), group=mesh.get_group("dp"))
     found["losses"] = of_ranks(train(model, made, mesh))
     dist.destroy_process_group()
