@@ -27,11 +27,13 @@ from support.data_sets import files_of
 
 import tokenfeed
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.spool import json_lines
 from tokenfeed.tools.pretokenizing.options import Options
 
 NOT_IN_PYTHON = {"paths", "json", "part", "finish"}
 """Options of the command alone: its output, and job arrays."""
+TEXT = {"text": FieldKind.TEXT}
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +80,14 @@ SOURCES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
 def test_objects_become_the_json_lines_of_the_same_rows(
     kind: str, rows: list[dict[str, Any]]
 ) -> None:
-    lines = b"".join(json_lines("rows", SOURCES[kind](rows), ["text"])).splitlines()
+    lines = b"".join(json_lines("rows", SOURCES[kind](rows), TEXT)).splitlines()
     assert [json.loads(line) for line in lines] == [{"text": row["text"]} for row in rows]
 
 
 def test_objects_give_the_shards_of_the_same_rows_in_a_file(
     rows: list[dict[str, Any]], tmp_path: Path, tokenizer: Path
 ) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(b"".join(json_lines("rows", rows, ["text"])))
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(json_lines("rows", rows, TEXT)))
     run(tmp_path / "rows.jsonl", tmp_path / "out", "--tokenizer", tokenizer, "--shard-size", "20KB")
     made = tokenfeed.pretokenize(
         pd.DataFrame(rows), tmp_path / "python", tokenizer=tokenizer, shard_size="20KB"
@@ -210,8 +212,11 @@ def test_options_may_be_texts_as_on_a_command_line(tmp_path: Path, tokenizer: Pa
 
 @pytest.mark.parametrize("make", [list, pl.DataFrame, datasets.Dataset.from_list])
 def test_a_wrong_field_names_the_fields_of_objects(make: Any, tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match="`text`; it has: body, id"):
-        tokenfeed.pretokenize(make([{"body": "a", "id": 1}] * 9), tmp_path / "out")
+    rows = make([{"body": "a", "label": 1}] * 9)
+    tasks: list[Any] = ["lm", "classify"]
+    for task in tasks:
+        with pytest.raises(CorpusError, match="`text`; it has: body, label"):
+            tokenfeed.pretokenize(rows, tmp_path / "out", task=task)
 
 
 @pytest.mark.parametrize("kind", WRONG)
@@ -284,9 +289,11 @@ def test_json_lines_hold_the_fields_of_each_record(
     records: list[dict[str, Any]], is_function: bool
 ) -> None:
     source = (lambda: iter(records)) if is_function else records
-    lines = b"".join(json_lines("records", source, ["text", "label"])).splitlines()
+    lines = b"".join(json_lines("records", source, TEXT | {"label": FieldKind.LABEL})).splitlines()
     wanted = [
-        {k: row[k] for k in ("text", "label") if k in row} or dict.fromkeys(row) for row in records
+        ({} if row.keys() >= {"text", "label"} else dict.fromkeys(row))
+        | {k: row[k] for k in ("text", "label") if k in row}
+        for row in records
     ]
     assert [json.loads(line) for line in lines] == wanted
 
@@ -295,5 +302,6 @@ def test_arrays_of_numpy_are_lists() -> None:
     def records() -> Iterator[dict[str, Any]]:
         yield {"tokens": np.array(["a", "b"]), "tags": np.array([1, 2]), "score": np.float32(0.5)}
 
-    (line,) = b"".join(json_lines("records", records, ["tokens", "tags", "score"])).splitlines()
+    fields = {"tokens": FieldKind.WORDS, "tags": FieldKind.LABELS, "score": FieldKind.NUMBER}
+    (line,) = b"".join(json_lines("records", records, fields)).splitlines()
     assert json.loads(line) == {"tokens": ["a", "b"], "tags": [1, 2], "score": 0.5}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.blocks import Blocks, Compression, Damage
-from tokenfeed.tools.corpus.locations import PUT_BACK, Location, RemoteFile
+from tokenfeed.tools.corpus.locations import PUT_BACK, Location, RemoteFile, names_beside
 
 STANDARD_INPUT = "-"
 MAX_RECORD_BYTES = 64_000_000
@@ -17,20 +17,14 @@ MAX_RECORD_BYTES = 64_000_000
 def size_and_state(path: str) -> tuple[int, int]:
     """Return the bytes and the modification time of a file of this machine.
 
-    The borders of rows in a file of datatrove or litData are in files beside it, whose times are
-    added.
+    The times of files that it needs beside it are added.
 
     Raises:
         OSError: The file cannot be read.
     """
     found = os.stat(path)
-    beside: tuple[str, ...] = ()
-    if path.endswith(".ds"):
-        beside = (f"{path}.index", f"{path}.metadata")
-    elif path.endswith(".bin"):
-        beside = (os.path.join(os.path.dirname(path), "index.json"),)
     state = found.st_mtime_ns
-    for each in beside:
+    for each in names_beside(path):
         with suppress(OSError):
             state += os.stat(each).st_mtime_ns
     return found.st_size, state

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PUT_BACK = "Put it back, or start again with an empty output folder."
 _PIECE_BYTES = 8 << 20
 _SMALL_BYTES = 1 << 18
+_MDS = (".mds", ".mds.zstd", ".mds.zst", ".mds.gz", ".mds.bz2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +41,42 @@ class RemoteFile:
     """For a file of the Hub: the address with its commit, at which the content never changes."""
     content: bytes | None = field(default=None, repr=False)
     """The whole content, if it was fetched."""
+    beside: tuple[ObjectInfo, ...] = ()
+    """The objects of `names_beside` that exist."""
 
     def __str__(self) -> str:
         return self.pinned or self.store.path(self.info.name)
 
     @property
     def state(self) -> str:
-        """A value that changes with the object."""
-        return self.pinned or self.info.etag or f"{self.info.modified_s} {self.info.size}"
+        """A value that changes with the object, and with those beside it."""
+        infos = (self.info, *self.beside)
+        states = (info.etag or f"{info.modified_s} {info.size}" for info in infos)
+        return self.pinned or " ".join(states)
 
     def asked_for(self) -> Self:
-        """Return the object with the version from a request of its own, if the list had none.
+        """Return the object with its version, if the list had none, and the objects beside it.
 
         Raises:
             CorpusError: The object is missing, or the store fails.
         """
-        if self.info.etag or self.pinned:
+        if self.pinned:
             return self
         try:
-            return replace(self, info=self.store.head(self.info.name))
+            info = self.info if self.info.etag else self.store.head(self.info.name)
+            found = (self.look_for(name) for name in names_beside(info.name))
+            return replace(self, info=info, beside=tuple(filter(None, found)))
         except (RemoteError, ConfigError) as error:
             raise self._told(error) from error
+
+    def look_for(self, name: str) -> ObjectInfo | None:
+        """Return an object, or None if it is missing. A store may refuse access to it then."""
+        try:
+            return self.store.head(name)
+        except RemoteError as error:
+            if error.errno not in (errno.ENOENT, errno.EACCES):
+                raise
+            return None
 
     @property
     def is_small(self) -> bool:
@@ -106,6 +122,33 @@ def _bare(version: str) -> str:
 
 Location = str | RemoteFile
 """An absolute path, or an object."""
+
+
+def names_beside(name: str) -> tuple[str, ...]:
+    """Return the names of files, in the same folder, that a file of token ids may need: they
+    contain the borders of its rows, or its checksums."""
+    if name.endswith(".ds"):
+        return f"{name}.index", f"{name}.metadata"
+    if name.endswith((".bin", *_MDS)):
+        return (os.path.join(os.path.dirname(name), "index.json"),)
+    return ()
+
+
+def beside(place: Location, name: str) -> Location | None:
+    """Return a file in the folder of another; None if it is missing.
+
+    Args:
+        place: The other file.
+        name: One of `names_beside`, without the folder.
+    """
+    if isinstance(place, str):
+        path = os.path.join(os.path.dirname(place), name)
+        return path if os.path.exists(path) else None
+    key = os.path.join(os.path.dirname(place.info.name), name)
+    found = next((info for info in place.beside if info.name == key), None)
+    if place.pinned:
+        found = place.look_for(key)
+    return found and replace(place, info=found, content=None)
 
 
 def open_location(place: Location) -> BinaryIO:

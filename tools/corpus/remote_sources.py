@@ -131,7 +131,7 @@ def object_at(url: str) -> RemoteFile | None:
         return None  # a whole bucket
     store = _object_store(folder)
     try:
-        return RemoteFile(store, store.head(name))
+        return RemoteFile(store, store.head(name)).asked_for()
     except FileNotFoundError:
         pass
     if is_web:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -21,7 +21,7 @@ import pyarrow as pa
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.tools.corpus.records import shown_names
+from tokenfeed.tools.corpus.records import FieldKind, Fields, shown_names
 
 _BLOCK_BYTES = 1 << 20
 _BATCH_RECORDS = 1000
@@ -95,8 +95,10 @@ def stdin_blocks() -> Iterator[bytes]:
         yield block
 
 
-def json_lines(name: str, records: object, fields: Iterable[str]) -> Iterator[bytes]:
+def json_lines(name: str, records: object, fields: Fields) -> Iterator[bytes]:
     """Yield records as blocks of JSON Lines, with only the given fields.
+
+    A record that lacks a field keeps the names of its other fields, for the reject.
 
     Args:
         name: Name of the records in errors.
@@ -108,23 +110,20 @@ def json_lines(name: str, records: object, fields: Iterable[str]) -> Iterator[by
 
     Raises:
         ConfigError: `records` has another type, or can be read only once.
-        CorpusError: A value cannot be written as JSON.
+        CorpusError: A value cannot be written as JSON, or a table lacks a field.
     """
-    fields = tuple(fields)
     number = 0
     for rows in _batches(name, records, fields):
         yield from _encode(name, number, rows)
         number += len(rows)
 
 
-def _batches(name: str, records: object, fields: tuple[str, ...]) -> Iterator[list[Any]]:
+def _batches(name: str, records: object, fields: Fields) -> Iterator[list[Any]]:
     """Yield lists of records. Each record is a dict with those of the fields that it has."""
     if type(records).__module__.startswith("datasets."):
         known: Any = records
         if known.column_names is not None:
-            columns = [field for field in fields if field in known.column_names]
-            _check_columns(name, columns, fields, known.column_names)
-            known = known.select_columns(columns)
+            known = known.select_columns(_columns(name, fields, known.column_names))
         for table in known.with_format("arrow").iter(_BATCH_RECORDS):
             yield from _rows(name, table, fields)
     elif hasattr(records, "__arrow_c_stream__"):
@@ -149,19 +148,20 @@ def _batches(name: str, records: object, fields: tuple[str, ...]) -> Iterator[li
 
 
 def _rows_of(
-    name: str, records: Iterable[object], fields: tuple[str, ...]
+    name: str, records: Iterable[object], fields: Fields
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield lists of rows from single records, or from tables. Each record is copied at once,
     because an iterator may use its dict again.
     """
     rows: list[dict[str, Any]] = []
-    number = 0
+    number, needed = 0, _needed(fields)
     for record in records:
         if isinstance(record, str):
-            rows.append({fields[0]: record})
+            rows.append({next(iter(fields)): record})
         elif isinstance(record, Mapping):
             row = {field: _copied(record[field]) for field in fields if field in record}
-            rows.append(row or dict.fromkeys(map(str, record)))  # the reject names these fields
+            has_all = needed <= row.keys()
+            rows.append(row if has_all else dict.fromkeys(map(str, record)) | row)
         elif hasattr(record, "__arrow_c_stream__") or hasattr(record, "__arrow_c_array__"):
             rows += [row for some in _rows(name, record, fields) for row in some]
         else:
@@ -176,29 +176,35 @@ def _rows_of(
     yield rows
 
 
-def _check_columns(
-    name: str, columns: Sequence[str], fields: tuple[str, ...], present: Sequence[str]
-) -> None:
-    """Reject a table that has none of the fields, before it is read."""
-    if not columns:
+def _needed(fields: Fields) -> set[str]:
+    """Return the names of the fields that a record must have."""
+    return {name for name, kind in fields.items() if kind is not FieldKind.OPTIONAL_JSON}
+
+
+def _columns(name: str, fields: Fields, present: Iterable[str]) -> list[str]:
+    """Return the columns to read of a table.
+
+    Raises:
+        CorpusError: The table lacks a field.
+    """
+    if missing := _needed(fields) - {*present}:
         raise CorpusError(
-            f"{name}: no column `{'` or `'.join(fields)}`; it has: {shown_names(present)}. Name "
-            "the column with `field`."
+            f"{name}: no column `{'` or `'.join(sorted(missing))}`; it has: "
+            f"{shown_names(present)}. Name the column with `field`."
         )
+    return [field for field in fields if field in present]
 
 
-def _rows(name: str, table: Any, fields: tuple[str, ...]) -> Iterator[list[dict[str, Any]]]:
+def _rows(name: str, table: Any, fields: Fields) -> Iterator[list[dict[str, Any]]]:
     """Yield lists of rows of a table that exports Arrow."""
     if isinstance(table, pa.RecordBatch) or not hasattr(table, "__arrow_c_stream__"):
         table = pa.Table.from_batches([pa.record_batch(table)])
     try:
         reader = pa.RecordBatchReader.from_stream(table)
     except pa.ArrowInvalid:  # a column, like a Series
-        reader = pa.table({fields[0]: pa.chunked_array(table)}).to_reader()
+        reader = pa.table({next(iter(fields)): pa.chunked_array(table)}).to_reader()
     for batch in reader:
-        present = batch.schema.names
-        wanted = batch.select([field for field in fields if field in present])
-        _check_columns(name, wanted.schema.names, fields, present)
+        wanted = batch.select(_columns(name, fields, batch.schema.names))
         for start in range(0, batch.num_rows, _BATCH_RECORDS):
             num_rows = min(_BATCH_RECORDS, batch.num_rows - start)
             rows = wanted.slice(start, num_rows).to_pylist()

@@ -7,7 +7,9 @@ are cut at white space and signs of ASCII only. What else the tokenizer cuts at 
 
 SentencePiece's Unigram tokenizers (T5, XLM-R, ALBERT) cut a text before each space. Their words
 begin with the space. A space is a cut only if the characters on both sides are letters, numerals or
-signs that the normalizer neither removes nor joins to a space.
+signs that the normalizer neither removes nor joins to a space. Most of these tokenizers join runs
+of white space. Then such a run is cut like one space, so a word of source code is the same word
+behind any indentation.
 """
 
 import itertools
@@ -25,7 +27,7 @@ from tokenizers.models import Unigram, WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
-from tokenfeed.pipeline.arithmetic import Ragged, offsets_of, take
+from tokenfeed.pipeline.arithmetic import Ragged, offsets_of, ranges, take
 from tokenfeed.tools.encoding.engine_support import COMPARED_TOKENIZERS
 from tokenfeed.tools.encoding.routes import matches
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -92,16 +94,16 @@ class Words:
         return made.take(np.argsort(order))
 
     def _encode_words(self, texts: list[bytes]) -> Ragged:
-        data = b"".join(texts)
-        if not data or len(data) >= _ARROW_BYTES:
+        joined = b"".join(texts)
+        if not joined or len(joined) >= _ARROW_BYTES:
             return self._encode(texts)
         if self._bytes > CACHE_BYTES:
             self._numbers.clear()
             self._ids, self._bytes = Ragged(self._ids.values[:0], self._ids.lengths[:0]), 0
         ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
+        data, ends, starts = self._cut(np.frombuffer(joined, np.uint8), ends)
         is_cut = np.zeros(len(data) + 1, bool)
-        is_cut[0] = is_cut[ends] = True
-        is_cut[self._cuts(np.frombuffer(data, np.uint8))] = True
+        is_cut[0] = is_cut[ends] = is_cut[starts] = True
         cuts = np.flatnonzero(is_cut)
         buffers = [None, pa.py_buffer(cuts.astype(np.int32)), pa.py_buffer(data)]
         found = pa.Array.from_buffers(pa.binary(), len(cuts) - 1, buffers).dictionary_encode()
@@ -124,10 +126,18 @@ class Words:
             self._ids = Ragged(np.concatenate(values), np.concatenate(lengths))
         return np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words))
 
-    def _cuts(self, data: np.ndarray) -> np.ndarray:
-        """Return where words begin, beside the beginnings of texts."""
+    def _cut(self, data: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Cut texts into words.
+
+        Args:
+            data: All texts, uint8.
+            ends: The end of each text.
+
+        Returns:
+            Data with the same ids, its ends, and where words begin, beside the beginnings of texts.
+        """
         is_border = _IS_BORDER[data]
-        return np.flatnonzero(is_border[1:] | is_border[:-1]) + 1
+        return data, ends, np.flatnonzero(is_border[1:] | is_border[:-1]) + 1
 
     def _encode_new(self, words: list[bytes]) -> tuple[list[bytes], list[Ragged]]:
         """Encode words. Return them in another order, and their ids in that order."""
@@ -168,18 +178,20 @@ class SpacedWords(Words):
     def __init__(self, tokenizer: TextTokenizer, encode: Encode, apart: str) -> None:
         super().__init__(tokenizer, encode, apart)
         content = json.loads(tokenizer.json_bytes)
-        splits = (
-            content["pre_tokenizer"]["type"] == "Sequence"
-        )  # at any white space, which is dropped
+        splits = "WhitespaceSplit" in str(content["pre_tokenizer"])
+        """Whether any white space ends a piece, and is dropped."""
         is_space = (self._normalized(f"q{c}q") == self._normalized("q q") for c in " \t\n\r")
         self._spaces = [
             ord(c) for c, same in zip(" \t\n\r", is_space, strict=True) if same or splits
         ]
-        printable = "".join(map(chr, range(0x21, 0x7F)))
-        replaces = any(
-            step["type"] == "Replace" and step["pattern"] != _RUNS_OF_SPACES
-            for step in _flat(content["normalizer"], "normalizers")
+        steps = _flat(content["normalizer"], "normalizers")
+        joins = bool(steps) and steps[-1]["type"] == "Replace" and _joins_spaces(steps[-1])
+        runs = itertools.product(map(chr, self._spaces), repeat=2)
+        self._joins_spaces = (splits or joins) and all(
+            self._pieces(f"q{a}{b}q") == self._pieces("q q") for a, b in runs
         )
+        printable = "".join(map(chr, range(0x21, 0x7F)))
+        replaces = any(step["type"] == "Replace" and not _joins_spaces(step) for step in steps)
         self._keeps_ascii = not replaces and all(self._normalized(c) == c for c in printable)
         contents = [re.escape(each["content"].encode()) for each in content["added_tokens"]]
         self._added = re.compile(b"|".join(contents) or rb"(?!)")
@@ -207,29 +219,45 @@ class SpacedWords(Words):
         )
         return cls(tokenizer, encode, "") if is_known else None
 
+    def _pieces(self, text: str) -> list[str]:
+        split = self._tokenizer.pre_tokenizer.pre_tokenize_str(self._normalized(text))
+        return [piece for piece, _ in split]
+
     def _normalized(self, text: str) -> str:
         normalizer = self._tokenizer.normalizer
         return normalizer.normalize_str(text) if normalizer else text
 
-    def _cuts(self, data: np.ndarray) -> np.ndarray:
-        """See `Words`."""
-        text = data.tobytes()
-        starts = None if text.isascii() else np.flatnonzero((data & 0xC0) != 0x80)
-        characters = (
-            data if starts is None else np.frombuffer(text.decode().encode("utf-32-le"), "<u4")
-        )
-        inner = characters[1:-1]
-        is_space = np.zeros(len(inner), bool)
+    def _cut(self, data: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `Words`. White space before a word becomes one space."""
+        text, starts = data.tobytes(), np.arange(len(data))
+        characters = data
+        if not text.isascii():
+            starts = np.flatnonzero((data & 0xC0) != 0x80)
+            characters = np.frombuffer(text.decode().encode("utf-32-le"), "<u4")
+        is_space = np.zeros(len(characters), bool)
         for space in self._spaces:
-            is_space |= inner == space
-        places = np.flatnonzero(is_space) + 1
-        before, after = characters[places - 1], characters[places + 1]
+            is_space |= characters == space
+        is_space[[0, -1]] = False
+        changes = np.flatnonzero(is_space[1:] != is_space[:-1]) + 1
+        firsts, stops = changes[::2], changes[1::2]  # of runs; a space is one byte
+        sizes = stops - firsts
+        before, after = characters[firsts - 1], characters[stops]
         for each in np.unique(np.concatenate([before, after])).tolist():
             if not self._about[each]:
                 self._about[each] = self._find_out(chr(each))
         is_cut = ((self._about[before] & _BEFORE) != 0) & ((self._about[after] & _AFTER) != 0)
-        found: np.ndarray = places[is_cut] if starts is None else starts[places[is_cut]]
-        return found
+        if not self._joins_spaces:
+            is_cut &= sizes == 1
+        firsts = starts[firsts]
+        is_cut &= np.searchsorted(ends, firsts) == np.searchsorted(ends, firsts + sizes, "right")
+        firsts, sizes = firsts[is_cut], sizes[is_cut]
+        kept = np.ones(len(data), bool)
+        kept[ranges(firsts + 1, sizes - 1)] = False
+        removed = offsets_of(sizes - 1)
+        data = data.copy()
+        data[firsts] = ord(" ")
+        ends = ends - removed[np.searchsorted(firsts, ends)]
+        return data[kept], ends, firsts - removed[:-1]
 
     def _find_out(self, character: str) -> np.uint8:
         """Return whether a character may stand before or after the space of a cut."""
@@ -267,8 +295,12 @@ def _flat(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 def _is_local(step: dict[str, Any]) -> bool:
     if step["type"] == "Replace":
-        pattern = step["pattern"]
-        if pattern == _RUNS_OF_SPACES:
-            return step["content"] in (" ", "\u2581")
-        return " " not in pattern.get("String", " ") + step["content"]
+        return (
+            _joins_spaces(step) or " " not in step["pattern"].get("String", " ") + step["content"]
+        )
     return step["type"] in _LOCAL
+
+
+def _joins_spaces(step: dict[str, Any]) -> bool:
+    """Return whether a `Replace` makes one space of a run of spaces."""
+    return step["pattern"] == _RUNS_OF_SPACES and step["content"] in (" ", "\u2581")

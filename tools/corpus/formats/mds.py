@@ -6,20 +6,31 @@ size, as uint32, then the columns. Arrays of one dimension, texts and numbers ar
 other encodings, such as pickled objects and images, are left out.
 """
 
+import contextlib
+import hashlib
+import io
 import json
 from collections.abc import Iterator
-from functools import partial
-from typing import BinaryIO
+from dataclasses import replace
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
+from tokenfeed.tools.corpus.blocks import BlockFile, Blocks
 from tokenfeed.tools.corpus.formats.base import Format
-from tokenfeed.tools.corpus.formats.installed import read_by
+from tokenfeed.tools.corpus.formats.samples import (
+    name_of,
+    open_container,
+    read_index,
+    records_of_tables,
+    weighed,
+)
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, FilePart
-from tokenfeed.tools.corpus.records import Fields, Records, too_long
+from tokenfeed.tools.corpus.locations import local_copy
+from tokenfeed.tools.corpus.records import Fields, Records
 
-_CHUNK_BYTES = 4 << 20
 _ARRAYS = {
     8: "u1",
     9: "i1",
@@ -39,61 +50,27 @@ _NUMBERS = {"int": np.dtype("<i8")} | {
 }
 
 
-def read_mds(file: BinaryIO, most_bytes: int = MAX_RECORD_BYTES) -> Iterator[pa.Table]:
+def read_mds(file: BinaryIO, most_bytes: int = MAX_RECORD_BYTES) -> Iterator[pa.RecordBatch]:
     """Yield the samples of a shard, some at a time.
 
     Args:
         file: The shard, decompressed.
-        most_bytes: Greatest size of a sample, and of all offsets. A small compressed shard may
-            claim gigabytes.
+        most_bytes: Greatest size of a sample, and of all offsets.
 
     Raises:
         ValueError: The shard is damaged.
     """
-    most_bytes = max(most_bytes, _CHUNK_BYTES)
-    read = partial(_read, file, most_bytes=most_bytes)
-    count = int(read(4).view("<u4")[0])
-    first = 4 * (count + 2)
-    offsets = read(first - 4).view("<u4").astype(np.int64)
-    if offsets[0] < first or (np.diff(offsets) < 0).any():
-        raise ValueError("the offsets of its samples are not inside the file")
-    config = json.loads(read(int(offsets[0]) - first).tobytes())
-    columns = list(
-        zip(
-            config["column_names"],
-            config["column_encodings"],
-            config["column_sizes"],
-            strict=True,
-        )
-    )
-    start = 0
-    while start < count:
-        full = np.searchsorted(offsets, offsets[start] + _CHUNK_BYTES, "right") - 1
-        stop = min(max(int(full), start + 1), count)
-        data = read(int(offsets[stop] - offsets[start]))
-        yield _table(data, offsets[start : stop + 1] - offsets[start], columns)
-        start = stop
-    if file.read(1):
-        raise ValueError("the offsets of its samples do not fill the file")
-
-
-def _read(file: BinaryIO, num_bytes: int, *, most_bytes: int) -> np.ndarray:
-    """Return the next bytes.
-
-    Raises:
-        ValueError: There are more than `most_bytes`, or the file ends within them.
-    """
-    if num_bytes > most_bytes:
-        raise ValueError(f"a sample, or the head, {too_long(num_bytes, most_bytes)}")
-    content = file.read(num_bytes)
-    if len(content) < num_bytes:
-        raise ValueError("ends before its content does")
-    return np.frombuffer(content, np.uint8)
+    opened = open_container(file, most_bytes)
+    config = json.loads(opened.head)
+    names, encodings = config["column_names"], config["column_encodings"]
+    columns = list(zip(names, encodings, config["column_sizes"], strict=True))
+    for data, offsets in opened.samples:
+        yield _table(data, offsets, columns)
 
 
 def _table(
     data: np.ndarray, offsets: np.ndarray, columns: list[tuple[str, str, int | None]]
-) -> pa.Table:
+) -> pa.RecordBatch:
     """Decode the samples between offsets."""
     headers = offsets[:-1].copy()
     places = headers + 4 * sum(size is None for _, _, size in columns)
@@ -111,7 +88,7 @@ def _table(
         places = places + sizes
     if (places != offsets[1:]).any():
         raise ValueError("the columns of a sample do not fill it")
-    return pa.table(table)
+    return pa.record_batch(table)
 
 
 def _column(
@@ -180,8 +157,40 @@ def _values(data: np.ndarray, places: np.ndarray, sizes: np.ndarray, dtype: np.d
 
 
 def _read_part(part: FilePart, fields: Fields) -> Iterator[Records]:
-    read = partial(read_mds, most_bytes=part.source.max_record_bytes)
-    return read_by(read, part, fields)
+    """Read a shard. If an index beside it lists checksums, they are compared first.
+
+    Raises:
+        ValueError: The shard is damaged.
+    """
+    listed = _listed(part)
+    hashes = listed.get("hashes") or {}
+    with local_copy(part.source.path) if hashes else contextlib.nullcontext() as path:
+        if path:
+            part = replace(part, source=replace(part.source, path=path))
+        if listed.get("bytes", part.source.bytes) != part.source.bytes:
+            raise ValueError("has another size than index.json says")
+        for name, expected in hashes.items():
+            is_xxhash = name in xxhash.algorithms_available
+            digest = getattr(xxhash, name)() if is_xxhash else hashlib.new(name)
+            for block in Blocks(part.source.path):
+                digest.update(block)
+            if digest.hexdigest() != expected:
+                raise ValueError(f"has another checksum {name} than index.json says")
+        blocks = part.blocks()
+        file = io.BufferedReader(BlockFile(blocks))
+        tables = read_mds(file, part.source.max_record_bytes)
+        yield from weighed(records_of_tables(tables, part, fields), part, blocks)
+
+
+def _listed(part: FilePart) -> dict[str, Any]:
+    """Return what an index beside a shard says about the file; empty if there is no such index."""
+    name = name_of(part.source.path)
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        for shard in (read_index(part) or {})["shards"]:
+            for listed in (shard["raw_data"], shard["zip_data"]):
+                if listed and listed["basename"] == name:
+                    return dict(listed)
+    return {}
 
 
 MDS = Format(

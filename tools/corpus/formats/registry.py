@@ -5,14 +5,15 @@ Formats of other packages are found when a file has their ending: see `installed
 
 from tokenfeed.tools.corpus.formats.arrow import ARROW
 from tokenfeed.tools.corpus.formats.base import Format
+from tokenfeed.tools.corpus.formats.datatrove import DATATROVE
 from tokenfeed.tools.corpus.formats.delimited import CSV, TSV
 from tokenfeed.tools.corpus.formats.installed import installed_format
 from tokenfeed.tools.corpus.formats.json_lines import JSON_LINES
 from tokenfeed.tools.corpus.formats.json_list import JSON_LIST
+from tokenfeed.tools.corpus.formats.litdata import LITDATA
 from tokenfeed.tools.corpus.formats.mds import MDS
 from tokenfeed.tools.corpus.formats.parquet import PARQUET
 from tokenfeed.tools.corpus.formats.text import TEXT
-from tokenfeed.tools.corpus.formats.token_rows import DATATROVE, LITDATA
 
 FALLBACK = TEXT
 """What a file is whose name and content say nothing else."""

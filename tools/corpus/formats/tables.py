@@ -80,12 +80,12 @@ def read_table(part: FilePart, fields: Fields, *, open_table: OpenTable) -> Iter
                 yield rejected(part.first_record, fields, problem)
             return
         for records in table.read(fields, part.start, part.stop, part.first_record):
-            records = _without_long(records, fields, part.source.max_record_bytes)
+            records = without_long(records, fields, part.source.max_record_bytes)
             yield replace(records, weight_bytes=records.weight_bytes * part.weight_bytes)
 
 
-def _without_long(records: Records, fields: Fields, most_bytes: int) -> Records:
-    """The records without those that have a field with more than `most_bytes` of text."""
+def without_long(records: Records, fields: Fields, most_bytes: int) -> Records:
+    """Return records without those that have a field with more than `most_bytes` of text."""
     long: dict[int, Reject] = {}
     for name, kind in fields.items():
         values = records.fields[name]

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from support.object_server import Remote, as_own_process, remote_store
 from support.token_rows import Rows, write_datatrove, write_litdata
 from tokenizers import Tokenizer, models
+from xxhash import xxh3_64_hexdigest
 
 from tokenfeed import pretokenize
 from tokenfeed.pipeline.errors import CorpusError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.shard import ShardReader
-from tokenfeed.tools.corpus.formats.token_rows import LITDATA
+from tokenfeed.tools.corpus.formats.litdata import LITDATA
 
 IDS = 700
 ROWS: Rows = [[n % IDS, *range(n % 40)] for n in range(90)]
@@ -40,7 +41,9 @@ def write_mds(folder: Path, rows: Rows, pack: Callable[[bytes], bytes], ending: 
     content = np.array([len(rows), *ends], "<u4").tobytes() + head + b"".join(samples)
     name = f"shard.00000.mds{ending}"
     (folder / name).write_bytes(pack(content))
-    way = {"raw_data": {"basename": "shard.00000.mds"}, "zip_data": {"basename": name}}
+    hashes = {"xxh3_64": xxh3_64_hexdigest(pack(content))}
+    zip_data = {"basename": name, "bytes": len(pack(content)), "hashes": hashes}
+    way = {"raw_data": {"basename": "shard.00000.mds"}, "zip_data": zip_data}
     (folder / "index.json").write_text(json.dumps({"shards": [way], "version": 2}))
 
 
@@ -107,8 +110,8 @@ def test_rows_of_any_lengths_are_read_in_small_batches(
     (folder / "theirs").mkdir()
     WRITERS[kind](folder / "theirs", rows)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_BATCH_TOKENS", "_BATCH_BYTES"):
-            patch.setattr(f"tokenfeed.tools.corpus.formats.token_rows.{name}", batch)
+        for name in ("datatrove._BATCH_TOKENS", "samples.CHUNK_BYTES"):
+            patch.setattr(f"tokenfeed.tools.corpus.formats.{name}", batch)
         assert rows_of(folder / "theirs", folder / "out", words) == [row for row in rows if row]
 
 
@@ -148,6 +151,36 @@ def test_look_at_a_packed_chunk_unpacks_only_its_beginning() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1e6
     finally:
         tracemalloc.stop()
+
+
+def test_chunk_that_claims_gigabytes_is_refused_before_they_are_read(
+    tmp_path: Path, words: Path
+) -> None:
+    offsets = np.array([1, 12, 3 << 30], "<u4").tobytes()
+    packed = zstandard.compress(offsets + bytes(20_000_000))
+    write_litdata(tmp_path, ROWS)
+    (tmp_path / "chunk-0-0.bin").write_bytes(packed)
+    index = json.loads((tmp_path / "index.json").read_text())
+    index["chunks"] = [{"chunk_bytes": 3 << 30, "chunk_size": 1, "filename": "chunk-0-0.bin"}]
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CorpusError, match=r"3,221,225,460 bytes, more than the 64,000,000"):
+        pretokenize(tmp_path, tmp_path / "out", task="ids", tokenizer=words)
+
+
+@pytest.mark.parametrize("kind", ["MDS, zstd", "MDS, gzip"])
+def test_mds_file_with_another_checksum_than_its_index_is_rejected(
+    kind: str, tmp_path: Path, words: Path
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    WRITERS[kind](tmp_path / "theirs", ROWS)
+    index = tmp_path / "theirs/index.json"
+    good = index.read_text()
+    (shard,) = json.loads(good)["shards"]
+    checksum = shard["zip_data"]["hashes"]["xxh3_64"]
+    for change in (good.replace(checksum, "0" * 16), good.replace('"bytes": ', '"bytes": 1')):
+        index.write_text(change)
+        with pytest.raises(CorpusError, match=r"has another (checksum xxh3_64|size) than index"):
+            pretokenize(tmp_path / "theirs", tmp_path / "out", task="ids", tokenizer=words)
 
 
 def test_missing_index_is_named(tmp_path: Path, words: Path) -> None:
@@ -196,6 +229,11 @@ def test_files_of_a_bucket_have_their_index_beside_them(
     for number, name in enumerate(("ds/0.ds", "lit/chunk-0-0.bin", "ds")):
         source = f"s3://{remote.prefix}/{name}"
         assert rows_of(source, tmp_path / f"out{number}", words, shard_size="1KB") == ROWS
+    for number, name in enumerate(("ds/0.ds.index", "lit/index.json")):
+        remote.put(name, remote.content(name) + b" ")  # the ids are the same
+        source = f"s3://{remote.prefix}/{('ds/0.ds', 'lit/chunk-0-0.bin')[number]}"
+        with pytest.raises(TokenfeedError, match="names, sizes and times of the input files"):
+            rows_of(source, tmp_path / f"out{number}", words, shard_size="1KB")
 
 
 @pytest.fixture

@@ -1,0 +1,215 @@
+"""What do other sources of texts and of tokens cost, beside `pretokenize` on a file?
+
+`api`: `tokenfeed.pretokenize` on a `datasets.Dataset`, on a function that returns an iterator, and
+on a polars frame, beside the command on a file of JSON Lines with the same rows. Each run is a
+process of its own. Its clock starts when the records are open, before the import of tokenfeed.
+
+`adopted`: the loader on adopted files of Megatron, nanoGPT and OLMo, beside its own shards of the
+same rows, on documents and on lines. Repeats are interleaved, and ratios are of the same repeat.
+
+    python -m benchmarks.open_data [--megabytes 100] [--repeats 5] [--only api adopted]
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.protocol import summary, write_result
+from benchmarks.text_loaders.data import CUTS, pretokenize, standard_library, write_json_lines
+from tokenfeed import Packed, Padded, ShardLoader
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.tools.data_sets.adopt import adopt
+from tokenfeed.tools.data_sets.export import Format, export_data_set
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+
+WORKERS = 2
+SECONDS = 2.5
+COMMAND = "command, JSON Lines"
+OWN = "own shards"
+BATCHING = {"documents": Packed(2048, 8), "lines": Padded(16_384)}
+FILES: dict[Format, str] = {"megatron": "train.bin", "nanogpt": "train.bin", "olmo": "train.npy"}
+
+API = """
+import json, resource, sys, time
+source, corpus, out, tokenizer = sys.argv[1:5]
+if source == "datasets.Dataset":
+    import datasets
+    records = datasets.load_from_disk(corpus + ".dataset")
+elif source == "polars frame":
+    import polars
+    records = polars.read_parquet(corpus + ".parquet")
+else:
+    def records():
+        with open(corpus, encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+before = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+started = time.perf_counter()
+import tokenfeed
+tokenfeed.pretokenize(records, out, tokenizer=tokenizer, workers=WORKERS, validation=0)
+seconds = time.perf_counter() - started
+print(seconds, sum(each.ru_utime + each.ru_stime for each in before))
+""".replace("WORKERS", str(WORKERS))
+"""Prints wall seconds, and the processor seconds before the clock starts."""
+SOURCES = ("datasets.Dataset", "generator factory", "polars frame")
+
+Entry = dict[str, Any]
+
+
+def make_data(folder: Path, megabytes: float) -> None:
+    """Write the corpus in every form, a tokenizer, and shards of documents and of lines."""
+    texts = list(standard_library())
+    corpus = folder / "corpus.jsonl"
+    write_json_lines(corpus, texts, min(len("".join(texts)), int(megabytes * 1e6)))
+    pretokenize(corpus, folder / "trained")
+    tokenizer = folder / "trained" / "tokenizer.json"
+    write_json_lines(corpus, texts, int(megabytes * 1e6))
+    write_json_lines(folder / "lines.jsonl", list(CUTS["lines"](texts)), int(megabytes * 3e5))
+    for name, kind in (("corpus", "documents"), ("lines", "lines")):
+        own = folder / kind / OWN
+        pretokenize(folder / f"{name}.jsonl", own, "--tokenizer", tokenizer)
+        for to, file in FILES.items():
+            export_data_set(str(own), folder / kind / f"{to} files", to)
+            made_by = TextTokenizer.load(tokenizer.read_bytes(), origin=tokenizer)
+            adopt([str(folder / kind / f"{to} files" / file)], str(folder / kind / to), made_by)
+    script = """
+import sys, datasets
+data = datasets.load_dataset("json", data_files=sys.argv[1], split="train", cache_dir=sys.argv[2])
+data.save_to_disk(sys.argv[1] + ".dataset")
+data.to_parquet(sys.argv[1] + ".parquet")
+"""
+    command = [sys.executable, "-c", script, str(corpus), str(folder / "cache")]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def run_api(source: str, folder: Path, out: Path) -> tuple[float, float]:
+    """Wall seconds and processor seconds of a run."""
+    corpus, tokenizer = folder / "corpus.jsonl", folder / "trained" / "tokenizer.json"
+    shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, "-c", API, source, str(corpus), str(out), str(tokenizer)]
+    if source == COMMAND:
+        command = [sys.executable, "-m", "tokenfeed.tools.pretokenize", str(corpus), str(out)]
+        command += ["--tokenizer", str(tokenizer), "--workers", str(WORKERS), "--validation", "0"]
+    os.sync()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    seconds, earlier = time.perf_counter() - started, 0.0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    if source != COMMAND:
+        seconds, earlier = map(float, done.stdout.split()[-2:])
+    return seconds, cpu - earlier
+
+
+def measure_api(folder: Path, repeats: int) -> list[Entry]:
+    names = (COMMAND, *SOURCES)
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    shards = {}
+    for _ in range(repeats):
+        for name in names:
+            runs[name].append(run_api(name, folder, folder / "out"))
+            splits = Manifest.read(folder / "out").splits
+            shards[name] = [shard.xxh3 for split in splits.values() for shard in split.shards]
+    return [
+        {
+            "part": "api",
+            "case": name,
+            "seconds": summary([wall for wall, _ in runs[name]], 2),
+            "cpu_s": summary([cpu for _, cpu in runs[name]], 2),
+            "times_command": ratio([wall for wall, _ in runs[name]], [w for w, _ in runs[COMMAND]]),
+            "cpu_times_command": ratio([c for _, c in runs[name]], [c for _, c in runs[COMMAND]]),
+            "same_shards": shards[name] == shards[COMMAND],
+        }
+        for name in names
+    ]
+
+
+def ratio(values: list[float], others: list[float]) -> float:
+    """The median of the ratios within a repeat."""
+    pairs = zip(values, others, strict=True)
+    return round(statistics.median(value / other for value, other in pairs), 3)
+
+
+def drained(path: Path, batching: Any) -> float:
+    """M tokens/s of a loader, after its first batch."""
+    loader = ShardLoader(path, batching=batching, num_workers=WORKERS, epochs=None, seed=0)
+    batches = iter(loader)
+    next(batches)
+    started = now = time.perf_counter()
+    tokens = 0
+    while now - started < SECONDS:
+        batch = next(batches)
+        batch["input_ids"], batch["labels"], batch["position_ids"]
+        tokens += batch.num_tokens
+        now = time.perf_counter()
+    return tokens / (now - started) / 1e6
+
+
+def measure_adopted(folder: Path, repeats: int) -> list[Entry]:
+    results = []
+    for kind, batching in BATCHING.items():
+        runs: dict[str, list[float]] = {name: [] for name in (OWN, *FILES)}
+        for _ in range(repeats):
+            for name in runs:
+                runs[name].append(drained(folder / kind / name, batching))
+        results += [
+            {
+                "part": "adopted",
+                "case": f"{name}, {kind}",
+                "mtok_s": summary(speeds),
+                "times_own": ratio(speeds, runs[OWN]),
+            }
+            for name, speeds in runs.items()
+        ]
+    return results
+
+
+def show(results: list[Entry]) -> None:
+    table = Table("case", "seconds", "CPU s", "M tokens/s", "times command or own")
+    for entry in results:
+        middle = {name: f"{x['median']}" for name, x in entry.items() if isinstance(x, dict)}
+        row = [entry["case"], *(middle.get(name, "") for name in ("seconds", "cpu_s", "mtok_s"))]
+        table.add_row(*row, f"{entry.get('times_command', entry.get('times_own'))}")
+    Console(width=100).print(table)
+
+
+PARTS: dict[str, Callable[[Path, int], list[Entry]]] = {
+    "api": measure_api,
+    "adopted": measure_adopted,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--megabytes", type=float, default=100, help="of text")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="+", default=[*PARTS], choices=PARTS)
+    parser.add_argument("--data", type=Path, help="keep the data here, and use what is there")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = options.data or Path(name)
+        if not (folder / "cache").exists():
+            make_data(folder, options.megabytes)
+        results = [entry for part in options.only for entry in PARTS[part](folder, options.repeats)]
+    for entry in results:
+        print(json.dumps(entry), flush=True)
+    show(results)
+    write_result("open_data", results, megabytes=options.megabytes)
+
+
+if __name__ == "__main__":
+    main()
