@@ -148,7 +148,7 @@ def beside(place: Location, name: str) -> Location | None:
     found = next((info for info in place.beside if info.name == key), None)
     if place.pinned:
         found = place.look_for(key)
-    return found and replace(place, info=found, content=None)
+    return replace(place, info=found, content=None) if found else None
 
 
 def open_location(place: Location) -> BinaryIO:
