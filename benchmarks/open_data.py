@@ -71,13 +71,14 @@ Entry = dict[str, Any]
 
 def make_data(folder: Path, megabytes: float) -> None:
     """Write the corpus in every form, a tokenizer, and shards of documents and of lines."""
+    folder.mkdir(parents=True, exist_ok=True)
     texts = list(standard_library())
     corpus = folder / "corpus.jsonl"
     write_json_lines(corpus, texts, min(len("".join(texts)), int(megabytes * 1e6)))
     pretokenize(corpus, folder / "trained")
     tokenizer = folder / "trained" / "tokenizer.json"
     write_json_lines(corpus, texts, int(megabytes * 1e6))
-    write_json_lines(folder / "lines.jsonl", list(CUTS["lines"](texts)), int(megabytes * 3e5))
+    write_json_lines(folder / "lines.jsonl", list(CUTS["short"](texts)), int(megabytes * 3e5))
     for name, kind in (("corpus", "documents"), ("lines", "lines")):
         own = folder / kind / OWN
         pretokenize(folder / f"{name}.jsonl", own, "--tokenizer", tokenizer)
