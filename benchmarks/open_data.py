@@ -11,7 +11,6 @@ same rows, on documents and on lines. Repeats are interleaved, and ratios are of
 """
 
 import argparse
-import json
 import os
 import resource
 import shutil
@@ -28,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.protocol import summary, write_result
+from benchmarks.text_loaders.case import count
 from benchmarks.text_loaders.data import CUTS, pretokenize, standard_library, write_json_lines
 from tokenfeed import Packed, Padded, ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -153,9 +153,7 @@ def drained(path: Path, batching: Any) -> float:
     started = now = time.perf_counter()
     tokens = 0
     while now - started < SECONDS:
-        batch = next(batches)
-        batch["input_ids"], batch["labels"], batch["position_ids"]
-        tokens += batch.num_tokens
+        tokens += count(next(batches))[0]
         now = time.perf_counter()
     return tokens / (now - started) / 1e6
 
@@ -205,10 +203,10 @@ def main() -> None:
         folder = options.data or Path(name)
         if not (folder / "cache").exists():
             make_data(folder, options.megabytes)
-        results = [entry for part in options.only for entry in PARTS[part](folder, options.repeats)]
-    for entry in results:
-        print(json.dumps(entry), flush=True)
-    show(results)
+        results = []
+        for part in options.only:
+            results += PARTS[part](folder, options.repeats)
+            show(results)
     write_result("open_data", results, megabytes=options.megabytes)
 
 
