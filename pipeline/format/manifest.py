@@ -346,6 +346,13 @@ class Manifest:
 
     def _check(self, path: str) -> None:
         self._check_files(path)
+        for name, split in self.splits.items():
+            counts = split.length_histogram
+            if len(counts) != _HISTOGRAM_BINS or sum(counts) != split.rows:
+                raise ManifestError(
+                    f"{path}: the split `{name}` has {split.rows:,} rows, but a histogram of "
+                    f"{sum(counts):,} in {len(counts)} bins. Run `pretokenize` again."
+                )
         written = sum(split.rows for split in self.splits.values())
         ledger = self.ledger
         if written != ledger.written or ledger.read != (

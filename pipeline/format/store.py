@@ -386,9 +386,9 @@ def open_store(path: StorePath) -> Store:
                 "these, or a folder of this machine."
             )
         return STORES[scheme](path)
-    if isinstance(path, Store):
-        return path
-    return LocalStore.from_path(local_path(os.fspath(path)))
+    if isinstance(path, str | os.PathLike):
+        return LocalStore.from_path(local_path(os.fspath(path)))
+    return path
 
 
 def local_path(path: str) -> Path:

@@ -22,8 +22,10 @@ for name in ("memfd_create", "sched_getaffinity", "sched_setaffinity", "posix_fa
     delattr(os, name)
 del signal.sigtimedwait, socket.SOCK_SEQPACKET, fcntl.F_OFD_SETLK
 
+temporary = tempfile.gettempdir()
+
 def is_hidden(path):
-    return str(path).startswith(("/proc", "/dev/shm", "/sys"))
+    return str(path).startswith(("/proc", "/dev/shm", "/sys")) and temporary not in str(path)
 
 def hide(event, arguments):
     if event == "open" and is_hidden(arguments[0]):

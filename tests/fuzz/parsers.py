@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -27,9 +28,10 @@ from fuzz.mutations import Seal
 from support.checkpoints import save
 from support.corpora import read as read_corpus
 from support.corpora import texts
-from support.data_sets import make_documents
+from support.data_sets import random_rows, write_rows
 from support.delivery import open_loader
 from support.token_rows import write_datatrove, write_litdata
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.format.manifest import CHECKSUM_KEY, Manifest, canonical
 from tokenfeed.pipeline.format.shard import ExpectedShard, ShardReader
@@ -74,12 +76,33 @@ def _seal_checkpoint(content: dict[str, Any]) -> bytes:
     return json.dumps({"xxh3": xxhash.xxh3_64_hexdigest(whole)} | content).encode()
 
 
-def _documents(folder: Path) -> Path:
-    (folder / "source").mkdir()
-    made = make_documents(folder / "source")
-    shutil.move(made, folder / "set")
-    shutil.rmtree(folder / "source")
-    return folder / "set"
+def _tokenizer() -> bytes:
+    """Return a tokenizer.json of 300 ids."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made.train_from_iterator(
+        texts(12),
+        trainers.BpeTrainer(
+            initial_alphabet=alphabet,
+            special_tokens=["<|endoftext|>"],
+            vocab_size=300,
+            show_progress=False,
+        ),
+    )
+    return made.to_str().encode()
+
+
+def _data_set(folder: Path) -> Path:
+    """Write a small data set: a shard of four record batches for training, one for validation."""
+    with mock.patch("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 100):
+        lengths = np.arange(1, 29)
+        splits = {
+            "train": random_rows(lengths, vocabulary_size=300),
+            "validation": random_rows(lengths[:8], vocabulary_size=300),
+        }
+        return write_rows(folder / "set", splits, 300, tokenizer=_tokenizer())
 
 
 def _ids(folder: Path) -> list[bytes]:
@@ -105,7 +128,7 @@ def _ids(folder: Path) -> list[bytes]:
 
 
 def _make_shard(folder: Path) -> Sequence[str]:
-    (folder / "expected").write_bytes(b"".join(_ids(_documents(folder))))
+    (folder / "expected").write_bytes(b"".join(_ids(_data_set(folder))))
     return ["set/train/00000.arrow", "set/validation/00000.arrow"]
 
 
@@ -139,7 +162,7 @@ def _load(folder: Path) -> None:
 
 
 def _make_state(folder: Path) -> Sequence[str]:
-    with open_loader(_documents(folder), micro_batches_per_step=2) as loader:
+    with open_loader(_data_set(folder), micro_batches_per_step=2) as loader:
         for _ in zip(range(2), loader, strict=False):
             pass
         (folder / "state.json").write_text(json.dumps(loader.state_dict()))
@@ -186,8 +209,8 @@ def _index(to: Format) -> Parser:
     those of the file."""
 
     def make(folder: Path) -> Sequence[str]:
-        made = _documents(folder)
-        shutil.copy(made / "tokenizer.json", folder)
+        made = _data_set(folder)
+        shutil.copy(made / "tokenizer", folder / "tokenizer.json")
         export_data_set(str(made), folder / "foreign", to)
         shutil.rmtree(made)
         return [f"foreign/{name}" for name in _INDEXES[to]]
@@ -298,8 +321,7 @@ def _token_rows(write: Callable[[Path, list[list[int]]], None], name: str) -> Pa
 
 
 def _make_tokenizer(folder: Path) -> Sequence[str]:
-    made = _documents(folder)
-    shutil.copy(made / "tokenizer.json", folder)
+    (folder / "tokenizer.json").write_bytes(_tokenizer())
     return ["tokenizer.json"]
 
 

@@ -20,9 +20,9 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from fuzz.mutations import mutated
 from fuzz.parsers import PARSERS, Parser
@@ -31,11 +31,14 @@ from tokenfeed.pipeline.errors import TokenfeedError
 
 _HANG_S = 30
 _SLACK_BYTES = 48 << 20
-_TRACED = 10
-"""Every so many mutations, allocations are traced, which takes five times as long."""
+_TRACED = 100
+"""Every so many mutations, allocations are traced, which takes five times as long. The peak of
+resident memory is read for every mutation."""
 _LONGEST_LINE = 2000
-_AT_ONCE = 5000
+_AT_ONCE = 100_000
 """Mutations per process of a long run."""
+_IN_MEMORY = "/dev/shm"
+"""Files are written here if it exists: a file system on a disk takes a hundred times as long."""
 
 
 class _Hang(BaseException):
@@ -98,6 +101,7 @@ class Fuzzer:
     def _read(self, read: Callable[[Path], None], size: int, *, is_traced: bool) -> tuple[str, str]:
         if is_traced:
             tracemalloc.start()
+        before = _reset_peak()
         try:
             with _time_limit():
                 read(self.folder)
@@ -115,11 +119,25 @@ class Fuzzer:
         else:
             outcome = "accepted"
         finally:
-            peak = tracemalloc.get_traced_memory()[1] if is_traced else 0
+            grown = _peak() - before
+            traced = tracemalloc.get_traced_memory()[1] if is_traced else 0
             tracemalloc.stop()
-        if peak > (limit := 2 * (self._bytes + size) + _SLACK_BYTES):
+        if (peak := traced or grown) > (limit := 2 * (self._bytes + size) + _SLACK_BYTES):
             return outcome, f"{peak:,} bytes of memory, expected at most {limit:,}"
         return outcome, ""
+
+
+def _reset_peak() -> int:
+    """Set the largest resident memory of this process to the present one, and return it."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "wb") as file:
+        file.write(b"5")
+    return _peak()
+
+
+def _peak() -> int:
+    """Return the largest resident memory of this process since `_reset_peak`, in bytes."""
+    with open("/proc/self/status", "rb") as file:
+        return 1024 * int(file.read().partition(b"VmHWM:")[2].split()[0])
 
 
 def _described(error: BaseException) -> str:
@@ -142,15 +160,19 @@ def _time_limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _try_all(name: str, folder: Path, numbers: range, until: float, pipe: Connection) -> None:
+_OUTCOMES = ("same", "accepted", "rejected")
+
+
+def _try_all(name: str, folder: Path, numbers: range, until: float, tried: Any, pipe: Any) -> None:
     logging.getLogger("tokenfeed").setLevel(logging.CRITICAL)
     fuzzer = Fuzzer(name, folder)
     for number in numbers:
         if time.monotonic() > until:
             break
-        pipe.send((number, None, ""))
         outcome, finding = fuzzer.try_mutation(number)
-        pipe.send((number, outcome, str(finding) if finding else ""))
+        tried[_OUTCOMES.index(outcome)] += 1
+        if finding:
+            pipe.send(str(finding))
 
 
 def _run_apart(
@@ -160,22 +182,22 @@ def _run_apart(
     number to go on with."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_try_all, args=(name, folder, numbers, until, theirs))
+    tried = context.RawArray("q", len(_OUTCOMES))  # shared, so that a crash loses no count
+    child = context.Process(target=_try_all, args=(name, folder, numbers, until, tried, theirs))
     child.start()
     theirs.close()
-    counts: Counter[str] = Counter()
-    findings, last = [], numbers.start
+    findings = []
     with contextlib.suppress(EOFError):
         while True:
-            last, outcome, finding = ours.recv()
-            counts[outcome or ""] += 1
-            findings += [finding] if finding else []
+            findings.append(ours.recv())
     child.join()
-    del counts[""]
+    counts = Counter(dict(zip(_OUTCOMES, tried, strict=True)))
+    last = numbers.start + counts.total()
     if child.exitcode:
         counts["crashed"] += 1
         findings.append(f"{name} --first {last}: the process ended with {child.exitcode}")
-    return counts, findings, last + 1
+        last += 1
+    return +counts, findings, last
 
 
 def _kind(finding: str) -> str:
@@ -218,7 +240,8 @@ def main() -> None:
     logging.getLogger("tokenfeed").setLevel(logging.CRITICAL)
     names = options.parser or list(PARSERS)
     each, is_broken = 60 * options.minutes / len(names), False
-    with tempfile.TemporaryDirectory() as folder:
+    in_memory = _IN_MEMORY if Path(_IN_MEMORY).is_dir() else None
+    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
         for name in names:
             until = time.monotonic() + each
             found = _fuzz(name, Path(folder, name), options.first, options.count, until)
