@@ -180,7 +180,7 @@ def _run_apart(
 ) -> tuple[Counter[str], list[str], int]:
     """Try mutations in another process, which may crash. Return the counts, the findings, and the
     number to go on with."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # the imports take seconds
     ours, theirs = context.Pipe(duplex=False)
     tried = context.RawArray("q", len(_OUTCOMES))  # shared, so that a crash loses no count
     child = context.Process(target=_try_all, args=(name, folder, numbers, until, tried, theirs))
