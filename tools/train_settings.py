@@ -71,7 +71,7 @@ GROUPS = {
     "rarely needed": (
         *("objective", "targets", "batching", "attention", "trainable", "lora_alpha"),
         *("lora_target", "clip_norm", "beta1", "beta2", "epsilon"),
-        *("learning_rate_reference_tokens", "num_workers"),
+        *("learning_rate_reference_tokens", "num_workers", "order"),
         *("cache_dir", "cache_bytes", "profile"),
     ),
 }

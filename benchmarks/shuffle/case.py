@@ -50,6 +50,7 @@ def open_loader(settings: dict[str, Any], folder: Path) -> Any:
         batching=getattr(tokenfeed, settings["policy"])(*settings["arguments"]),
         window_tokens=settings.get("window_tokens"),
         num_workers=settings.get("workers", 1),
+        seed=settings.get("seed", 0),
     )
 
 

@@ -7,12 +7,12 @@ the twenty groups in a step are from the list's shares at that place (root of th
 reference draws every row at random: its source by the shares at that place, then a row of the
 source that was not drawn before.
 
-    ratio   deviation of the loader, relative to the reference: 1.1 or less, before, in and after
-            the change
+    ratio   deviation of the loader, relative to the reference, before, in and after the change
     wave    largest distance of the first corpus's share from the list's in a step of 4 M tokens,
             relative to the reference
 
-Refuted by a ratio above 1.1 or a wave above 2.
+The loader and the reference have several seeds. The standard error of a ratio comes from the
+spread of the mean squares over the seeds. Refuted by a ratio above 1.1 or a wave above 2.
 
     python -m benchmarks.shuffle.staged && python -m benchmarks.readme
 """
@@ -83,26 +83,34 @@ def distances(order: Order, groups: np.ndarray, step: int, part: int) -> np.ndar
     return np.asarray(found - due)
 
 
-def describe(order: Order, corpora: list[Corpus], part: int) -> Entry:
-    """Ratios before, in and after the change, and the largest wave."""
+def describe(orders: list[Order], corpora: list[Corpus], part: int) -> Entry:
+    """Ratios before, in and after the change, each with its standard error, and the wave.
+
+    `orders` has the order of each seed.
+    """
     groups = np.concatenate([corpora[0].groups, corpora[1].groups + corpora[0].groups.max() + 1])
-    random = [drawn(corpora, part, seed) for seed in range(3)]
+    both = orders, [drawn(corpora, part, seed) for seed in range(len(orders))]
     found: Entry = {name: {} for name in PARTS}
     for name, step in STEPS.items():
-        ours_, *theirs = (distances(each, groups, step, part) for each in (order, *random))
+        apart = [[distances(each, groups, step, part) ** 2 for each in of] for of in both]
         for number, of_part in enumerate(PARTS):
             steps = slice(number * part // step, (number + 1) * part // step)
-            chance = np.sqrt(np.mean([np.mean(each[steps] ** 2) for each in theirs]))
-            ratio = float(np.sqrt(np.mean(ours_[steps] ** 2)) / chance)
-            found[of_part][name] = float(f"{ratio:.3g}")
+            found[of_part][name] = ratio(*([each[steps].mean() for each in of] for of in apart))
     half = int(groups.max() + 1) // 2
+    step = min(WAVE_STEP, part // 8)
     waves = [
-        float(
-            np.abs(distances(each, groups, min(WAVE_STEP, part // 8), part)[:, :half].sum(1)).max()
-        )
-        for each in (order, *random)
+        np.mean([np.abs(distances(each, groups, step, part)[:, :half].sum(1)).max() for each in of])
+        for of in both
     ]
-    return found | {"wave": float(f"{waves[0] / max(waves[1:]):.3g}")}
+    return found | {"wave": float(f"{waves[0] / waves[1]:.3g}")}
+
+
+def ratio(ours_: list[float], theirs: list[float]) -> dict[str, float]:
+    """Root of the ratio of the means of two samples, and its standard error."""
+    value = np.sqrt(np.mean(ours_) / np.mean(theirs))
+    errors = [np.std(each, ddof=1) / np.mean(each) / len(each) ** 0.5 for each in (ours_, theirs)]
+    error = value * np.hypot(*errors) / 2  # of a root: half of the relative error
+    return {"ratio": round(float(value), 3), "error": round(float(error), 3)}
 
 
 def measured(options: argparse.Namespace) -> Iterator[Entry]:
@@ -118,22 +126,26 @@ def measured(options: argparse.Namespace) -> Iterator[Entry]:
     ]
     for case in CASES:
         print(f"stages: {case.name}", file=sys.stderr, flush=True)
-        settings = json.dumps(case.settings | {"stages": stages})
-        run(sys.executable, "ours", settings, options.data, 1, options.data / "order")
-        order = load(options.data / "order-0.npz")
-        yield {"case": case.name, **describe(order, corpora, part)}
+        orders = []
+        for seed in range(options.seeds):
+            settings = json.dumps(case.settings | {"stages": stages, "seed": seed})
+            run(sys.executable, "ours", settings, options.data, 1, options.data / "order")
+            orders.append(load(options.data / "order-0.npz"))
+        yield {"case": case.name, **describe(orders, corpora, part)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, help="keep the data here, and use what is there")
     parser.add_argument("--scale", type=float, default=1.0, help="of the data; for a quick try")
+    parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         options.data = options.data or Path(name)
         results = list(measured(options))
-    path = write_result("stages", results, options.results, scale=options.scale)
+    more = {"scale": options.scale, "seeds": options.seeds}
+    path = write_result("stages", results, options.results, **more)
     Console().print_json(json.dumps(results))
     print(f"written to {path}")
 

@@ -83,7 +83,7 @@ def stages(results: list[Entry]) -> Rows:
             [
                 entry["case"],
                 part,
-                *(short(entry[part][step]) for step in steps),
+                *("{ratio:.2f} ± {error:.2f}".format(**entry[part][step]) for step in steps),
                 short(entry["wave"]),
             ]
             for entry, part in parts

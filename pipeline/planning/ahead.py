@@ -52,7 +52,7 @@ class Ahead:
         plan, order = self.plan, self.plan.order
         found = np.full(len(batches), NEVER)
         for epochs in range(2):
-            first = order.first_place(source, plan.window_number(self.position.window))
+            first = order.places(source, plan.window_number(self.position.window))[0]
             reading = 0 if epochs else first // order.sizes[source]
             for each in range(reading, reading + _READINGS):
                 places = order.places_of(source, self.position.epoch + epochs, each, batches)

@@ -17,8 +17,10 @@ not from a library generator that may change with its version, because the order
 state. Torch-free, no I/O.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -174,26 +176,88 @@ class MixturePhase:
     """At most the largest of `batches`, so that no window is empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpochOrder:
-    """The windows of every epoch over the record batches of one or several sources."""
+@dataclass(frozen=True)
+class SourceOrder(ABC):
+    """The record batches of one or several sources in the windows of every epoch.
+
+    The record batches of a source have places, in the order of reading. A reading is one pass over
+    the source. Reading r has the places from r * size on, and a permutation of its own.
+    """
 
     sizes: tuple[int, ...]
     """Record batches of each source."""
-    phases: tuple[MixturePhase, ...]
-    """The phases of an epoch, in order; a single source has one phase."""
     seed: int
     shuffle: bool
-    """False: every epoch has the record batches in file order."""
-    keeps_rows: bool = False
+    """False: every reading has the record batches in file order."""
+    keeps_rows: bool = field(default=False, kw_only=True)
     """Whether a window has its record batches in the order of reading, for `order`="file"."""
+
+    @abstractmethod
+    def places(self, source: int, window: int) -> tuple[int, int]:
+        """Return the first place of a source in a window, and the place after the last."""
+
+    @abstractmethod
+    def rounds_of(self, source: int, reading: int) -> int:
+        """Return the number of windows that a reading takes, at its rate where it begins."""
+
+    @abstractmethod
+    def key_of(self, source: int, epoch: int) -> int:
+        """Return the key of the permutations of a source."""
+
+    def window(self, epoch: int, window: int) -> np.ndarray:
+        """Return the record batches of a window, counted over all sources, shape (K,), int64.
+
+        They ascend in each source, so that a shard is opened once; with `keeps_rows`, they have the
+        order of reading.
+        """
+        parts = []
+        for source, first in enumerate(accumulate(self.sizes[:-1], initial=0)):
+            start, stop = self.places(source, window)
+            if stop > start:
+                batches = self._batches(source, epoch, start, stop)
+                parts.append(first + (batches if self.keeps_rows else np.sort(batches)))
+        return np.concatenate(parts)
+
+    def places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
+        """Return the places of record batches of a source in one reading."""
+        size = self.sizes[source]
+        if not self.shuffle:
+            return reading * size + batches
+        rounds, key = self.rounds_of(source, reading), self.key_of(source, epoch)
+        return places_at(batches, size, rounds, key, reading)
+
+    def _batches(self, source: int, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Return the record batches of a source at places `start` to `stop` - 1.
+
+        Example with size 5 and places 3 to 6: places 3 and 4 of reading 0, then places 0 and 1 of
+        reading 1.
+        """
+        places, size = np.arange(start, stop), self.sizes[source]
+        if not self.shuffle:
+            return places % size
+        key = self.key_of(source, epoch)
+        readings = range(start // size, (stop - 1) // size + 1)
+        rounds = np.array([self.rounds_of(source, reading) for reading in readings])
+        of_place = rounds[places // size - readings[0]]
+        batches = np.empty(len(places), np.int64)
+        for num_rounds in np.unique(rounds).tolist():  # one, unless the stage has changed
+            chosen = of_place == num_rounds
+            batches[chosen] = batches_at(places[chosen], size, num_rounds, key)
+        return batches
+
+
+@dataclass(frozen=True)
+class EpochOrder(SourceOrder):
+    """The order of a data set or a mixture. All epochs have the same phases."""
+
+    phases: tuple[MixturePhase, ...]
+    """The phases of an epoch, in order; a single source has one phase."""
 
     @classmethod
     def of_one(cls, num_batches: int, num_windows: int, *, seed: int, shuffle: bool) -> Self:
         """Return the order of a single source."""
-        return cls(
-            (num_batches,), (MixturePhase((0,), (num_batches,), num_windows),), seed, shuffle
-        )
+        phase = MixturePhase((0,), (num_batches,), num_windows)
+        return cls((num_batches,), seed, shuffle, (phase,))
 
     @property
     def num_windows(self) -> int:
@@ -211,21 +275,6 @@ class EpochOrder:
         per_window = tuple(batches / self.num_windows for batches in self.batches_read)
         return (Stretch(0, self.num_windows, per_window),)
 
-    def window(self, epoch: int, window: int) -> np.ndarray:
-        """Return the record batches of a window, counted over all sources, shape (K,), int64.
-
-        They ascend in each source, so that a shard is opened once; with `keeps_rows`, they have the
-        order of reading. In a phase, the number of batches of a source differs by at most one
-        between windows.
-        """
-        parts, first = [], 0
-        for source, size in enumerate(self.sizes):
-            start, stop = self._places(source, window)
-            batches = self._batches(source, epoch, start, stop)
-            parts.append(first + (batches if self.keeps_rows else np.sort(batches)))
-            first += size
-        return np.concatenate(parts)
-
     def draw(self, epoch: int, window: int) -> Draw | None:
         """Return the random keys of a window; None without shuffling."""
         if not self.shuffle:
@@ -235,25 +284,15 @@ class EpochOrder:
         key = derive_key(self.seed, epoch, window)
         return Draw(key, cycle_key, cycle_epoch, self.num_windows)
 
-    def _batches(self, source: int, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Return the record batches at places `start` to `stop` - 1 of a source's epoch.
+    def key_of(self, source: int, epoch: int) -> int:
+        """Return the key of the permutations of a source in an epoch."""
+        return derive_key(self.seed, epoch, source)
 
-        Places beyond the size of the source are further readings of it. Example with size 5 and
-        places 3 to 6: places 3 and 4 of reading 0, then places 0 and 1 of reading 1, which has its
-        own permutation.
+    def places(self, source: int, window: int) -> tuple[int, int]:
+        """Return the first place of a source in a window, and the place after the last.
+
+        The number of places in the windows of a phase differs by at most one.
         """
-        places, size = np.arange(start, stop), self.sizes[source]
-        if start == stop or not self.shuffle:
-            return places % size
-        key = derive_key(self.seed, epoch, source)
-        return batches_at(places, size, self.rounds_of(source), key)
-
-    def first_place(self, source: int, window: int) -> int:
-        """Return the place in a source's epoch at which a window begins."""
-        return self._places(source, window)[0]
-
-    def _places(self, source: int, window: int) -> tuple[int, int]:
-        """Return the first place of a source in a window, and the place after the last."""
         for phase in self.phases:
             if window < phase.num_windows:
                 break
@@ -274,18 +313,7 @@ class EpochOrder:
             first += phase.num_windows
         return windows
 
-    def places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
-        """Return the places of record batches in a source's epoch, in one reading of the source.
-
-        A reading is one pass over the source. Reading r has the places from r * size on.
-        """
-        size = self.sizes[source]
-        if not self.shuffle:
-            return reading * size + batches
-        key = derive_key(self.seed, epoch, source)
-        return places_at(batches, size, self.rounds_of(source), key, reading)
-
-    def rounds_of(self, source: int) -> int:
+    def rounds_of(self, source: int, reading: int) -> int:
         """Return the number of windows that read a source once, at the rate of its first phase."""
         size = self.sizes[source]
         windows, batches = next(

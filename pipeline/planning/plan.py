@@ -169,14 +169,14 @@ class Plan:
             if window_tokens is None:
                 window_tokens = default_window_tokens(sources, weights, batching, step_size)
             phases = mix(sources, weights, exhausted, window_tokens)
-            ordered = EpochOrder(sizes, phases, seed, shuffle, keeps_rows)
+            ordered = EpochOrder(sizes, seed, shuffle, phases, keeps_rows=keeps_rows)
             _check_epoch(sources, ordered)
             epoch_tokens = _epoch_tokens(sources, ordered, batching, num_streams)
         else:
             planned = _planned(data, opened, batching, window_tokens, step_size)
             tokens = tuple(source.tokens for source in sources)
             ordered = StagedOrder(
-                data_of(planned), sizes, tokens, planned, seed, shuffle, keeps_rows
+                sizes, seed, shuffle, data_of(planned), tokens, planned, keeps_rows=keeps_rows
             )
             weights, given = (), digest_of(planned)
         if (windows := ordered.num_windows) < num_streams:

@@ -42,14 +42,7 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import canonical
 from tokenfeed.pipeline.format.store import Store, StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture, proportions
-from tokenfeed.pipeline.planning.order import (
-    CYCLE,
-    Draw,
-    Stretch,
-    batches_at,
-    derive_key,
-    places_at,
-)
+from tokenfeed.pipeline.planning.order import CYCLE, Draw, SourceOrder, Stretch, derive_key
 from tokenfeed.pipeline.planning.policies import describe, policy_of
 from tokenfeed.pipeline.planning.policy import Batching
 
@@ -283,23 +276,17 @@ def _integers(weights: Sequence[float]) -> tuple[tuple[int, ...], int]:
 
 
 @dataclass(frozen=True)
-class StagedOrder:
-    """The windows of a list of stages. It has the methods of `EpochOrder`.
+class StagedOrder(SourceOrder):
+    """The order of a list of stages.
 
     An epoch is one pass through the list. A list without an end has one epoch.
     """
 
     data: tuple[str, ...]
     """Fingerprint of each source. The order of a source depends on it, not on other sources."""
-    sizes: tuple[int, ...]
-    """Record batches of each source."""
     tokens: tuple[int, ...]
     """Tokens of each source."""
     stages: tuple[PlannedStage, ...]
-    seed: int
-    shuffle: bool
-    keeps_rows: bool = False
-    """See `EpochOrder.keeps_rows`."""
     first_windows: tuple[int, ...] = field(init=False)
     """First window of each stage."""
 
@@ -338,22 +325,12 @@ class StagedOrder:
         begins = [stage.begins for stage in self.stages]
         return self._given(bisect_right(begins, tokens) - 1, source, tokens)
 
-    def window(self, epoch: int, window: int) -> np.ndarray:
-        """Return the record batches of a window, counted over all sources, shape (K,), int64.
-
-        They ascend in each source, so that a shard is opened once.
-        """
+    def places(self, source: int, window: int) -> tuple[int, int]:
+        """Return the first place of a source in a window, and the place after the last."""
         number = self._number(window)
         stage, nth = self.stages[number], window - self.first_windows[number]
-        parts = []
-        for source in self._rates[number].of:
-            start = self._given(number, source, stage.edge(nth))
-            stop = self._given(number, source, stage.edge(nth + 1))
-            if stop > start:
-                batches = self._batches(source, epoch, start, stop)
-                batches = batches if self.keeps_rows else np.sort(batches)
-                parts.append(self._first_batches[source] + batches)
-        return np.concatenate(parts)
+        start, stop = (self._given(number, source, stage.edge(nth + end)) for end in (0, 1))
+        return start, stop
 
     def draw(self, epoch: int, window: int) -> Draw | None:
         """Return the random keys of a window; None without shuffling."""
@@ -364,10 +341,6 @@ class StagedOrder:
         num_windows = max(_LEAST_WINDOWS, round(tokens / self.stages[number].window_tokens))
         cycle_key = derive_key(self.seed, epoch, window, CYCLE)
         return Draw(derive_key(self.seed, epoch, window), cycle_key, 0, num_windows)
-
-    def first_place(self, source: int, window: int) -> int:
-        """Return the place in a source's order at which a window begins."""
-        return self._given(self._number(window), source, self.edge(window))
 
     def windows_of(self, source: int, places: np.ndarray) -> np.ndarray:
         """Return about the window of each place in a source's order; -1 for a place without one.
@@ -387,30 +360,7 @@ class StagedOrder:
             windows[chosen] = self.first_windows[number] + np.minimum(nth, stage.num_windows - 1)
         return windows
 
-    def places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
-        """Return the places of record batches in a source's order, in one reading of it."""
-        size = self.sizes[source]
-        if not self.shuffle:
-            return reading * size + batches
-        rounds = self._rounds(source, reading)
-        return places_at(batches, size, rounds, self._key(source, epoch), reading)
-
-    def _batches(self, source: int, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Return the record batches at places `start` to `stop` - 1 of a source's order."""
-        places, size = np.arange(start, stop), self.sizes[source]
-        if not self.shuffle:
-            return places % size
-        key = self._key(source, epoch)
-        readings = range(start // size, (stop - 1) // size + 1)
-        rounds = np.array([self._rounds(source, reading) for reading in readings])
-        of_place = rounds[places // size - readings[0]]
-        batches = np.empty(len(places), np.int64)
-        for num_rounds in np.unique(rounds).tolist():  # one, unless the stage has changed
-            chosen = of_place == num_rounds
-            batches[chosen] = batches_at(places[chosen], size, num_rounds, key)
-        return batches
-
-    def _rounds(self, source: int, reading: int) -> int:
+    def rounds_of(self, source: int, reading: int) -> int:
         """Return the number of windows that read a source once, at the rate of the stage in which
         the reading begins."""
         size = self.sizes[source]
@@ -438,17 +388,13 @@ class StagedOrder:
         """Return the number of the stage of a window."""
         return bisect_right(self.first_windows, window) - 1
 
-    def _key(self, source: int, epoch: int) -> int:
+    def key_of(self, source: int, epoch: int) -> int:
+        """Return the key of the permutations of a source. It does not depend on other sources."""
         return derive_key(self.seed, epoch, int(self.data[source], 16))
 
     def _per_token(self, source: int, share: float) -> float:
         """Return the record batches of a source in a token of the run."""
         return share * self.sizes[source] / self.tokens[source]
-
-    @cached_property
-    def _first_batches(self) -> tuple[int, ...]:
-        """First record batch of each source, counted over all sources."""
-        return tuple(accumulate(self.sizes, initial=0))
 
     @cached_property
     def _rates(self) -> tuple[_Rates, ...]:
@@ -594,49 +540,31 @@ def _check_past(
                 f"cannot resume: this list of stages ends at token {ours[-1].until:,}, but the run "
                 f"has read up to token {stop:,}. Lengthen the list."
             )
-        if difference := _difference(mine, theirs, names):
-            what, our, their = difference
-            raise ResumeError(
-                f"cannot resume: from token {begins:,} on, {what} is {our} in this list of stages, "
-                f"but was {their} in the run, which has read up to token {stop:,}. Change only "
-                "what comes after."
-            )
+        our, their = _facts(mine, names), _facts(theirs, names)
+        for what in {**their, **our}:
+            if our.get(what, 0) != their.get(what, 0):
+                raise ResumeError(
+                    f"cannot resume: from token {begins:,} on, {what} is {our.get(what, 'none')} "
+                    f"in this list of stages, but was {their.get(what, 'none')} in the run, which "
+                    f"has read up to token {stop:,}. Change only what comes after."
+                )
 
 
 def _stage_at(stages: Sequence[PlannedStage], token: int) -> PlannedStage | None:
     return next((stage for stage in stages if stage.until is None or stage.until > token), None)
 
 
-def _difference(
-    mine: PlannedStage, theirs: PlannedStage, names: Mapping[str, str]
-) -> tuple[str, object, object] | None:
-    """Return the first difference of two stages that read the same tokens: what, and both
-    values."""
-    our: object
-    their: object
-    for what, our_weights, their_weights in (
-        ("the share", mine.weights, theirs.weights),
-        ("the share at the end", mine.to, theirs.to),
-    ):
-        if our_weights is None or their_weights is None:
-            if our_weights is not their_weights:
-                our, their = ("none" if each.to is None else "one" for each in (mine, theirs))
-                return "the number of changes of weights (`to`)", our, their
-            continue
-        ours, saved = _shares(our_weights), _shares(their_weights)
-        for data in {**saved, **ours}:
-            our, their = ours.get(data, Fraction(0)), saved.get(data, Fraction(0))
-            if our != their:
-                return f"{what} of {names.get(data, f'the data set {data}')}", our, their
-    if mine.to is not None and (mine.begins, mine.until) != (theirs.begins, theirs.until):
-        our, their = (f"{each.begins:,} to {each.until:,}" for each in (mine, theirs))
-        return "the range of a change of weights (`to`)", our, their
-    if mine.batching != theirs.batching:
-        return "`batching`", mine.batching, theirs.batching
-    if mine.window_tokens != theirs.window_tokens:
-        return "`window_tokens`", f"{mine.window_tokens:,}", f"{theirs.window_tokens:,}"
-    return None
-
-
-def _shares(weights: Mapping[str, float]) -> dict[str, Fraction]:
-    return dict(zip(weights, proportions(weights.values()), strict=True))
+def _facts(stage: PlannedStage, names: Mapping[str, str]) -> dict[str, object]:
+    """Return what the order of a stage depends on, by its name in messages. A missing share
+    is 0."""
+    facts: dict[str, object] = {}
+    for what, weights in (("the share", stage.weights), ("the share at the end", stage.to or {})):
+        shares = zip(weights, proportions(weights.values()), strict=True)
+        facts |= {f"{what} of {names.get(data, data)}": share for data, share in shares}
+    if stage.to is not None:
+        place = f"{stage.begins:,} to {stage.until:,}"
+        facts["the range of a change of weights (`to`)"] = place
+    return facts | {
+        "`batching`": stage.batching,
+        "`window_tokens`": f"{stage.window_tokens:,}",
+    }

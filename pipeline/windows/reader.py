@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,29 +26,11 @@ from tokenfeed.pipeline.planning.ahead import Ahead
 if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.node import Fetched
     from tokenfeed.pipeline.caching.settings import CacheSettings
-    from tokenfeed.pipeline.windows.remote_batches import Remote
+    from tokenfeed.pipeline.windows.remote_batches import Remote, RemoteBatches
 
 
 _OPEN_SHARDS = 256
 """Shards kept open. Opening a shard costs a third of the time to read a record batch."""
-
-
-class SplitBatches(Protocol):
-    """The record batches of a split, by number."""
-
-    def read(self, numbers: Sequence[int]) -> Iterator[tuple[Rows, int]]:
-        """Decode record batches lazily. Yield the rows of each, and the number of its first row in
-        the split.
-
-        Raises:
-            ShardFormatError: A shard or record batch is missing, unreadable or damaged. The message
-                names it.
-        """
-        ...
-
-    def prefetch(self, numbers: Sequence[int]) -> None:
-        """Prefetch record batches into the cache."""
-        ...
 
 
 class OpenShards:
@@ -88,7 +70,7 @@ class LocalBatches:
         self._row_ends = list(accumulate(info.rows for info in source.split.shards))
 
     def read(self, numbers: Sequence[int]) -> Iterator[tuple[Rows, int]]:
-        """Decode record batches, one after the other."""
+        """Yield the rows of each record batch, and the number of its first row in the split."""
         return map(self._decoded, numbers)
 
     def prefetch(self, numbers: Sequence[int]) -> None:
@@ -261,7 +243,7 @@ class WindowReader:
 
     def _opened(
         self, sources: tuple[OpenedSplit, ...], only: tuple[str, ...] | None
-    ) -> list[SplitBatches]:
+    ) -> "list[LocalBatches | RemoteBatches]":
         opened = OpenShards()
         return [
             self._remote.open(source, number, only)

@@ -196,11 +196,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, st
 
 def prepare_reader(folder: Path, rooms: tuple[str, ...], environment: dict[str, str]) -> Path:
     """Source files, documents, labelled records; and `out/` made of these."""
-    (folder / "corpus").mkdir()
     for path in sorted(path for room in rooms for path in (ROOT / room).rglob("*.py")):
         name = "_".join(path.relative_to(ROOT).with_suffix("").parts)
+        inside = folder / "corpus" / ("shards" if "shard" in path.name else "others")
+        inside.mkdir(parents=True, exist_ok=True)
         for number, piece in enumerate(pieces_of(path.read_text(encoding="utf-8"))):
-            (folder / "corpus" / f"{name}_{number}.py").write_text(piece, encoding="utf-8")
+            (inside / f"{name}_{number}.py").write_text(piece, encoding="utf-8")
     texts = [path.read_text(encoding="utf-8") for path in PAGES if path.parent.name != "decisions"]
     write_lines(folder / "documents.jsonl", [{"text": text} for text in texts])
     sentences = [f"sentence {number} says a word or two" for number in range(60)]

@@ -21,8 +21,8 @@ from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
 from tokenfeed.pipeline.planning.policies import policy_of
-from tokenfeed.pipeline.planning.stages import Stage, planned_stages
-from tokenfeed.pipeline.planning.state import Delivered, first_difference, own_stream
+from tokenfeed.pipeline.planning.stages import Stage
+from tokenfeed.pipeline.planning.state import Delivered, own_stream
 from tokenfeed.pipeline.planning.state import SavedState as LoaderState
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
@@ -127,8 +127,8 @@ class Explain:
         state = own_stream(saved.state, stream)
         settings = LoaderState.checked(state).plan
         sources = _sources(self.out, settings)
-        plan = _plan(sources, settings)
-        position = Delivered.from_state(plan, state).position
+        delivered = Delivered.from_state(_plan(sources, settings), state)
+        plan, position = delivered.plan, delivered.position
         reader = WindowReader(sources)
         dealt = WindowMaker(plan, reader, 0, per_stream)
         step = _find(dealt, position, number - saved.step - 1, number)
@@ -188,7 +188,7 @@ def _sources(paths: tuple[str, ...], settings: PlanSettings) -> tuple[OpenedSpli
 
 
 def _plan(sources: tuple[OpenedSplit, ...], settings: PlanSettings) -> Plan:
-    """Make the plan of a state again."""
+    """Make the plan of a state again. Of stages, it has the data sets only."""
     stores: list[StorePath] = [source.store for source in sources]
     data: Mixture | list[Stage]
     if settings.stages is None:
@@ -201,7 +201,7 @@ def _plan(sources: tuple[OpenedSplit, ...], settings: PlanSettings) -> Plan:
         data = Mixture(dict(zip(stores, weights, strict=True)), settings.exhausted or "repeat")
     else:
         data = [Stage(dict.fromkeys(stores, 1.0))]
-    plan = Plan.from_splits(
+    made = Plan.from_splits(
         sources,
         data,
         policy_of(settings.batching),
@@ -214,16 +214,7 @@ def _plan(sources: tuple[OpenedSplit, ...], settings: PlanSettings) -> Plan:
         stream=settings.stream,
         num_streams=settings.num_streams,
     )
-    if settings.stages is not None:
-        plan = plan.with_stages(planned_stages(settings.stages, settings.batching))
-        return replace(plan, given=settings.given)
-    if difference := first_difference(plan.settings(), settings):
-        name, ours, theirs = difference
-        raise ResumeError(
-            f"the state contradicts itself: its settings give {name}={ours!r}, but it has "
-            f"{name}={theirs!r}. Give an unchanged state."
-        )
-    return plan
+    return replace(made, given=settings.given)  # so that `from_state` takes the stages of the state
 
 
 def _find(maker: WindowMaker, position: Position, steps_on: int, number: int) -> _Step:

@@ -40,8 +40,13 @@ TRACE_FILE = "trace.json"
 
 
 Resume = bool | Literal["auto"]
+RowRanges = Annotated[
+    dict[str, tuple[tuple[int, int], ...]],
+    Meta(description="ranges of rows by data set, like {out/: [[3, 5]]}"),
+]
 ObjectiveName = Literal["auto", "masked"]
 BatchingName = Literal["auto", "packed", "padded"]
+OrderName = Literal["shuffled", "file"]
 AttentionName = Literal["auto", "documents", "rows"]
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
@@ -62,7 +67,7 @@ MODEL_NUMBERS = ("layers", "width", "heads", "kv_heads")
 OF_ONE_COMMAND = ("resume", "json", "export")
 """Settings that config.yaml of a run leaves out: they are for one command, not for the run."""
 
-_ADDRESSES = ("shards", "to", "upload")
+_ADDRESSES = ("shards", "to", "skip", "upload")
 _MOST_TRACED = 100
 """Steps. The trace of more steps is too large for a viewer."""
 _LENGTHS = "a whole number of at least 2"
@@ -77,7 +82,7 @@ def _shown(placeholder: str) -> Meta:
     return Meta(title=placeholder, description="text")
 
 
-def _public(setting: Shards) -> Shards:
+def _public(setting: Any) -> Any:
     if isinstance(setting, str):
         return public(setting)
     return {public(address): weight for address, weight in setting.items()}
@@ -111,6 +116,10 @@ class StageSettings:
     """Tokens of the run at which the stage ends. None for the last stage, which has no end."""
     to: Shards | None = None
     """Weights at the end of the stage."""
+    sequence_length: Positive | None = None
+    """Tokens of a row. None: the setting of the run, which is the largest."""
+    targets: str | None = None
+    """Tokens of conversations that the loss counts. None: the setting of the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,8 +165,12 @@ class TrainConfig:
     phases: tuple[PhaseSettings, ...] = ()
     """Only in a file: phases of the run, each with its steps, trainable weights and rate."""
     mixing: tuple[StageSettings, ...] = ()
-    """Only in a file: how the training data change, each stage with its shards, until_tokens and
-    to."""
+    """Only in a file: how the training data change, each stage with its shards, until_tokens, to,
+    sequence_length and targets."""
+    skip: RowRanges | None = None
+    """Only in a file: rows that the loss ignores, as ranges by data set."""
+    order: OrderName = "shuffled"
+    """Order of the training rows. file: the order of the data set, for a curriculum."""
     sequence_length: Annotated[int, Meta(ge=2, title="N", description=_LENGTHS)] = 256
     """Tokens of a row. Longer rows are cut. A longer row with one label is rejected."""
     batching: BatchingName = "auto"
@@ -275,6 +288,17 @@ class TrainConfig:
         if self.mixing and self.mixing[-1].until_tokens is not None:
             raise ConfigError(
                 "`mixing`: the last stage goes on until the last step. Leave out its until_tokens."
+            )
+        lengths = [stage.sequence_length for stage in self.mixing if stage.sequence_length]
+        if lengths and self.step_rows is not None:
+            raise ConfigError(
+                "`mixing`: a stage with sequence_length needs steps of a number of tokens. Give "
+                "step_tokens instead of step_rows."
+            )
+        if max(lengths, default=0) > self.sequence_length:
+            raise ConfigError(
+                f"`mixing`: a stage has sequence_length {max(lengths)}, but the run has "
+                f"{self.sequence_length}, which is the longest. Raise --sequence-length."
             )
         if self.phases:
             total = sum(phase.steps for phase in self.phases)

@@ -5,7 +5,7 @@ have one manifest, which describes an epoch of the mixture. Imports no torch.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Self
@@ -17,6 +17,7 @@ from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo, read_checked
 from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.mixture import Mixture
+from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.pipeline.redaction import public
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -38,8 +39,14 @@ def source_of(shards: Shards) -> str | Mixture:
     return Mixture(dict(weights.items())) if len(weights) > 1 else first_of(shards)
 
 
-def training_source(config: TrainConfig) -> str | Mixture | list[Stage]:
+def training_source(
+    config: TrainConfig, policy_of: Callable[[int], Batching | None] = lambda _: None
+) -> str | Mixture | list[Stage]:
     """Return what the loader of the training data reads.
+
+    Args:
+        config: The settings of the run.
+        policy_of: Returns the policy of stages with this length of sequences.
 
     Raises:
         ConfigError: Stages contradict each other.
@@ -55,6 +62,8 @@ def training_source(config: TrainConfig) -> str | Mixture | list[Stage]:
             weights(each.shards),
             until_tokens=each.until_tokens,
             to=None if each.to is None else weights(each.to),
+            batching=None if each.sequence_length is None else policy_of(each.sequence_length),
+            targets=each.targets,
         )
         for each in config.mixing
     ]

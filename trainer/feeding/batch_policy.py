@@ -27,7 +27,7 @@ from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
 from tokenfeed.pipeline.planning.estimates import likely_lengths
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
-from tokenfeed.pipeline.planning.policy import LongRows
+from tokenfeed.pipeline.planning.policy import LongRows, random_order
 from tokenfeed.trainer.config.run_config import MOST_SHAPES, TrainConfig
 from tokenfeed.trainer.config.values import check_multiple
 
@@ -196,15 +196,16 @@ class EpochShapes:
     frequent shapes."""
 
     @classmethod
-    def of_split(cls, split: SplitInfo, policy: Policy, seed: int, step_size: int) -> Self:
-        """Estimate an epoch of a split, with `step_size` micro-batches per step.
+    def of_split(cls, split: SplitInfo, policy: Policy, config: TrainConfig) -> Self:
+        """Estimate an epoch of a split.
 
         Cost: as much as planning a window.
         """
         sampled = min(split.rows, _MOST_ROWS)
-        draw = Draw(seed, seed, 0, num_windows=1)
+        draw = Draw(config.seed, config.seed, 0, num_windows=1)
         lengths = likely_lengths(split, sampled)
-        plan = plan_window(lengths, policy, step_size=step_size, draw=draw)
+        order = random_order(sampled, config.seed) if config.order == "file" else None
+        plan = plan_window(lengths, policy, step_size=config.accumulation, draw=draw, rows=order)
         rows, longest = _shapes(plan, policy)
         times = split.rows / sampled
         found = Counter(zip(rows.tolist(), longest.tolist(), strict=True)).most_common(_MOST_SHAPES)

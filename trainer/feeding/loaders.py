@@ -4,6 +4,7 @@ A step of the run is a step of the loader: `accumulation` micro-batches over all
 each rank gets its share.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Generator
 
@@ -13,8 +14,9 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
+from tokenfeed.pipeline.planning.plan import RowOrder
 from tokenfeed.pipeline.planning.stages import Stage
-from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.run_config import RowRanges, TrainConfig
 from tokenfeed.trainer.data.datasets import shown, source_of, training_source
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.feeding.batch_policy import (
@@ -58,9 +60,9 @@ class SplitLoaders:
         check_rows(config, task)
         self._config, self._device, self._manifest = config, device, task.manifest
         self._on_gpu = device.type != "cpu" if on_gpu is None else on_gpu
-        self.policy = self._policy(packed=is_packed(config, task.manifest))
+        self.policy = self._policy_of(config.sequence_length)
         """The batching of training."""
-        self._evaluation = self._policy(packed=task.packs)
+        self._evaluation = self._policy(config, packed=task.packs)
         self.shape = Shaper(
             causal=task.causal,
             apart=is_apart(config, task),
@@ -86,7 +88,9 @@ class SplitLoaders:
             num_workers=workers,
             epochs=None,
             step_size=config.accumulation,
-            source=training_source(config),
+            source=training_source(config, self._policy_of),
+            order=config.order,
+            skip=config.skip,
         )
         if loader.world_size > config.accumulation:
             raise ConfigError(
@@ -137,7 +141,7 @@ class SplitLoaders:
         longest = max(split.longest_row for split in self._manifest.splits.values())
         return [
             self._like(policy).blank_like(rows, length)
-            for policy in dict.fromkeys((self.policy, self._evaluation))
+            for policy in dict.fromkeys((self.policy, *self._of_stages(), self._evaluation))
             for rows, length in shapes(policy, longest)
         ]
 
@@ -153,13 +157,22 @@ class SplitLoaders:
         with self._open("train", policy, num_workers=0, epochs=1) as feed:
             return self.shape(next(iter(feed)))
 
-    def _policy(self, *, packed: bool) -> Policy:
+    def _policy(self, config: TrainConfig, *, packed: bool) -> Policy:
         return make_policy(
-            self._config,
+            config,
             packed=packed,
             on_gpu=self._on_gpu,
-            long_rows=long_rows_of(self._config, self._manifest),
+            long_rows=long_rows_of(config, self._manifest),
         )
+
+    def _policy_of(self, length: int) -> Policy:
+        """Return the policy of a stage with sequences of this length."""
+        config = dataclasses.replace(self._config, sequence_length=length)
+        return self._policy(config, packed=is_packed(config, self._manifest))
+
+    def _of_stages(self) -> list[Policy]:
+        lengths = (stage.sequence_length for stage in self._config.mixing)
+        return [self._policy_of(length) for length in lengths if length]
 
     def _open(
         self,
@@ -170,6 +183,8 @@ class SplitLoaders:
         epochs: int | None,
         step_size: int | None = 1,
         source: str | Mixture | list[Stage] | None = None,
+        order: RowOrder = "shuffled",
+        skip: RowRanges | None = None,
     ) -> ShardLoader:
         return ShardLoader(
             source or source_of(self._config.shards),
@@ -178,6 +193,8 @@ class SplitLoaders:
             device=self._device,
             num_workers=num_workers,
             seed=self._config.seed,
+            order=order,
+            skip=dict((skip or {}).items()),
             epochs=epochs,
             micro_batches_per_step=step_size,
             cache_dir=self._config.cache_dir,

@@ -28,8 +28,7 @@ from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.pipeline.format.store import StorePath
-from tokenfeed.pipeline.planning.stages import paths_of, place_of
+from tokenfeed.pipeline.planning.stages import paths_of
 from tokenfeed.pipeline.windows.origins import origins_of
 from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint, CheckpointMeta
@@ -268,25 +267,26 @@ class Trainer:
         return self.loader.stats().epoch_tokens if self.config.mixing else {}
 
     def _stages(self, counts: list[dict[str, int]]) -> list[StageTokens]:
-        """Return the stages of the data, with tokens counted at progress lines."""
+        """Return the stages of the data, with tokens counted at progress lines.
+
+        Lines from before a data set was moved have its old name and are left out: the tokens up to
+        the next line are divided among the stages as planned.
+        """
         if not self.config.mixing:
             return []
-        stages, present = self.loader.stages, self._source_tokens()
-        places = map(place_of, paths_of(stages))
-        names = dict(zip(places, present, strict=True))
-        for number, each in enumerate(counts):  # a resumed run may read moved folders
-            if not {name for name, tokens in each.items() if tokens} <= present.keys():
-                counts[number] = dict(zip(present, each.values(), strict=False))
+        plan, present = self.loader.state_dict()["plan"], self._source_tokens()
+        names = dict(zip(plan["data"], present, strict=True))
 
-        def shares(weights: Mapping[StorePath, float]) -> dict[str, float]:
+        def shares(weights: Mapping[str, float]) -> dict[str, float]:
             whole = sum(weights.values())
-            return {names[place_of(path)]: weight / whole for path, weight in weights.items()}
+            return {names[data]: weight / whole for data, weight in weights.items()}
 
-        ends = [
-            (stage.until_tokens, shares(stage.weights), shares(stage.to or stage.weights))
-            for stage in stages
+        stages = [
+            (each["until"], shares(each["weights"]), shares(each.get("to") or each["weights"]))
+            for each in plan["stages"]
         ]
-        return tokens_of_stages(ends, [each for each in counts if each])
+        known = [each for each in counts if {n for n, count in each.items() if count} <= {*present}]
+        return tokens_of_stages(stages, [each for each in known if each])
 
     def _final_metrics(self) -> dict[str, Metrics]:
         """Return metrics by split: of the best weights if they are known, else of the last."""
@@ -581,13 +581,14 @@ class Trainer:
         )
 
     def _write_records(self, rows: np.ndarray) -> str:
-        """Write the input file and the record of each row to bad-step.jsonl, and return words for
-        a message. Rows are numbers in the train split, counted through all data sets."""
+        """Write the origin of each row to bad-step.jsonl, and return words for a message. Rows are
+        numbers in the train split, counted through all data sets."""
         sources = open_splits(paths_of(training_source(self.config)), "train")
         rows = np.unique(rows)
         whole = np.zeros(len(rows), np.int64)
         places = origins_of(sources, rows, whole, whole)
-        lines = [json.dumps({"file": each.file, "record": each.record}) for each in places]
+        keys = ("file", "record", "data_set", "row")
+        lines = [json.dumps({key: getattr(each, key) for key in keys}) for each in places]
         path = self.config.run_dir / _BAD_STEP_FILE
         atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
         return f"{places[0].file} record {places[0].record} and others, are listed in {path}"

@@ -69,8 +69,7 @@ class RunPlan:
 
     def epoch(self) -> EpochShapes:
         """Return the steps and micro-batches of an epoch."""
-        split, config = self.task.manifest.split("train"), self._config
-        return EpochShapes.of_split(split, self._policy, config.seed, config.accumulation)
+        return EpochShapes.of_split(self.task.manifest.split("train"), self._policy, self._config)
 
     def flops_per_token(self) -> float:
         """Return the floating-point operations to train one token, in rows of full length."""

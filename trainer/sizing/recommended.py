@@ -143,7 +143,7 @@ def default_epochs(
 def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochShapes:
     """Estimate the steps and micro-batches of an epoch from the manifest."""
     config, policy = _batching_of(config, manifest, on_gpu=on_gpu)
-    return EpochShapes.of_split(manifest.split("train"), policy, config.seed, config.accumulation)
+    return EpochShapes.of_split(manifest.split("train"), policy, config)
 
 
 def _batching_of(

@@ -49,6 +49,7 @@ PROVED_ELSEWHERE = {
     "trainable": "test_weights.py",
     "phases": "test_phases.py",  # of a file
     "mixing": "test_phases.py",
+    "skip": "test_phases.py",
     "init_from": "test_export.py",
     "compile": "test_compile.py",
     "export": "test_export.py",
@@ -100,6 +101,11 @@ class Seen:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self.trainer.learner.optimizer
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        plan: dict[str, Any] = self.trainer.loader.state_dict()["plan"]
+        return plan
 
     @property
     def rates(self) -> list[float]:
@@ -199,6 +205,7 @@ RUNS: list[dict[str, tuple[Any, Holds]]] = [
     {
         "model": ("words", lambda seen: seen.report["model"] == "words"),
         "batching": ("padded", lambda seen: len(seen.shapes) > 1),
+        "order": ("file", lambda seen: seen.plan["order"] == "file"),
         "warmup_steps": (4, lambda seen: seen.rates == [0.001, 0.002, 0.003, 0.004]),
         "learning_rate_reference_tokens": (64, lambda seen: max(seen.rates) == 0.004),
         "shards": ("{lm_rows}", lambda seen: seen.report["vocabulary_size"] == 64),

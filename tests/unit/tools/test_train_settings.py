@@ -246,8 +246,8 @@ def test_numbers_of_a_model_that_contradict_are_rejected(
     assert "\n" not in str(caught.value)
 
 
-OF_FILES = ("mixing", "phases")
-"""Settings that are lists, which only files have."""
+OF_FILES = ("mixing", "phases", "skip")
+"""Settings that only files have."""
 SIZES = [("50GB", 50 * 10**9), ("512 MiB", 2**29), ("10000", 10_000), ("0", 0), (10_000, 10_000)]
 
 

@@ -429,7 +429,7 @@ def test_a_past_that_differs_is_refused_with_the_place_and_both_values(
     assert f"the share at the end of {second}" in refused(
         [one, replace(two, to={second: 1, fourth: 1}), three]
     )
-    assert "changes of weights (`to`) is none" in refused(
+    assert f"the share at the end of {fourth} is none" in refused(
         [one, Stage({second: 1}, until_tokens=20_000), three]
     )
     assert "`batching` is Fixed" in refused([replace(one, batching=Fixed(2)), two, three])

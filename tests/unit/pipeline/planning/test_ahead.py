@@ -29,7 +29,7 @@ def orders(draw: st.DrawFn) -> EpochOrder:
         batches = tuple(draw(st.integers(1, 2 * size)) for size in sizes)
         phases.append(MixturePhase(tuple(begins), batches, draw(st.integers(1, max(batches)))))
         begins = [begin + count for begin, count in zip(begins, batches, strict=True)]
-    return EpochOrder(sizes, tuple(phases), draw(st.integers(0, 99)), draw(st.booleans()))
+    return EpochOrder(sizes, draw(st.integers(0, 99)), draw(st.booleans()), tuple(phases))
 
 
 def by_reading(ahead: Ahead) -> list[list[int]]:

@@ -37,7 +37,7 @@ class Mixed:
     @property
     def order(self) -> EpochOrder:
         phases = mix(self.sources, self.weights, self.exhausted, self.window_tokens)
-        return EpochOrder(tuple(s.batches for s in self.sources), phases, seed=0, shuffle=True)
+        return EpochOrder(tuple(s.batches for s in self.sources), 0, True, phases)
 
     def ideal(self) -> list[Fraction]:
         """Record batches of each source in an epoch of exact proportions."""

@@ -72,7 +72,7 @@ def orders(draw: st.DrawFn) -> EpochOrder:
         batches = draw(st.tuples(*(st.integers(0, 50) for _ in sizes)).filter(any))
         phases.append(MixturePhase(begins, batches, draw(st.integers(1, max(batches)))))
         begins = tuple(np.add(begins, batches).tolist())
-    return EpochOrder(sizes, tuple(phases), draw(st.integers(0, 9)), draw(st.booleans()))
+    return EpochOrder(sizes, draw(st.integers(0, 9)), draw(st.booleans()), tuple(phases))
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_epochs_seeds_sources_and_turns_differ_and_no_shuffle_is_file_order() ->
     assert first.draw(0, 3) != other.draw(0, 3)
     plain = EpochOrder.of_one(1000, 10, seed=0, shuffle=False)
     assert plain.window(4, 3).tolist() == list(range(300, 400))
-    twice = EpochOrder((50, 50), (MixturePhase((0, 0), (100, 50), 10),), seed=0, shuffle=True)
+    twice = EpochOrder((50, 50), 0, True, (MixturePhase((0, 0), (100, 50), 10),))
     windows = [twice.window(0, window) for window in range(10)]
     turn, again = (np.concatenate(part) for part in (windows[:5], windows[5:]))
     source = np.concatenate(windows)
@@ -139,7 +139,7 @@ def test_every_record_batch_comes_in_every_window_about_equally_often() -> None:
 
 
 def test_a_stretch_of_more_windows_than_a_source_has_batches_takes_them_in_any_order() -> None:
-    order = EpochOrder((100, 5), (MixturePhase((0, 0), (100, 5), 20),), seed=0, shuffle=True)
+    order = EpochOrder((100, 5), 0, True, (MixturePhase((0, 0), (100, 5), 20),))
     firsts = [
         [batch for window in range(20) for batch in order.window(epoch, window) if batch >= 100]
         for epoch in range(20)

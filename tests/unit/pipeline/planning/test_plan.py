@@ -87,7 +87,7 @@ def test_label_variance_is_that_of_its_definition(data: st.DataObject, count: in
 
 
 def test_a_tiny_source_that_is_repeated_thousands_of_times_is_planned_at_once() -> None:
-    order = EpochOrder((200, 1), (MixturePhase((0, 0), (200, 40_000), 2),), seed=0, shuffle=True)
+    order = EpochOrder((200, 1), 0, True, (MixturePhase((0, 0), (200, 40_000), 2),))
     assert seconds(lambda: order.window(0, 0)) < 0.5
 
 
@@ -95,7 +95,7 @@ def mixed(sources: tuple[Any, ...], weights: tuple[float, ...], exhausted: Any =
     """A plan over sources of which only the sizes are known."""
     phases = mix(sources, weights, exhausted, 8 << 20)
     batches = tuple(source.batches for source in sources)
-    return SimpleNamespace(order=EpochOrder(batches, phases, seed=0, shuffle=True))
+    return SimpleNamespace(order=EpochOrder(batches, 0, True, phases))
 
 
 def test_the_warning_names_the_source_and_its_places() -> None:

@@ -104,7 +104,7 @@ def test_a_digest_is_that_of_its_rows_their_spans_and_the_place() -> None:
 
 def test_the_same_rows_in_another_window_or_epoch_have_another_digest() -> None:
     plan, reader = plan_in_memory([random_rows(np.full(6, 5))], Fixed(2), shuffle=False)
-    twice = replace(plan, order=EpochOrder((1,), (MixturePhase((0,), (2,), 2),), 0, shuffle=False))
+    twice = replace(plan, order=EpochOrder((1,), 0, False, (MixturePhase((0,), (2,), 2),)))
     places = (START, Position(0, 1, 0), Position(1, 0, 0), Position(1, 1, 0))
     assert len({digest for place in places for digest in digests(twice, reader, place)}) == 12
 
@@ -143,7 +143,7 @@ def two_sources(batching: Batching) -> Plan:
         data=("one", "two"),
         row_ends=tuple(rows),
         epoch_tokens=(2 * tokens[0], tokens[1]),
-        order=EpochOrder((2, 3), (MixturePhase((0, 0), (4, 3), 3),), seed=0, shuffle=True),
+        order=EpochOrder((2, 3), 0, True, (MixturePhase((0, 0), (4, 3), 3),)),
     )
 
 

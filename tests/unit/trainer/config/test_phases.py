@@ -1,5 +1,6 @@
 """Runs in phases: what trains, at which rate, on which data; and that they go on from anywhere."""
 
+import dataclasses
 import itertools
 import logging
 import re
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -23,11 +25,15 @@ from support.training import (
 )
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.config.run_config import PhaseSettings, StageSettings, TrainConfig
 from tokenfeed.trainer.config.schedule import learning_rate, phase_at, phases_of
+from tokenfeed.trainer.data.datasets import training_source
+from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.sizing.dry_run import dry_run
+from tokenfeed.trainer.tasks.registry import make_task
 
 STEPS = (3, 4, 3)
 PATTERNS = ("norm", r"norm|blocks\.0\.feed", ".")
@@ -58,7 +64,8 @@ def config_of(
 def parts(folder: Path) -> dict[str, Any]:
     """Settings of a run whose phases differ in everything, and whose data change meanwhile."""
     code, prose = str(folder / "code"), str(folder / "prose")
-    first = StageSettings(shards={code: 1.0, prose: 3.0}, until_tokens=1_500)
+    weights = {code: 1.0, prose: 3.0}
+    first = StageSettings(shards=weights, until_tokens=1_500, sequence_length=16)
     return {
         "phases": phases({"learning_rate": 1e-2}, {"schedule": "linear", "warmup_steps": 0}),
         "mixing": (first, StageSettings(shards=code)),
@@ -116,7 +123,7 @@ def test_stages_of_a_run_that_goes_on_with_moved_folders_count_each_token_once(
 ) -> None:
     monkeypatch.chdir(folder)
     mixing = (
-        StageSettings(shards={"code": 1.0, "prose": 3.0}, until_tokens=1_500),
+        dataclasses.replace(parts["mixing"][0], shards={"code": 1.0, "prose": 3.0}),
         StageSettings(shards="code"),
     )
     config = make_config(Path("code"), tmp_path, **parts | {"mixing": mixing})
@@ -205,12 +212,43 @@ def test_a_run_whose_mixing_was_edited_equals_a_run_of_the_final_mixing(
     assert written.mixing == edited
 
 
+def test_order_skipped_rows_and_lengths_of_a_file_reach_the_loader(
+    folder: Path, tmp_path: Path
+) -> None:
+    code = str(folder / "code")
+    mixing = (
+        StageSettings(shards=code, until_tokens=2_700, sequence_length=16),  # one reading
+        StageSettings(shards=code),
+    )
+    plain, skipping = (
+        make_config(code, tmp_path, mixing=mixing, order="file", skip=skip)
+        for skip in (None, {code: ((1, 3),)})
+    )
+    task, cpu = make_task(plain, Manifest.read(code), torch.device("cpu")), torch.device("cpu")
+    found = []
+    for config in (plain, skipping):
+        with SplitLoaders(config, task, cpu).train_loader() as loader:
+            found.append(list(itertools.islice(loader, 30)))
+    rows = np.concatenate([batch.rows for batch in found[0]])
+    lengths = np.concatenate([batch.piece_lengths for batch in found[0]])
+    assert (np.diff(rows) < 0).sum() == 1, "rows do not ascend in a reading"
+    assert {batch["input_ids"].shape for batch in found[0][:20]} == {(8, 16)}
+    assert found[0][-1]["input_ids"].shape == (4, 32)
+    targets = [sum(batch.num_targets for batch in batches) for batches in found]
+    assert targets[0] - targets[1] == (lengths - 1)[(rows == 1) | (rows == 2)].sum()
+    staged = dataclasses.replace(plain, mixing=(dataclasses.replace(mixing[0], targets="last"),))
+    assert [stage.targets for stage in training_source(staged)] == ["last"]  # type: ignore[union-attr]
+
+
 def test_mixing_that_contradicts_itself_is_refused(folder: Path, tmp_path: Path) -> None:
     code = str(folder / "code")
     ending, endless = StageSettings(shards=code, until_tokens=9_000), StageSettings(shards=code)
+    longer = StageSettings(shards=code, sequence_length=64)
     for settings, message in (
         ({"mixing": (ending,)}, "`mixing`: the last stage goes on until the last step"),
         ({"mixing": (endless, endless)}, "stage 1 has no end"),
+        ({"mixing": (longer,)}, "`mixing`: a stage has sequence_length 64, but the run has 32"),
+        ({"mixing": (longer,), "step_rows": 8}, "needs steps of a number of tokens"),
     ):
         with pytest.raises(ConfigError, match=message):
             run(make_config(folder / "code", tmp_path, **settings))

@@ -58,5 +58,6 @@ def waste(config: TrainConfig) -> float:
     task = task_of(config, CPU)
     policy = make_policy(config, packed=is_packed(config, task.manifest), on_gpu=False)
     split = task.manifest.split("train")
-    epoch = EpochShapes.of_split(split, policy, config.seed, step_size=1)
+    one_batch = dataclasses.replace(config, step_tokens=config.micro_batch_slots)
+    epoch = EpochShapes.of_split(split, policy, one_batch)
     return 1 - epoch.tokens / epoch.slots
