@@ -2,7 +2,7 @@
 
     rows = datasets.Dataset.from_generator(lambda: preference_pairs("pairs/"))
 
-`pretokenize --task chat --field chosen=chosen rejected=rejected` has rendered and tokenized both.
+`pretokenize --task chat` has rendered and tokenized both.
 """
 
 from collections.abc import Iterator
@@ -54,8 +54,8 @@ def _pairs(rows: Rows, rule: TargetRule, place: str) -> Iterator[dict[str, list[
     lengths = np.stack([rows.lengths - rejected, rejected], axis=1).reshape(-1)
     if not lengths.all():
         raise ConfigError(
-            f"{place}: has a row that is no pair. Make the data set with `pretokenize --task chat "
-            "--field chosen=chosen rejected=rejected`."
+            f"{place}: has a row that is no pair. Make the data set from records with chosen and "
+            "rejected, by `pretokenize --task chat`."
         )
     mask = rule.mask(kinds & ~REJECTED, lengths)
     halves, masks = (np.split(each, np.cumsum(lengths)[:-1]) for each in (rows.ids, mask))

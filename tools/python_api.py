@@ -20,7 +20,7 @@ from tokenfeed.pipeline.format.store import open_place, open_store
 from tokenfeed.tools.corpus.spool import Spooled, json_lines, spool
 from tokenfeed.tools.data_sets.append import append_rows
 from tokenfeed.tools.data_sets.inspection import describe
-from tokenfeed.tools.encoding.tasks import TaskName
+from tokenfeed.tools.encoding.tasks import ChatEncoder, TaskName
 from tokenfeed.tools.jobs.executors import SMALL_BYTES, Runner, end_early, start_early
 from tokenfeed.tools.jobs.progress_bar import bytes_read
 from tokenfeed.tools.pretokenizing.make import make_dataset
@@ -224,7 +224,9 @@ def _spooled(
 ) -> Spooled:
     """Write records to a temporary file, which is deleted when `stack` ends."""
     output = Path(options.paths[-1])
-    blocks = json_lines(name, records, options.make_task().fields)
+    is_any_layout = options.task == "chat" and not options.field
+    fields = ChatEncoder.usual_fields() if is_any_layout else options.make_task().fields
+    blocks = json_lines(name, records, fields)
     with bytes_read(name) as advance:
         file = spool(
             name,

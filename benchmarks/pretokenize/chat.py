@@ -3,10 +3,12 @@
 TRL tokenizes by `datasets.map`: for each conversation, `apply_chat_template` of `transformers` with
 `return_assistant_tokens_mask`. The same call runs here in as many processes, over the first part of
 the corpus, which is enough to know its rate. `--templates` compares ids and masks for every
-template in a folder, such as `trl/chat_templates` of TRL's wheel.
+template in a folder, such as `trl/chat_templates` of TRL's wheel. `--renderers` compares them with
+the package `renderers`, for the families that it knows and the folder has.
 
-    python -m benchmarks.pretokenize.chat --tokenizer gpt2/ --template qwen3_training.jinja
-    python -m benchmarks.pretokenize.chat --tokenizer llama3/ --templates trl/chat_templates
+    python -m benchmarks.pretokenize.chat --tokenizers gpt2/ qwen3/ --template qwen3_training.jinja
+    python -m benchmarks.pretokenize.chat --tokenizers llama3/ --templates trl/chat_templates
+    python -m benchmarks.pretokenize.chat --tokenizers qwen3/ --renderers trl/chat_templates
 """
 
 import argparse
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +54,30 @@ data = datasets.load_dataset("json", data_files=path, split="train", cache_dir=c
 turns = sum(map(len, data["messages"]))
 def tokenize(example):
     return made.apply_chat_template(
-        example["messages"], chat_template=source, return_dict=True,
+        example["messages"], tools=example.get("tools"), chat_template=source, return_dict=True,
         return_assistant_tokens_mask=True,
     )
 data.map(tokenize, num_proc={WORKERS}, remove_columns=data.column_names)
 print(turns / (time.perf_counter() - started))
 """
+
+FAMILIES = {
+    "qwen3": "qwen3.jinja",
+    "qwen3.5": "qwen3_5_think.jinja",
+    "qwen3.6": "qwen3_6.jinja",
+    "qwen3.8": "qwen3_8.jinja",
+    "qwen3-vl": "qwen3_vl.jinja",
+    "llama-3": "llama3_2.jinja",
+    "deepseek-v3": "deepseekv3.jinja",
+    "glm-4.5": "glm4moe.jinja",
+    "gemma4": "gemma4.jinja",
+    "gpt-oss": "gptoss.jinja",
+    "nemotron-3": "nemotron_3_nano.jinja",
+    "nemotron-3-ultra": "nemotron_3_ultra.jinja",
+    "nemotron-3.5": "nemotron_3_5_lightning.jinja",
+}
+"""The templates of families that `renderers` knows."""
+TOKENS_OF_RENDERERS: dict[str, list[str]] = {}
 
 ODD = ["hi", "", "  lead", " trail ", "\n\nx\n", "é漢字🎉", "e\u0301", "</think>", "assistant\n"]
 ODD += ["<think>a</think>b", '{"a": 1}', "<tool_response>x</tool_response>", "<|im_end|>", "x" * 50]
@@ -78,20 +99,44 @@ def tokenizer_with(folder: Path, tokens: set[str], target: Path) -> Path:
     return target
 
 
-def write_corpus(path: Path, turns: int) -> None:
-    """Conversations of two to ten messages, with words of the documentation, but no tags."""
+def write_corpus(path: Path, turns: int, *, tools: bool) -> None:
+    """Conversations of two to ten messages, with words of the documentation, but no tags.
+
+    With `tools`, each conversation lists three functions, and half of its questions need a call.
+    """
     pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
     text = " ".join(page.read_text(encoding="utf-8") for page in pages)
     draw, words = random.Random(0), [word for word in text.split() if "<" not in word]
+
+    def said(most: int) -> str:
+        return " ".join(draw.choices(words, k=draw.randint(1, most)))
+
+    names = [f"get_{number}" for number in range(60)]
     with open(path, "w", encoding="utf-8") as file:
         while turns > 0:
-            messages = []
+            messages: list[dict[str, Any]] = []
+            offered = draw.sample(names, 3)
             for _ in range(draw.randint(1, 5)):
-                for role, most in (("user", 40), ("assistant", 120)):
-                    content = " ".join(draw.choices(words, k=draw.randint(1, most)))
-                    messages.append({"role": role, "content": content})
+                messages.append({"role": "user", "content": said(40)})
+                if tools and draw.random() < 0.5:
+                    name, id_ = draw.choice(offered), f"call_{draw.getrandbits(48):x}"
+                    arguments = {"query": said(8), "limit": draw.randint(1, 100)}
+                    function = {"name": name, "arguments": arguments}
+                    calls = [{"id": id_, "type": "function", "function": function}]
+                    messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+                    messages.append({"role": "tool", "content": said(40), "tool_call_id": id_})
+                messages.append({"role": "assistant", "content": said(120)})
             turns -= len(messages)
-            file.write(json.dumps({"messages": messages}) + "\n")
+            listed = [function_named(name) for name in offered]
+            file.write(json.dumps({"messages": messages} | ({"tools": listed} if tools else {})))
+            file.write("\n")
+
+
+def function_named(name: str) -> dict[str, Any]:
+    """Return the description of a function for templates."""
+    properties = {"query": {"type": "string"}, "limit": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 def ours(corpus: Path, tokenizer: Path, template: Path, out: Path) -> float:
@@ -136,14 +181,51 @@ def conversation(draw: random.Random, *, tools: bool) -> list[dict[str, Any]]:
     return messages
 
 
-def compare(source: str, folder: Path, count: int) -> Counter[str]:
-    """Count conversations by how ids and mask compare with those of `transformers`."""
+Expected = Callable[[list[dict[str, Any]], list[Any] | None], tuple[list[int], list[Any]]]
+"""Returns the ids and the mask of a conversation with tools."""
+
+
+def of_transformers(tokenizer: Any, source: str) -> Expected:
+    """Return a function that calls `apply_chat_template`."""
+
+    def expected(messages: list[dict[str, Any]], tools: list[Any] | None) -> Any:
+        found = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=source,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        return found["input_ids"], found["assistant_masks"]
+
+    return expected
+
+
+def of_renderers(tokenizer: Any, family: str) -> Expected:
+    """Return a function that calls the renderer of a family."""
+    import renderers
+
+    made = renderers.create_renderer(tokenizer, renderers.config_from_name(family))
+
+    def expected(messages: list[dict[str, Any]], tools: list[Any] | None) -> Any:
+        found = renderers.build_training_sample(made, messages, tools=tools)
+        return found.token_ids, found.loss_mask
+
+    return expected
+
+
+def compare(source: str, folder: Path, count: int, family: str = "") -> Counter[str]:
+    """Count conversations by how ids and mask compare with those of `transformers`, or with the
+    renderer of a family.
+    """
     from transformers import PreTrainedTokenizerFast
 
+    tokens = {*TOKEN.findall(source), *VARIABLES.values(), *TOKENS_OF_RENDERERS.get(family, ())}
     with tempfile.TemporaryDirectory() as name:
-        made = tokenizer_with(folder, {*TOKEN.findall(source), *VARIABLES.values()}, Path(name))
+        made = tokenizer_with(folder, tokens, Path(name))
         json_bytes = (made / "tokenizer.json").read_bytes()
         theirs = PreTrainedTokenizerFast(tokenizer_file=f"{made}/tokenizer.json", **VARIABLES)
+    expects = of_renderers(theirs, family) if family else of_transformers(theirs, source)
     loaded = TextTokenizer.load(json_bytes, origin=folder, splits_special=True)
     added = loaded.tokenizer.get_added_tokens_decoder().values()
     special = tuple(token.content for token in added if token.special)
@@ -159,20 +241,14 @@ def compare(source: str, folder: Path, count: int) -> Counter[str]:
     found: Counter[str] = Counter()
     for number in range(count):
         try:
-            expected = theirs.apply_chat_template(
-                messages[number],
-                tools=tools[number],
-                chat_template=source,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-            )
+            expected_ids, expected_mask = expects(messages[number], tools[number])
         except Exception:
             found["the template fails"] += 1
             continue
-        mask = np.array(expected["assistant_masks"], bool)
+        mask = np.array(expected_mask, bool)
         if number in samples.unusable:
             found["nothing to learn" if not mask.any() else "rejected here"] += 1
-        elif expected["input_ids"] != ids[number].tolist():
+        elif expected_ids != ids[number].tolist():
             found["other ids"] += 1
         elif (mask == (kinds[number] & 4 > 0)).all():
             found["identical"] += 1
@@ -184,9 +260,10 @@ def compare(source: str, folder: Path, count: int) -> Counter[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--tokenizers", type=Path, nargs="+", required=True)
     parser.add_argument("--template", type=Path, help="a template with {%% generation %%}")
     parser.add_argument("--templates", type=Path, help="a folder of templates to compare")
+    parser.add_argument("--renderers", type=Path, help="a folder of templates to compare")
     parser.add_argument("--turns", type=int, default=1_000_000)
     parser.add_argument("--conversations", type=int, default=2000)
     given = parser.parse_args()
@@ -194,20 +271,36 @@ def main() -> None:
         for path in sorted(given.templates.glob("*.jinja")):
             source = path.read_text(encoding="utf-8")
             if re.search(r"\{%-?\s*generation", source):
-                print(path.name, dict(compare(source, given.tokenizer, given.conversations)))
+                counts = compare(source, given.tokenizers[0], given.conversations)
+                print(path.name, dict(counts), flush=True)
         return
+    if given.renderers:
+        for family, name in FAMILIES.items():
+            source = (given.renderers / name).read_text(encoding="utf-8")
+            counts = compare(source, given.tokenizers[0], given.conversations, family)
+            print(family, name, dict(counts), flush=True)
+        return
+    results = []
+    for folder, has_tools in itertools.product(given.tokenizers, (False, True)):
+        results += measure(folder, given.template, given.turns, has_tools=has_tools)
+        print(json.dumps(results[-2:], indent=1), flush=True)
+    write_result("chat", results, template=given.template.name, workers=WORKERS)
+
+
+def measure(folder: Path, template: Path, turns: int, *, has_tools: bool) -> list[dict[str, Any]]:
+    """Return the rates of both programs for one tokenizer, in turns per second."""
+    rates: dict[str, list[float]] = {"tokenfeed": [], "datasets.map": []}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        tokenizer = tokenizer_with(given.tokenizer, {*VARIABLES.values()}, folder / "tokenizer")
-        write_corpus(folder / "corpus.jsonl", given.turns)
-        rates: dict[str, list[float]] = {"tokenfeed": [], "datasets.map": []}
+        work = Path(name)
+        tokenizer = tokenizer_with(folder, {*VARIABLES.values()}, work / "tokenizer")
+        write_corpus(work / "corpus.jsonl", turns, tools=has_tools)
         for _ in range(REPEATS):
-            arguments = (folder / "corpus.jsonl", tokenizer, given.template)
-            rates["tokenfeed"].append(ours(*arguments, folder / "out"))
-            rates["datasets.map"].append(peer(*arguments, folder))
-        results = [{"loader": name, "turns_per_s": summary(each)} for name, each in rates.items()]
-        print(json.dumps(results, indent=1))
-        write_result("chat", results, tokenizer=given.tokenizer.name, template=given.template.name)
+            rates["tokenfeed"].append(
+                ours(work / "corpus.jsonl", tokenizer, template, work / "out")
+            )
+            rates["datasets.map"].append(peer(work / "corpus.jsonl", tokenizer, template, work))
+    case = {"tokenizer": folder.name, "tool_calls": has_tools, "turns": turns}
+    return [{"loader": name, **case, "turns_per_s": summary(each)} for name, each in rates.items()]
 
 
 if __name__ == "__main__":

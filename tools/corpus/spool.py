@@ -160,7 +160,7 @@ def _rows_of(
             rows.append({next(iter(fields)): record})
         elif isinstance(record, Mapping):
             row = {field: _copied(record[field]) for field in fields if field in record}
-            has_all = needed <= row.keys()
+            has_all = row and needed <= row.keys()
             rows.append(row if has_all else dict.fromkeys(map(str, record)) | row)
         elif hasattr(record, "__arrow_c_stream__") or hasattr(record, "__arrow_c_array__"):
             rows += [row for some in _rows(name, record, fields) for row in some]
@@ -185,14 +185,15 @@ def _columns(name: str, fields: Fields, present: Iterable[str]) -> list[str]:
     """Return the columns to read of a table.
 
     Raises:
-        CorpusError: The table lacks a field.
+        CorpusError: The table lacks a field, or has none of them.
     """
-    if missing := _needed(fields) - {*present}:
+    found = [field for field in fields if field in present]
+    if (missing := _needed(fields) - {*present}) or not found:
         raise CorpusError(
-            f"{name}: no column `{'` or `'.join(sorted(missing))}`; it has: "
+            f"{name}: no column `{'` or `'.join(sorted(missing) or fields)}`; it has: "
             f"{shown_names(present)}. Name the column with `field`."
         )
-    return [field for field in fields if field in present]
+    return found
 
 
 def _rows(name: str, table: Any, fields: Fields) -> Iterator[list[dict[str, Any]]]:

@@ -70,9 +70,9 @@ class Cat:
     """First row, counted from 0 within the split."""
     rows: WholeNumber = 5
     """Rows to print."""
-    targets: Annotated[str, text("NAMES")] | None = None
-    """Mark the tokens of conversations that the loss counts, by the names of `train --targets`: in
-    colour in a terminal, else in [[ ]]."""
+    targets: Annotated[str, text("assistant|last|all|KINDS")] | None = None
+    """Mark the tokens of conversations that the loss counts, as `train --targets` does: in colour
+    in a terminal, else in [[ ]]."""
     html: bool = False
     """With `--targets`: print a page of HTML that needs no other file."""
     json: bool = False

@@ -20,11 +20,10 @@ Most conversations need no rendering: they have the layout of an earlier convers
 import functools
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import Any, NamedTuple
 
 import jinja2
@@ -36,11 +35,13 @@ from tokenfeed.pipeline.format.kinds import BEGINS, Kind
 from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.encoding.jinja_sandbox import (
     MARKS,
+    MarkedObject,
     Use,
     Watch,
     compiled,
     generated_by,
     marks_from,
+    to_json,
 )
 
 Message = dict[str, Any]
@@ -147,7 +148,7 @@ _FIRST_MARKS = (0xF0000, 0x100000)
 _PRIVATE = re.compile(rb"\xf3[\xb0-\xbf]|\xf4")
 """Matches such characters in UTF-8."""
 _MOST_LAYOUTS = 10_000
-"""Layouts that are kept. Conversations with tool calls rarely share one."""
+"""Layouts that are kept."""
 _TRIED = 500
 """Conversations before layouts are given up, if most of them had a layout of their own."""
 _MOST_ALTERNATIVES = 8
@@ -337,24 +338,26 @@ class ChatTemplate:
         Raises:
             Unusable: The template fails, or it is not certain what the assistant says.
         """
-        shapes = []
+        known, shapes = self._known, []
         for inside in (False, True):
-            shape, contents = _shape(conversation, inside=inside)
-            encoded = [content.encode() for content in contents]
-            if shape is None or _PRIVATE.search(b"".join(encoded)):
+            shape, contents = _shape(conversation, known.slots, inside=inside)
+            if shape is None:
                 return self._render_first(conversation)[0]
-            for uses, layout in self._layouts.get(shape, ()):
-                if all(use.is_same(contents) for use in uses):
-                    self._tally["known"] += 1
-                    pieces = [encoded[p] if isinstance(p, int) else p for p in layout.pieces]
+            for uses, layout in known.layouts.get(shape, ()):
+                texts = uses.texts(contents)
+                if all(use.is_same(texts) for use in uses.of_texts):
+                    pieces = [texts[p].encode() if isinstance(p, int) else p for p in layout.pieces]
+                    if _PRIVATE.search(b"".join(pieces)):
+                        return self._render_first(conversation)[0]
+                    known.again += 1
                     return Rendered(layout, pieces)
             shapes.append(shape)
-        self._tally["new"] += 1
+        known.new += 1
         rendered, found = self._render_first(conversation)
         if found is not None and found.uses is not None:
-            if len(self._layouts) > _MOST_LAYOUTS:
-                self._layouts.clear()
-            alternatives = self._layouts.setdefault(shapes[found.inside], [])
+            if len(known.layouts) > _MOST_LAYOUTS:
+                known.layouts.clear()
+            alternatives = known.layouts.setdefault(shapes[found.inside], [])
             if len(alternatives) < _MOST_ALTERNATIVES:
                 alternatives.append((found.uses, rendered.layout))
         return rendered
@@ -368,7 +371,8 @@ class ChatTemplate:
         if self._has_generation:
             said = [_Said(start, end) for start, end in generated if end > start]
         else:
-            said = self._by_prompt(conversation, text, parts) if found is not None else None
+            own = [part for part in parts if part.kind is not Kind.TEMPLATE]
+            said = self._by_prompt(conversation, text, own) if found is not None else None
             if said is None:
                 said = self._by_prefix(conversation, text)
                 found = found and found._replace(uses=None)
@@ -380,19 +384,8 @@ class ChatTemplate:
         return rendered, found
 
     @functools.cached_property
-    def _layouts(self) -> dict[bytes, list[tuple[tuple[Use, ...], Layout]]]:
-        """Layouts so far, by the conversation without its contents."""
-        return {}
-
-    @functools.cached_property
-    def _tally(self) -> Counter[str]:
-        """Number of conversations with a known layout, and of others."""
-        return Counter()
-
-    @property
-    def _is_worth_watching(self) -> bool:
-        """Whether layouts are used again. A watched template takes twice the time."""
-        return self._tally["new"] < _TRIED or self._tally["known"] > self._tally["new"]
+    def _known(self) -> "_Known":
+        return _Known()
 
     @functools.cached_property
     def _has_generation(self) -> bool:
@@ -402,11 +395,6 @@ class ChatTemplate:
     def special(self) -> re.Pattern[str]:
         """Matches a special token."""
         return _any_of(self.special_tokens)
-
-    @functools.cached_property
-    def _prompts(self) -> dict[str, str]:
-        """What the template adds for `add_generation_prompt`, by the arguments."""
-        return {}
 
     def _render(
         self, conversation: Conversation, messages: list[Message], *, prompt: bool = False
@@ -428,34 +416,53 @@ class ChatTemplate:
         """Find the contents in the text, and count those that are missing.
 
         Marks stand around a content, or inside its outer white space for templates that trim.
+        Objects are in the text as JSON. If their marks change the text, fewer contents are marked.
         """
         first = next((first for first in _FIRST_MARKS if not marks_from(first).search(text)), None)
         if first is None:
             return None
-        for inside in (False, True):
-            marked, contents = _marked(conversation.messages, first, inside=inside)
-            if 2 * len(contents) > MARKS:
-                return None
-            variables = self._variables(conversation, marked)
-            watch = _watch(self.source, first) if self._is_worth_watching else None
-            try:
-                with _named("the template fails"):
-                    if watch:
-                        with_marks = watch.render(variables)
-                    else:
-                        with_marks, _ = generated_by(compiled(self.source), variables)
-            except Unusable:
-                continue
-            if (parts := _parts(with_marks, first, text, contents)) is None:
-                continue
-            present = {(part.message, part.kind) for part in parts}
-            missing = [each for each in {*contents} if each not in present]
-            thinking = sum(each.kind is Kind.THINKING for each in missing)
-            uses = None
-            if watch and watch.is_complete:
-                uses = tuple({repr(use): use for use in watch.uses}.values())
-            return _Found(parts, (thinking, len(missing) - thinking), inside, uses)
+        known, slots = self._known, self._known.slots
+        fewer = [slots, slots - {"ids"}, frozenset[str]()]
+        if conversation.tools is None and all(len(m) == 2 for m in conversation.messages):
+            fewer = [slots]
+        for inside, known.slots in product((False, True), dict.fromkeys(fewer)):
+            has_all = known.slots is slots
+            if found := self._proved(conversation, text, first, inside=inside):
+                return found if has_all else found._replace(uses=None)
+        known.slots = slots
         return None
+
+    def _proved(
+        self, conversation: Conversation, text: str, first: int, *, inside: bool
+    ) -> "_Found | None":
+        """Find the contents by marks from `first` on; None if the marks change the text."""
+        known = self._known
+        marked, fields, objects = _marked(conversation, first, known.slots, inside=inside)
+        if 2 * len(fields) > MARKS:
+            return None
+        variables = self._variables(marked, marked.messages)
+        watch = _watch(self.source, first) if known.is_worth_watching else None
+        try:
+            with _named("the template fails"):
+                if watch:
+                    with_marks = watch.render(variables)
+                else:
+                    with_marks, _ = generated_by(compiled(self.source), variables)
+        except Unusable:
+            return None
+        if (parts := _parts(with_marks, first, text, fields)) is None:
+            return None
+        present = {(part.message, part.kind) for part in parts}
+        missing = [each for each in {*fields} if each not in present and each.kind]
+        thinking = sum(each.kind is Kind.THINKING for each in missing)
+        read = {number for number, marked in objects.items() if marked.is_read}
+        known.slots -= {"tools" if fields[number].message < 0 else "arguments" for number in read}
+        uses = None
+        if watch and watch.is_complete and not read:
+            of_texts = tuple({repr(use): use for use in watch.uses}.values())
+            settings = {n: marked.settings for n, marked in objects.items() if marked.settings}
+            uses = _Uses(of_texts, settings)
+        return _Found(parts, (thinking, len(missing) - thinking), inside, uses)
 
     def _by_prompt(
         self, conversation: Conversation, text: str, parts: list[_Part]
@@ -465,13 +472,16 @@ class ChatTemplate:
         Returns None unless every prompt in the text belongs to one message of the assistant, in
         their order.
         """
-        key = repr((conversation.arguments, conversation.tools is None))
+        key, prompts = (
+            repr((conversation.arguments, conversation.tools is None)),
+            self._known.prompts,
+        )
         for again in (False, True):
-            if again or key not in self._prompts:
+            if again or key not in prompts:
                 with_prompt, _ = self._render(conversation, conversation.messages, prompt=True)
                 is_added = with_prompt.startswith(text)
-                self._prompts[key] = with_prompt[len(text) :] if is_added else ""
-            if said := self._after(self._prompts[key], conversation.messages, text, parts):
+                prompts[key] = with_prompt[len(text) :] if is_added else ""
+            if said := self._after(prompts[key], conversation.messages, text, parts):
                 return said
         return None
 
@@ -557,11 +567,13 @@ class ChatTemplate:
                 starts.append(start)
                 kinds.append(int(kind))
 
+        own = [part for part in parts if part.kind is not Kind.TEMPLATE]
+
         def others(until: int) -> Iterator[_Part]:
             nonlocal at
-            while at < len(parts) and parts[at].start < until:
+            while at < len(own) and own[at].start < until:
                 at += 1
-                yield parts[at - 1]
+                yield own[at - 1]
 
         shown = -1
         for turn, (start, end) in zip(
@@ -672,6 +684,45 @@ def _outside(text: str, prompt: str, parts: list[_Part]) -> Iterator[int]:
         at = end
 
 
+class _Uses(NamedTuple):
+    """What a template asked of contents."""
+
+    of_texts: tuple[Use, ...]
+    settings: dict[int, tuple[Any, ...]]
+    """How the template wrote objects as JSON, by the number of the content."""
+
+    def texts(self, contents: list[Any]) -> list[str]:
+        """Return contents as texts. An object that the template did not write stays an object."""
+        if not self.settings:
+            return contents
+        return [
+            to_json(content, *self.settings[number]) if number in self.settings else content
+            for number, content in enumerate(contents)
+        ]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What a process knows of a template."""
+
+    slots: frozenset[str] = frozenset(("ids", "tools", "arguments"))
+    """What is a content, beside texts and the names of functions: ids of calls; tools and arguments
+    of calls, unless the template reads them."""
+    layouts: dict[bytes, list[tuple[_Uses, Layout]]] = field(default_factory=dict)
+    """Layouts so far, by the conversation without its contents."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    """What the template adds for `add_generation_prompt`, by the arguments."""
+    again: int = 0
+    """Number of conversations with a known layout."""
+    new: int = 0
+    """Number of the other conversations."""
+
+    @property
+    def is_worth_watching(self) -> bool:
+        """Whether layouts are used again. A watched template takes twice the time."""
+        return self.new < _TRIED or self.again > self.new
+
+
 class _Found(NamedTuple):
     """The contents in a rendered text."""
 
@@ -680,8 +731,8 @@ class _Found(NamedTuple):
     """Messages whose thinking, and whose text, the template removed."""
     inside: bool
     """Whether a content is without its outer white space."""
-    uses: tuple[Use, ...] | None
-    """What the template asked of contents; None if the text may depend on them in other ways."""
+    uses: _Uses | None
+    """None if the text may depend on contents in other ways."""
 
 
 @functools.cache
@@ -689,94 +740,139 @@ def _watch(source: str, first: int) -> Watch:
     return Watch(source, first)
 
 
-Write = Callable[[str, int, Kind], str]
-"""Takes a content, the number of its message and its kind. Returns what stands in its place."""
+Write = Callable[[Any, int, Kind], Any]
+"""Takes a content, the number of its message, and its kind. Returns what stands in its place.
+
+The number of tools and of ids is -1.
+"""
 
 
-def _replaced(messages: list[Message], write: Write) -> list[Message]:
-    """Return the messages with other contents."""
+def _replaced_tools(
+    tools: list[Any] | None, write: Write, slots: frozenset[str]
+) -> list[Any] | None:
+    """Return the tools as other contents, if all are objects."""
+    if tools and "tools" in slots and all(tool and isinstance(tool, dict) for tool in tools):
+        return [write(tool, -1, Kind.TEMPLATE) for tool in tools]
+    return tools
 
-    def content(text: str, message: int, kind: Kind) -> str:
+
+def _replaced(message: Message, number: int, write: Write, slots: frozenset[str]) -> Message:
+    """Return a message with other contents."""
+
+    def content(text: str) -> str:
         if kind is not Kind.TEXT or not (match := _THOUGHT.fullmatch(text)):
-            return write(text, message, kind)
+            return str(write(text, number, kind))
         opening, thinking, closing, rest = match.groups()
-        thinking = write(thinking, message, Kind.THINKING)
-        return f"{opening}{thinking}{closing}{write(rest, message, kind)}"
+        thinking = write(thinking, number, Kind.THINKING)
+        return f"{opening}{thinking}{closing}{write(rest, number, kind)}"
 
-    made = []
-    for number, message in enumerate(messages):
-        new, kind = dict(message), _ROLES[message["role"]]
-        if kind is Kind.TEXT and isinstance(thinking := message.get("reasoning_content"), str):
-            new["thinking"] = new["reasoning_content"] = write(thinking, number, Kind.THINKING)
-        if isinstance(given := message.get("content"), str):
-            new["content"] = content(given, number, kind)
-        elif given is not None:
-            new["content"] = [
-                {**part, "text": content(part["text"], number, kind)} for part in given
-            ]
-        if kind is Kind.TEXT and isinstance(calls := message.get("tool_calls"), list):
-            new["tool_calls"] = [
-                _renamed(call, lambda name: write(name, number, Kind.CALL))  # noqa: B023
-                for call in calls
-            ]
-        made.append(new)
-    return made
+    def call(given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        new = with_id(given, "id")
+        if "function" in new:
+            new["function"] = call(new["function"])
+        if isinstance(name := new.get("name"), str):
+            new["name"] = write(name, number, Kind.CALL)
+        arguments = new.get("arguments")
+        if "arguments" in slots and arguments and isinstance(arguments, str | dict):
+            new["arguments"] = write(arguments, number, Kind.TEMPLATE)
+        return new
+
+    def with_id(given: dict[str, Any], key: str) -> dict[str, Any]:
+        if "ids" in slots and isinstance(id_ := given.get(key), str):
+            return {**given, key: write(id_, -1, Kind.TEMPLATE)}
+        return dict(given)
+
+    new, kind = dict(message), _ROLES[message["role"]]
+    if kind is Kind.TEXT and isinstance(thinking := message.get("reasoning_content"), str):
+        new["thinking"] = new["reasoning_content"] = write(thinking, number, Kind.THINKING)
+    if isinstance(given := message.get("content"), str):
+        new["content"] = content(given)
+    elif given is not None:
+        new["content"] = [{**part, "text": content(part["text"])} for part in given]
+    if kind is Kind.TEXT and isinstance(calls := message.get("tool_calls"), list):
+        new["tool_calls"] = [call(given) for given in calls]
+    return with_id(new, "tool_call_id")
 
 
 def _marked(
-    messages: list[Message], first: int, *, inside: bool
-) -> tuple[list[Message], list[_Field]]:
-    """Return the messages with marks around their contents, and what each pair of marks is."""
+    conversation: Conversation, first: int, slots: frozenset[str], *, inside: bool
+) -> tuple[Conversation, list[_Field], dict[int, MarkedObject]]:
+    """Return a conversation with marks around its contents, what each pair of marks is, and the
+    marked objects by the number of their pair.
+    """
     fields: list[_Field] = []
+    objects: dict[int, MarkedObject] = {}
+    ids: dict[str, str] = {}
 
-    def mark(text: str, message: int, kind: Kind) -> str:
-        begin, end = 0, len(text)
-        if inside:
-            begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    def mark(value: Any, message: int, kind: Kind) -> Any:
+        is_text = isinstance(value, str)
+        if is_text and message < 0 and value in ids:
+            return ids[value]
+        begin, end = 0, len(value)
+        if inside and is_text:
+            begin, end = len(value) - len(value.lstrip()), len(value.rstrip())
         if begin >= end:
-            return text
-        opening = first + min(2 * len(fields), MARKS - 2)
+            return value
+        code = first + min(2 * len(fields), MARKS - 2)
+        opening, closing = chr(code), chr(code + 1)
         fields.append(_Field(message, kind))
-        return f"{text[:begin]}{chr(opening)}{text[begin:end]}{chr(opening + 1)}{text[end:]}"
+        if not is_text:
+            objects[len(fields) - 1] = made = MarkedObject(value, (opening, closing))
+            return made
+        text = f"{value[:begin]}{opening}{value[begin:end]}{closing}{value[end:]}"
+        if message < 0:
+            ids[value] = text
+        return text
 
-    return _replaced(messages, mark), fields
+    tools = _replaced_tools(conversation.tools, mark, slots)
+    messages = [_replaced(m, n, mark, slots) for n, m in enumerate(conversation.messages)]
+    return Conversation(messages, tools, conversation.arguments), fields, objects
 
 
-def _shape(conversation: Conversation, *, inside: bool) -> tuple[bytes | None, list[str]]:
+_OBJECT = {"?": "?"}
+"""Stands for an object in a shape. If objects are contents, the shape has no other objects at the
+place of an object, except empty ones."""
+
+
+def _shape(
+    conversation: Conversation, slots: frozenset[str], *, inside: bool
+) -> tuple[bytes | None, list[Any]]:
     """Return a conversation without its contents, and the contents that are not empty.
 
     If `inside`, the outer white space of the contents stays in the conversation.
     """
-    contents: list[str] = []
-    shape: list[Any] = [inside, conversation.tools, conversation.arguments]
+    contents: list[Any] = []
+    ids: dict[str, str] = {}
 
-    def keep(text: str, message: int, kind: Kind) -> str:
-        content = text.strip() if inside else text
+    def keep(value: Any, message: int, kind: Kind) -> Any:
+        if not isinstance(value, str):
+            contents.append(value)
+            return _OBJECT
+        if message < 0 and value in ids:
+            return ids[value]
+        content = value.strip() if inside else value
         if not content:
-            return text
+            return value
         contents.append(content)
-        return "?" if content == text else text.replace(content, "?")
+        if message < 0:
+            ids[value] = value.replace(content, f"?{len(contents)}")
+            return ids[value]
+        return "?" if content == value else value.replace(content, "?")
 
+    tools = _replaced_tools(conversation.tools, keep, slots)
+    shape: list[Any] = [inside, tools, conversation.arguments]
     for message in conversation.messages:
         content = message.get("content")
         if len(message) == 2 and isinstance(content, str) and "</think>" not in content:
             shape.append([message["role"], keep(content, 0, Kind.TEXT)])  # most messages
         else:
-            shape += _replaced([message], keep)
+            shape.append(_replaced(message, 0, keep, slots))
     try:
         return msgspec.msgpack.encode(shape), contents
     except (TypeError, ValueError, OverflowError, RecursionError):
         return None, contents
-
-
-def _renamed(call: Any, rename: Any) -> Any:
-    """Return a tool call with another name of its function."""
-    if not isinstance(call, dict):
-        return call
-    if isinstance(function := call.get("function"), dict):
-        return {**call, "function": _renamed(function, rename)}
-    name = call.get("name")
-    return {**call, "name": rename(name)} if isinstance(name, str) else call
 
 
 def _parts(marked: str, first: int, text: str, fields: list[_Field]) -> list[_Part] | None:

@@ -93,16 +93,59 @@ def _check_name(name: Any) -> None:
         raise jinja2.exceptions.SecurityError(f"a namespace cannot have the name {name!r}")
 
 
-def _to_json(
+def to_json(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    """Write a value as the filter `tojson` of transformers does."""
+    if isinstance(value, MarkedObject):
+        return value.to_json(ensure_ascii, indent, separators, sort_keys)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+class MarkedObject(dict[str, Any]):
+    """An object that is not empty, such as the arguments of a call. Its JSON has marks around it.
+
+    A template may test the type of the object, and write the object as JSON. All else reads the
+    object.
+    """
+
+    def __init__(self, value: dict[str, Any], marks: tuple[str, str]) -> None:
+        super().__init__(value)
+        self._value, self._marks = value, marks
+        self.settings: tuple[Any, ...] | None = None
+        """The arguments of `to_json`, as the template gave them; None if it wrote no JSON."""
+        self.is_read = False
+        """Whether the text may depend on the object in other ways."""
+
+    def to_json(self, *settings: Any) -> str:
+        """Return the JSON between the marks."""
+        self.is_read |= self.settings not in (None, settings)
+        self.settings = settings
+        opening, closing = self._marks
+        return f"{opening}{to_json(self._value, *settings)}{closing}"
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    def read(self: MarkedObject, *args: Any) -> Any:
+        self.is_read = True
+        return getattr(dict, name)(self, *args)
+
+    return read
+
+
+for _name in ("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__or__"):
+    setattr(MarkedObject, _name, _reading(_name))
+for _name in ("__repr__", "__reversed__", "__ror__", "copy", "get", "items", "keys", "values"):
+    setattr(MarkedObject, _name, _reading(_name))
 
 
 def _raise(message: str) -> None:
@@ -122,7 +165,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        self.filters["tojson"] = _to_json
+        self.filters["tojson"] = to_json
         self.globals |= {"raise_exception": _raise, "dict": _Dict(), "namespace": _Namespace}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -205,6 +248,8 @@ class Watch:
         """Return whether a JSON value contains the content of a message."""
         if isinstance(value, str):
             return self._marks.search(value) is not None
+        if isinstance(value, MarkedObject):
+            return True
         if isinstance(value, dict):
             return any(map(self.has_marks, (*value, *value.values())))
         if isinstance(value, list | tuple):
@@ -384,6 +429,8 @@ class _WatchedEnvironment(_Environment):
                 watch.ask(value, "strip", *arguments)
             elif name not in _KEEPING_FILTERS:
                 watch.give_up()
+        elif name == "tojson" and isinstance(value, MarkedObject):
+            pass  # the object notes how it is written
         elif name not in _LIST_FILTERS and watch.has_marks(value):
             watch.give_up()
         if name not in ("default", "d") and watch.has_marks(arguments):

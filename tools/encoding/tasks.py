@@ -605,6 +605,19 @@ class ChatEncoder(TaskEncoder):
         "tools": FieldKind.OPTIONAL_JSON,
         "template_arguments": FieldKind.OPTIONAL_JSON,
     }
+    layouts: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"messages": "messages"},
+        {"messages": "conversations"},
+        {"prompt": "prompt", "completion": "completion"},
+        {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+        {"chosen": "chosen", "rejected": "rejected"},
+    )
+    """Usual names of fields, the first choice first."""
+    extras: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"tools": "tools"},
+        {"template_arguments": "chat_template_kwargs"},
+    )
+    """Usual names of fields that any layout may have."""
     keeps: ClassVar[bool] = True
     checks_in_encode: ClassVar[bool] = True
     messages: str | None = "messages"
@@ -632,6 +645,27 @@ class ChatEncoder(TaskEncoder):
         if self.prompt is not None or self.chosen is not None:
             object.__setattr__(self, "messages", None)
 
+    @classmethod
+    def usual_fields(cls) -> Fields:
+        """Return the fields of all layouts. A record has some of them."""
+        names = chain.from_iterable(layout.values() for layout in (*cls.layouts, *cls.extras))
+        return dict.fromkeys(names, FieldKind.OPTIONAL_JSON)
+
+    def found(self, can_read: Callable[[Fields], bool]) -> Self:
+        """Return the task with the names of the first layout that can be read.
+
+        If no layout can be read, the task stays as it is.
+
+        Args:
+            can_read: Returns whether the first records of the corpus have some fields.
+        """
+        layouts = (replace(self, **layout) for layout in self.layouts)
+        found = next((task for task in layouts if can_read(task.fields)), self)
+        for extra in self.extras:
+            more = replace(found, **extra)
+            found = more if can_read(more.fields) else found
+        return found
+
     @property
     def _endings(self) -> tuple[str, ...]:
         """Fields that end the conversations of a record: one conversation, or a pair."""
@@ -642,9 +676,10 @@ class ChatEncoder(TaskEncoder):
         return replace(self, places=TokenPlaces(json_bytes))
 
     def texts(self, values: FieldValues) -> list[bytes]:
-        """The records as JSON; empty for a record that UTF-8 cannot express."""
+        """The records as JSON, without missing values; empty for a record that UTF-8 cannot
+        express."""
         records = zip(*(values[name] for name in self.fields), strict=True)
-        return [_json_of(record) for record in records]
+        return [_json_of([value for value in record if value is not None]) for record in records]
 
     def unusable(self, values: FieldValues) -> dict[int, str]:
         """Return records that are not a conversation."""
@@ -770,7 +805,7 @@ class ChatEncoder(TaskEncoder):
         Raises:
             Unusable: Names the field and the message.
         """
-        messages = []
+        messages: list[Any] = []
         for own, role in (("messages", None), ("prompt", "user"), (ending, "assistant")):
             if (name := getattr(self, own)) is None:
                 continue
@@ -778,7 +813,9 @@ class ChatEncoder(TaskEncoder):
             if role and isinstance(value, str):
                 value = [{"role": role, "content": value}]
             with _in_field(name):
-                messages += read_messages(value)
+                more = read_messages(value)
+            repeats = more[: len(messages)] == messages  # `chosen` may begin with the prompt
+            messages = more if repeats else messages + more
         tools, arguments = (
             None if name is None else _parsed(values[name][row], name)
             for name in (self.tools, self.template_arguments)
@@ -829,7 +866,7 @@ def _parsed(value: Any, name: str) -> Any:
         raise Unusable(f"field `{name}` is a text that is not JSON") from None
 
 
-def _json_of(record: tuple[Any, ...]) -> bytes:
+def _json_of(record: list[Any]) -> bytes:
     try:
         return msgspec.json.encode(record)
     except UnicodeEncodeError:

@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from tokenfeed.pipeline.arithmetic import ceil_div
@@ -17,12 +18,12 @@ from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 from tokenfeed.tools.corpus.read_records import UnverifiedError, read_records
-from tokenfeed.tools.corpus.records import Records, Reject
+from tokenfeed.tools.corpus.records import Fields, Records, Reject
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
 from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
 from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts, Labels, find_labels
-from tokenfeed.tools.encoding.tasks import Labelled, TaskEncoder
+from tokenfeed.tools.encoding.tasks import ChatEncoder, Labelled, TaskEncoder
 from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
 from tokenfeed.tools.jobs.crew import local_crew
 from tokenfeed.tools.jobs.progress_bar import Bar
@@ -33,7 +34,7 @@ _DEFAULT_VALIDATION, _VALIDATION_BYTES = 0.01, 40_000_000
 """Share of the text for validation, and its largest size in bytes (about 10 M tokens)."""
 _LABELLED_VALIDATION, _LABELLED_BYTES = 0.1, 4_000_000
 """The same for rows with labels. Their validation decides when a training ends, so it is larger."""
-_PROBED_RECORDS, _PROBED_FILES = 10_000, 16
+_PROBED_RECORDS, _PROBED_FILES, _PROBED_BYTES = 10_000, 16, 1 << 24
 COUNTED_ALONE_BYTES = 32_000_000
 """Largest input in bytes whose labels this process counts before workers would start."""
 
@@ -58,7 +59,7 @@ class Inputs:
         spooled: Sequence[Spooled] = (),
         onto: Onto | None = None,
     ) -> Self:
-        """List the input files. Reads none of their records.
+        """List the input files. Only for conversations, read first records to find their fields.
 
         Args:
             options: The options of the command.
@@ -82,6 +83,8 @@ class Inputs:
             known=[Known(*file) for file in plan["files"]] if plan else (),
             spooled=spooled,
         )
+        if isinstance(task, ChatEncoder) and not options.field:
+            task = task.found(partial(_can_read, corpus.sources))
         if onto:
             corpus = onto.without_known(corpus)
         validation = options.validation
@@ -184,14 +187,6 @@ class Inputs:
         given = {source.split for source in self.corpus.sources if source.split is not None}
         return tuple(sorted({TRAIN, VALIDATION} | given))
 
-    def _records(self, source: InputFile) -> Iterator[Records]:
-        """Yield the records of a file from its beginning, up to damage of an archive."""
-        format_ = FORMATS[source.format]
-        cut = format_.cut if format_.schema else whole  # to cut lines would count them
-        with contextlib.suppress(UnverifiedError):
-            for part in cut(source, self.shard_bytes):
-                yield from read_records(part, self.task.fields, in_one_pass=True)
-
     def _check_usable(self) -> None:
         """Check that the corpus has a usable record.
 
@@ -208,7 +203,7 @@ class Inputs:
         reasons: set[str] = set()
         for source in spread:
             num_records = 0
-            for records in self._records(source):
+            for records in _first_records(source, self.task.fields):
                 unusable = self.task.unusable(records.fields)
                 if len(unusable) < len(records):
                     return
@@ -226,11 +221,29 @@ class Inputs:
                     break
             if len(rejects) >= _PROBED_RECORDS:
                 name, record, reason = rejects[0]
-                remedy = " Name the field with `--field`." if "no field" in reason else ""
+                own = next(iter(self.task.named))
+                remedy = f" Name the field: `--field {own}=NAME`." if "no field" in reason else ""
                 raise CorpusError(
                     f"no usable document: the first {len(rejects):,} records are all rejected for "
                     f"one reason, like {name}, record {record}: {reason}.{remedy}"
                 )
+
+
+def _first_records(source: InputFile, fields: Fields) -> Iterator[Records]:
+    """Yield the records of a file from its beginning, up to damage of an archive."""
+    format_ = FORMATS[source.format]
+    cut = format_.cut if format_.schema else whole  # to cut lines would count them
+    with contextlib.suppress(UnverifiedError):
+        for part in cut(source, _PROBED_BYTES):
+            yield from read_records(part, fields, in_one_pass=True)
+
+
+def _can_read(sources: Sequence[InputFile], fields: Fields) -> bool:
+    """Return whether the first records of the first file with records have some fields."""
+    for source in sources[:_PROBED_FILES]:
+        for records in _first_records(source, fields):
+            return len(records) > 0
+    return False
 
 
 def _kind_of(reason: str) -> str:

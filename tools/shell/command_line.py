@@ -150,6 +150,7 @@ def read_command_line(
         for name in names:
             how = _reading(kinds[name], is_reversible=name in reversible)
             group.add_argument(optional[name], dest=name, help=help_of[name], **how)
+            parser.placeholders[optional[name]] = how.get("metavar", "")
     found, others = parser.parse_known_args([_with_hyphens(word) for word in words])
     _check_others(
         others, words, optional.values(), prog, other_names or {}, takes_words=bool(positional)
@@ -163,10 +164,16 @@ def read_command_line(
 class _Parser(argparse.ArgumentParser):
     """A parser of options that take any text, so its only errors are missing and extra values."""
 
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.placeholders: dict[str, str] = {}
+        """What stands for the value of each option in the help."""
+
     def error(self, message: str) -> NoReturn:
         """Raise the error as a ConfigError."""
         flag = re.split("[/:]", message.removeprefix("argument "))[0]
-        problem = "takes no value" if "ignored explicit" in message else "expected a value"
+        expected = f"expected a value: {self.placeholders.get(flag)}"
+        problem = "takes no value" if "ignored explicit" in message else expected
         raise ConfigError(f"`{flag}`: {problem}. See {self.prog} --help.")
 
 

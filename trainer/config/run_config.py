@@ -130,9 +130,9 @@ class TrainConfig:
     """Output folder of `pretokenize`. Several folders need weights: a=0.7 b=0.3."""
     objective: ObjectiveName = "auto"
     """What to learn. auto: the task of the shards; masked: fill gaps in documents."""
-    targets: Annotated[str, _shown("NAMES")] | None = None
-    """Tokens of conversations that the loss counts: assistant, last, all, or kinds of tokens like
-    text,call. Default: assistant."""
+    targets: Annotated[str, _shown("assistant|last|all|KINDS")] | None = None
+    """Tokens of conversations that the loss counts. KINDS are kinds of tokens, like text,call.
+    Default: assistant."""
     model: Annotated[str, _shown("NAME")] = "tiny"
     """words: a bag of words. shallow, tiny, mini, small, gpt2: Transformers with 0.4, 1, 11, 25 or
     85 M parameters besides the embedding. qwen3: a new Qwen3 of the size that the next options set.

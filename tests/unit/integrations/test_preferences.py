@@ -28,10 +28,9 @@ def tokenizer(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def made(tokenizer: Path, rows: list[Any], *names: str) -> Any:
-    field = {name: name for name in names}
-    out = tokenizer / "pairs"
-    return pretokenize(rows, out, task="chat", tokenizer=tokenizer, field=field, validation=0)
+def made(tokenizer: Path, rows: list[Any], field: dict[str, str] | None = None) -> Any:
+    out, named = tokenizer / "pairs", field or {}
+    return pretokenize(rows, out, task="chat", tokenizer=tokenizer, field=named, validation=0)
 
 
 def words(ids: list[int]) -> str:
@@ -46,9 +45,9 @@ MESSAGES = {"prompt": PROMPT, "chosen": answer("c d"), "rejected": answer("c e f
 WHOLE = {"chosen": PROMPT + answer("c d"), "rejected": PROMPT + answer("c e f")}
 
 
-@pytest.mark.parametrize("record", [TEXTS, MESSAGES, WHOLE])
+@pytest.mark.parametrize("record", [TEXTS, MESSAGES, WHOLE, WHOLE | {"prompt": "a b"}])
 def test_pairs_come_back_as_prompt_and_answers(tokenizer: Path, record: dict[str, Any]) -> None:
-    made(tokenizer, [record] * 3, *record)
+    made(tokenizer, [record] * 3)
     pairs = [*preference_pairs(tokenizer / "pairs")]
     assert len(pairs) == 3
     for pair in pairs:
@@ -61,7 +60,7 @@ def test_pairs_come_back_as_prompt_and_answers(tokenizer: Path, record: dict[str
 
 @pytest.mark.parametrize("targets", ["assistant", "last", {"text"}, "all"])
 def test_loader_learns_the_chosen_answer(tokenizer: Path, targets: Any) -> None:
-    made(tokenizer, [TEXTS], *TEXTS)
+    made(tokenizer, [TEXTS])
     loader = ShardLoader(tokenizer / "pairs", batching=Fixed(1), num_workers=0, targets=targets)
     (batch,) = loader
     assert words(batch["input_ids"][0].tolist()) == " ".join(EXPECTED)
@@ -71,7 +70,7 @@ def test_loader_learns_the_chosen_answer(tokenizer: Path, targets: Any) -> None:
 
 def test_pair_is_rejected_if_one_conversation_is(tokenizer: Path) -> None:
     rows = [TEXTS | {"rejected": 3}, TEXTS | {"chosen": "end"}, TEXTS | {"rejected": None}, TEXTS]
-    reasons = [reject["reason"] for reject in made(tokenizer, rows, *TEXTS).rejects]
+    reasons = [reject["reason"] for reject in made(tokenizer, rows).rejects]
     assert len(reasons) == 3
     assert "`rejected`" in reasons[0]
     assert "chosen: message 2 has the text of the special token 'end'" in reasons[1]
@@ -81,7 +80,7 @@ def test_pair_is_rejected_if_one_conversation_is(tokenizer: Path) -> None:
 def test_prompt_ends_before_the_answers_differ(tokenizer: Path) -> None:
     chosen = [*PROMPT, *answer("c"), {"role": "user", "content": "d"}, *answer("e")]
     rejected = [*PROMPT, *answer("c"), {"role": "user", "content": "f"}, *answer("e")]
-    made(tokenizer, [{"chosen": chosen, "rejected": rejected}], "chosen", "rejected")
+    made(tokenizer, [{"chosen": chosen, "rejected": rejected}])
     (pair,) = preference_pairs(tokenizer / "pairs")
     assert words(pair["prompt_ids"]) == "user a b end assistant c end user"
     assert words(pair["rejected_ids"]) == "f end assistant e end"
@@ -95,4 +94,4 @@ def test_data_sets_without_pairs_are_refused(tokenizer: Path) -> None:
     with pytest.raises(ConfigError, match="has a row that is no pair"):
         next(preference_pairs(tokenizer / "chat"))
     with pytest.raises(ConfigError, match="expected both chosen and rejected"):
-        made(tokenizer, rows, "prompt", "chosen")
+        made(tokenizer, rows, {"prompt": "prompt", "chosen": "chosen"})

@@ -180,7 +180,7 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
         (["--stepps", "3"], r"Unknown option `--stepps`\. Did you mean --steps\?"),
         (["out/"], r"`out/`: unexpected word\. Did you mean --shards out/\? See train --help"),
         (["--batch-size", "8"], "Did you mean --step-rows"),
-        (["--steps"], r"`--steps`: expected a value\. See train --help"),
+        (["--steps"], r"`--steps`: expected a value: N\. See train --help"),
         (["--shards", "a", "--track", "wandb", "x"], r"`x`: unexpected word\. See train --help"),
         (["--steps", "1.5"], r"`--steps`: expected a whole number of at least 1, got 1\.5"),
         (

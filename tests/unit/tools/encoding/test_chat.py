@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from tokenfeed import Fixed, ShardLoader
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.encoding.chat import (
     COUNTS,
     ChatTemplate,
@@ -404,23 +406,26 @@ def test_layouts_and_formats_make_the_same_rows(tmp_path: Path, tokenizer: Path)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
 
-    both = ("--field", "prompt=prompt", "completion=completion")
     table = pa.table({"messages": SHORT})
     parquet.write_table(table, tmp_path / "table.parquet")
     feather.write_feather(table, tmp_path / "table.arrow")
     texts = pa.table({"messages": [json.dumps(c) for c in SHORT]})
     parquet.write_table(texts, tmp_path / "texts.parquet")
+    both = pa.table({"prompt": [c[:1] for c in SHORT], "completion": [c[1:] for c in SHORT]})
+    parquet.write_table(both, tmp_path / "both.parquet")
     cases: dict[str, tuple[Path, tuple[str, ...]]] = {
         "messages": (lines("messages", messages), ()),
-        "share": (
-            lines("share", [{"conversations": c} for c in share]),
-            ("--field", "messages=conversations"),
+        "share": (lines("share", [{"conversations": c} for c in share]), ()),
+        "renamed": (
+            lines("renamed", [{"messages": 1, "turns": c} for c in share]),
+            ("--field", "messages=turns"),
         ),
-        "pairs": (lines("pairs", pairs), both),
-        "listed": (lines("listed", listed), both),
+        "pairs": (lines("pairs", pairs), ()),
+        "listed": (lines("listed", listed), ()),
         "parquet": (tmp_path / "table.parquet", ()),
         "arrow": (tmp_path / "table.arrow", ()),
         "texts": (tmp_path / "texts.parquet", ()),
+        "both": (tmp_path / "both.parquet", ()),
     }
     found = {}
     for name, (path, options) in cases.items():
@@ -435,14 +440,17 @@ def test_tools_and_arguments_reach_the_template(tmp_path: Path, tokenizer: Path)
         {"messages": SHORT[0], "tools": TOOLS},
         {"messages": SHORT[0], "tools": json.dumps(TOOLS)},
         {"messages": SHORT[0]},
-        {"messages": SHORT[0], "more": {"mood": "sad"}},
+        {"messages": SHORT[0], "chat_template_kwargs": {"mood": "sad"}},
     ]
     template = tmp_path / "moody.jinja"
     template.write_text("{{ mood }}" + QWEN)
-    make(
-        rows, tmp_path / "out", tokenizer, "--field", "tools=tools", "template_arguments=more",
-        "--chat-template", template, "--template-argument", "mood=glad",
-    )  # fmt: skip
+    options = ("--chat-template", template, "--template-argument", "mood=glad")
+    make(rows, tmp_path / "out", tokenizer, *options)
+    named = ("--field", "messages=messages", "tools=t", "template_arguments=more")
+    other_names = {"tools": "t", "chat_template_kwargs": "more"}
+    renamed = [{other_names.get(name, name): row[name] for name in row} for row in rows]
+    make(renamed, tmp_path / "renamed", tokenizer, *named, *options)
+    assert column(tmp_path / "renamed", "kinds") == column(tmp_path / "out", "kinds")
     texts = [
         Tokenizer.from_buffer(tokenizer_json()).decode(row, skip_special_tokens=False)
         for row in column(tmp_path / "out", "input_ids")
@@ -602,17 +610,28 @@ OPERATIONS = [
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_conversations_of_one_shape_are_rendered_as_alone(operation: str) -> None:
     """A template reads contents, so that some conversations need another layout."""
-    source = READING.replace("OPERATION", operation)
     draw = random.Random(operation)
-    together = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
+    assert_rendered_as_alone(READING.replace("OPERATION", operation), made_of_texts(draw))
+
+
+def made_of_texts(draw: random.Random) -> Iterator[Conversation]:
     for _ in range(25):
         texts = ["".join(draw.choices("ab c\n", k=draw.randint(0, 3))) for _ in range(2)]
-        messages = [
-            {"role": "user", "content": texts[0]},
-            {"role": "assistant", "content": texts[1]},
-        ]
+        roles = ("user", "assistant")
+        yield Conversation([{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)])
+
+
+def assert_rendered_as_alone(source: str, conversations: Iterable[Conversation]) -> None:
+    together = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
+    for conversation in conversations:
         alone = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
-        found, expected = (each.render(Conversation(messages)) for each in (together, alone))
+        try:
+            expected = alone.render(conversation)
+        except Unusable as reason:
+            with pytest.raises(Unusable, match=re.escape(str(reason))):
+                together.render(conversation)
+            continue
+        found = together.render(conversation)
         assert text_of(found) == text_of(expected)
         assert found.layout.counts == expected.layout.counts
         ends = [np.cumsum([0, *map(len, each.pieces)]) for each in (found, expected)]
@@ -620,6 +639,48 @@ def test_conversations_of_one_shape_are_rendered_as_alone(operation: str) -> Non
             places = (getattr(each.layout, name) for each in (found, expected))
             assert np.array_equal(*(end[place] for end, place in zip(ends, places, strict=True)))
         assert found.layout.kinds.tolist() == expected.layout.kinds.tolist()
+
+
+CALLING = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}\
+{% generation %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}\
+{{ c.function.name }}({{ OPERATION }}){% endfor %}{{ m.content }}</s>{% endgeneration %}\
+{% endfor %}"""
+OBJECT_OPERATIONS = [
+    *("a | tojson", "a | tojson(indent=2)", "a | tojson(ensure_ascii=true)", "a | string", "a.x"),
+    *("a.items() | list | string", "a | items | list | length", "a['x']", "a | length", "'x' in a"),
+    *("a == {'x': 'b'}", "a is mapping", "a is iterable", "a is sequence", "(a | tojson) | length"),
+    *("(a | tojson) | trim", "(a | tojson)[1:-1]", "c | tojson", "c", "m | tojson", "[a] | tojson"),
+    *("dict(a) | tojson", "a ~ 'x'", "a | dictsort | string", "{'k': a} | tojson", "c.id"),
+    *("(a | tojson) ~ (a | tojson(indent=1))", "c.id | length", "a | default({}) | tojson"),
+    *("namespace(x=a).x | tojson", "tools | tojson", "tools", "(tools or [a])[0] | tojson"),
+    *("tools | length", "(tools or [{}] | first).name", "1 if a else 2", "a is string"),
+    *("a.get('x')", "a.copy() | tojson", "a | list | string", "a | first", "a in [{'x': 'b'}]"),
+    *("(tools or [])[1:] | tojson", "m", "m.tool_calls", "a | pprint", "c.items() | list | string"),
+    "c.function.name if messages[-1].tool_call_id == c.id else ''",
+]
+
+
+@pytest.mark.parametrize("operation", OBJECT_OPERATIONS)
+def test_calls_and_tools_of_one_shape_are_rendered_as_alone(operation: str) -> None:
+    draw = random.Random(operation)
+    assert_rendered_as_alone(CALLING.replace("OPERATION", operation), made_of_calls(draw))
+
+
+def made_of_calls(draw: random.Random) -> Iterator[Conversation]:
+    def text() -> str:
+        return "".join(draw.choices('ab\u00e9"\n', k=draw.randint(0, 3)))
+
+    for _ in range(25):
+        x = {"x": text()}
+        arguments = draw.choice([{}, x, x, {**x, "y": [draw.random(), x]}, json.dumps(x), ""])
+        function = {"name": text(), "arguments": arguments}
+        id_ = text()
+        call = {"id": id_, "type": "function", "function": function}
+        answer = {"role": "assistant", "content": text(), "tool_calls": [call]}
+        tools = draw.choice([None, [{"name": text(), "parameters": x}], [x, {**x, "z": 1}], [{}]])
+        result = {"role": "tool", "content": text(), "name": text()}
+        result["tool_call_id"] = draw.choice([id_, text()])
+        yield Conversation([answer, result][: draw.randint(1, 2)], tools)
 
 
 @pytest.mark.parametrize("name", ["generating", "llama", "qwen", "qwen, generating"])
@@ -638,6 +699,17 @@ def test_template_is_run_once_for_each_shape(name: str, monkeypatch: pytest.Monk
         answer = {"role": "assistant", "content": f"{thought}answer {number}"}
         template.render(Conversation([*SHORT[number % 5][:1], answer]))
     assert len(runs) == 2 + name.startswith("qwen")
+    if not name.startswith("qwen"):
+        return
+    for number in range(40):
+        arguments = {"city": f"city {number}", "days": number}
+        function = {"name": f"name {number}", "arguments": arguments}
+        call = {"id": f"id {number}", "function": function}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "content": f"result {number}", "tool_call_id": f"id {number}"}
+        tools = [{"name": function["name"], "parameters": {"type": "object"}}]
+        template.render(Conversation([*SHORT[0][:1], answer, result], tools))
+    assert len(runs) == 4
 
 
 def test_an_encoder_is_the_same_in_another_process() -> None:
@@ -653,11 +725,10 @@ def test_special_text_in_tools_is_rejected(tmp_path: Path, tokenizer: Path) -> N
         {"messages": SHORT[0], "tools": [{"name": "<|im_end|>"}]},
         {"messages": SHORT[0], "tools": TOOLS},
     ]
-    make(rows, tmp_path / "out", tokenizer, "--field", "tools=tools")
+    make(rows, tmp_path / "out", tokenizer)
     (reject,) = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
     assert "the list of tools has the text of the special token '<|im_end|>'" in reject
-    make(rows, tmp_path / "split", tokenizer, "--field", "tools=tools",
-         "--special-tokens-in-text", "split")  # fmt: skip
+    make(rows, tmp_path / "split", tokenizer, "--special-tokens-in-text", "split")
     assert len(column(tmp_path / "split", "kinds")) == 2
 
 

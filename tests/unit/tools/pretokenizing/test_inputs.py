@@ -33,7 +33,7 @@ def test_wrong_field_name_stops_after_10_000_records(
     said = str(caught.value)
     assert said.startswith("no usable document: the first ")
     assert "a.jsonl, record 0: no field `text`; it has: content, id." in said
-    assert said.endswith("Name the field with `--field`.")
+    assert said.endswith("Name the field: `--field text=NAME`.")
     assert int(said.split()[5].replace(",", "")) < 30_000
     assert not (tmp_path / "out").exists()
 

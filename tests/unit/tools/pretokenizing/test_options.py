@@ -68,7 +68,11 @@ def test_what_was_just_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         (shards.main, "copy a", "`TO` is missing: expected FROM TO. See shards copy --help."),
         (shards.main, "copy a b c", "`c`: unexpected word, expected FROM TO. See shards copy"),
         (shards.main, "copy -- a b -c", "`-c`: unexpected word, expected FROM TO. See shards copy"),
-        (shards.main, "cat o --rows", "`--rows`: expected a value. See shards cat --help."),
+        (
+            shards.main,
+            "cat o --targets",
+            "`--targets`: expected a value: assistant|last|all|KINDS.",
+        ),
         (shards.main, "cat o --json=1", "`--json`: takes no value. See shards cat"),
         (shards.main, "cat o --rows abc", "`--rows`: expected a whole number, got abc."),
         (
