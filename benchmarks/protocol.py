@@ -1,16 +1,18 @@
 """What all benchmarks share: the environment they ran in, medians of repeats, result files."""
 
+import contextlib
 import datetime
 import json
 import os
 import platform
 import statistics
 import subprocess
-from importlib.metadata import version
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "environment", "summary", "write_result"]
+__all__ = ["RESULTS", "environment", "installed", "summary", "write_result"]
 
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = (
@@ -36,6 +38,15 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in _PACKAGES},
     }
+
+
+def installed(peers: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the versions of the packages of each peer whose `packages` are all installed here."""
+    found = {}
+    for name, peer in peers.items():
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = {each: version(each) for each in peer.packages}
+    return found
 
 
 def summary(values: list[float], digits: int = 1) -> dict[str, float]:

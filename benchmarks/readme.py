@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import torchtitan
+from benchmarks import recipes, torchtitan
 from benchmarks.protocol import RESULTS
 from benchmarks.remote import tables as remote_tables
 from benchmarks.shuffle import tables as shuffle_tables
@@ -308,6 +308,7 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "text_loaders/front": front_table,
     "text_loaders/mixture": mixture_table,
     "torchtitan": torchtitan.table,
+    "recipes": recipes.table,
     "ranks": ranks_table,
     "packing": packing_table,
     "pretokenize": pretokenize_table,
@@ -330,6 +331,8 @@ def written(block: re.Match[str]) -> str:
     """A block as the results have it."""
     begin, name, end = block.groups()
     path = RESULTS / f"{name.partition('/')[0]}.json"
+    if not path.exists():  # not measured yet
+        return block[0]
     results = json.loads(path.read_text())["results"]
     return begin + markdown(TABLES[name](results)) + end
 

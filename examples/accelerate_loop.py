@@ -1,5 +1,8 @@
 """A loop under `accelerate`, on documents packed into sequences of one length.
 
+Do not pass the loader to `prepare`: it would split the batches over the ranks a second time. Keep
+`gradient_accumulation_steps` of the Accelerator at 1: `step.divisor` includes the accumulation.
+
 accelerate launch examples/accelerate_loop.py out/ --steps 50
 accelerate launch examples/accelerate_loop.py out/ --steps 100 --resume
 """
@@ -11,8 +14,7 @@ import torch
 from accelerate import Accelerator
 from tiny import make_model, parse_args
 
-from tokenfeed import Packed
-from tokenfeed.integrations.accelerate import accelerated_loader
+from tokenfeed import Packed, ShardLoader
 from tokenfeed.integrations.steps import steps
 
 
@@ -20,12 +22,13 @@ def main() -> None:
     args = parse_args(__doc__)
     accelerator = Accelerator()
     batching = Packed(sequence_length=args.max_tokens // 4, batch_size=4)
-    loader = accelerated_loader(
-        accelerator,
+    loader = ShardLoader(
         args.data,
         batching=batching,
+        device=accelerator.device,
         micro_batches_per_step=args.micro_batches_per_step,
     )
+    accelerator.register_for_checkpointing(loader)
     model = make_model(args.data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -4,7 +4,6 @@
     packed        any loop: check that a model separates the documents of a packed row
     transformers  `transformers.Trainer`
     lightning     Lightning
-    accelerate    Accelerate
     stall         measures the stall of other loops; used by the callbacks for both
     dataloader    code that requires a torch DataLoader or a StatefulDataLoader
     trl           TRL's `SFTTrainer`

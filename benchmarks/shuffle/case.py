@@ -9,7 +9,6 @@ usage: case.py ours SETTINGS FOLDER EPOCHS OUT
        case.py versions
 """
 
-import importlib.metadata
 import json
 import os
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.protocol import installed
 from benchmarks.shuffle.metrics import Order, by_rows
 from benchmarks.shuffle.peers import PEERS
 from benchmarks.text_loaders.processes import family_pss
@@ -87,17 +87,6 @@ def cost(loader: Any) -> dict[str, float]:
     }
 
 
-def versions() -> dict[str, dict[str, str]]:
-    """The peers whose packages are installed."""
-    found = {}
-    for name, peer in PEERS.items():
-        try:
-            found[name] = {each: importlib.metadata.version(each) for each in peer.packages}
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def save(orders: list[Order], out: str) -> None:
     for epoch, order in enumerate(orders):
         np.savez(f"{out}-{epoch}.npz", **asdict(order))
@@ -106,7 +95,7 @@ def save(orders: list[Order], out: str) -> None:
 def main() -> None:
     action, *arguments = sys.argv[1:]
     if action == "versions":
-        print(json.dumps(versions()))
+        print(json.dumps(installed(PEERS)))
     elif action == "peer":
         name, lengths, rows_a_batch, epochs, out = arguments
         of_rows, size = np.load(lengths), int(rows_a_batch)

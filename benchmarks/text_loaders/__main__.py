@@ -157,17 +157,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     every = [*OURS, *PEERS]
     parser.add_argument("--peer-python", help="an interpreter that has the peers")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--quick", action="store_true", help="25 minutes: less of all by a half")
+    parser.add_argument("--repeats", type=int, help="default: 3; quick: 2")
+    parser.add_argument("--seconds", type=float, help="default: 4; quick: 2")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--data", type=Path, help="keep the data here, and use what is there")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the data; for a quick try")
+    parser.add_argument("--scale", type=float, help="of the data. Default: 1; quick: 0.5")
     tasks = [*KINDS, MIXTURE]
     parser.add_argument("--rows", nargs="+", default=tasks, choices=tasks)
     parser.add_argument("--only", nargs="+", default=every, choices=every, metavar="LOADER")
     parser.add_argument("--add", action="store_true", help="keep other rows of the results file")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
+    sizes = {"repeats": (3, 2), "seconds": (4.0, 2.0), "scale": (1.0, 0.5)}
+    for name, (usual, quick) in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, quick if options.quick else usual)
     homes, versions = find_peers([sys.executable, *filter(None, [options.peer_python])])
     with tempfile.TemporaryDirectory() as name:
         options.data = options.data or Path(name)

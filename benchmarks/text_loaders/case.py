@@ -11,7 +11,6 @@ usage: case.py write|speed|resume|check|mix|versions LOADER KIND DATA [--seconds
 import argparse
 import collections
 import importlib
-import importlib.metadata
 import itertools
 import json
 import pickle
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.protocol import installed
 from benchmarks.text_loaders.peers import (
     MIXED,
     PEERS,
@@ -80,9 +80,11 @@ def import_all(name: str) -> None:
                 importlib.import_module(module)
 
 
-def count(batch: Any) -> tuple[int, int]:
+def count(batch: Any, *, is_chat: bool) -> tuple[int, int]:
     """Real tokens and slots of a batch, from which everything that a model takes is asked."""
     ids = batch["input_ids"]
+    if is_chat:
+        batch["labels"]
     mask = batch.get("attention_mask")
     assert ids.dtype == torch.int64
     if hasattr(batch, "num_tokens"):  # ours, which builds only what is asked for
@@ -106,7 +108,7 @@ def epochs_of(stream: Stream) -> Iterator[Any]:
 
 
 def speed(
-    open_stream: Callable[[], Stream], seconds: float, half_epoch: int, state_file: Path
+    open_stream: Callable[[], Stream], seconds: float, rows: Rows, state_file: Path
 ) -> dict[str, float]:
     """Drain for some seconds after the first batch, which stands apart."""
     started = time.perf_counter()
@@ -117,12 +119,12 @@ def speed(
     tokens = slots = 0
     state = None
     for batch in batches:
-        more_tokens, more_slots = count(batch)
+        more_tokens, more_slots = count(batch, is_chat=rows.is_chat)
         tokens += more_tokens
         slots += more_slots
         now = time.perf_counter()
         is_over = now - first > seconds
-        if stream.state and state is None and (is_over or tokens >= half_epoch):
+        if stream.state and state is None and (is_over or tokens >= len(rows.ids) // 2):
             state = pickle.dumps(stream.state())
         if is_over:
             break
@@ -222,17 +224,6 @@ def pieces(batch: Any) -> tuple[np.ndarray, np.ndarray | None]:
     return lengths, lengths == SEQUENCE
 
 
-def versions() -> dict[str, dict[str, str]]:
-    """The installed peers' packages with their versions."""
-    found = {}
-    for name, peer in PEERS.items():
-        try:
-            found[name] = {each: importlib.metadata.version(each) for each in peer.packages}
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("action", choices=["write", "speed", "resume", "check", "mix", "versions"])
@@ -245,7 +236,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.action == "versions":
-        print(json.dumps(versions()))
+        print(json.dumps(installed(PEERS)))
         return
     name, kind, data = options.loader, options.kind, options.data
     import_all(name)
@@ -263,7 +254,7 @@ def main() -> None:
     if options.action == "write" and peer:
         peer.write(rows, own)
     elif options.action == "speed":
-        result |= speed(open_stream, options.seconds, len(rows.ids) // 2, own / "state.pickle")
+        result |= speed(open_stream, options.seconds, rows, own / "state.pickle")
     elif options.action == "resume":
         result |= resume(open_stream, own / "state.pickle")
     elif options.action == "check":

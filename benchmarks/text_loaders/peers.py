@@ -20,7 +20,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 SEQUENCE = 2048
-BATCH_ROWS = {"short": 256, "check": 256, "medium": 32, "documents": 8}
+BATCH_ROWS = {"short": 256, "check": 256, "medium": 32, "documents": 8, "chat": 8}
+IS_TARGET, IGNORED = 1 << 15, -100  # see data.py, which needs tokenfeed
 
 MIXED = {"documents": 0.7, "short": 0.3}
 """Shares of the tokens that the task `mixture` asks for."""
@@ -49,6 +50,7 @@ class Rows(Sequence[np.ndarray]):
         self._arguments = (folder, kind, part)
         self.ids = np.asarray(np.load(folder / kind / "ids.npy", mmap_mode="r"))
         self.same_length = kind == "documents" and not whole
+        self.is_chat = kind == "chat"
         self.batch_rows = BATCH_ROWS[kind]
         if self.same_length:
             self.offsets = np.arange(0, len(self.ids) + 1, SEQUENCE)
@@ -72,13 +74,15 @@ class Rows(Sequence[np.ndarray]):
 
     def collate(self, rows: Sequence[Any]) -> Batch:
         """The batch of some rows."""
+        if self.is_chat:
+            return labelled(pad(rows))
         return stack(rows) if self.same_length else pad(rows)
 
     def gather(self, indices: Sequence[int]) -> Batch:
         """The batch of the rows at `indices`, straight from the memory map."""
         if self.same_length:
             return {"input_ids": torch.from_numpy(self.grid()[np.asarray(indices)].astype("i8"))}
-        return pad([self[index] for index in indices])
+        return self.collate([self[index] for index in indices])
 
 
 def rows_of(folder: Path, kind: str, loader: str) -> Rows:
@@ -95,6 +99,12 @@ def pad(rows: Sequence[Any]) -> Batch:
     ids = np.zeros(mask.shape, np.int64)
     ids[mask] = np.concatenate(rows)
     return {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+
+
+def labelled(batch: Batch) -> Batch:
+    """Add the labels of conversations, which the ids mark by a bit."""
+    is_target, ids = batch["input_ids"] >= IS_TARGET, batch["input_ids"] % IS_TARGET
+    return batch | {"input_ids": ids, "labels": ids.masked_fill(~is_target, IGNORED)}
 
 
 def stack(rows: Sequence[Any]) -> Batch:
@@ -358,6 +368,8 @@ def open_torchtitan(
 
 
 def read_torchtitan(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
+    if rows.is_chat:
+        raise NotImplementedError("torchtitan has no conversations of several turns")
     return concatenated([rows])
 
 

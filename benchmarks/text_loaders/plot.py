@@ -17,6 +17,7 @@ TITLES = {
     "short": "short rows: source lines",
     "medium": "medium rows: 20 lines",
     "documents": "documents: whole files",
+    "chat": "conversations, with labels",
 }
 
 

@@ -11,8 +11,6 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -89,23 +87,17 @@ class Feed:
 
             copies, page_lock = copy_stream(device), PageLock(device, counters)
         self._pool: WorkerPool | None = None
-        self._source: WindowSource
         if num_workers:
-            self._source = self._pool = WorkerPool(
-                maker,
-                start,
-                num_workers=num_workers,
-                timeout=timeout,
-                register=page_lock.lock if page_lock else None,
+            register = page_lock.lock if page_lock else None
+            self._pool = WorkerPool(
+                maker, start, num_workers=num_workers, timeout=timeout, register=register
             )
-        else:
-            self._source = InlineSource(maker, start, page_lock.stage if page_lock else None)
-        tune = partial(_tune, self._pool, tuner) if self._pool and tuner else None
-        self._measured = _Measured(self._source, counters, tune)
+        source = self._pool or InlineSource(maker, start, page_lock.stage if page_lock else None)
+        self._measured = _Measured(source, counters, self._pool, tuner)
         self._batches = (
             copy_ahead(self._measured, copies, form) if copies else _on_host(self._measured, form)
         )
-        self._finalizer = weakref.finalize(self, _end, self._batches, self._source)
+        self._finalizer = weakref.finalize(self, _end, self._batches, self._pool)
         self.in_step = True
         """Whether the loader has counted the last batch. `Delivery.next` sets it to True."""
 
@@ -134,7 +126,7 @@ class Feed:
         """
         if not self.can_go_on():
             return False
-        self._measured.tune = None
+        self._measured.tuner = None
         if self._pool and num_workers:
             self.in_step = False
             self._pool.resize(num_workers)
@@ -144,22 +136,23 @@ class Feed:
     def close(self) -> None:
         """Wait for running copies and stop the workers. Call it again if it was interrupted."""
         self.in_step = False
-        _end(self._batches, self._source)
+        _end(self._batches, self._pool)
         self._finalizer.detach()
 
 
-def _end(batches: "Batches", source: WindowSource) -> None:
-    """Close `batches`, which waits for copies from the memory of the source; then close the source.
+def _end(batches: "Batches", pool: WorkerPool | None) -> None:
+    """Close `batches`, which waits for copies from the memory of the workers; then close the pool.
 
     It runs when a feed is closed or garbage-collected and when the interpreter ends; a second call
-    does nothing. A daemon thread may still be inside `batches`: it ends when it finds the source
+    does nothing. A daemon thread may still be inside `batches`: it ends when it finds the pool
     closed.
     """
     try:
         with contextlib.suppress(ValueError):  # a daemon thread is inside
             batches.close()
     finally:
-        source.close()
+        if pool:
+            pool.close()
 
 
 def _on_host(source: WindowSource, form: BatchForm) -> "Batches":
@@ -173,41 +166,26 @@ def _on_host(source: WindowSource, form: BatchForm) -> "Batches":
 
 
 class _Measured:
-    """A source that measures how long windows take to make and to use."""
+    """A source that measures how long windows take to make and to use, and adjusts the workers."""
 
     def __init__(
-        self,
-        source: WindowSource,
-        counters: Counters,
-        tune: Callable[[float, float], None] | None,
+        self, source: WindowSource, counters: Counters, pool: WorkerPool | None, tuner: Tuner | None
     ) -> None:
-        self._source, self._counters = source, counters
-        self.tune = tune
-        """Called with the seconds that each window took to make and to use."""
+        self._source, self._counters, self._pool = source, counters, pool
+        self.tuner = tuner
+        """Chooses the number of workers of the pool. None: the number stays."""
         self._taken_s: float | None = None
+        self.is_ready = source.is_ready
 
     def take(self) -> Lease:
         """Return the next window."""
         asked_s = time.perf_counter()
         lease = self._source.take()
-        if self.tune and self._taken_s is not None:
-            self.tune(lease.seconds, asked_s - self._taken_s)
+        if self._pool and self.tuner and self._taken_s is not None:
+            self.tuner.add(lease.seconds, asked_s - self._taken_s)
+            suggested = self.tuner.suggest(self._pool.num_workers)
+            if suggested != self._pool.num_workers:
+                self._pool.resize(suggested)
         self._counters.add_window(lease.seconds, lease.ready, lease.fetched)
         self._taken_s = time.perf_counter()
         return lease
-
-    def is_ready(self) -> bool:
-        """Return whether `take` would return at once."""
-        return self._source.is_ready()
-
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()
-
-
-def _tune(pool: WorkerPool, tuner: Tuner, made_s: float, used_s: float) -> None:
-    """Measure a window, and set the number of workers that keep up."""
-    tuner.add(made_s, used_s)
-    suggested = tuner.suggest(pool.num_workers)
-    if suggested != pool.num_workers:
-        pool.resize(suggested)

@@ -135,19 +135,14 @@ class Counters:
         last_epoch_tokens: dict[str, int],
     ) -> Stats:
         """Return the current counts."""
+        same = ("batches", "fillers", "tokens", "slots", "cut_pieces", "windows", "pageable")
         return Stats(
-            batches=self.batches,
-            fillers=self.fillers,
-            tokens=self.tokens,
-            slots=self.slots,
+            **{name: getattr(self, name) for name in same},
             padding=1 - self.tokens / self.slots if self.slots else 0.0,
-            cut_pieces=self.cut_pieces,
-            windows=self.windows,
             mixing=mixing,
             epoch_tokens=epoch_tokens,
             last_epoch_tokens=last_epoch_tokens,
             num_workers=num_workers,
-            pageable=self.pageable,
             wait_total_s=self.wait_total_s,
             wait_s=self.wait_s.quantiles(),
             decode_s=self.decode_s.quantiles(),

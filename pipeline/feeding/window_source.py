@@ -62,9 +62,6 @@ class WindowSource(Protocol):
         """Whether `take` would return at once."""
         ...
 
-    def close(self) -> None:
-        """Stop everything that runs."""
-
 
 class InlineSource:
     """Makes each window in `take`, in this process."""
@@ -92,9 +89,6 @@ class InlineSource:
     def is_ready(self) -> bool:
         """Return False: nothing is made ahead."""
         return False
-
-    def close(self) -> None:
-        """Do nothing: nothing runs."""
 
 
 def end_with_interpreter() -> None:

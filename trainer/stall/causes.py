@@ -43,8 +43,8 @@ class About(NamedTuple):
 ABOUT: dict[Cause, About] = {
     "data": About(
         "a batch that was not ready",
-        "batches come late: use more workers in the loader, prefetch more, or read from a faster "
-        "disk",
+        "batches come late: use more workers in the loader, prefetch more, tokenize beforehand, or "
+        "read from a faster disk",
         named=0.05,
     ),
     "copy": About(

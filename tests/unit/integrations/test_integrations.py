@@ -16,7 +16,7 @@ import torch.distributed as dist
 from support.delivery import MakeDataset, open_loader
 from torch.utils.data import DataLoader
 
-from tokenfeed import Fixed, Padded, ShardLoader, StallMeter
+from tokenfeed import Fixed, Padded, StallMeter
 from tokenfeed.integrations import steps as step_module
 from tokenfeed.integrations.dataloader import StatefulShardLoader
 from tokenfeed.integrations.stall import MeterOfEvents
@@ -144,30 +144,6 @@ def test_dataloader_face_of_validation_begins_anew(both_splits: Path) -> None:
     first = ids_of(islice(train, 3))
     train.rewind()
     assert ids_of(islice(train, 3)) == first
-
-
-@pytest.mark.slow  # seconds, for the import
-def test_accelerate_keeps_positions_of_train_only(both_splits: Path, tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    module = pytest.importorskip("tokenfeed.integrations.accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-
-    def open_split(split: str) -> ShardLoader:
-        loader = module.accelerated_loader(
-            accelerator, both_splits, batching=Fixed(8), split=split, num_workers=0
-        )
-        assert isinstance(loader, ShardLoader)
-        return loader
-
-    train, validation = open_split("train"), open_split("validation")
-    whole = ids_of(validation)
-    for loader in (train, validation):
-        assert len(list(islice(loader, 3))) == 3
-    accelerator.save_state(str(tmp_path / "state"))
-    rest = ids_of(train)
-    accelerator.load_state(str(tmp_path / "state"))
-    assert ids_of(train) == rest
-    assert ids_of(validation) == whole
 
 
 def test_steps_of_ranks_without_a_group_raises(folder: Path) -> None:
