@@ -255,8 +255,7 @@ def build_as(ragged: RaggedBatch, form: BatchForm, device: str) -> Batch:
 
 
 @pytest.mark.parametrize("device", ["host", "cpu"])
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@given(case=cases())
+@given(form=st.sampled_from(FORMS), case=cases())
 def test_batches_of_every_form_have_the_same_values(
     device: str, form: BatchForm, case: Case
 ) -> None:
@@ -277,8 +276,7 @@ def test_batches_of_every_form_have_the_same_values(
 
 
 @pytest.mark.parametrize("device", ["host", "cpu"])
-@pytest.mark.parametrize("form", [FORM, *FORMS], ids=str)
-@given(case=cases())
+@given(form=st.sampled_from([FORM, *FORMS]), case=cases())
 def test_targets_are_the_labels_of_what_a_slot_predicts(
     device: str, form: BatchForm, case: Case
 ) -> None:
