@@ -346,6 +346,12 @@ class Manifest:
 
     def _check(self, path: str) -> None:
         self._check_files(path)
+        made_by = self.tokenizer
+        if max(made_by.pad_id, made_by.end_id or 0) >= made_by.vocabulary_size:
+            raise ManifestError(
+                f"{path}: `pad_id` {made_by.pad_id} or `end_id` {made_by.end_id} is beyond the "
+                f"vocabulary of {made_by.vocabulary_size:,}. Run `pretokenize` again."
+            )
         for name, split in self.splits.items():
             counts = split.length_histogram
             if len(counts) != _HISTOGRAM_BINS or sum(counts) != split.rows:
@@ -376,7 +382,7 @@ class Manifest:
                 )
         for shard in shards:
             most = min(shard.rows, shard.bytes // _LEAST_BATCH_BYTES)
-            if shard.batches > most or shard.rows > shard.tokens:
+            if not min(shard.rows, 1) <= shard.batches <= most or shard.rows > shard.tokens:
                 raise ManifestError(
                     f"{path}: {shard.file} cannot have {shard.batches:,} record batches, "
                     f"{shard.rows:,} rows and {shard.tokens:,} tokens in {shard.bytes:,} bytes. "
