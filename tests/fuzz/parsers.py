@@ -228,6 +228,14 @@ def _index(to: Format) -> Parser:
     return Parser(make=make, reads=[read])
 
 
+def _make_stitched(folder: Path) -> Sequence[str]:
+    files = _index("olmo").make(folder)
+    tokenizer = TextTokenizer.load((folder / "tokenizer.json").read_bytes(), origin="it")
+    adopt([str(folder / files[0])], str(folder / "set"), tokenizer)
+    (folder / "expected").write_bytes(b"".join(_ids(folder / "set")))
+    return [str(path.relative_to(folder)) for path in (folder / "set/train").iterdir()]
+
+
 _TEXTS = texts(12)
 _LINES = "".join(
     json.dumps({"text": text, "n": n}) + "\n" for n, text in enumerate(_TEXTS)
@@ -346,6 +354,7 @@ def _read_tiktoken(folder: Path) -> None:
 
 PARSERS = {
     "shard": Parser(make=_make_shard, reads=[_read_shard]),
+    "stitched": Parser(make=_make_stitched, reads=[_read_shard]),
     "manifest": Parser(
         make=_make_manifest,
         reads=[_read_manifest, _verify, _load],

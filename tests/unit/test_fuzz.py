@@ -9,7 +9,7 @@ import pytest
 from fuzz.parsers import PARSERS
 from fuzz.run import Fuzzer
 
-SLOW = {"manifest", "state", "megatron", "llm.c", "olmo", "datatrove", "shard"}
+SLOW = {"manifest", "state", "megatron", "llm.c", "olmo", "datatrove", "shard", "stitched"}
 """Parsers that take milliseconds for each mutation."""
 
 
@@ -76,3 +76,13 @@ def test_sealed_files_with_impossible_values_are_rejected(
     content = json.loads((tmp_path / file).read_bytes())
     change(content)
     assert fuzzer.try_bytes(file, seal(content)) == ("rejected", "")
+
+
+def test_stitched_files_cut_anywhere_in_the_table_are_rejected(tmp_path: Path) -> None:
+    fuzzer = Fuzzer("stitched", tmp_path)
+    (file,) = fuzzer.files
+    data = (tmp_path / file).read_bytes()
+    ends = range(0, len(data), 4)
+    assert {fuzzer.try_bytes(file, data[:end], is_traced=False) for end in ends} == {
+        ("rejected", "")
+    }
