@@ -21,7 +21,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, Self
+from math import gcd
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -189,6 +190,8 @@ class SourceOrder(ABC):
     seed: int
     shuffle: bool
     """False: every reading has the record batches in file order."""
+    strides: ClassVar[bool]
+    """Whether the strata of a round come in strides, or in random order; see `_stratified`."""
     keeps_rows: bool = field(default=False, kw_only=True)
     """Whether a window has its record batches in the order of reading, for `order`="file"."""
 
@@ -224,7 +227,7 @@ class SourceOrder(ABC):
         if not self.shuffle:
             return reading * size + batches
         rounds, key = self.rounds_of(source, reading), self.key_of(source, epoch)
-        return places_at(batches, size, rounds, key, reading)
+        return places_at(batches, size, rounds, key, reading, strides=self.strides)
 
     def _batches(self, source: int, epoch: int, start: int, stop: int) -> np.ndarray:
         """Return the record batches of a source at places `start` to `stop` - 1.
@@ -242,7 +245,9 @@ class SourceOrder(ABC):
         batches = np.empty(len(places), np.int64)
         for num_rounds in np.unique(rounds).tolist():  # one, unless the stage has changed
             chosen = of_place == num_rounds
-            batches[chosen] = batches_at(places[chosen], size, num_rounds, key)
+            batches[chosen] = batches_at(
+                places[chosen], size, num_rounds, key, strides=self.strides
+            )
         return batches
 
 
@@ -250,6 +255,7 @@ class SourceOrder(ABC):
 class EpochOrder(SourceOrder):
     """The order of a data set or a mixture. All epochs have the same phases."""
 
+    strides: ClassVar[bool] = False
     phases: tuple[MixturePhase, ...]
     """The phases of an epoch, in order; a single source has one phase."""
 
@@ -324,7 +330,9 @@ class EpochOrder(SourceOrder):
         return min(size, max(1, round(size * windows / batches)))
 
 
-def batches_at(places: np.ndarray, size: int, num_rounds: int, key: int) -> np.ndarray:
+def batches_at(
+    places: np.ndarray, size: int, num_rounds: int, key: int, *, strides: bool
+) -> np.ndarray:
     """Return the record batches of a source at some places of its order, shape (K,), int64.
 
     Reading r of the source has the places from r * size on, and a permutation of its own.
@@ -332,25 +340,42 @@ def batches_at(places: np.ndarray, size: int, num_rounds: int, key: int) -> np.n
     reading, place = np.divmod(places, size)
     keys = next_keys(key, reading)
     offset = derive_keys(keys, 3) % np.uint64(size)  # every reading has other strata
-    batches: np.ndarray = _stratified(place, size, num_rounds, keys)
+    batches: np.ndarray = _stratified(place, size, num_rounds, keys, strides=strides)
     return (batches + offset.astype(np.int64)) % size
 
 
 def places_at(
-    batches: np.ndarray, size: int, num_rounds: int, key: int, reading: int
+    batches: np.ndarray, size: int, num_rounds: int, key: int, reading: int, *, strides: bool
 ) -> np.ndarray:
     """Return the places of record batches in one reading: the inverse of `batches_at`."""
     keys = next_keys(key, reading)
     offset = int(derive_keys(keys, 3)[0] % np.uint64(size))
-    return reading * size + _unstratified((batches - offset) % size, size, num_rounds, keys)
+    values = (batches - offset) % size
+    return reading * size + _unstratified(values, size, num_rounds, keys, strides=strides)
 
 
-def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray) -> np.ndarray:
+def _stride(count: int) -> int:
+    """Return a number near 0.618 * count without a common divisor.
+
+    Its multiples modulo `count` visit every number once. Consecutive ones lie evenly in the range,
+    however many. Example: 5 of 8 gives 0 5 2 7 4 1 6 3.
+    """
+    stride = max(1, count * (_GOLDEN >> 32) >> 32)
+    while gcd(stride, count) > 1:
+        stride += 1
+    return stride
+
+
+def _stratified(
+    places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray, *, strides: bool
+) -> np.ndarray:
     """Permute range(size) so that every round, a run of places, has one value of each stratum.
 
     Round r has the places from size * r // num_rounds on. A stratum is `num_rounds` consecutive
-    values. The last stratum may be shorter, and then only some rounds have a value of it. The order
-    of the strata in a round is random too, because a window may end inside a round.
+    values. The last stratum may be shorter, and then only some rounds have a value of it. A window
+    may end inside a round, or be longer, so the order of the strata matters too. With `strides` it
+    is the same in all rounds, and any places in a row have values from all parts of the range.
+    Otherwise every round has a random order.
 
     Example with size 7 and 3 rounds: strata 0 1 2 | 3 4 5 | 6, and rounds of places 0 1 | 2 3 |
     4 5 6. With one key, places 0 to 6 have the values 3 2 | 4 1 | 6 5 0. Only the last round has a
@@ -361,6 +386,7 @@ def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray
         size: Length of the permuted range.
         num_rounds: Number of rounds, at most `size`.
         keys: 64-bit key of each place, shape (K,), uint64. Every key gives another permutation.
+        strides: The order of the strata in a round.
 
     Returns:
         The value at each place, shape (K,), int64.
@@ -371,8 +397,11 @@ def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray
     strata = np.empty(len(places), np.int64)
     for count in np.unique(sizes).tolist():  # at most two different sizes
         chosen = sizes == count
-        of_round = derive_keys(derive_keys(keys[chosen], 0), rounds[chosen])
-        strata[chosen] = permute((places - begins)[chosen], count, of_round)
+        key, nth = derive_keys(keys[chosen], 0), (places - begins)[chosen]
+        if strides:
+            strata[chosen] = (_start(key, count) + nth * _stride(count)) % count
+        else:
+            strata[chosen] = permute(nth, count, derive_keys(key, rounds[chosen]))
     full = size // num_rounds
     values = np.empty(len(places), np.int64)
     is_full = strata < full
@@ -384,7 +413,14 @@ def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray
     return made
 
 
-def _unstratified(values: np.ndarray, size: int, num_rounds: int, keys: np.ndarray) -> np.ndarray:
+def _start(keys: np.ndarray, count: int) -> np.ndarray:
+    """Return a random stratum for each key, shape (K,), int64."""
+    return (keys % np.uint64(count)).astype(np.int64)
+
+
+def _unstratified(
+    values: np.ndarray, size: int, num_rounds: int, keys: np.ndarray, *, strides: bool
+) -> np.ndarray:
     """Invert `_stratified`: return the places of values. `keys` has the one key of them
     all."""
     strata, values = np.divmod(values, num_rounds)
@@ -400,6 +436,10 @@ def _unstratified(values: np.ndarray, size: int, num_rounds: int, keys: np.ndarr
     places = np.empty(len(values), np.int64)
     for count in np.unique(sizes).tolist():  # at most two different sizes
         chosen = sizes == count
-        of_round = derive_keys(derive_keys(keys, 0), rounds[chosen])
-        places[chosen] = begins[chosen] + unpermute(strata[chosen], count, of_round)
+        key = derive_keys(keys, 0)
+        if strides:
+            nth = (strata[chosen] - _start(key, count)) * pow(_stride(count), -1, count) % count
+        else:
+            nth = unpermute(strata[chosen], count, derive_keys(key, rounds[chosen]))
+        places[chosen] = begins[chosen] + nth
     return places

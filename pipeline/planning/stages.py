@@ -31,7 +31,7 @@ from itertools import accumulate
 from math import ceil, lcm
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -282,6 +282,7 @@ class StagedOrder(SourceOrder):
     An epoch is one pass through the list. A list without an end has one epoch.
     """
 
+    strides: ClassVar[bool] = True
     data: tuple[str, ...]
     """Fingerprint of each source. The order of a source depends on it, not on other sources."""
     tokens: tuple[int, ...]

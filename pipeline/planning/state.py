@@ -18,9 +18,9 @@ from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
 from tokenfeed.pipeline.planning.policies import described_policy
 
-_VERSION = 3
-"""Version of the row order. A change of the order changes it, because the same position then has
-other rows before it."""
+_VERSION, _STAGED_VERSION = 3, 4
+"""Version of the row order without and with stages. A change of the order changes it, because the
+same position then has other rows before it."""
 _WORD = (1 << 64) - 1
 _START = Position(0, 0, 0)
 
@@ -74,7 +74,7 @@ class Delivered:
     def state(self) -> dict[str, Any]:
         """Return the saved state, a JSON-serialisable dict."""
         return {
-            "version": _VERSION,
+            "version": _STAGED_VERSION if self.plan.stages else _VERSION,
             "plan": msgspec.to_builtins(self.plan.settings()),
             **self.position._asdict(),
             "digest": f"{self.digest:016x}",
@@ -156,10 +156,13 @@ class SavedState(msgspec.Struct, frozen=True):
             raise ResumeError(
                 "cannot resume: this is not a loader state. Load what `state_dict` returned."
             )
-        if state["version"] != _VERSION:
+        plan = state.get("plan")
+        has_stages = isinstance(plan, Mapping) and plan.get("stages") is not None
+        version = _STAGED_VERSION if has_stages else _VERSION
+        if state["version"] != version:
             raise ResumeError(
                 f"cannot resume: the state has version {state['version']!r}, this is version "
-                f"{_VERSION} of the plan, which delivers rows in another order. Resume with the "
+                f"{version} of the plan, which delivers rows in another order. Resume with the "
                 "tokenfeed that saved the state, or start a new run."
             )
         try:

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.planning.order import Draw, EpochOrder, MixturePhase, derive_key, permute
+from tokenfeed.pipeline.planning.order import (
+    Draw,
+    EpochOrder,
+    MixturePhase,
+    batches_at,
+    derive_key,
+    permute,
+    places_at,
+)
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
@@ -145,3 +153,31 @@ def test_a_stretch_of_more_windows_than_a_source_has_batches_takes_them_in_any_o
         for epoch in range(20)
     ]
     assert len({tuple(first) for first in firsts}) > 15
+
+
+@given(st.integers(1, 200), st.data(), st.integers(0, 2**32), st.booleans())
+def test_places_are_the_inverse_of_batches(
+    size: int, data: st.DataObject, key: int, strides: bool
+) -> None:
+    rounds = data.draw(st.integers(1, size))
+    for reading in range(2):
+        places = np.arange(reading * size, (reading + 1) * size)
+        batches = batches_at(places, size, rounds, key, strides=strides)
+        assert sorted(batches.tolist()) == list(range(size))
+        found = places_at(batches, size, rounds, key, reading, strides=strides)
+        assert found.tolist() == places.tolist()
+
+
+@pytest.mark.parametrize("count", [26, 88, 130, 300])
+def test_strides_spread_any_places_in_a_row_more_evenly_than_random_rounds(count: int) -> None:
+    """34 rounds of 88 strata, of which a window takes fewer, as many or more."""
+
+    def deviation(*, strides: bool) -> float:
+        found = []
+        for key in range(20):
+            batches = batches_at(np.arange(3000), 3000, 34, key, strides=strides)
+            of_tenths = np.cumsum((batches * 10 // 3000)[:, None] == np.arange(10), axis=0)
+            found.append(np.std(of_tenths[count:] - of_tenths[:-count]))
+        return float(np.mean(found))
+
+    assert deviation(strides=True) < 0.7 * deviation(strides=False)
