@@ -14,7 +14,7 @@ from tokenfeed.tools.shell.signals import signals_held
 _COMMANDS = {
     "pretokenize": "Tokenize a corpus once, into shards.",
     "train": "Train a model on shards, and report the stall of the device.",
-    "report": "Print the report of a run, or compare two runs.",
+    "report": "Print the report of a run.",
     "shards": "Show, check, print, copy, merge, reduce, adopt or export data sets.",
     "doctor": "Print what a bug report needs: versions, devices, limits, and a test of the loader.",
 }

@@ -1,4 +1,4 @@
-"""`train --monitor-only`: GPUs and host, live, with one line of advice."""
+"""`train --monitor-only`: GPUs and host, live."""
 
 import contextlib
 import sys
@@ -10,20 +10,17 @@ from rich.text import Text
 
 from tokenfeed.pipeline.facts import facts
 from tokenfeed.trainer.sensors.gpu import GpuReading, gpus_here
-from tokenfeed.trainer.sensors.host import HostReading, HostSensor
+from tokenfeed.trainer.sensors.host import HostReading, read_host
 
 _EVERY_S = 1.0
-_FULL = 0.97
-_IDLE, _BUSY = 0.50, 0.90
-_LITTLE_MEMORY = 0.05
 
 
 def monitor() -> int:
     """Show the machine until Ctrl-C, or once if the output is not a terminal."""
-    gpus, host = gpus_here(), HostSensor()
+    gpus = gpus_here()
 
     def look() -> Text:
-        return Text(view([gpu.read() for gpu in gpus], host.read()))
+        return Text(view([gpu.read() for gpu in gpus], read_host()))
 
     look()  # rates need two readings
     time.sleep(_EVERY_S / 4)
@@ -38,15 +35,14 @@ def monitor() -> int:
 
 
 def view(gpus: Sequence[GpuReading], host: HostReading) -> str:
-    """Return a reading as text: a line for each GPU, the host, and one line of advice."""
+    """Return a reading as text: a line for each GPU, and the host."""
     used = host.memory_total_bytes - host.memory_free_bytes
     return facts(
         {
             **{f"GPU {number}": _describe(gpu) for number, gpu in enumerate(gpus)},
             "GPU": "" if gpus else "NVML finds none",
-            "host": f"{host.machine_cores_busy:.1f} of {host.cores} cores busy, "
+            "host": f"{host.cores_busy:.1f} of {host.cores} cores busy, "
             f"{used / 1e9:.1f} of {host.memory_total_bytes / 1e9:.1f} GB",
-            "advice": advise(gpus, host),
         }
     )
 
@@ -65,37 +61,4 @@ def _describe(gpu: GpuReading) -> str:
         parts.append(f"{gpu.clock_mhz} MHz")
     if gpu.celsius is not None:
         parts.append(f"{gpu.celsius} °C")
-    if gpu.held_back_by:
-        parts.append(f"held back by {', '.join(gpu.held_back_by)}")
     return ", ".join(parts)
-
-
-def advise(gpus: Sequence[GpuReading], host: HostReading) -> str:
-    """Return what to look at first: the finding that costs most."""
-    if host.memory_free_bytes < _LITTLE_MEMORY * host.memory_total_bytes:
-        return "The host is short of memory: fewer workers, or a smaller window."
-    found = [line for number, gpu in enumerate(gpus) if (line := _advise_gpu(number, gpu, host))]
-    if found:
-        return found[0]
-    if not gpus and _cores_are_full(host):
-        return "All cores are busy: on a CPU that is as it should be while a model trains."
-    return "Nothing to advise."
-
-
-def _advise_gpu(number: int, gpu: GpuReading, host: HostReading) -> str:
-    used, name = gpu.utilization, f"GPU {number}"
-    if used is None:
-        return ""
-    if used < _IDLE and _cores_are_full(host):
-        return f"{name} is idle while all cores are busy: it waits for the host. See report.json."
-    if used < _IDLE:
-        return f"{name} is idle half of the time or more: look at the stall by cause of its run."
-    if gpu.held_back_by:
-        return f"The clock of {name} is held back by {', '.join(gpu.held_back_by)}."
-    if (gpu.memory_bytes or 0) > _FULL * (gpu.memory_total_bytes or 1):
-        return f"The memory of {name} is nearly full: --recompute, or smaller micro-batches."
-    return ""
-
-
-def _cores_are_full(host: HostReading) -> bool:
-    return host.machine_cores_busy > _BUSY * host.cores

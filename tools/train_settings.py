@@ -22,18 +22,14 @@ from tokenfeed.tools.shell.command_line import read_command_line
 from tokenfeed.trainer.config.run_config import BY_NUMBERS, MODEL_NUMBERS, TrainConfig
 from tokenfeed.trainer.config.values import Positive, Tokens, flag_of, read_settings
 from tokenfeed.trainer.data.datasets import read_manifest
-from tokenfeed.trainer.distributed.launcher import Launch
 from tokenfeed.trainer.feeding.batch_policy import is_packed
 from tokenfeed.trainer.sizing.recommended import (
     Choice,
-    Machine,
     data_defaults,
     default_epochs,
-    detect_machine,
-    gpu_defaults,
-    replacements,
+    gpu_default,
     schedule_defaults,
-    steps_of,
+    steps_of_epochs,
     steps_of_tokens,
     tuning_defaults,
 )
@@ -69,15 +65,14 @@ GROUPS = {
         *("config", "preset", "print_config", "dry_run", "gpu", "monitor_only"),
     ),
     "rarely needed": (
-        *("objective", "targets", "batching", "attention", "trainable", "lora_alpha"),
+        *("targets", "batching", "attention", "trainable", "lora_alpha"),
         *("lora_target", "clip_norm", "beta1", "beta2", "epsilon"),
-        *("learning_rate_reference_tokens", "num_workers", "order"),
-        *("cache_dir", "cache_bytes", "profile"),
+        *("num_workers", "order", "cache_dir", "cache_bytes", "profile"),
     ),
 }
 """The options by the title of their group in the help."""
 
-PresetName = Literal["quick", "t4", "rtx4090", "h100", "production"]
+PresetName = Literal["quick", "rtx4090", "h100"]
 
 PRESETS: dict[PresetName, dict[str, Any]] = {
     # A run in a minute, with evaluations, checkpoints and a report.
@@ -87,15 +82,6 @@ PRESETS: dict[PresetName, dict[str, Any]] = {
         "eval_every": 10,
         "save_every": 10,
         "log_every": 2,
-    },
-    # 16 GB, half precision only in fp16: a small model that starts without compiling.
-    "t4": {
-        "model": "small",
-        "sequence_length": 512,
-        "micro_batch_tokens": 16_384,
-        "step_tokens": 65_536,
-        "epochs": 1,
-        "learning_rate": 1e-3,
     },
     # 24 GB, bf16.
     "rtx4090": {
@@ -117,16 +103,6 @@ PRESETS: dict[PresetName, dict[str, Any]] = {
         "learning_rate": 6e-4,
         "compile": True,
     },
-    # A run of days: rare evaluations, more checkpoints, a schedule that can be extended.
-    "production": {
-        "epochs": 1,
-        "schedule": "wsd",
-        "warmup_steps": 500,
-        "eval_every": 1000,
-        "save_every": 1000,
-        "keep": 3,
-        "log_every": 20,
-    },
 }
 """Settings for a purpose, by name. A preset overrides the defaults that suit the data. A file and
 the command line override a preset.
@@ -143,7 +119,7 @@ _PAIRS = (
     ("step_tokens", "step_rows", "what a step is"),
 )
 """Two settings that exclude each other, and their common meaning."""
-_OF_GPUS = ("t4", "rtx4090", "h100")
+_OF_GPUS = ("rtx4090", "h100")
 """Presets for training on documents."""
 _OTHER_NAMES = {
     "": "--shards",
@@ -167,9 +143,8 @@ class Command(TrainConfig):
     """YAML file whose keys are the names of options, like the config.yaml of a run. Options on the
     command line override the file."""
     preset: PresetName | None = None
-    """Settings for a purpose. quick: a short run with evaluation, checkpoint and report; t4,
-    rtx4090, h100: pre-training on that GPU; production: a run of days. --config and options
-    override the preset."""
+    """Settings for a purpose. quick: a short run with evaluation, checkpoint and report; rtx4090,
+    h100: pre-training on that GPU. --config and options override the preset."""
     print_config: bool = False
     """Print all settings as a file for --config, and exit."""
     dry_run: bool = False
@@ -177,7 +152,7 @@ class Command(TrainConfig):
     gpu: Annotated[str, Meta(title="NAME", description="text")] | None = None
     """GPU to assume in --dry-run: a name like H100, or its memory in GiB."""
     monitor_only: bool = False
-    """Show the load of GPUs and host, live, with a line of advice. Needs no shards."""
+    """Show the load of GPUs and host, live. Needs no shards."""
 
     def settings(self) -> TrainConfig:
         """The settings alone."""
@@ -205,30 +180,27 @@ def parse_config() -> TrainConfig:
 def read_command() -> Command:
     """Read the command line and the files that it names, and choose what they leave open."""
     given = _given()
-    if "run_dir" not in given and Launch.of_environment().may_restart:
-        raise ConfigError(
-            "`--run-dir`: torchrun may restart the run, which resumes only if it finds its folder. "
-            "Give one."
-        )
     if given.get("resume") == "auto":
         given["resume"] = _finds_run(given)
     begun = TrainConfig.of_run(given["run_dir"]) if _resumes(given) else None
     if begun is None:
         manifest = _manifest(given)
-        plain = Command(**given)
-        machine = detect_machine(plain, plain.gpu)  # imports torch, and so comes after the manifest
-        command = _chosen(manifest, given, machine)
-    else:
-        command = Command(**layered(_values(begun), given))
-        machine = detect_machine(command, command.gpu)
-        if command.epochs is not None or command.tokens is not None:
-            command.check()
-            budget = _budget(command, command.epochs, read_manifest(command.shards), machine)
-            command = dataclasses.replace(command, **budget.settings)
-    for choice in replacements(command, machine):
-        _log.warning("%s", choice.reason)
-        command = dataclasses.replace(command, **choice.settings)
+        # Imports torch, and so comes after the manifest.
+        return _chosen(manifest, given, on_gpu=_is_on_gpu(Command(**given)))
+    command = Command(**layered(_values(begun), given))
+    if command.epochs is not None or command.tokens is not None:
+        command.check()
+        manifest, on_gpu = read_manifest(command.shards), _is_on_gpu(command)
+        budget = _budget(command, command.epochs, manifest, on_gpu=on_gpu)
+        command = dataclasses.replace(command, **budget.settings)
     return command
+
+
+def _is_on_gpu(command: Command) -> bool:
+    """Return whether the run is on a GPU, or --dry-run assumes one. Imports torch: a second."""
+    from tokenfeed.trainer.distributed.world import device_named
+
+    return command.gpu is not None or device_named(command.device).type != "cpu"
 
 
 def _given() -> dict[str, Any]:
@@ -327,9 +299,9 @@ def _manifest(given: dict[str, Any]) -> Manifest | None:
     return None
 
 
-def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) -> Command:
+def _chosen(manifest: Manifest | None, given: dict[str, Any], *, on_gpu: bool) -> Command:
     """Return the settings of a new run: the given settings, and defaults that suit the data and the
-    machine. Log the chosen defaults."""
+    device. Log the chosen defaults."""
     choices: list[Choice] = []
 
     def command() -> Command:
@@ -342,14 +314,15 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) 
         suited.check()
         epochs = suited.epochs
         if not any(given.get(name) is not None for name in _BUDGETS):
-            epochs = default_epochs(manifest, given, on_gpu=machine.gpu is not None)
+            epochs = default_epochs(manifest, given, on_gpu=on_gpu)
         if epochs is not None or suited.tokens is not None:
-            choices.append(_budget(suited, epochs, manifest, machine))
+            choices.append(_budget(suited, epochs, manifest, on_gpu=on_gpu))
             given = {k: value for k, value in given.items() if k not in ("epochs", "tokens")}
-        for_gpu = given.get("preset") in _OF_GPUS or machine.gpu is not None
+        for_gpu = given.get("preset") in _OF_GPUS or on_gpu
         choices += schedule_defaults(manifest, command(), given, for_gpu=for_gpu)
     packed = manifest is None or is_packed(command(), manifest)
-    choices += gpu_defaults(command(), machine, given, packed=packed)
+    if on_gpu and "micro_batch_tokens" not in given:
+        choices += filter(None, [gpu_default(command(), packed=packed)])
     found = command()
     preset = [Choice(PRESETS[found.preset], f"preset {found.preset}")] if found.preset else []
     for line in filter(None, (choice.line(found) for choice in [*preset, *choices])):
@@ -357,11 +330,10 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) 
     return found
 
 
-def _budget(command: Command, epochs: int | None, manifest: Manifest, machine: Machine) -> Choice:
+def _budget(command: Command, epochs: int | None, manifest: Manifest, *, on_gpu: bool) -> Choice:
     """Return the number of steps for `epochs`, or else for --tokens."""
-    on_gpu = machine.gpu is not None
     if epochs is not None:
-        steps = steps_of(epochs, command, manifest, on_gpu=on_gpu)
+        steps = steps_of_epochs(epochs, command, manifest, on_gpu=on_gpu)
         return Choice({"steps": steps}, count_of(epochs, "epoch"))
     assert command.tokens is not None
     steps = steps_of_tokens(command.tokens, command, manifest, on_gpu=on_gpu)

@@ -35,7 +35,6 @@ CASE = ["-m", "benchmarks.gpu.case"]
 STALL_CASE = ["-m", "benchmarks.stall.case"]
 RUNS: dict[str, Entry] = {
     **{task: {"task": task} for task in TASKS},
-    "masked": {"objective": "masked"},
     "muon": {"optimizer": "muon"},
     "fp16": {"precision": "fp16"},
 }

@@ -26,7 +26,7 @@ from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.sizing.dry_run import RunPlan
+from tokenfeed.trainer.sizing.run_plan import RunPlan
 from tokenfeed.trainer.stall import Cause, StallMeter
 
 __all__ = ["Scale"]

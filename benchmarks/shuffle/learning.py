@@ -42,7 +42,7 @@ from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 LENGTH, ROWS = 64, 32
 VOCABULARY = 2048
 SIZE = ModelSize(layers=2, width=128, heads=4)
-HEAD = Head(kind="vocabulary", outputs=VOCABULARY, vocabulary_size=VOCABULARY, causal=True)
+HEAD = Head(kind="vocabulary", outputs=VOCABULARY, vocabulary_size=VOCABULARY)
 RATE, WARMUP = 2e-3, 10
 HELD_OUT = 64
 """Rows of each source."""

@@ -30,7 +30,7 @@ class Adapted(nn.Module):
         self.model, self.task = model, task
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Any]:
-        causal = self.task.causal
+        causal = self.task.head.causal
         mask = None if causal else attention_mask[:, None, None, :]
         shown = MicroBatch(
             ids_BT=input_ids,

@@ -1,6 +1,6 @@
 """Counts and times of a loader: tokens, padding, waits, queue. Cheap to update per batch."""
 
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,12 +41,6 @@ class RemoteStats(Traffic):
     wait_s: Quantiles = Quantiles(0.0, 0.0, 0.0, 0.0)
     """Seconds that a worker waited for the bytes of each window. The training loop waits only if no
     window is ready."""
-
-    def with_another(self, other: "RemoteStats") -> "RemoteStats":
-        """Return the sums of two loaders, and the worse waits."""
-        counts = [field.name for field in fields(self) if field.name != "wait_s"]
-        sums = {name: getattr(self, name) + getattr(other, name) for name in counts}
-        return RemoteStats(**sums, wait_s=self.wait_s.worst(other.wait_s))
 
 
 @dataclass(frozen=True, slots=True)

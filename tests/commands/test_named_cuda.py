@@ -13,7 +13,7 @@ from support.hub_models import save_model
 from support.training import RUNS, make_config
 
 from tokenfeed.trainer.sensors.gpu_models import GPUS
-from tokenfeed.trainer.sizing.dry_run import RunPlan
+from tokenfeed.trainer.sizing.run_plan import RunPlan
 
 LACKING = named_cuda.why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(LACKING is not None, reason=str(LACKING))]
@@ -62,8 +62,6 @@ ATTENTION = {
     "score padded": BY_ENDS,
     "tag packed": BY_ENDS,
     "tag padded": BY_ENDS,
-    "masked packed": BY_ENDS,
-    "masked padded": BY_ENDS,
 }
 
 

@@ -127,26 +127,15 @@ def checkpoint_of(trained: Path, step: int) -> Path:
     return trained / "lm packed" / "changing" / "checkpoints" / f"step-{step:08d}"
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "reason"),
-    [
-        ("kill", -signal.SIGKILL, "another rank is gone ("),
-        pytest.param("fail", 1, "rank 1 has failed: no way on", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_dies_ends_the_others_with_the_reason_in_one_line(
-    how: str, code: int, reason: str, every_task: Path, tmp_path: Path
-) -> None:
+def test_a_rank_that_dies_ends_the_others_with_one_line(every_task: Path, tmp_path: Path) -> None:
     settings = settings_of("lm packed", every_task, tmp_path / "run")
     started = time.monotonic()
-    codes, errors = train([(3, settings | {"steps": 1000, "ends": (how, 1, 3)})])
+    codes, errors = train([(3, settings | {"steps": 1000, "ends": ("kill", 1, 3)})])
     assert time.monotonic() - started < 60
-    assert codes == [[1, code, 1]], errors
+    assert codes == [[1, -signal.SIGKILL, 1]], errors
     lines = [line for line in errors.splitlines() if line.startswith("rank ")]
-    assert sorted(line.split(":")[0] for line in lines) == (
-        ["rank 0", "rank 2"] if how == "kill" else ["rank 0", "rank 1", "rank 2"]
-    )
-    assert all(reason in line for line in lines if not line.startswith("rank 1")), lines
+    assert sorted(line.split(":")[0] for line in lines) == ["rank 0", "rank 2"]
+    assert all("another rank is gone (" in line for line in lines), lines
     left = RunData.of_folder(tmp_path / "run")
     assert left.report is not None
     assert not left.report.finished
@@ -167,7 +156,7 @@ def test_more_ranks_than_micro_batches_are_refused_in_one_line(
 
 SHARDED = {
     "classify padded": (2, {}),
-    "masked packed": (3, {"recompute": "full", "in_chunks": True}),
+    "complete packed": (3, {"recompute": True, "in_chunks": True}),
     "tag padded": (2, {"model": "support.training:frozen_model"}),
 }
 

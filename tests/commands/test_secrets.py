@@ -134,7 +134,6 @@ def test_train_and_report_keep_signatures_secret(
     said(train.main, "--print-config", *shards_at(SIGNED), *words, "--upload", upload)
     said(train.main, "--dry-run", *shards_at(f"?{fresh}"), *words)
     said(report.main, folder)
-    said(report.main, "compare", folder, folder)
     refused = tmp_path / "refused"
     said(train.main, "--shards", f"{server.url}/one{SIGNED}", "--run-dir", refused, expect=1)
     assert SECRET not in said.text
@@ -272,7 +271,6 @@ def test_no_command_shows_or_stores_secrets_of_addresses(
     ):
         go(shards.main, *words)
     go(report.main, at("run"))
-    go(report.main, "compare", at("run"), at("run"))
     go(doctor.main, "--data-set", at("set"), "--url", at("set"), "--json")
     cpu = ("--device", "cpu", "--eval-tokens", 1, "--sequence-length", 16, "--steps", 1)
     cpu += ("--micro-batch-tokens", 64, "--step-tokens", 64, "--run-dir", "OUT")

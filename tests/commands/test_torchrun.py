@@ -99,7 +99,7 @@ def test_a_killed_rank_is_restarted_and_the_run_goes_on_from_its_checkpoint(
 ) -> None:
     run_dir = tmp_path / "run"
     options = ("--standalone", "--max-restarts=1")
-    with started(torchrun(2, *options) + train(lm_rows, run_dir)) as run:
+    with started(torchrun(2, *options) + train(lm_rows, run_dir, "--resume", "auto")) as run:
         wait_for(checkpoint(run_dir, 20), run)
         os.kill(rank_of(run, 1), signal.SIGKILL)
         _, errors = run.communicate(timeout=200)
@@ -109,20 +109,6 @@ def test_a_killed_rank_is_restarted_and_the_run_goes_on_from_its_checkpoint(
     assert all("rank 0 ends: another rank is gone" in line for line in ends)
     assert "Traceback" not in errors
     assert_ends_alike(run_dir, undisturbed)
-
-
-@pytest.mark.long
-def test_a_restart_leaves_another_run_alone(
-    lm_rows: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    before = read_metrics(undisturbed, "loss")
-    options = ("--standalone", "--max-restarts=1")
-    words = train(lm_rows, undisturbed, "--learning-rate", "1e-3")
-    with started(torchrun(2, *options) + words) as run:
-        _, errors = run.communicate(timeout=200)
-    assert run.returncode == 1
-    assert errors.count("already holds a run") >= 2, errors
-    assert read_metrics(undisturbed, "loss") == before
 
 
 @pytest.mark.long

@@ -76,16 +76,14 @@ def save_model(folder: Path, kind: str, name: str, **changes: Any) -> Path:
 def class_of(head: Head) -> str:
     """What `save_model` calls it."""
     if head.kind == "vocabulary":
-        return "CausalLM" if head.causal else "MaskedLM"
+        return "CausalLM"
     return {"row": "SequenceClassification", "token": "TokenClassification"}[head.kind]
 
 
-def head_of(kind: HeadKind, *, causal: bool = False) -> Head:
+def head_of(kind: HeadKind) -> Head:
     labels = {"vocabulary": (), "row": LABELS["classify"], "token": LABELS["tag"]}[kind]
     outputs = len(labels) or VOCABULARY
-    return Head(
-        kind=kind, outputs=outputs, vocabulary_size=VOCABULARY, causal=causal, labels=labels
-    )
+    return Head(kind=kind, outputs=outputs, vocabulary_size=VOCABULARY, labels=labels)
 
 
 def train_config(model: Path | str, **changes: Any) -> TrainConfig:

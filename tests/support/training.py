@@ -48,8 +48,6 @@ RUNS: dict[str, dict[str, Any]] = {
     if not (TASKS[task].kind == "row" and batching == "packed")  # one label a row is not packed
 } | {
     "pairs padded": {"shards": "pairs", "batching": "padded"},
-    "masked packed": {"shards": "lm", "objective": "masked", "batching": "packed"},
-    "masked padded": {"shards": "lm", "objective": "masked", "batching": "padded"},
 }
 """Settings of all that is learnt, each way; `shards` is in the folder of `write_every_task`."""
 
@@ -115,11 +113,9 @@ def write_counting(
     return write_dataset(folder, splits, VOCABULARY)
 
 
-def make_head(
-    vocabulary_size: int = VOCABULARY, *, kind: HeadKind = "vocabulary", causal: bool = True
-) -> Head:
+def make_head(vocabulary_size: int = VOCABULARY, *, kind: HeadKind = "vocabulary") -> Head:
     outputs = vocabulary_size if kind == "vocabulary" else 5
-    return Head(kind=kind, outputs=outputs, vocabulary_size=vocabulary_size, causal=causal)
+    return Head(kind=kind, outputs=outputs, vocabulary_size=vocabulary_size)
 
 
 def make_transformer(name: str = "tiny", vocabulary_size: int = VOCABULARY) -> Transformer:

@@ -40,7 +40,6 @@ _WORDS = {
     "task": "task",
     "vocabulary_size": "vocabulary size",
     "optimizer": "--optimizer",
-    "init_from": "--init-from",
 }
 
 
@@ -53,17 +52,6 @@ class Best:
     """The metric that decided."""
     metrics: dict[str, float]
     """All metrics at that step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Base:
-    """Where the initial weights of a run came from."""
-
-    digests: dict[str, str] = field(default_factory=dict)
-    """xxh3-64 of the weights that no checkpoint holds, by the number format they are read in. See
-    `models.weights.digests_of`."""
-    init_step: int | None = None
-    """The step of the checkpoint that --init-from named; None without --init-from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +72,6 @@ class CheckpointMeta:
     """`ShardLoader.state_dict()` after the last batch of `step`."""
     best: Best | None = None
     """The best step so far, this one included."""
-    base: Base = Base()
     config: dict[str, Any] = field(default_factory=dict)
     """The run's settings, for people and for `check`."""
 
@@ -101,45 +88,13 @@ class CheckpointMeta:
                 f"`--steps`={config.steps}: {config.run_dir} has trained {self.step} steps "
                 "already. Raise it to go on."
             )
-        names = ("model", "task", "vocabulary_size", "optimizer")
-        pairs = [(name, getattr(self, name), getattr(ours, name)) for name in names]
-        if config.reads_again:
-            began = self.config.get("init_from", config.init_from)
-            pairs.append(("init_from", began, config.init_from))
-        for name, saved, wanted in pairs:
+        for name, words in _WORDS.items():
+            saved, wanted = getattr(self, name), getattr(ours, name)
             if saved != wanted:
                 raise ResumeError(
-                    f"cannot resume: the checkpoint has {_WORDS[name]} {saved}, this run has "
+                    f"cannot resume: the checkpoint has {words} {saved}, this run has "
                     f"{wanted}. Use the same, or start a new run in another --run-dir."
                 )
-        self.check_base(config, ours.base)
-
-    def check_base(self, config: TrainConfig, ours: Base) -> None:
-        """Reject a resumed run whose initial weights have changed since the run began.
-
-        Args:
-            config: The settings that name the source of the weights.
-            ours: The digests of the weights as they are now.
-
-        Raises:
-            ResumeError: The digests differ.
-        """
-        saved, steps = self.base, ""
-        shared = saved.digests.keys() & ours.digests.keys()
-        if all(saved.digests[name] == ours.digests[name] for name in shared):
-            return
-        source = config.model
-        if config.init_from is not None:
-            source = f"--init-from {config.init_from}"
-            if saved.init_step != ours.init_step:
-                steps = f" (then step {saved.init_step}, now step {ours.init_step} of that run)"
-            else:
-                source += f", or {config.model},"
-        raise ResumeError(
-            f"cannot go on: {source} has other weights than when this run began{steps}, and those "
-            "that the run does not train are read from there. Restore them, or start a new run in "
-            "another --run-dir."
-        )
 
 
 def split(state: State) -> tuple[State, dict[str, Tensor]]:

@@ -4,10 +4,9 @@ A copy runs on its own stream, behind the next forward and backward pass. Before
 changes the weights, the computing stream waits for the copy, and the host does not
 (`HostCopy.before_update`). The memory is allocated, and page-locked, once.
 
-The memory is laid out like the file, so it is written and hashed in one pass, without a copy, and
-other threads run meanwhile. The file has the same form as those of
-`torch.distributed.checkpoint.HuggingFaceStorageWriter`: its header says where each shard begins in
-its tensor. That writer makes one more copy of all tensors on the host, and holds the GIL for it.
+safetensors writes the file without another copy, while other threads run. The file has the same
+form as those of `torch.distributed.checkpoint.HuggingFaceStorageWriter`: its metadata say where
+each shard begins in its tensor.
 """
 
 import contextlib
@@ -15,31 +14,21 @@ import itertools
 import json
 import logging
 import os
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tokenfeed.pipeline.feeding.devices import accelerator
+from tokenfeed.pipeline.format.storage import file_xxh3
 
-_BLOCK_BYTES = 1 << 22
-_ALIGNMENT = 8
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+_STORED = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -72,7 +61,7 @@ def stored_form(tensor: Tensor) -> Tensor:
     of rare dtypes their bits."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
-    return tensor if tensor.dtype in _NAMES else tensor.view(_INTEGERS[tensor.dtype.itemsize])
+    return tensor if tensor.dtype in _STORED else tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 def _shards(tensors: Mapping[str, Tensor], rank: int) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
@@ -186,30 +175,9 @@ class HostCopy:
 def write_tensors(path: Path, copy: HostCopy) -> str:
     """Wait for a copy. Write it to a file and sync the file. Return the xxh3-64 of its bytes."""
     copy.wait()
-    header, data = _header(copy.places), copy.memory.numpy().data
-    digest = xxhash.xxh3_64(header)
-    with open(path, "wb") as file:
-        file.write(header)
-        for begin in range(0, len(data), _BLOCK_BYTES):
-            block = data[begin : begin + _BLOCK_BYTES]
-            file.write(block)
-            digest.update(block)
-        file.flush()
+    tensors = {name: place.view(copy.memory) for name, place in copy.places.items()}
+    sharding = {name: {"saved_offsets": place.offsets} for name, place in copy.places.items()}
+    save_file(tensors, path, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)})
+    with open(path, "rb") as file:
         os.fsync(file.fileno())
-    return digest.hexdigest()
-
-
-def _header(places: Mapping[str, _Place]) -> bytes:
-    sharding = {name: {"saved_offsets": place.offsets} for name, place in places.items()}
-    entries: dict[str, Any] = {
-        "__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}
-    }
-    for name, place in places.items():
-        entries[name] = {
-            "dtype": _NAMES[place.dtype],
-            "shape": place.shape,
-            "data_offsets": [place.begin, place.end],
-        }
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
+    return file_xxh3(path)

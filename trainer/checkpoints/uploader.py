@@ -19,12 +19,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tokenfeed.pipeline.errors import ConfigError, RemoteError
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
 from tokenfeed.pipeline.format.store import LocalStore, open_place
 from tokenfeed.pipeline.remote.object_store import ObjectStore
-from tokenfeed.pipeline.remote.retrying import Meter, Timing, persist
 from tokenfeed.trainer.checkpoints.checkpoint_format import CONTENT_FILE, files_of
 from tokenfeed.trainer.checkpoints.retention import Checkpoints, name_of, steps_of
 from tokenfeed.trainer.config.run_config import (
@@ -33,24 +32,21 @@ from tokenfeed.trainer.config.run_config import (
     METRICS_FILE,
     PAGE_FILE,
     REPORT_FILE,
-    TRACE_FILE,
     TrainConfig,
 )
 
 _GIVE_UP_S = 30.0
 """Seconds to repeat a request. Uploads then start again; a run that needs the answer ends."""
 _COPIED_BYTES = 8 << 20
-OF_THE_END = (PAGE_FILE, TRACE_FILE, REPORT_FILE)
+OF_THE_END = (PAGE_FILE, REPORT_FILE)
 """Files that a run writes at its end. The report is last, for it promises the others."""
 PROBE = "may-be-written"
 """A file that `check_upload` writes and deletes."""
 
-TIMING = Timing(
-    give_up_s=math.inf, warn_after_s=0, first_wait_s=1.0, longest_wait_s=300.0, read_s=1.0
-)
-"""Uploads are repeated like this until the run ends."""
-FINISH_S, LAST_WAITS_S = 600.0, 5.0
-"""Seconds that a run waits for the last upload at its end, and between two tries at most."""
+RETRY_S = 60.0
+"""Seconds until an upload that failed is repeated."""
+FINISH_S = 600.0
+"""Seconds that a run waits for the last upload at its end."""
 
 _log = logging.getLogger(__name__)
 
@@ -162,10 +158,9 @@ class Uploads:
         self._remote = RemoteRun(config.upload) if config.upload else None
         self._config, self._checkpoints = config, checkpoints
         self._is_behind = threading.Event()
-        self._ending_s: float | None = None
-        """Seconds for the last upload; None while the run goes on."""
-        self._meter = Meter()
+        self._is_ending = self._is_over = False
         self._step: int | None = None
+        """The latest step of the copy."""
         self._cause: str | None = None
         """Why the latest try failed."""
         self._thread: threading.Thread | None = None
@@ -186,13 +181,14 @@ class Uploads:
         """
         if self._remote is None or self._thread is None:
             return
-        url, self._ending_s = self._remote.url, FINISH_S if seconds is None else seconds
+        url, seconds = self._remote.url, FINISH_S if seconds is None else seconds
+        self._is_ending = True
         self._is_behind.set()
-        self._meter.abandoned.set()
-        _log.info("uploading to %s, for %.0f s at most", url, self._ending_s)
-        self._thread.join(self._ending_s)
+        _log.info("uploading to %s, for %.0f s at most", url, seconds)
+        self._thread.join(seconds)
+        self._is_over = True
         self._checkpoints.delete_old(self._config.keep)
-        if self._thread.is_alive() or self._cause is not None:
+        if self._thread.is_alive():
             there = "no checkpoint is there" if self._step is None else f"has step {self._step}"
             _log.warning(
                 "%s: the end of the run was not uploaded, %s (%s). Start the run again with "
@@ -205,29 +201,22 @@ class Uploads:
             _log.info("uploaded to %s", url)
 
     def _work(self, remote: RemoteRun) -> None:
+        """Upload until the run has ended and its end is uploaded. Repeat an upload that failed."""
         while True:
-            self._is_behind.wait()
+            self._is_behind.wait(RETRY_S if self._cause else None)
             self._is_behind.clear()
-            if self._ending_s is not None:
-                break
-            with contextlib.suppress(RemoteError):  # broken off: the run ends
-                self._copy_at_last(remote, TIMING)
-        self._meter.abandoned.clear()
-        with contextlib.suppress(RemoteError):  # `finish` logs the cause
-            last_wait_s = min(TIMING.longest_wait_s, LAST_WAITS_S)
-            timing = replace(TIMING, give_up_s=self._ending_s, longest_wait_s=last_wait_s)
-            self._copy_at_last(remote, timing)
-
-    def _copy_at_last(self, remote: RemoteRun, timing: Timing) -> None:
-        def cause_of(error: Exception) -> str:
-            self._cause = reason(error)
-            return self._cause
-
-        copy = partial(self._copy, remote)
-        persist(copy, cause_of, f"upload to {remote.url}", timing, self._meter)
-        if self._cause is not None:
-            _log.info("uploads go on")
-        self._cause = None
+            is_end = self._is_ending
+            try:
+                self._copy(remote)
+            except Exception as error:  # each store has its own errors
+                self._cause = reason(error)
+                _log.warning("upload to %s fails (%s)", remote.url, self._cause)
+                if self._is_over:
+                    return
+            else:
+                self._cause = None
+                if is_end:
+                    return
 
     def _copy(self, remote: RemoteRun) -> None:
         """Upload everything that changed: first what a checkpoint needs, last the report.

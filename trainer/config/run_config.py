@@ -36,22 +36,17 @@ MOST_SHAPES = 8
 """Shapes of batches that a compiled model is compiled for."""
 
 
-TRACE_FILE = "trace.json"
-
-
 Resume = bool | Literal["auto"]
 RowRanges = Annotated[
     dict[str, tuple[tuple[int, int], ...]],
     Meta(description="ranges of rows by data set, like {out/: [[3, 5]]}"),
 ]
-ObjectiveName = Literal["auto", "masked"]
 BatchingName = Literal["auto", "packed", "padded"]
 OrderName = Literal["shuffled", "file"]
 AttentionName = Literal["auto", "documents", "rows"]
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
-RecomputeName = Literal["none", "selective", "full"]
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 CONFIG_FILE = "config.yaml"
@@ -128,8 +123,6 @@ class TrainConfig:
 
     shards: Shards
     """Output folder of `pretokenize`. Several folders need weights: a=0.7 b=0.3."""
-    objective: ObjectiveName = "auto"
-    """What to learn. auto: the task of the shards; masked: fill gaps in documents."""
     targets: Annotated[str, _shown("assistant|last|all|KINDS")] | None = None
     """Tokens of conversations that the loss counts. KINDS are kinds of tokens, like text,call.
     Default: assistant."""
@@ -189,8 +182,6 @@ class TrainConfig:
     """Optimizer. muon: Muon for matrices of hidden layers, AdamW for the rest."""
     learning_rate: AboveZero = 2e-3
     """Peak learning rate."""
-    learning_rate_reference_tokens: Positive | None = None
-    """Step tokens for which --learning-rate was tuned. Scales the rate by √(--step-tokens / N)."""
     schedule: ScheduleName = "cosine"
     """How the rate falls. cosine, linear: over the whole run; wsd: in the last fifth."""
     min_learning_rate: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] | None = (
@@ -217,8 +208,8 @@ class TrainConfig:
     """Number format of the computation. auto: bf16 or fp16 on cuda, fp32 on cpu."""
     shard_model: bool = False
     """Under torchrun: divide weights and optimizer state among the ranks (FSDP2)."""
-    recompute: RecomputeName = "none"
-    """What backward computes again, to save memory. selective: cheap operations."""
+    recompute: bool = False
+    """Compute the layers again in the backward pass, to save memory."""
     compile: bool = False
     """Compile the model with torch.compile: a slow start, then faster steps on cuda."""
     num_workers: NotNegative | None = None
@@ -411,7 +402,7 @@ class TrainConfig:
         """Whether a resumed run reads its frozen weights from the hf: model again. Otherwise the
         checkpoint has them."""
         is_given = self.model.startswith("hf:") and not self.from_scratch
-        return is_given and (self.lora is not None or self.chooses)
+        return is_given and self.init_from is None and (self.lora is not None or self.chooses)
 
     @property
     def chooses(self) -> bool:

@@ -65,15 +65,6 @@ def learning_rate(
     return peak * (end + (1 - end) * left)
 
 
-def rate_factor(step_tokens: int, reference_tokens: int) -> float:
-    """Return the factor for a rate that was tuned with steps of `reference_tokens`.
-
-    The factor is the square root of the ratio. This suits optimizers that divide by the gradient's
-    size, as AdamW and Muon do.
-    """
-    return math.sqrt(step_tokens / reference_tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class Phase:
     """A phase of a run."""

@@ -21,8 +21,6 @@ class Head:
     """Logits per token or row. A head of the vocabulary may have more."""
     vocabulary_size: int
     """Upper bound of the ids that the model is shown."""
-    causal: bool
-    """Whether a token attends only to itself and the tokens before it."""
     pairs: bool = False
     """Whether rows are pairs of texts. Then the model receives token types."""
     labels: tuple[str, ...] = ()
@@ -31,3 +29,8 @@ class Head:
     """The id of padding; None if the tokenizer has no id for it alone."""
     end_id: int | None = None
     """The id at the end of a document; None if the tokenizer has none."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token attends only to itself and the tokens before it."""
+        return self.kind == "vocabulary"

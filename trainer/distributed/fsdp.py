@@ -104,12 +104,6 @@ def is_sharded(model: nn.Module) -> bool:
     return any(map(_is_dtensor, model.parameters()))
 
 
-def local_shard(tensor: Any) -> Tensor:
-    """Return this rank's shard of a DTensor; any other tensor as it is."""
-    share: Tensor = tensor.to_local() if _is_dtensor(tensor) else tensor
-    return share
-
-
 def full_tensor(tensor: Any) -> Tensor:
     """Return the whole tensor of a DTensor, on every rank; any other tensor as it is."""
     full: Tensor = tensor.full_tensor() if _is_dtensor(tensor) else tensor

@@ -10,18 +10,13 @@ A rank that dies closes its connections. The other ranks notice at the next mess
 which is within a step.
 """
 
-import contextlib
 import datetime
-import re
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
@@ -38,9 +33,6 @@ TIMEOUT = datetime.timedelta(minutes=10)
 """A rank that sends nothing for this long counts as hung."""
 _LONGEST_DISK_WAIT = datetime.timedelta(days=1)
 """Writing or reading a large checkpoint may take longer than `TIMEOUT`."""
-_FAILURE = "tokenfeed/failure"
-_LINGER_S = 1.0
-_GLOO_MESSAGE = re.compile(r"gloo/.*?\] (.*?)(?:\. |$)", re.MULTILINE)
 _GROUP_ERRORS = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
 
 
@@ -65,14 +57,11 @@ class World:
         if launch is None:
             return
         self.rank, self.size = launch.rank, launch.size
-        store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
-        self._store = PrefixStore(str(launch.restarts), store)
         on_cpu = device.type == "cpu"
         dist.init_process_group(
             "gloo"
             if on_cpu
             else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}",
-            store=self._store,
             rank=self.rank,
             world_size=self.size,
             timeout=TIMEOUT,
@@ -171,31 +160,14 @@ class World:
         return found
 
     def reason(self, error: Exception) -> str | None:
-        """Return why another rank is gone: the message of the rank that failed first, or else which
-        connection was closed. None for errors of other kinds."""
+        """Return what torch says about a rank that is gone; None for errors of other kinds."""
         is_of_group = isinstance(error, dist.DistError) or any(
             s in str(error) for s in _GROUP_ERRORS
         )
         if self.size == 1 or not is_of_group:
             return None
-        with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
-            if self._store.check([_FAILURE]):
-                return str(self._store.get(_FAILURE).decode())
-        found = _GLOO_MESSAGE.search(str(error))
-        cause = found[1] if found else str(error).splitlines()[0]
+        cause = str(error).splitlines()[0]
         return f"another rank is gone ({cause}). See its messages; go on with --resume"
-
-    def fail(self, error: BaseException) -> None:
-        """Publish the error that ends this rank. Other ranks read it when they lose the
-        connection."""
-        if self.size == 1:
-            return
-        if isinstance(error, RankError):
-            time.sleep(_LINGER_S if self.is_main else 0)  # rank 0 may host the store
-            return
-        message = f"rank {self.rank} has failed: {' '.join(str(error).split()) or repr(error)}"
-        with contextlib.suppress(RuntimeError):
-            self._store.set(_FAILURE, message)
 
     def close(self) -> None:
         """Leave the group. Call this only after success: after a failure it may wait forever."""

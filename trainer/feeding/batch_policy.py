@@ -46,7 +46,7 @@ def is_packed(config: TrainConfig, manifest: Manifest) -> bool:
     By default, rows are padded if rows or words have labels.
     """
     if config.batching == "auto":
-        return config.objective == "masked" or column_of(manifest.columns, "target") is None
+        return column_of(manifest.columns, "target") is None
     return config.batching == "packed"
 
 
@@ -143,9 +143,9 @@ def _full_shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
 def possible_sizes(config: TrainConfig, task: "Task") -> list[int]:
     """Return the values that --micro-batch-tokens may take for a task.
 
-    They also suit the evaluation, which packs rows if the task prefers it.
+    They also suit the evaluation, which packs the rows of causal models.
     """
-    packed = task.packs or is_packed(config, task.manifest)
+    packed = task.head.causal or is_packed(config, task.manifest)
     longest = task.manifest.split("train").longest_row
     return micro_batch_sizes(config, packed=packed, longest=longest)
 

@@ -62,9 +62,9 @@ class SplitLoaders:
         self._on_gpu = device.type != "cpu" if on_gpu is None else on_gpu
         self.policy = self._policy_of(config.sequence_length)
         """The batching of training."""
-        self._evaluation = self._policy(config, packed=task.packs)
+        self._evaluation = self._policy(config, packed=task.head.causal)
         self.shape = Shaper(
-            causal=task.causal,
+            causal=task.head.causal,
             apart=is_apart(config, task),
             varlen=varlen,
             compiled=config.compile,
@@ -110,8 +110,8 @@ class SplitLoaders:
 
     def evaluation_batches(
         self, split: str, most: int | None, folder: str | None = None
-    ) -> Generator[tuple[int, MicroBatch], None, None]:
-        """Yield this rank's micro-batches of an evaluation, with numbers independent of the rank.
+    ) -> Generator[MicroBatch, None, None]:
+        """Yield this rank's micro-batches of an evaluation.
 
         At most `most` micro-batches count, over all ranks. All ranks must compute equally often. So
         if the last micro-batches are fewer than the ranks, the remaining ranks get a micro-batch
@@ -120,14 +120,13 @@ class SplitLoaders:
         with self.evaluation_loader(split, folder) as feed:
             batches = iter(feed)
             for first in itertools.count(0, feed.world_size):
-                position = feed.position
                 batch = next(batches, None) if most is None or first < most else None
                 if batch is None:
                     return
                 micro_batch = self.shape(batch)
                 if most is not None and first + feed.rank >= most:
                     micro_batch = micro_batch.without_targets()
-                yield (position.window << 32) + position.micro_batch + feed.rank, micro_batch
+                yield micro_batch
 
     def micro_batches_of(self, tokens: int, split: SplitInfo) -> int:
         """Return how many micro-batches of an evaluation hold about `tokens` tokens; at least 1."""
@@ -233,7 +232,7 @@ def is_apart(config: TrainConfig, task: Task) -> bool:
     """
     if config.attention == "auto":
         return task.apart
-    if config.attention == "rows" and not task.causal:
+    if config.attention == "rows" and not task.head.causal:
         raise ConfigError(
             f"`--attention`: rows is for causal models, and {task.name} attends in both "
             "directions: documents would see each other. Leave it out."

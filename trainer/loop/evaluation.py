@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 def evaluate(
     model: nn.Module,
     task: Task,
-    micro_batches: Iterable[tuple[int, MicroBatch]],
+    micro_batches: Iterable[MicroBatch],
     precision: Precision,
     world: World,
 ) -> Metrics:
@@ -47,7 +47,7 @@ def evaluate(
     Args:
         model: The model, in training mode, as it is again afterwards.
         task: The task.
-        micro_batches: This rank's micro-batches, with their numbers.
+        micro_batches: This rank's micro-batches.
         precision: The number format of the computation.
         world: The ranks, which have the rest of the split.
     """
@@ -57,8 +57,7 @@ def evaluate(
     num_bytes = torch.zeros((), dtype=torch.int64, device=device)
     answers: list[tuple[Tensor, Tensor]] = []
     model.eval()
-    for number, shown in micro_batches:
-        micro_batch = task.prepare(shown, number)
+    for micro_batch in micro_batches:
         with precision.autocast():
             if task.kind == "vocabulary":
                 loss = task.loss(model, micro_batch)
@@ -202,17 +201,17 @@ class Evaluator:
         return config.eval_tokens * (1 + math.ceil(config.steps / config.eval_every))
 
     def _watched(
-        self, micro_batches: Iterable[tuple[int, MicroBatch]], split: str, due: int
-    ) -> Iterator[tuple[int, MicroBatch]]:
+        self, micro_batches: Iterable[MicroBatch], split: str, due: int
+    ) -> Iterator[MicroBatch]:
         """Yield the micro-batches until the run is to stop. Log progress now and then.
 
         Args:
-            micro_batches: This rank's micro-batches, with their numbers.
+            micro_batches: This rank's micro-batches.
             split: The name of the split, for the log.
             due: Approximate number of micro-batches of all ranks.
         """
         logged_s = time.monotonic()
-        for nth, numbered in enumerate(micro_batches):
+        for nth, micro_batch in enumerate(micro_batches):
             if self._should_stop(split):
                 self.was_stopped = True
                 return
@@ -220,4 +219,4 @@ class Evaluator:
                 logged_s = time.monotonic()
                 done = min(0.99, nth * self._world.size / due)
                 _log.info("evaluating %s: %.0f %% done", split, 100 * done)
-            yield numbered
+            yield micro_batch

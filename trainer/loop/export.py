@@ -29,11 +29,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, file_xxh3, sync_folder
 from tokenfeed.pipeline.redaction import public
-from tokenfeed.trainer.checkpoints.checkpoint_format import CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import (
@@ -43,7 +42,6 @@ from tokenfeed.trainer.data.datasets import (
     read_chat_template,
     read_manifest,
     read_tokenizer,
-    shown,
     weights_of,
 )
 from tokenfeed.trainer.data.head import Head
@@ -58,12 +56,10 @@ from tokenfeed.trainer.models.transformer import SIZES, Transformer
 from tokenfeed.trainer.models.weights import (
     EXPORT_FILE,
     Exported,
-    base_of,
     given_weights,
     kept_weights,
     tokens_of,
 )
-from tokenfeed.trainer.tasks.language_modeling import mask_id
 from tokenfeed.trainer.tasks.registry import make_task
 
 _WEIGHTS = "model.safetensors"
@@ -98,8 +94,7 @@ def _name_other_templates(config: TrainConfig) -> None:
     """Log the data sets whose chat template is not exported."""
     first = first_of(config.shards)
     exported = Manifest.read(first).chat_template
-    folders = dict.fromkeys(f for shards in config.all_shards for f in weights_of(shards))
-    for folder in folders:
+    for folder in dict.fromkeys(f for shards in config.all_shards for f in weights_of(shards)):
         template = Manifest.read(folder).chat_template
         if template and template.xxh3 != (exported and exported.xxh3):
             _log.warning(
@@ -113,7 +108,6 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     """Write the best weights of a run, or the latest ones if the run was not evaluated.
 
     Raises:
-        ConfigError: The folder exists, and holds something else.
         ResumeError: The run has no checkpoint, or it is damaged.
     """
     manifest = read_manifest(config.shards)
@@ -121,7 +115,6 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     checkpoints = Checkpoints.of_run(config.run_dir)
     best, checkpoint = checkpoints.open_best()
     progress = checkpoint.meta
-    _check_data(config, progress)
     about = Exported(
         model=_HUB if config.is_hub else config.model,
         size=SIZES.get(config.model),
@@ -132,32 +125,15 @@ def export_run(config: TrainConfig, folder: Path) -> None:
         shards=manifest.fingerprint,
         weights={},
     )
-    found = Exported.of(folder)
-    if found and dataclasses.replace(found, weights={}) == about:
-        return  # schedulers may start a command twice
-    check_export(config)
     torch.manual_seed(config.seed)
     config = dataclasses.replace(config, resume=True)
     model = make_model(config, task.head)
     given = given_weights(model, config)
-    progress.check_base(config, base_of(model, given, config))
     checkpoint.read({"model": kept_weights(model, given, checkpoint)}, only="model")
     with _complete_or_absent(folder) as temporary:
         _write_weights(temporary, model, about, config)
         files = _tokenizer_files(config, manifest, task.head)
         _write_texts(temporary, about, _with_template(config, files))
-
-
-def _check_data(config: TrainConfig, progress: CheckpointMeta) -> None:
-    """Reject data sets other than the trained ones: the tokenizer and labels come from there."""
-    found = {read_manifest(address).fingerprint for address in weights_of(config.shards)}
-    trained = set(progress.loader["plan"]["data"])
-    if found != trained and not (config.mixing and found <= trained):
-        raise ResumeError(
-            f"`--export`: {shown(config.shards)} is not the data that step {progress.step} was "
-            "trained on, by its fingerprint. Restore the data, whose tokenizer and labels are "
-            "exported."
-        )
 
 
 def load_exported(folder: Path | str) -> nn.Module:
@@ -255,8 +231,7 @@ def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dic
     if theirs and all(theirs.get(id, token) == token for id, token in ours.items()):
         is_same = ours.keys() <= theirs.keys() and _rules(content) == _rules(own[TOKENIZER_FILE])
         return own if is_same else own | {TOKENIZER_FILE: content}
-    ids = {"eos_token": manifest.tokenizer.end_id, "mask_token": mask_id(tokenizer)}
-    ids["pad_token"] = manifest.tokenizer.pad_id
+    ids = {"eos_token": manifest.tokenizer.end_id, "pad_token": manifest.tokenizer.pad_id}
     types = ["token_type_ids"] if head.pairs else []
     about: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

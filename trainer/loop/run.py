@@ -11,17 +11,15 @@ from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.planning.state import SavedState
 from tokenfeed.trainer.checkpoints.resume import download_newest
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
-from tokenfeed.trainer.checkpoints.uploader import Uploads, check_upload
-from tokenfeed.trainer.config.run_config import CONFIG_FILE, PAGE_FILE, TrainConfig
+from tokenfeed.trainer.checkpoints.uploader import check_upload
+from tokenfeed.trainer.config.run_config import CONFIG_FILE, TrainConfig
 from tokenfeed.trainer.data.datasets import weights_of
-from tokenfeed.trainer.distributed.launcher import Launch
-from tokenfeed.trainer.distributed.world import RankError, World, join_world
+from tokenfeed.trainer.distributed.world import RankError, join_world
 from tokenfeed.trainer.loop.export import check_export, export_run
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.models.weights import warn_of_other_ids
 from tokenfeed.trainer.optim.train_state import is_out_of_memory
 from tokenfeed.trainer.report.metrics import check_trackers
-from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.run_report import Report
 
 _AFTER_ERROR_S = 20.0
@@ -37,7 +35,7 @@ def train(
     """Train a run from start to end.
 
     Manifests are read once: a data set that is replaced while the run goes on does not matter. A
-    finished run trains nothing and returns its report, since schedulers may start a command twice.
+    finished run that is resumed trains nothing.
 
     Args:
         config: The settings.
@@ -49,31 +47,15 @@ def train(
     """
     world = join_world(config.device)
     try:
-        report = _train_unless_finished(world, config, should_stop, should_save)
-        world.close()
-        return report
-    except BaseException as error:
-        world.fail(error)
-        raise
-
-
-def _train_unless_finished(
-    world: World,
-    config: TrainConfig,
-    should_stop: Callable[[], bool],
-    should_save: Callable[[], bool],
-) -> Report:
-    """Train with rank 0's settings, unless its folder holds the finished run."""
-    try:
-        config, report = world.from_rank_0(lambda: _begin(config))
-        if config.resume or config.export:
+        config = world.from_rank_0(lambda: _begin(config))
+        if config.resume:
             _keep_versions(config)
-        if report is None:
-            with contextlib.closing(Trainer(config, world)) as trainer:
-                report = _train(trainer, should_stop, should_save)
+        with contextlib.closing(Trainer(config, world)) as trainer:
+            report = _train(trainer, should_stop, should_save)
         if world.is_main and config.export is not None and report.finished:
             export_run(config, config.export)
             _log.info("exported to %s", config.export)
+        world.close()
         return report
     except TokenfeedError:  # first, since some of these are RuntimeErrors
         raise
@@ -97,35 +79,18 @@ def _keep_versions(config: TrainConfig) -> None:
                 Manifest.keep_version(address, fingerprint)
 
 
-def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
-    """Return the settings of the run, and its report if it is finished.
-
-    A run that the launcher restarts is resumed from its latest checkpoint.
-    """
+def _begin(config: TrainConfig) -> TrainConfig:
+    """Check the settings of the run, and return them with what `--resume auto` means."""
     if config.resume == "auto":
         resume = download_newest(config.run_dir, config.upload)
         config = dataclasses.replace(config, resume=resume)
-    launch = Launch.of_environment()
-    if launch.has_begun(config.run_dir) and Checkpoints.of_run(config.run_dir).latest():
-        config = dataclasses.replace(config, resume=True)
-    report = _finished_report(config)
-    if report is not None and _has_same_settings(config):
-        _log.info("%s: already finished, all %d steps are trained", config.run_dir, config.steps)
-        if launch.is_main and not (config.run_dir / PAGE_FILE).exists():  # lost, or never written
-            write_page(config.run_dir)
-        check_upload(config)
-        uploads = Uploads(config, Checkpoints.of_run(config.run_dir))
-        uploads.begin()  # what an earlier session could not upload
-        uploads.finish()
-        return config, report
-    _check_folder(config, finished=report is not None)
+    _check_folder(config)
     config.check()
     check_trackers(config.track)
     check_upload(config)
     check_export(config)
     warn_of_other_ids(config)
-    launch.begin(config.run_dir)
-    return config, None
+    return config
 
 
 def _train(
@@ -139,8 +104,8 @@ def _train(
         try:
             trainer.train(should_stop, should_save)
         except Exception:
-            if trainer.interim:
-                trainer.interim.write_last()
+            with contextlib.suppress(Exception):  # the device may have failed, or nothing has begun
+                trainer.write_draft(now=True)
             raise
         return trainer.finish()
     except Exception:
@@ -150,30 +115,7 @@ def _train(
         raise
 
 
-def _finished_report(config: TrainConfig) -> Report | None:
-    """Return the report of the run in --run-dir, if it has trained and saved all --steps."""
-    checkpoints = Checkpoints.of_run(config.run_dir)
-    if checkpoints.latest() != checkpoints.path(config.steps):
-        return None
-    report = Report.of_run(config.run_dir)
-    return report if report and report.finished and report.steps == config.steps else None
-
-
-def _has_same_settings(config: TrainConfig) -> bool:
-    """Return whether the run in --run-dir was started with these settings.
-
-    Settings that do not change the training may differ.
-    """
-    begun = TrainConfig.of_run(config.run_dir)
-    if begun is None:
-        return False
-    if config.micro_batch_tokens == "auto":
-        config = dataclasses.replace(config, micro_batch_tokens=begun.micro_batch_tokens)
-    free = {name: getattr(config, name) for name in ("track", "profile", "upload")}
-    return not config.changes(dataclasses.replace(begun, **free))
-
-
-def _check_folder(config: TrainConfig, *, finished: bool) -> None:
+def _check_folder(config: TrainConfig) -> None:
     try:
         str(config.run_dir).encode()
     except UnicodeEncodeError:
@@ -201,11 +143,6 @@ def _check_folder(config: TrainConfig, *, finished: bool) -> None:
         raise ConfigError(
             f"`--run-dir`: {config.run_dir} already holds a run. Add --resume to go on with it, or "
             "give another folder."
-        )
-    if finished:
-        raise ConfigError(
-            f"`--steps`={config.steps}: {config.run_dir} has trained {config.steps} steps already. "
-            "Raise it to go on with other settings."
         )
 
 

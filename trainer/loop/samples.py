@@ -40,7 +40,7 @@ class Sampler:
 
     def __init__(self, config: TrainConfig, learner: Learner) -> None:
         task = learner.task
-        if task.kind != "vocabulary" or not task.causal:
+        if not task.head.causal:
             raise ConfigError(
                 f"`--samples`={config.samples}: a model of {task.name} does not continue texts. "
                 "Leave it out."

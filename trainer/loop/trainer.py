@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import json
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +45,7 @@ from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.malloc import keep_freed_memory
 from tokenfeed.trainer.loop.samples import Sampler
-from tokenfeed.trainer.optim.precision import Precision, all_finite
+from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.metrics import MetricsFile, Trackers
 from tokenfeed.trainer.report.page import write_page
@@ -56,16 +57,19 @@ from tokenfeed.trainer.report.progress_lines import (
     notes_on,
     remedies,
 )
-from tokenfeed.trainer.report.run_report import InterimReports, Report, versions
+from tokenfeed.trainer.report.run_report import Report, versions
 from tokenfeed.trainer.report.stages import StageTokens, tokens_of_stages
 from tokenfeed.trainer.sensors.gpu import device_name
-from tokenfeed.trainer.sizing.batch_probe import choose_micro_batch
+from tokenfeed.trainer.sizing.run_plan import choose_micro_batch, gpu_of
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.tasks.registry import task_of
 from tokenfeed.trainer.tasks.task import Metrics
 
 _BAD_STEP_FILE = "bad-step.jsonl"
 """Files and records of the first step that was skipped."""
+
+SECONDS_BETWEEN_DRAFTS, SHARE_OF_DRAFTS = 30.0, 0.001
+"""Least time between two drafts of the report, and their largest share of the time."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +78,7 @@ class Trainer:
     """One run: its parts, its progress and its loop."""
 
     metrics: MetricsFile | None
-    """None on ranks other than 0, like `interim`, and like `saver` if weights are whole."""
+    """None on ranks other than 0, like `saver` if weights are whole."""
     stall: StallMeter
     progress_log: ProgressLog
     last_norm: Tensor
@@ -86,7 +90,7 @@ class Trainer:
         self.world = world or World(device_named(config.device))
         self.device = self.world.device
         keep_freed_memory(self.device)
-        self.config = config = choose_micro_batch(config, self.world)
+        self.config = config = choose_micro_batch(config, self.world, gpu_of(self.device))
         self.task = task_of(config, self.device)
         precision = Precision(config.precision, self.device)
         varlen = has_varlen(self.device, precision.dtype)
@@ -99,17 +103,12 @@ class Trainer:
         self.sampler = Sampler(config, self.learner) if config.samples else None
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.saver: Saver | None = None
-        self.interim: InterimReports | None = None
         if config.shard_model and self.world.size > 1:
             gather = self.world.slow_gather()
             self.saver = Saver(self.checkpoints, config.keep, self.device, self.world.rank, gather)
         elif self.world.is_main:
             self.saver = Saver(self.checkpoints, config.keep, self.device)
-        if self.world.is_main:
-            self.interim = InterimReports(config.run_dir, lambda: self._report({}))
-        self.step = self.saved_step = self.skipped = 0
-        self.earlier: Report | None = None
-        """The report of the earlier parts of a resumed run."""
+        self.step = self.saved_step = self.began_at = self.skipped = 0
         self.rows_of_steps = deque[tuple[int, list[np.ndarray]]](
             maxlen=MOST_SKIPPED + config.log_every
         )
@@ -118,6 +117,7 @@ class Trainer:
         self.step_sync = StepSync(self.world)
         self.tracer: StepTracer | None = None
         self._should_stop: Callable[[], bool] = bool
+        self._next_draft_s = -math.inf
         self.uploads = Uploads(config, self.checkpoints)
         self._resources = contextlib.ExitStack()
         self._resources.callback(self.loader.close)
@@ -141,7 +141,7 @@ class Trainer:
                 self._train(should_save)
 
     def _train(self, should_save: Callable[[], bool]) -> None:
-        config, task, batches = self.config, self.task, self.batches()
+        config, batches = self.config, self.batches()
         learner, stall, shape = self.learner, self.stall, self.loaders.shape
         step_sync, is_sharded = self.step_sync, config.shard_model and self.world.size > 1
         for step in range(self.step + 1, config.steps + 1):
@@ -154,7 +154,7 @@ class Trainer:
                 with stall.cause("data"):
                     batch = next(batches)
                 ends_step = batch.ends_step
-                micro_batch = task.prepare(shape(batch), number)
+                micro_batch = shape(batch)
                 if is_sharded:  # wait for late ranks here: within the step it would show as work
                     with stall.cause("communication"):
                         self.world.all_reduce([torch.zeros((), device=self.device)])
@@ -205,15 +205,18 @@ class Trainer:
         if self.progress_log.is_behind:
             self._write_log()
         if self.saved_step != self.step:
-            self._check_weights()
             self._save()
         self._wait_for_save()
         self.step_sync.wait()
         self._gather_stall()
+        if self.step == self.began_at:  # nothing was trained: keep the stall of the part that did
+            earlier = self.world.from_rank_0(lambda: Report.of_run(self.config.run_dir))
+            if earlier and earlier.finished and earlier.steps == self.step:
+                self.uploads.finish()
+                return earlier
         report = self._report(self._final_metrics())
         if self.world.is_main:
             report.write(self.config.run_dir)
-            self.stall.write_trace(self.config.run_dir)  # for Perfetto
             write_page(self.config.run_dir)
             self.uploads.finish()
         return report
@@ -228,22 +231,18 @@ class Trainer:
             [line[name] for line in lines if name in line]
             for name in ("loss", "validation_loss", "skipped_steps")
         )
-        earlier, step_sync, manifest = self.earlier, self.step_sync, self.task.manifest
-        remote, before = self.loader.stats().remote, earlier.remote if earlier else None
-        remote = remote.with_another(before) if remote and before else remote or before
-        stall = self.stall.report(earlier.stall if earlier else None)
+        step_sync, manifest, stall = self.step_sync, self.task.manifest, self.stall.report()
         return Report(
             run_dir=str(self.config.run_dir),
             finished=self.is_finished,
-            parts=1 + (earlier.parts if earlier else 0),
             steps=self.step,
             skipped_steps=sum(skipped),
             tokens=step_sync.tokens,
-            seconds=time.perf_counter() - self.started_s + (earlier.seconds if earlier else 0.0),
+            seconds=time.perf_counter() - self.started_s,
             real_tokens_per_s=stall.real_tokens_per_s,
             padding=1 - step_sync.tokens / step_sync.slots if self.step else 0.0,
             stall=stall,
-            remote=remote,
+            remote=self.loader.stats().remote,
             loss_first=losses[0] if losses else None,
             loss_last=losses[-1] if losses else None,
             validation_loss_first=validation[0] if validation else None,
@@ -370,11 +369,8 @@ class Trainer:
         saving = self.step_sync.take_save() or self._is_due(config.save_every)
         skips = None
         if saving or step == 1 or step % config.log_every == 0:
-            # Also before saving: weights after a NaN loss must not be saved.
             skips = self._write_log()
         stops = self.step_sync.stop and step < config.steps
-        if saving:
-            self._check_weights()
         if saving and stops:  # the process may be killed within seconds
             self._save()
         try:
@@ -419,13 +415,25 @@ class Trainer:
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:
                 self._gather_stall()
-                if self.interim:
-                    self.interim.write()
+                self.write_draft()
             if skips and not ends:
                 self._warn_of_skip(skips.first)
         if skips and ends:
-            raise self._skipped_too_often(skips)
+            raise self._diverged(skips)
         return skips
+
+    def write_draft(self, *, now: bool = False) -> None:
+        """Write report.json while the run goes on, so that a killed run keeps what it measured: if
+        the latest draft is old enough, or now."""
+        started_s = time.perf_counter()
+        if not self.world.is_main or (started_s < self._next_draft_s and not now):
+            return
+        try:
+            dataclasses.replace(self._report({}), finished=False).write(self.config.run_dir)
+        except OSError as error:
+            _log.warning("report.json cannot be written, training goes on: %s", error)
+        taken_s = time.perf_counter() - started_s
+        self._next_draft_s = started_s + max(SECONDS_BETWEEN_DRAFTS, taken_s / SHARE_OF_DRAFTS)
 
     def _check_end(self, skips: Skips) -> None:
         """Check after the last step that the run has learned something.
@@ -439,11 +447,7 @@ class Trainer:
         if not skips.in_a_row or self.evaluator.best or self.learner.precision.name == "fp16":
             return
         if self.evaluator.has("validation") or 2 * skips.in_a_row >= self.step:
-            raise self._skipped_too_often(skips)
-
-    def _skipped_too_often(self, skips: Skips) -> ConfigError:
-        steps = f"{count_of(skips.in_a_row, 'step')} in a row, from step {skips.first} on"
-        return self._diverged(f"loss or gradients are not finite, {steps}", skips.first)
+            raise self._diverged(skips)
 
     def _gather_stall(self) -> None:
         if self.world.size > 1:
@@ -526,11 +530,6 @@ class Trainer:
         """Wait until the previous checkpoint is on the disk, on all ranks."""
         self.world.run_slow(self.saver.wait if self.saver else lambda: None)
 
-    def _check_weights(self) -> None:
-        with self.stall.cause("checkpoint"):
-            if not all_finite(self.learner.model, self.world):
-                raise self._diverged(f"weights have become infinite at step {self.step}", self.step)
-
     def _meta(self) -> CheckpointMeta:
         return CheckpointMeta(
             step=self.step,
@@ -542,7 +541,6 @@ class Trainer:
             optimizer=self.config.optimizer,
             loader=self.loader.state_dict(),
             best=self.evaluator.best,
-            base=self.learner.base,
             config=self.config.as_dict(),
         )
 
@@ -562,14 +560,16 @@ class Trainer:
             reason = "its loss or gradients are not finite"
             _log.warning("step %d was skipped: %s%s", step, reason, named)
 
-    def _diverged(self, finding: str, step: int) -> ConfigError:
+    def _diverged(self, skips: Skips) -> ConfigError:
         """Return the error that ends the run. It names the records of the first bad step.
 
         If that step was before the run was resumed, it names those of the first step since.
         """
         if self.saver:
             self.saver.wait_after_error()
-        step = max(step, self.rows_of_steps[0][0])
+        steps = f"{count_of(skips.in_a_row, 'step')} in a row, from step {skips.first} on"
+        finding = f"loss or gradients are not finite, {steps}"
+        step = max(skips.first, self.rows_of_steps[0][0])
         rows = self._rows_of(step)
         if not self.world.is_main:
             return ConfigError(f"{finding}; see rank 0")
@@ -603,14 +603,12 @@ class Trainer:
         config = self.config
         checkpoint = self._open_checkpoint()
         progress = checkpoint.meta
-        self.earlier = Report.of_run(config.run_dir)
         progress.check(config, self._meta())
-        self.learner.base = progress.base
         self._enter_phase(progress.step)
         self.loader.load_state_dict(progress.loader)
         self.learner.load(checkpoint)
         self.skipped = int(self.learner.precision.skips[0])
-        self.step = self.saved_step = progress.step
+        self.step = self.saved_step = self.began_at = progress.step
         self.evaluator.best = self.world.from_rank_0(self.checkpoints.best)
         self.step_sync.begin(progress.tokens, progress.slots)
 

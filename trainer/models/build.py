@@ -38,7 +38,7 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     """
     _check_adapters(config)
     model = _hub_model(config, head, dtype) if config.is_hub else _named_model(config, head)
-    if config.init_from is not None and (config.reads_again or not config.resume):
+    if config.init_from is not None and not config.resume:
         start_from(config.init_from, model)
     if config.lora is not None:
         _add_adapters(model, config, head)

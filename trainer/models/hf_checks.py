@@ -77,11 +77,10 @@ def _check_reaches(model: HubModel, head: Head, name: str) -> None:
     reaches, config = model.reaches, model.model.config.get_text_config()
     if not reaches:
         raise irreplaceable(name)
-    if head.kind == "vocabulary" and {reach.causal for reach in reaches} != {head.causal}:
-        way, wanted = ("forwards", "both ways") if not head.causal else ("both ways", "forwards")
+    if head.causal and not all(reach.causal for reach in reaches):
         raise ConfigError(
-            f"`--model`={name}: reads {way}, and the task needs one that reads {wanted}. Take "
-            "another model, or another --objective."
+            f"`--model`={name}: reads both ways, and the task needs one that reads forwards. Take "
+            "another model."
         )
     if _has_windows(config) and all(reach.window is None for reach in reaches):
         raise ConfigError(

@@ -42,12 +42,11 @@ _COMPANIONS = (
 )
 """Files that come with the weights of a model, and that an exported model needs too."""
 _PURPOSES = {
-    ("vocabulary", True): "CausalLM",
-    ("vocabulary", False): "MaskedLM",
-    ("row", False): "SequenceClassification",
-    ("token", False): "TokenClassification",
+    "vocabulary": "CausalLM",
+    "row": "SequenceClassification",
+    "token": "TokenClassification",
 }
-"""The class of `transformers` for a kind of head, and whether a token sees only those before."""
+"""The class of `transformers` for a kind of head."""
 _REFUSALS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
 """Errors that `transformers` raises for a folder without a model, or with one that does not fit."""
 
@@ -188,11 +187,9 @@ def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubMo
     with _quiet(), _one_line_for(config.model):
         described = _describe(source, config, head)
         saved_dtype = described.dtype or torch.float32
-        auto = getattr(transformers, f"AutoModelFor{_PURPOSES[head.kind, head.causal]}")
+        auto = getattr(transformers, f"AutoModelFor{_PURPOSES[head.kind]}")
         if is_new or (config.resume and not config.reads_again):
-            model = auto.from_config(
-                described, dtype=torch.float32, attn_implementation=ATTENTION_NAME
-            )
+            model = auto.from_config(described, dtype=dtype, attn_implementation=ATTENTION_NAME)
             fresh: frozenset[str] = frozenset()
         else:
             model, fresh = _from_weights(auto, source, described, dtype)

@@ -28,7 +28,7 @@ _QKV = [f"self_attn.{letter}_proj.weight" for letter in "qkv"]
 
 def is_starcoder2(size: ModelSize | None, head: Head) -> bool:
     """Return whether a built-in model of this size and head is a Starcoder2."""
-    return size is not None and not size.by_word and head.kind == "vocabulary" and head.causal
+    return size is not None and not size.by_word and head.causal
 
 
 def starcoder2_config(

@@ -11,13 +11,12 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.errors import ConfigError, ResumeError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.trainer.checkpoints.checkpoint_format import Base, Checkpoint
+from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import as_tokenizer, first_of, open_tokenizer
@@ -137,7 +136,6 @@ def product_weights(model: nn.Module) -> dict[str, int]:
 _log = logging.getLogger(__name__)
 
 State = dict[str, Tensor]
-_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def given_weights(model: nn.Module, config: TrainConfig) -> frozenset[str]:
@@ -151,35 +149,6 @@ def given_weights(model: nn.Module, config: TrainConfig) -> frozenset[str]:
     drawn = {f"model.{name}" for name in getattr(model, "fresh", ())}
     names = dict(model.named_parameters(remove_duplicate=False))
     return frozenset(names.keys() - drawn - trained)
-
-
-def base_of(model: nn.Module, given: Collection[str], config: TrainConfig) -> Base:
-    """What a model on the host has just taken from elsewhere: `given`, and from --init-from."""
-    step = None
-    if config.init_from is not None and (config.reads_again or not config.resume):
-        checkpoints = Checkpoints.of_run(Path(config.init_from))
-        if not _files_in(Path(config.init_from)):
-            best = checkpoints.best()
-            step = best.step if best else checkpoints.steps()[-1]
-    return Base(digests=digests_of(model, given), init_step=step)
-
-
-def digests_of(model: nn.Module, names: Collection[str]) -> dict[str, str]:
-    """Return the xxh3-64 of some weights by number format: the format of the model, and for fp32
-    also the formats in which another session or device may read the same weights."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    dtypes = {weights[name].dtype for name in names}
-    formats = _FORMATS if torch.float32 in dtypes and len(dtypes) == 1 else dtypes - {torch.float32}
-    return {str(dtype).removeprefix("torch."): _digest(weights, names, dtype) for dtype in formats}
-
-
-def _digest(weights: Mapping[str, Tensor], names: Collection[str], dtype: torch.dtype) -> str:
-    digest = xxhash.xxh3_64()
-    for name in sorted(names):
-        digest.update(name.encode())
-        values = weights[name].detach().to(dtype).flatten()
-        digest.update(values.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def kept_state(model: nn.Module, given: Collection[str]) -> State:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config.run_config import PrecisionName
-from tokenfeed.trainer.distributed.fsdp import full_tensor, local_shard, replicated_scalars
-from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.distributed.fsdp import full_tensor, replicated_scalars
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -115,24 +114,6 @@ def tune_convolutions(model: nn.Module) -> None:
     """
     convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
     torch.backends.cudnn.benchmark = convolves
-
-
-@torch.no_grad()
-def all_finite(model: nn.Module, world: World) -> bool:
-    """Return whether all weights are finite numbers, on all ranks. Waits for the device.
-
-    Sums are checked first, in a tenth of the time. A sum of finite weights may overflow, so if a
-    sum is not finite, every weight is checked.
-    """
-    weights = [local_shard(parameter) for parameter in model.parameters()]
-    sums = [weight.sum() for weight in weights]
-    return _are_finite(sums, world) or _are_finite(weights, world)
-
-
-def _are_finite(tensors: Iterable[Tensor], world: World) -> bool:
-    bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).sum()
-    world.all_reduce([bad])
-    return not int(bad)
 
 
 def allow_tf32(device: torch.device) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.planning.order import derive_key
-from tokenfeed.trainer.checkpoints.checkpoint_format import Base, Checkpoint
+from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.config.schedule import Phase, phase_at, phases_of, rate_factor
+from tokenfeed.trainer.config.schedule import Phase, phase_at, phases_of
 from tokenfeed.trainer.data.attention import choose_flash_attention
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import World
@@ -21,7 +21,6 @@ from tokenfeed.trainer.models.build import compile_model, make_model
 from tokenfeed.trainer.models.transformer import SIZES
 from tokenfeed.trainer.models.weights import (
     State,
-    base_of,
     count_parameters,
     given_weights,
     kept_state,
@@ -113,11 +112,11 @@ class Learner:
         with torch.device("meta") if is_empty else contextlib.nullcontext():
             model = make_model(config, task.head, precision.dtype)
         self._given = given_weights(model, config)
-        self.base = base_of(model, self._given, config) if self._world.is_main else Base()
         self.model = model if is_sharded else model.to(device)
         drops = getattr(self.model, "drops_attention", True)
         choose_flash_attention(device, precision.dtype, drops=drops)
-        recompute_layers(self.model, config.recompute)
+        if config.recompute:
+            recompute_layers(self.model)
         tune_convolutions(self.model)
         self._phases = phases_of(config)
         self._chosen = [trainable_names(self.model, each.config.trainable) for each in self._phases]
@@ -129,7 +128,6 @@ class Learner:
             sharding.shard_model(self.model, self._world, precision.dtype)
         self._replicas = self._replicate()
         self.optimizer = self._make_optimizer()
-        self._factor = _rate_factor(config)
 
     def begin_phase(self, phase: Phase) -> None:
         """Train only the weights of a phase from now on. Weights that were trained before keep
@@ -260,7 +258,7 @@ class Learner:
         """Return the learning rate of a step, counted from 1. After the run's last step, which only
         trials reach, it stays the same."""
         step = min(step, self._config.steps)
-        return phase_at(self._phases, step).rate(step) * self._factor
+        return phase_at(self._phases, step).rate(step)
 
     def operations_per_token(self, length: float) -> float:
         """Return the floating-point operations to train on a token in rows of a length, averaged
@@ -311,18 +309,3 @@ class Learner:
             "scaler": self.precision.state_dict(),
             "random": random_state(self._device),
         }
-
-
-def _rate_factor(config: TrainConfig) -> float:
-    """Return the factor of --learning-rate for the size of a step."""
-    reference = config.learning_rate_reference_tokens
-    if reference is None:
-        return 1.0
-    factor = rate_factor(config.step_slots, reference)
-    _log.info(
-        "learning rate times %.3g: a step has %d tokens, the reference %d",
-        factor,
-        config.step_slots,
-        reference,
-    )
-    return factor

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
@@ -92,15 +91,6 @@ class RunData:
             ) from error
         lines = _lines(folder / METRICS_FILE)
         return cls(folder=folder, stall=report.stall, report=report, lines=lines, config=config)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of config.yaml as they are written there; empty if it is damaged."""
-        try:
-            found = yaml.load(self.config, yaml.BaseLoader)  # constructs nothing, so cannot fail
-        except (yaml.YAMLError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
 
     def summary(self) -> str:
         """The report in a few lines, as the run printed it."""

@@ -1,18 +1,14 @@
 """The report of a run: report.json for programs, a few lines for people.
 
-Speed and stall are those of the measured steps, which leave out the warm-up. Tokens, losses and
-padding are those of all steps. A run writes interim reports, so that a killed run keeps what it
-measured.
+Speed and stall are those of the measured steps since the start or the latest resume, without the
+warm-up. Tokens, losses and padding are those of all steps. A run writes interim reports, so that a
+killed run keeps what it measured.
 """
 
-import contextlib
 import importlib.metadata
 import json
 import logging
-import math
 import platform
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -39,16 +35,14 @@ class Report:
     run_dir: str
     finished: bool
     """False if the run stopped before its last step, or is still going on."""
-    parts: int = 1
-    """Commands that trained the run: the first one, and one more for each resume."""
     steps: int
-    """Steps trained in all parts."""
+    """Steps trained, those before a resume included."""
     skipped_steps: int
     """Steps that changed nothing, because their gradients were not finite."""
     tokens: int
-    """Real tokens trained in all parts."""
+    """Real tokens trained, those before a resume included."""
     seconds: float
-    """Wall time, set-up and evaluation included."""
+    """Wall time since the start or the latest resume, set-up and evaluation included."""
     real_tokens_per_s: float | None
     """Real tokens of the measured steps divided by their wall time, stall included; None if the run
     ended in its warm-up."""
@@ -113,7 +107,6 @@ class Report:
         if self.validation_loss_first is not None:
             change = _change(self.validation_loss_first, self.validation_loss_last)
             loss += f", validation {change}"
-        parts = "" if self.parts == 1 else f" in {self.parts} parts"
         end = "" if self.finished else f", {self._way_on()}"
         skipped = f" ({self.skipped_steps:,} skipped)" if self.skipped_steps else ""
         folder = Path(self.run_dir)
@@ -125,8 +118,7 @@ class Report:
             {
                 "model": f"{self.model}, {self.parameters / 1e6:.1f} M parameters, "
                 f"{self.precision} on {self.device}",
-                "trained": f"{self.steps:,} steps{skipped}, {self.tokens:,} real tokens{parts}"
-                f"{end}",
+                "trained": f"{self.steps:,} steps{skipped}, {self.tokens:,} real tokens{end}",
                 "loss": loss,
                 "metrics": "\n".join(self._metrics()),
                 "note": "\n".join(self.notes),
@@ -196,50 +188,3 @@ def versions() -> dict[str, str]:
         "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
     }
-
-
-SECONDS_BETWEEN = 30.0
-
-
-MOST_SHARE = 0.001
-"""Largest share of the time that drafts may take."""
-
-
-class InterimReports:
-    """Writes report.json while a run goes on, so that a killed run keeps what it measured.
-
-    Args:
-        run_dir: Folder of the run.
-        make: Returns the report so far.
-    """
-
-    def __init__(self, run_dir: Path, make: Callable[[], Report]) -> None:
-        self._run_dir, self._make = run_dir, make
-        self._next_s = -math.inf
-        self._has_failed = False
-
-    def write(self) -> None:
-        """Write a draft if the latest one is old enough. If it fails, as on a full disk, log it."""
-        started_s = time.perf_counter()
-        if started_s < self._next_s:
-            return
-        try:
-            self._write()
-        except OSError as error:
-            if not self._has_failed:
-                _log.warning("report.json cannot be written, training goes on: %s", error)
-            self._has_failed = True
-        taken_s = time.perf_counter() - started_s
-        self._next_s = started_s + max(SECONDS_BETWEEN, taken_s / MOST_SHARE)
-
-    def write_last(self) -> None:
-        """Write a draft after an error, if `write` was ever called.
-
-        The report may be out of reach then: reading from a device that has failed raises.
-        """
-        if self._next_s > -math.inf:
-            with contextlib.suppress(OSError, RuntimeError):
-                self._write()
-
-    def _write(self) -> None:
-        replace(self._make(), finished=False).write(self._run_dir)

@@ -1,4 +1,4 @@
-"""One GPU by NVML: memory, utilization, power, energy, clock and what limits the clock."""
+"""One GPU by NVML: memory, utilization, power, temperature and clock."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,16 +25,6 @@ def device_uuid(device: torch.device) -> str | None:
 
 T = TypeVar("T")
 
-_REASONS = {
-    "nvmlClocksEventReasonSwPowerCap": "power limit",
-    "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power brake",
-    "nvmlClocksEventReasonSwThermalSlowdown": "heat",
-    "nvmlClocksEventReasonHwThermalSlowdown": "heat",
-    "nvmlClocksEventReasonHwSlowdown": "hardware slowdown",
-    "nvmlClocksEventReasonApplicationsClocksSetting": "clocks set by hand",
-}
-"""Reasons of NVML for a clock below its highest, in words. An idle GPU is not one of them."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuReading:
@@ -48,13 +38,9 @@ class GpuReading:
     """Share of NVML's last sampling period in which any kernel ran, 0 to 1."""
     power_watts: float | None = None
     power_limit_watts: float | None = None
-    joules: float | None = None
-    """Consumed since the driver was loaded."""
     celsius: int | None = None
     clock_mhz: int | None = None
     """Clock of the multiprocessors."""
-    held_back_by: tuple[str, ...] = ()
-    """Why the clock is below its highest."""
 
 
 class GpuSensor:
@@ -75,15 +61,9 @@ class GpuSensor:
             utilization=ask("nvmlDeviceGetUtilizationRates", lambda rates: int(rates.gpu) / 100),
             power_watts=ask("nvmlDeviceGetPowerUsage", _thousandth),
             power_limit_watts=ask("nvmlDeviceGetEnforcedPowerLimit", _thousandth),
-            joules=self.joules(),
             celsius=ask("nvmlDeviceGetTemperature", int, "NVML_TEMPERATURE_GPU"),
             clock_mhz=ask("nvmlDeviceGetClockInfo", int, "NVML_CLOCK_SM"),
-            held_back_by=ask("nvmlDeviceGetCurrentClocksEventReasons", _reasons) or (),
         )
-
-    def joules(self) -> float | None:
-        """Return the energy since the driver was loaded; None if it is not counted."""
-        return self._ask("nvmlDeviceGetTotalEnergyConsumption", _thousandth)
 
     def _ask(self, name: str, convert: Callable[[Any], T], *constants: str) -> T | None:
         """Call an NVML function and convert its result; None if it fails."""
@@ -124,10 +104,3 @@ def gpus_here() -> list[GpuSensor]:
 
 def _thousandth(value: Any) -> float:
     return int(value) / 1e3
-
-
-def _reasons(bits: Any) -> tuple[str, ...]:
-    import pynvml
-
-    found = (text for name, text in _REASONS.items() if int(bits) & getattr(pynvml, name, 0))
-    return tuple(dict.fromkeys(found))

@@ -1,106 +1,26 @@
 """`train --dry-run`: predict a run on any machine, without training.
 
-Batches are planned from the row lengths in the manifest. One batch is read, to see how documents
-share rows. Steps run on tensors without values, so their memory is that of the real operators. The
-speed is a bound: the arithmetic of the GPU divided by the operations per token.
+The speed is a bound: the arithmetic of the GPU divided by the operations per token.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
 
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.facts import facts
-from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
-from tokenfeed.trainer.config.run_config import PrecisionName, TrainConfig
-from tokenfeed.trainer.data.attention import knows_ends
-from tokenfeed.trainer.feeding.batch_policy import EpochShapes, possible_sizes
-from tokenfeed.trainer.feeding.loaders import SplitLoaders
-from tokenfeed.trainer.sensors.gpu_models import GIB, Gpu, identify_gpu, parse_gpu
-from tokenfeed.trainer.sizing.batch_probe import SHARE_OF_MEMORY, cpu_size, largest_fitting
-from tokenfeed.trainer.sizing.memory_model import SimulatedStep
-from tokenfeed.trainer.tasks.registry import task_of
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.distributed.world import World, device_named
+from tokenfeed.trainer.feeding.batch_policy import possible_sizes
+from tokenfeed.trainer.sensors.gpu_models import GIB, parse_gpu
+from tokenfeed.trainer.sizing.run_plan import (
+    SHARE_OF_MEMORY,
+    RunPlan,
+    choose_micro_batch,
+    gpu_of,
+)
 
 _CPU = torch.device("cpu")
-
-
-def find_gpu(config: TrainConfig, name: str | None) -> Gpu | None:
-    """Return the GPU with a name or size. Default: the GPU of the run; None on the CPU."""
-    if name is not None:
-        return parse_gpu(name)
-    device = default_device() if config.device == "auto" else resolve_device(config.device)
-    if device.type == "cpu":
-        return None
-    here = accelerator(device)
-    total = here.module.get_device_properties(device).total_memory
-    name = str(here.module.get_device_name(device))
-    return identify_gpu(name, total, "bf16" if here.has_bfloat16() else "fp16")
-
-
-def predict_micro_batch(config: TrainConfig, gpu: Gpu | None) -> TrainConfig:
-    """Return the settings with a predicted number for `micro_batch_tokens` in place of `auto`: the
-    largest that fits, or else the smallest possible."""
-    if config.micro_batch_tokens != "auto":
-        return config
-    sizes = possible_sizes(config, task_of(config, _CPU))
-    tokens = cpu_size(sizes) if gpu is None else sizes[0]
-    config = dataclasses.replace(config, micro_batch_tokens=tokens)
-    found = RunPlan(config, gpu).fitting()
-    return dataclasses.replace(config, micro_batch_tokens=found or tokens)
-
-
-class RunPlan:
-    """The predicted batches, memory and operations of a run.
-
-    Raises:
-        ConfigError: Settings contradict each other, or the task.
-    """
-
-    def __init__(self, config: TrainConfig, gpu: Gpu | None) -> None:
-        self._config, self._gpu = config, gpu
-        self.task = task_of(config, _CPU)
-        self.precision: PrecisionName = config.precision
-        if config.precision == "auto":
-            self.precision = gpu.precision if gpu else "fp32"
-        loaders = self._loaders(config)
-        self._policy = loaders.policy
-        self.simulation = SimulatedStep(config, self.task, self.precision, loaders.first())
-
-    def epoch(self) -> EpochShapes:
-        """Return the steps and micro-batches of an epoch."""
-        return EpochShapes.of_split(self.task.manifest.split("train"), self._policy, self._config)
-
-    def flops_per_token(self) -> float:
-        """Return the floating-point operations to train one token, in rows of full length."""
-        return self.simulation.learner.operations_per_token(self.shape(self._config)[1])
-
-    def peak(self, config: TrainConfig) -> int:
-        """Return the peak bytes of a step with the largest micro-batches."""
-        return self.simulation.peak(self.shape(config), config.accumulation)
-
-    def fitting(self) -> int | None:
-        """Return the tokens of the largest micro-batch that fits the GPU; None if none fits."""
-        if self._gpu is None:
-            return None
-        limit = SHARE_OF_MEMORY * self._gpu.bytes
-
-        def fits(tokens: int) -> bool:
-            config = dataclasses.replace(self._config, micro_batch_tokens=tokens)
-            return self.peak(config) <= limit
-
-        return largest_fitting(fits, possible_sizes(self._config, self.task))
-
-    def shape(self, config: TrainConfig) -> tuple[int, int]:
-        """Return rows and padded length of the largest micro-batch."""
-        return self._loaders(config).largest_shape()
-
-    def _loaders(self, config: TrainConfig) -> SplitLoaders:
-        """Return the loaders of a run on the GPU, which deliver to the host."""
-        fast = self._gpu is not None and self._gpu.precision == "bf16"
-        varlen = fast and self.precision != "fp32" and knows_ends()
-        on_gpu = self._gpu is not None
-        return SplitLoaders(config, self.task, _CPU, varlen=varlen, on_gpu=on_gpu)
 
 
 FORMULA = "6 N + 12 L C T: N weights in matrix products, L layers of width C, rows of T tokens"
@@ -150,7 +70,7 @@ class DryRun:
             trained = f" of which {listed} M are trained"
         if self.gpu:
             memory = f", of {self.gpu_gib:g} GiB on {self.gpu}"
-            fits = "no micro-batch: try --recompute full, or a smaller --sequence-length"
+            fits = "no micro-batch: try --recompute, or a smaller --sequence-length"
         if self.fitting_micro_batch_tokens is not None:
             fits = f"--micro-batch-tokens {self.fitting_micro_batch_tokens} and less"
         if self.tokens_per_s_bound and self.hours_bound is not None:
@@ -180,8 +100,8 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
         TokenfeedError: Settings or shards do not allow the run.
     """
     config.check()
-    gpu = find_gpu(config, gpu_name)
-    config = predict_micro_batch(config, gpu)
+    gpu = parse_gpu(gpu_name) if gpu_name is not None else gpu_of(device_named(config.device))
+    config = choose_micro_batch(config, World(_CPU), gpu)
     planned = RunPlan(config, gpu)
     epoch = planned.epoch()
     epochs = config.steps / epoch.steps
@@ -207,7 +127,7 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
         gpu=gpu.name if gpu else None,
         gpu_gib=gpu.gib if gpu else None,
         fits=peak <= SHARE_OF_MEMORY * gpu.bytes if gpu else None,
-        fitting_micro_batch_tokens=planned.fitting(),
+        fitting_micro_batch_tokens=planned.fitting(possible_sizes(config, planned.task)),
         tokens_per_s_bound=bound,
         hours_bound=tokens / bound / 3600 if bound else None,
         checkpoints=checkpoints,

@@ -21,8 +21,7 @@ from tokenfeed.trainer.config.run_config import PrecisionName, TrainConfig
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.optim.optimizer import make_optimizer
 from tokenfeed.trainer.optim.precision import Precision
-from tokenfeed.trainer.optim.train_state import Learner
-from tokenfeed.trainer.sizing.batch_probe import trial_step
+from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.tasks.task import Task
 
 _BLOCK_BYTES = 512  # CUDA's allocator rounds up to this
@@ -108,14 +107,21 @@ class SimulatedStep:
         with self._mode, self._memory:
             for tensor in (*self.learner.model.parameters(), *self.learner.model.buffers()):
                 self._memory.add(tensor)
-            trial_step(self.learner, like, _SMALL, 1, 1)  # creates the optimizer's state
+            self._step(_SMALL, 1, 1)  # creates the optimizer's state
 
     def peak(self, shape: tuple[int, int], parts: int) -> int:
         """Return the peak bytes of tensors in a step of `parts` micro-batches of a shape."""
         self._memory.reset_peak()
         with self._mode, self._memory:
-            trial_step(self.learner, self._like, shape, parts, 2)
+            self._step(shape, parts, 2)
         return self._memory.peak
+
+    def _step(self, shape: tuple[int, int], parts: int, number: int) -> None:
+        """Run a step of up to two micro-batches of a shape. A third one would need no more."""
+        tally = Tally.zero(_CPU)
+        for _ in range(min(2, parts)):
+            tally.add(self.learner.add_gradients(self._like.blank_like(*shape)), 0, 0)
+        self.learner.step(number, tally.loss, tally.targets)
 
     @property
     def state_bytes(self) -> int:

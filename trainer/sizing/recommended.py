@@ -5,33 +5,26 @@ and the budget of one epoch. Data with labels or completions gets as many epochs
 tokens, or with labels 500 steps, but at least 3 and at most 10. The numbers were measured on small
 data sets and two cores.
 
-A GPU gets a micro-batch that fits, and few cores get one worker; a CPU changes no default. Settings
-that this machine does not support are replaced, with one line that says why. Does not import torch.
+A GPU gets a micro-batch that fits; a CPU changes no default. Does not import torch.
 """
 
 import dataclasses
 import math
-import os
-import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tokenfeed.pipeline.arithmetic import round_up
-from tokenfeed.pipeline.feeding.cores import num_cores
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import flag_of
-from tokenfeed.trainer.data.datasets import source_of
 from tokenfeed.trainer.feeding.batch_policy import (
     EpochShapes,
-    Policy,
     is_packed,
     long_rows_of,
     make_policy,
 )
-from tokenfeed.trainer.sensors.gpu_models import Gpu
 
 _TOKENS = 2_000_000
 """Tokens to train on in all epochs. A data set of fewer tokens is small."""
@@ -60,8 +53,6 @@ _EVALUATIONS = (2, 20)
 _ENOUGH_TOKENS, _MOST_TOKENS = 200_000, 1_000_000
 """Tokens of an evaluation. With more than the first number, more evaluations are better. With the
 second number, the loss has an error below 0.003."""
-_COUNTED_TOKENS = 20_000_000
-"""Most tokens of all epochs whose steps are counted; one core reads them in about a second."""
 _EVALUATED = "evaluations take about 5 % of the run at most"
 _LEAST_LOG_EVERY, _MOST_EVERY = 10, 1000
 
@@ -99,7 +90,7 @@ def data_defaults(
         longest_input: Longest input of the model in tokens; None without a limit.
     """
     train = manifest.splits.get("train")
-    if given.get("objective") == "masked" or train is None or not train.rows:
+    if train is None or not train.rows:
         return []
     longest = max(split.longest_row for split in manifest.splits.values())
     label = column_of(manifest.columns, "target")
@@ -142,51 +133,18 @@ def default_epochs(
 
 def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochShapes:
     """Estimate the steps and micro-batches of an epoch from the manifest."""
-    config, policy = _batching_of(config, manifest, on_gpu=on_gpu)
-    return EpochShapes.of_split(manifest.split("train"), policy, config)
-
-
-def _batching_of(
-    config: TrainConfig, manifest: Manifest, *, on_gpu: bool
-) -> tuple[TrainConfig, Policy]:
-    """Return the settings with a number for `micro_batch_tokens`, and the policy of training."""
     if config.micro_batch_tokens == "auto":  # a step has the same rows with any number
         rows = (config.step_rows or 0) * config.sequence_length
         config = dataclasses.replace(config, micro_batch_tokens=rows or config.step_tokens)
     long_rows = long_rows_of(config, manifest)
     packed = is_packed(config, manifest)
-    return config, make_policy(config, packed=packed, on_gpu=on_gpu, long_rows=long_rows)
+    policy = make_policy(config, packed=packed, on_gpu=on_gpu, long_rows=long_rows)
+    return EpochShapes.of_split(manifest.split("train"), policy, config)
 
 
-def steps_of(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
-    """Return the steps of whole epochs. The last step of an epoch may be short.
-
-    The steps of one small data set are counted by reading its epochs. Steps of other data are
-    estimated from the manifest.
-    """
-    source = source_of(config.shards)
-    if isinstance(source, str) and epochs * manifest.split("train").tokens <= _COUNTED_TOKENS:
-        config, policy = _batching_of(config, manifest, on_gpu=on_gpu)
-        from tokenfeed.pipeline.feeding.loader import ShardLoader  # torch, which --help needs not
-
-        with ShardLoader(
-            source,
-            batching=policy,
-            rank=0,
-            world_size=1,
-            num_workers=0,
-            seed=config.seed,
-            epochs=epochs,
-            micro_batches_per_step=config.accumulation,
-            cache_dir=config.cache_dir,
-            cache_bytes=config.cache_bytes,
-        ) as loader:
-            return sum(batch.ends_step for batch in loader)
-    return estimated_steps(epochs, config, manifest, on_gpu=on_gpu)
-
-
-def estimated_steps(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
-    """Estimate the steps of whole epochs from the manifest."""
+def steps_of_epochs(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
+    """Estimate the steps of whole epochs from the manifest. With --step-rows they
+    are exact for data of one window."""
     return max(1, round(epochs * epoch_of(config, manifest, on_gpu=on_gpu).steps))
 
 
@@ -315,84 +273,11 @@ def _between(bounds: tuple[int, int], value: int) -> int:
     return max(least, min(most, value))
 
 
-_COMPILERS = ("cc", "gcc", "clang", "cl")
-_FEW_CORES = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """The machine of a run."""
-
-    gpu: Gpu | None
-    """The GPU of the run; None on the CPU."""
-    cores: int
-    has_compiler: bool
-    """Whether there is a C compiler, which torch.compile needs."""
-    unused: str | None = None
-    """Why torch does not use a GPU that the driver lists."""
-
-
-def detect_machine(config: TrainConfig, gpu_name: str | None) -> Machine:
-    """Return this machine, with `gpu_name` instead of its GPU if given. Imports torch: a second."""
-    from tokenfeed.trainer.sizing.dry_run import find_gpu
-
-    gpu = find_gpu(config, gpu_name)
-    return Machine(
-        gpu=gpu,
-        cores=num_cores(),
-        has_compiler=bool(os.environ.get("CC")) or any(map(shutil.which, _COMPILERS)),
-        unused=_why_unused() if gpu is None and config.device == "auto" else None,
-    )
-
-
-def gpu_defaults(
-    config: TrainConfig, machine: Machine, given: Container[str], *, packed: bool
-) -> list[Choice]:
-    """Return the defaults that suit the GPU, without given settings. They do not change a step."""
-    gpu, choices = machine.gpu, []
-    if gpu is None:
-        return []
-    several = config.micro_batch_tokens != "auto" and config.accumulation > 1
+def gpu_default(config: TrainConfig, *, packed: bool) -> Choice | None:
+    """Return the micro-batch of a GPU, if a step of the run has several micro-batches, and has the
+    same rows with smaller ones."""
     if not packed and config.step_rows is None:
-        several = False  # smaller micro-batches would put other rows into a step
-    if several and "micro_batch_tokens" not in given:
-        reason = f"what fits {gpu.name}, {gpu.gib:.1f} GiB, in {gpu.precision}"
-        choices.append(Choice({"micro_batch_tokens": "auto"}, reason))
-    if machine.cores <= _FEW_CORES and "num_workers" not in given:
-        choices.append(Choice({"num_workers": 1}, f"{machine.cores} cores"))
-    return choices
-
-
-def replacements(config: TrainConfig, machine: Machine) -> list[Choice]:
-    """Return replacements of unsupported settings. `Choice.reason` is the complete log line."""
-    gpu, choices = machine.gpu, []
-    if machine.unused:
-        choices.append(Choice({}, f"training on the CPU: {machine.unused}"))
-    if config.compile and not machine.has_compiler:
-        reason = f"--compile is left out: there is no C compiler ({', '.join(_COMPILERS)})"
-        choices.append(Choice({"compile": False}, reason))
-    if config.precision == "bf16" and gpu and gpu.precision == "fp16":
-        reason = f"--precision fp16 instead of bf16, which {gpu.name} only emulates"
-        choices.append(Choice({"precision": "fp16"}, reason))
-    return choices
-
-
-def _why_unused() -> str | None:
-    """Return why torch does not use a GPU; None if there is no GPU, or CUDA_VISIBLE_DEVICES hides
-    it."""
-    import pynvml
-    import torch
-
-    try:
-        pynvml.nvmlInit()
-        count, driver = pynvml.nvmlDeviceGetCount(), pynvml.nvmlSystemGetDriverVersion()
-    except pynvml.NVMLError:
         return None
-    if not count or "CUDA_VISIBLE_DEVICES" in os.environ:
+    if config.micro_batch_tokens == "auto" or config.accumulation == 1:
         return None
-    if torch.version.cuda is None:
-        return "there is a GPU, but this torch was built without CUDA. Install torch with CUDA"
-    return (
-        f"there is a GPU, but its driver {driver} does not run CUDA {torch.version.cuda} of this "
-        "torch. Install a newer driver, or a torch for an older CUDA"
-    )
+    return Choice({"micro_batch_tokens": "auto"}, "as many as fit the GPU")

@@ -114,7 +114,7 @@ class MeteredDevice:
     Args:
         device: None for the first accelerator, or the CPU without one.
         operations_per_token: Floating-point operations per token, for the MFU.
-        devices: Number of devices that share the tokens passed to `add`.
+        devices: Number of devices that share the tokens of the loop.
         clock: A clock that belongs to no device of torch. Then `device` is ignored.
     """
 
@@ -126,9 +126,6 @@ class MeteredDevice:
         clock: Clock | None,
     ) -> None:
         self.operations_per_token = operations_per_token and operations_per_token / devices
-        self._devices = devices
-        self._joules_before: float | None = None
-        self._tokens = 0
         self.on_gpu = False
         """Whether the device is an accelerator of torch."""
         self.name = f"CPU, {platform.machine()}"
@@ -136,13 +133,11 @@ class MeteredDevice:
         self.clock = clock or Clock()
         self.allocator_statistics: Callable[[], dict[str, Any]] | None = None
         """Returns the statistics of torch's allocator; None without one."""
-        self._energy: Callable[[], float | None] = lambda: None
         if clock is None:
             self._find(device)
 
     def _find(self, device: "torch.device | str | None") -> None:
         from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
-        from tokenfeed.trainer.sensors.gpu import device_uuid, sensor_of
 
         found = default_device() if device is None else resolve_device(device)
         if found.type == "cpu":
@@ -153,9 +148,6 @@ class MeteredDevice:
             self.name = str(module.get_device_name(found))
         if statistics := getattr(module, "memory_stats_as_nested_dict", None):
             self.allocator_statistics = partial(statistics, found)
-        uuid = device_uuid(found)
-        if sensor := sensor_of(uuid) if uuid else None:
-            self._energy = sensor.joules
 
     @property
     def peak_tflops(self) -> float | None:
@@ -163,24 +155,6 @@ class MeteredDevice:
         from tokenfeed.trainer.sensors.gpu_models import identify_gpu
 
         return identify_gpu(self.name, 0, "bf16").tflops if self.on_gpu else None
-
-    def begin(self) -> None:
-        """Start to count energy and tokens."""
-        self._tokens, self._joules_before = 0, self._energy()
-
-    def add(self, tokens: int) -> None:
-        """Count trained tokens."""
-        self._tokens += tokens
-
-    def joules_per_token(self) -> float | None:
-        """Return joules per token; None if the driver does not count energy.
-
-        All devices count as equal to this one.
-        """
-        now = self._energy()
-        if now is None or self._joules_before is None or not self._tokens:
-            return None
-        return (now - self._joules_before) * self._devices / self._tokens
 
 
 _CYCLES_PER_S = 1.5e9

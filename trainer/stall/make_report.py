@@ -1,6 +1,5 @@
 """Make a report from the accounts of a meter, with advice on what to change and what it gains."""
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from tokenfeed.trainer.stall.causes import ABOUT, CAUSES, Cause
 from tokenfeed.trainer.stall.device import MeteredDevice
 from tokenfeed.trainer.stall.ranks import RankStall, SlowestRank, slowest_rank
 from tokenfeed.trainer.stall.reading import StallReading
-from tokenfeed.trainer.stall.report import TAILS, Advice, CauseReport, Interval, StallReport
+from tokenfeed.trainer.stall.report import Advice, CauseReport, Interval, StallReport
 from tokenfeed.trainer.stall.watchers import LoaderUse
 
 REMEDIES: dict[str, str] = {
@@ -178,7 +177,6 @@ def make_report(
     core_wait: float | None,
     loader: LoaderUse | None,
     remedies: Mapping[str, str],
-    earlier: StallReport | None,
 ) -> StallReport:
     """Make a report from a reading, with the percentiles and error bars of its accounts.
 
@@ -193,7 +191,6 @@ def make_report(
         core_wait: Share of the time in which the training thread got no core.
         loader: The loader that the loop waits for.
         remedies: Advice of this loop by cause, instead of the general advice.
-        earlier: The report of the earlier parts of a resumed run.
     """
     seconds, tokens_per_s = reading.seconds, reading.tokens_per_s
     total = reading.fraction if reading.steps else None
@@ -212,7 +209,6 @@ def make_report(
         padding=1 - reading.tokens / reading.slots if reading.slots else None,
         mfu=mfu,
         mfu_formula=formula,
-        joules_per_token=machine.joules_per_token(),
         core_wait=core_wait,
         device=machine.name,
         on_gpu=machine.on_gpu,
@@ -224,79 +220,8 @@ def make_report(
         slowest_rank=slowest_rank(ranks) if ranks else None,
         advice=[],
     )
-    if earlier is not None:
-        report = _with_earlier(report, earlier)
     report.advice.extend(advise(report, remedies, loader))
     return report
-
-
-def _with_earlier(report: StallReport, earlier: StallReport) -> StallReport:
-    """Merge the reports of both parts of a run.
-
-    Seconds, steps and tokens are summed. Shares are averaged over the time. Of percentiles, the
-    larger one is kept. MFU, energy and ranks cannot be merged, so the later part's values are kept.
-
-    Example: 1 % stall in 300 s and 5 % in 100 s make 2 % in 400 s.
-    """
-    queued_steps = report.queued_steps + earlier.queued_steps
-    if report.stall is None or earlier.stall is None:
-        known = earlier if report.stall is None else report
-        return dataclasses.replace(known, queued_steps=queued_steps, advice=[])
-    both, seconds = (report, earlier), report.seconds + earlier.seconds
-    shares = [part.seconds / seconds for part in both]
-
-    def mean(name: str) -> Any:
-        """Return the mean of a field over the time; the later value if it is not always known."""
-        later, before = (getattr(part, name) for part in both)
-        return later if before is None or later is None else later * shares[0] + before * shares[1]
-
-    def cause_of(cause: Cause) -> CauseReport:
-        parts = [part.causes[cause] for part in both]
-        idle = sum(part.seconds for part in parts)
-        return CauseReport(
-            fraction=idle / seconds,
-            seconds=idle,
-            interval=_mean_interval([part.interval for part in parts], shares),
-            speed_up=seconds / max(1e-9 * seconds, seconds - idle),
-            **{name: max(getattr(part, name) for part in parts) for name in TAILS},
-        )
-
-    tokens = report.tokens + earlier.tokens
-    padding = report.padding
-    if padding is not None and earlier.padding is not None and tokens:
-        slots = report.tokens / max(1e-9, 1 - padding)
-        padding = 1 - tokens / (slots + earlier.tokens / max(1e-9, 1 - earlier.padding))
-    counts = {name: value for name, value in earlier.events.items() if isinstance(value, int)}
-    return dataclasses.replace(
-        report,
-        stall=mean("stall"),
-        interval=_mean_interval([part.interval for part in both], shares),
-        at_most=mean("at_most"),
-        causes={cause: cause_of(cause) for cause in CAUSES},
-        steps=report.steps + earlier.steps,
-        queued_steps=queued_steps,
-        seconds=seconds,
-        tokens=tokens,
-        real_tokens_per_s=tokens / seconds if tokens else None,
-        padding=padding,
-        core_wait=mean("core_wait"),
-        events=report.events
-        | {name: report.events.get(name, 0) + count for name, count in counts.items()},
-    )
-
-
-def _mean_interval(
-    intervals: Sequence[Interval | None], shares: Sequence[float]
-) -> Interval | None:
-    """Return the interval of a mean of independent parts; None if a part has none."""
-    known = [
-        (interval, share) for interval, share in zip(intervals, shares, strict=True) if interval
-    ]
-    if len(known) < len(shares):
-        return None
-    middle = sum(share * (low + high) / 2 for (low, high), share in known)
-    half = math.hypot(*(share * (high - low) / 2 for (low, high), share in known))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _cause(cause: Cause, reading: StallReading, accounts: Accounts) -> CauseReport:

@@ -26,7 +26,7 @@ from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
 from tokenfeed.trainer.stall.device import Clock, MeteredDevice
 from tokenfeed.trainer.stall.make_report import REMEDIES, make_report
-from tokenfeed.trainer.stall.marks import MarkChain, Timeline
+from tokenfeed.trainer.stall.marks import MarkChain
 from tokenfeed.trainer.stall.ranks import (
     Exchange,
     RankStall,
@@ -111,11 +111,9 @@ class StallMeter:
         self._clock = self._machine.clock
         self._is_beside_host = beside = self._clock.is_beside_host
         self._accounts = Accounts(is_beside_host=beside, skipped_steps=skipped_steps)
-        self._timeline = Timeline()
         self._calibration = Calibration(skipped_steps) if beside and calibrate else None
-        self._chain = MarkChain(self._clock, self._accounts, self._timeline)
+        self._chain = MarkChain(self._clock, self._accounts)
         self._append, self._mark = self._chain.append, self._clock.mark
-        self._left_to_skip = skipped_steps  # energy is measured from the end of the warm-up
         self._phase: Phase = "work"
         self._interrupted: Phase = "work"
         self._is_busy = False
@@ -233,13 +231,8 @@ class StallMeter:
         self._resolve()
         return self._accounts.step_times.take()
 
-    def report(self, earlier: StallReport | None = None) -> StallReport:
-        """Return a report on the steps so far, without waiting for the device.
-
-        Args:
-            earlier: The report of an earlier part of the same run, which was resumed since. The
-                report then covers both parts.
-        """
+    def report(self) -> StallReport:
+        """Return a report on the steps so far, without waiting for the device."""
         self._place = max(self._place, own_place(), key=lambda place: place[1])
         return make_report(
             self.read(),
@@ -257,7 +250,6 @@ class StallMeter:
             core_wait=self._core_wait.share() if self._core_wait else None,
             loader=self._loader,
             remedies=self._remedies,
-            earlier=earlier,
         )
 
     def gather(self, exchange: Exchange | None = None) -> None:
@@ -288,11 +280,6 @@ class StallMeter:
         """Write the report so far, and return its page. See `StallReport.write`."""
         return self.report().write(folder)
 
-    def write_trace(self, folder: Path | str) -> Path:
-        """Write the latest segments of device time as trace.json, for perfetto.dev."""
-        self._resolve()
-        return self._timeline.write(Path(folder))
-
     def close(self) -> None:
         """Stop watching the program. A deleted meter does this by itself."""
         self._collector.close()
@@ -319,10 +306,6 @@ class StallMeter:
     def _step_of_device(self, tokens: int, slots: int) -> None:
         calibration, waits = self._calibration, self._waits
         self._cut(self._phase, StepEnd(tokens, slots, not waits.is_looking, self._blamed()))
-        self._machine.add(tokens)
-        self._left_to_skip -= 1
-        if self._left_to_skip == 0:
-            self._machine.begin()
         waits.end_step()
         if self._accounts.waits_inside and not waits.has_looked:
             self.find_waits()

@@ -36,7 +36,7 @@ def stall_facts(report: "StallReport") -> dict[str, str]:
 
 
 def speed_parts(report: "StallReport", padding: float | None) -> list[str]:
-    """Return tokens per second, padding, MFU and energy, as far as they are known."""
+    """Return tokens per second, padding and MFU, as far as they are known."""
     parts = []
     if report.real_tokens_per_s is not None:
         parts.append(f"{report.real_tokens_per_s:,.0f} real tok/s")
@@ -44,8 +44,6 @@ def speed_parts(report: "StallReport", padding: float | None) -> list[str]:
         parts.append(f"padding {padding:.2%}")
     if report.mfu is not None:
         parts.append(f"MFU {report.mfu:.1%} ({report.mfu_formula})")
-    if report.joules_per_token is not None:
-        parts.append(f"{report.joules_per_token * 1e3:.3g} mJ/tok")
     return parts
 
 
@@ -233,7 +231,6 @@ class StallReport:
     """Model FLOP/s utilization: operations of the training, divided by what the device could do in
     that time. None if either is unknown."""
     mfu_formula: str | None
-    joules_per_token: float | None
     core_wait: float | None
     """Share of the time in which the training thread was ready to run but got no core; None if the
     system does not count it."""

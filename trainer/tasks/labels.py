@@ -34,8 +34,6 @@ class Classify(Task):
 
     name = "classify"
     kind = "row"
-    causal = False
-    packs = False
     best_by = BestBy("macro_f1", less_is_better=False)
 
     def scores(self, answers: Answers) -> dict[str, float]:
@@ -48,8 +46,6 @@ class Score(Task):
 
     name = "score"
     kind = "row"
-    causal = False
-    packs = False
 
     @property
     def outputs(self) -> int:
@@ -78,8 +74,6 @@ class Tag(Task):
 
     name = "tag"
     kind = "token"
-    causal = False
-    packs = False
 
     def __init__(self, manifest: Manifest, seed: int) -> None:
         super().__init__(manifest, seed)

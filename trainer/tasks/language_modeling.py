@@ -1,31 +1,21 @@
-"""Language modeling: predict the next token, or masked tokens.
+"""Language modeling: predict the next token.
 
 `lm` (documents), `complete` (completions after prompts) and `chat` (conversations) predict the
 token after each position. They differ only in which positions have a label: the loader sets none on
 prompts and on what the assistant does not say.
-
-`masked` fills gaps in documents, as BERT does. 15 % of the tokens with a label are targets. 80 % of
-the targets are replaced by the mask token, 10 % by a random id, and 10 % stay. Special tokens,
-padding and the first token of a document are never targets. The random draw depends only on the
-seed and the number of the micro-batch, so a resumed run masks the same tokens. It runs on the
-device, so the host does not wait.
 
 Bits per byte are the loss of all targets in bits, divided by the bytes of text that the targets
 stand for. Losses of different tokenizers can be compared by it. The end of a document is a target
 of 0 bytes.
 """
 
-import math
 import re
-from dataclasses import replace
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED
-from tokenfeed.pipeline.planning.order import derive_key
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.tasks.task import Task
 
@@ -70,8 +60,6 @@ class LanguageModelling(Task):
 
     name = "lm"
     kind = "vocabulary"
-    causal = True
-    packs = True
     apart = False
 
     bytes_of_token: Tensor | None = None
@@ -97,66 +85,3 @@ class Chat(Completion):
     """Predict the tokens of conversations that --targets selects."""
 
     name = "chat"
-
-
-TARGET_SHARE, AS_MASK_SHARE, AT_RANDOM_SHARE = 0.15, 0.8, 0.1
-_SPREADS = 8
-
-
-class Masked(Task):
-    """Predict masked tokens from the rest of their document.
-
-    A tokenizer without a mask token gets one more id, which only this task uses.
-    """
-
-    name = "masked"
-    kind = "vocabulary"
-    causal = False
-    packs = True
-
-    def __init__(
-        self, manifest: Manifest, seed: int, tokenizer: Tokenizer, device: torch.device
-    ) -> None:
-        super().__init__(manifest, seed)
-        size, mask = manifest.tokenizer.vocabulary_size, mask_id(tokenizer)
-        self._mask_id = size if mask is None else mask
-        added = tokenizer.get_added_tokens_decoder()
-        is_special = torch.zeros(size + 1, dtype=torch.bool)
-        is_special[[*(id for id, token in added.items() if token.special), self._mask_id]] = True
-        self._is_special = is_special.to(device)
-        self._random = torch.Generator(device)
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of ids of the tokenizer, plus one if the mask token is not among them."""
-        return max(self.manifest.tokenizer.vocabulary_size, self._mask_id + 1)
-
-    def prepare(self, micro_batch: MicroBatch, number: int) -> MicroBatch:
-        """Hide some tokens, and make them the only targets."""
-        ids_BT, labels_BT = micro_batch.ids_BT, micro_batch.targets
-        share_BT, as_what_BT, random_BT = self._draw(ids_BT, number)
-        may_BT = (labels_BT != IGNORED) & ~self._is_special[ids_BT]
-        target_BT = may_BT & (share_BT < TARGET_SHARE)
-        as_mask_BT = target_BT & (as_what_BT < AS_MASK_SHARE)
-        at_random_BT = target_BT & (as_what_BT >= 1 - AT_RANDOM_SHARE)
-        shown_BT = torch.where(as_mask_BT, self._mask_id, ids_BT)
-        return replace(
-            micro_batch,
-            ids_BT=torch.where(at_random_BT, random_BT, shown_BT),
-            targets=torch.where(target_BT, labels_BT, IGNORED),
-        )
-
-    def most_targets(self, slots: int) -> int:
-        """Return a number of targets that random draws exceed less than once in 10**12
-        micro-batches. In that case, the last targets are left out."""
-        spread = math.sqrt(slots * TARGET_SHARE * (1 - TARGET_SHARE))
-        return min(slots, math.ceil(slots * TARGET_SHARE + _SPREADS * (spread + 1)))
-
-    def _draw(self, ids_BT: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return two numbers in [0, 1) and an id for each slot."""
-        self._random.manual_seed(derive_key(self.seed, number))
-        device, shape = ids_BT.device, ids_BT.shape
-        chances_2BT = torch.rand((2, *shape), generator=self._random, device=device)
-        size = self.manifest.tokenizer.vocabulary_size
-        random_BT = torch.randint(0, size, shape, generator=self._random, device=device)
-        return chances_2BT[0], chances_2BT[1], random_BT

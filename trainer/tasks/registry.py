@@ -1,4 +1,4 @@
-"""Select the task of a run: the task of its shards, or --objective."""
+"""Select the task of a run: the task of its shards."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +14,6 @@ from tokenfeed.trainer.tasks.language_modeling import (
     Chat,
     Completion,
     LanguageModelling,
-    Masked,
     token_bytes,
 )
 from tokenfeed.trainer.tasks.task import Task
@@ -38,16 +37,9 @@ def make_task(config: TrainConfig, manifest: Manifest, device: torch.device) -> 
     """Return the task for the data sets of a manifest.
 
     Raises:
-        ConfigError: The manifest's task is unknown, or does not suit --objective.
+        ConfigError: The manifest's task is unknown, or the data set has no labels.
     """
     name = shown(config.shards)
-    if config.objective == "masked":
-        if manifest.task != "lm":
-            raise ConfigError(
-                f"`--objective`=masked needs documents, but {name} was made by "
-                f"`--task {manifest.task}`. Run `pretokenize --task lm`, or leave --objective out."
-            )
-        return Masked(manifest, config.seed, open_tokenizer(first_of(config.shards)), device)
     if manifest.task not in TASKS:
         raise ConfigError(
             f"{name}: unknown task {manifest.task}, expected one of {', '.join(TASKS)}. Install a "

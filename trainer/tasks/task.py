@@ -85,10 +85,6 @@ class Task:
 
     name: ClassVar[str]
     kind: ClassVar[HeadKind]
-    causal: ClassVar[bool]
-    """Whether a token attends only to itself and the tokens before it."""
-    packs: ClassVar[bool]
-    """Whether rows are packed by default."""
     apart: ClassVar[bool] = True
     """Whether packed documents are separate by default."""
     best_by: ClassVar[BestBy] = BestBy("loss", less_is_better=True)
@@ -109,8 +105,7 @@ class Task:
         return Head(
             kind=self.kind,
             outputs=self.outputs,
-            vocabulary_size=self.vocabulary_size,
-            causal=self.causal,
+            vocabulary_size=tokenizer.vocabulary_size,
             pairs=pairs,
             labels=self.manifest.label_names,
             pad_id=None if tokenizer.end_id in (None, tokenizer.pad_id) else tokenizer.pad_id,
@@ -118,34 +113,15 @@ class Task:
         )
 
     @property
-    def vocabulary_size(self) -> int:
-        """Upper bound of the ids that the model is shown."""
-        return self.manifest.tokenizer.vocabulary_size
-
-    @property
     def outputs(self) -> int:
         """Number of logits per token or row."""
         if self.kind == "vocabulary":
-            return self.vocabulary_size
+            return self.manifest.tokenizer.vocabulary_size
         return len(self.manifest.label_names)
-
-    def prepare(self, micro_batch: MicroBatch, number: int) -> MicroBatch:
-        """Return the micro-batch as the model receives it.
-
-        Args:
-            micro_batch: The micro-batch of the loader.
-            number: Number of the micro-batch in the run.
-        """
-        return micro_batch
 
     def bytes_of_targets(self, micro_batch: MicroBatch) -> Tensor | int:
         """Return the bytes of text that the targets stand for; 0 if the task does not know."""
         return 0
-
-    def most_targets(self, slots: int) -> int:
-        """Return the largest number of targets in a number of slots. It does not depend on random
-        draws."""
-        return slots
 
     def loss(self, model: Any, micro_batch: MicroBatch) -> Loss:
         """Return the cross-entropy summed over targets.
@@ -164,10 +140,6 @@ class Task:
     def _loss_in_chunks(self, model: Any, micro_batch: MicroBatch) -> Loss:
         hidden_ND = model.hidden(micro_batch).flatten(0, 1)
         targets_N = micro_batch.targets.flatten()
-        most = self.most_targets(len(targets_N))
-        if most < len(targets_N):
-            chosen = (targets_N == IGNORED).sort(stable=True).indices[:most]
-            hidden_ND, targets_N = hidden_ND.index_select(0, chosen), targets_N[chosen]
         summed = vocabulary_loss(hidden_ND, model.head_weight, targets_N, compiled=self.is_compiled)
         return Loss(summed, (targets_N != IGNORED).sum())
 

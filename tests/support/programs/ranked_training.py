@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 from support.programs.late_rank import make_late
 from support.training import make_config
 
-from tokenfeed.pipeline.errors import ResumeError, TokenfeedError
+from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.trainer.config.run_config import PhaseSettings
 from tokenfeed.trainer.loop.run import train as run_until
 from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
@@ -46,10 +45,6 @@ def train(settings: dict[str, Any], rank: int = 0) -> None:
             return False
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "hang":
-            time.sleep(1000)
-        if how == "fail":
-            raise ResumeError("no way on")
         stops = True
         return False
 

@@ -36,7 +36,7 @@ def measure(shards: Path, folder: Path) -> dict[str, int]:
 
     loaders = SplitLoaders(config, task, world.device)
     like, shape = loaders.first(), loaders.largest_shape()
-    shown = task.prepare(like.blank_like(*shape), 0)
+    shown = like.blank_like(*shape)
     shapes = {weight.shape for weight in learner.model.parameters() if weight.dim() == 2}
     shapes |= {shape[::-1] for shape in shapes}
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)

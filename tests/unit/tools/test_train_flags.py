@@ -45,6 +45,7 @@ PROVED_ELSEWHERE = {
     "heads": "test_hf_runs.py",
     "kv_heads": "test_hf_runs.py",
     "patience": "test_run.py",
+    "recompute": "test_activation_checkpointing.py",
     "samples": "test_samples.py",
     "trainable": "test_weights.py",
     "phases": "test_phases.py",  # of a file
@@ -183,7 +184,6 @@ RUNS: list[dict[str, tuple[Any, Holds]]] = [
         "schedule": ("constant", lambda seen: seen.told("learning_rate")[4] == 0.01),
         "clip_norm": (0.25, lambda seen: seen.clipped == {0.25}),
         "precision": ("bf16", lambda seen: seen.report["precision"] == "bf16"),
-        "recompute": ("full", lambda seen: seen.trainer.config.recompute == "full"),
         "step_tokens": (512, lambda seen: {len(step) for step in seen.batches} == {4}),
         "attention": ("documents", lambda seen: seen.batches[0][0].scope.mask_BHTT is not None),
         "eval_every": (2, lambda seen: [*seen.told("validation_loss")] == [0, 2, 4]),
@@ -193,7 +193,6 @@ RUNS: list[dict[str, tuple[Any, Holds]]] = [
         "device": ("cpu", lambda seen: seen.report["device"] == "cpu"),
     },
     {
-        "objective": ("masked", lambda seen: seen.report["task"] == "masked"),
         "steps": (3, lambda seen: seen.report["steps"] == 3 == len(seen.batches)),
         "sequence_length": (64, lambda seen: seen.shapes == {(2, 64)}),
         "schedule": ("linear", lambda seen: seen.told("learning_rate")[3] < 0.001),
@@ -207,7 +206,6 @@ RUNS: list[dict[str, tuple[Any, Holds]]] = [
         "batching": ("padded", lambda seen: len(seen.shapes) > 1),
         "order": ("file", lambda seen: seen.plan["order"] == "file"),
         "warmup_steps": (4, lambda seen: seen.rates == [0.001, 0.002, 0.003, 0.004]),
-        "learning_rate_reference_tokens": (64, lambda seen: max(seen.rates) == 0.004),
         "shards": ("{lm_rows}", lambda seen: seen.report["vocabulary_size"] == 64),
     },
     {

@@ -30,7 +30,6 @@ from tokenfeed.trainer.feeding.batch_policy import make_policy
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["mini", "hf:some/model", "module:factory"]),
-    "objective": st.sampled_from(["auto", "masked"]),
     "sequence_length": st.integers(2, 10**6),
     "learning_rate": st.floats(1e-9, 10, allow_nan=False),
     "dropout": st.none() | st.floats(0, 0.99),
@@ -107,7 +106,7 @@ def test_epochs_in_a_file_become_steps_but_steps_on_the_command_line_count(
     assert told("--config", file, "--steps", 5).steps == 5
 
 
-@pytest.mark.parametrize("words", [(), ("--preset", "t4"), ("--step-rows", 5)])
+@pytest.mark.parametrize("words", [(), ("--preset", "quick"), ("--step-rows", 5)])
 def test_what_is_printed_is_read_again_as_the_same(
     words: tuple[object, ...], told: Any, shards: Path, tmp_path: Path
 ) -> None:
@@ -153,7 +152,6 @@ def test_a_pattern_of_a_file_may_be_empty_and_finds_all(
         ("shards: {}", r"shards is empty: expected a folder"),
         ("mixing: [{shards: {}}]", r"mixing 1: shards is empty"),
         ("log_every: 2\nlog-every: 3", "log_every occurs twice"),
-        ("steps: 2\nseed: 1\nsteps: 3", "line 3 repeats steps of line 1"),
         ("cache_bytes: 5 bags", r"cache_bytes: expected a size like 50GB, or 0, got 5 bags\."),
         ("steps: 2\nepochs: 1", "`epochs` and steps both say how long to train. Leave one out."),
         ("step-tokens: 64\nstep_rows: 4", "`step_rows` and step_tokens both say what a step is"),
@@ -187,7 +185,7 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
             ["--precision", "int8"],
             "`--precision`: expected one of auto, fp32, bf16, fp16, got int8",
         ),
-        (["--preset", "H100"], "`--preset`: expected one of quick, t4, rtx4090, h100, production"),
+        (["--preset", "H100"], "`--preset`: expected one of quick, rtx4090, h100, got"),
         (
             ["--config", "nowhere.yaml"],
             "nowhere.yaml: No such file or directory. Give a YAML",

@@ -1,7 +1,6 @@
 """Leaves out what tests parts that are not installed here: extras, and what a newer torch has. And
 a store for copies of runs."""
 
-import dataclasses
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -36,5 +35,4 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies wait a hundredth of the time for a store that does not answer."""
     from tokenfeed.trainer.checkpoints import uploader as uploads
 
-    hurried = dataclasses.replace(uploads.TIMING, first_wait_s=0.02, longest_wait_s=0.05)
-    monkeypatch.setattr(uploads, "TIMING", hurried)
+    monkeypatch.setattr(uploads, "RETRY_S", 0.03)

@@ -84,7 +84,6 @@ def test_what_was_just_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         (report.main, "", "`RUN` is missing. See report --help."),
         (report.main, "--jsn run", "Unknown option `--jsn`. Did you mean --json? See report"),
         (report.main, "run --jsn", "Unknown option `--jsn`. Did you mean --json? See report"),
-        (report.main, "compare a", "`RUN` is missing: expected RUN RUN. See report compare"),
     ],
 )
 def test_wrong_words_are_one_line(
@@ -129,7 +128,6 @@ def test_pretokenize_rejects_wrong_value_in_one_line(
     [
         (pretokenize.main, ["", "out"]),
         (report.main, [""]),
-        (report.main, ["compare", "a", ""]),
         (shards.main, ["verify", ""]),
         (shards.main, ["copy", "", "out"]),
     ],
@@ -142,7 +140,6 @@ def test_command_rejects_empty_path(main: Any, words: list[str]) -> None:
     ("main", "words"),
     [
         (report.main, []),
-        (report.main, ["compare", "runs/a"]),
         (shards.main, ["explain", "out", "--state"]),
         (train.main, ["--config"]),
         (train.main, ["--run-dir"]),

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tokenfeed.trainer.config.run_config import ScheduleName
-from tokenfeed.trainer.config.schedule import learning_rate, rate_factor
+from tokenfeed.trainer.config.schedule import learning_rate
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
@@ -96,11 +96,3 @@ def test_a_longer_run_has_the_rates_of_the_shorter_until_that_decays(
     assume(step <= (steps if schedule == "constant" else steps - math.ceil(0.2 * steps)))
     longer = rates(schedule, peak, steps + more, warmup_steps)
     assert longer[step - 1] == rates(schedule, peak, steps, warmup_steps)[step - 1]
-
-
-@given(st.integers(1, 10**9), st.integers(1, 10**9))
-def test_the_factor_is_the_root_of_the_ratio(tokens: int, reference: int) -> None:
-    root = rate_factor(tokens, reference)
-    assert root * root == pytest.approx(tokens / reference)
-    assert root * rate_factor(reference, tokens) == pytest.approx(1.0)
-    assert rate_factor(tokens, tokens) == 1.0

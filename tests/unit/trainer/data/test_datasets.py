@@ -227,7 +227,7 @@ def small_files(asked: list[str]) -> list[str]:
 def test_a_run_reads_manifest_and_tokenizer_once_however_often_it_evaluates(
     asked: list[str], tmp_path: Path
 ) -> None:
-    run(make_config("memory://x", tmp_path, model="words", objective="masked", eval_every=2))
+    run(make_config("memory://x", tmp_path, eval_every=2))
     assert small_files(asked) == ["manifest.json", "tokenizer"]
 
 

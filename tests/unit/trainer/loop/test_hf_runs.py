@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -336,70 +335,6 @@ def test_adapters_come_first_and_then_everything(
         torch.testing.assert_close(got, theirs(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture
-def own_llama(llama: str, tmp_path: Path) -> Path:
-    """A copy of the model's folder, for tests that change it."""
-    return shutil.copytree(llama.removeprefix("hf:"), tmp_path / "model")
-
-
-def change_weights(folder: Path) -> None:
-    """Change one number of a weight that is saved in fp32."""
-    file = folder / "model.safetensors"
-    weights = safetensors.torch.load_file(file)
-    weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 0.5
-    safetensors.torch.save_file(weights, file, {"format": "pt"})
-
-
-@pytest.mark.parametrize("changes", [LORA, TOP], ids=["lora", "trainable"])
-def test_resume_refuses_frozen_weights_that_changed(
-    changes: dict[str, Any], documents: Path, own_llama: Path, tmp_path: Path
-) -> None:
-    config = make_config(documents, tmp_path / "run", model=f"hf:{own_llama}", **changes)
-    run(config, stop_after=1)
-    change_weights(own_llama)
-    with pytest.raises(ResumeError, match="other weights than when this run began") as caught:
-        run(dataclasses.replace(config, resume=True))
-    assert f"hf:{own_llama} has" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_resume_takes_the_same_frozen_weights_in_another_precision(
-    documents: Path, own_llama: Path, tmp_path: Path
-) -> None:
-    config = make_config(documents, tmp_path / "run", model=f"hf:{own_llama}", **LORA)
-    run(dataclasses.replace(config, precision="fp32"), stop_after=1)
-    later = dataclasses.replace(config, precision="bf16", resume=True)
-    assert run(later, stop_after=1).steps == 2
-    change_weights(own_llama)
-    with pytest.raises(ResumeError, match="other weights than when this run began"):
-        run(later)
-
-
-def test_export_refuses_frozen_weights_that_changed(
-    documents: Path, own_llama: Path, tmp_path: Path
-) -> None:
-    config = make_config(documents, tmp_path / "run", model=f"hf:{own_llama}", steps=2, **LORA)
-    run(config)
-    change_weights(own_llama)
-    with pytest.raises(ResumeError, match="other weights than when this run began"):
-        run(dataclasses.replace(config, export=tmp_path / "exported", resume=True))
-    assert not (tmp_path / "exported").exists()
-
-
-def test_resume_refuses_an_initial_run_that_trained_on(
-    documents: Path, llama: str, tmp_path: Path
-) -> None:
-    first = make_config(documents, tmp_path / "first", model=llama, steps=4)
-    run(first)
-    init = {"init_from": str(tmp_path / "first")}
-    config = make_config(documents, tmp_path / "adapted", model=llama, **LORA, **init)
-    run(config, stop_after=1)
-    run(dataclasses.replace(config, resume=True), stop_after=1)
-    assert run(dataclasses.replace(first, steps=8, resume=True)).best_step == 8
-    with pytest.raises(ResumeError, match=r"--init-from .*first has.*then step 4, now step 8"):
-        run(dataclasses.replace(config, resume=True))
-
-
 @pytest.mark.parametrize(("kind", "warns"), [("Roberta", True), ("Bert", False)])
 def test_export_warns_where_a_padding_id_of_the_model_is_a_word(
     kind: str, warns: bool, classes: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -420,3 +355,22 @@ def test_export_warns_where_a_padding_id_of_the_model_is_a_word(
         counted = theirs(input_ids=ids_BT).logits
     torch.testing.assert_close(given, ours, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(counted, ours, atol=1e-3)
+
+
+def test_resume_does_not_read_the_initial_run_again(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    first = make_config(documents, tmp_path / "first", model=llama, steps=4)
+    run(first)
+    init = {"init_from": str(tmp_path / "first"), "steps": 4}
+    config = make_config(documents, tmp_path / "parts", model=llama, **LORA, **init)
+    run(dataclasses.replace(config, run_dir=tmp_path / "whole", export=tmp_path / "model"))
+    run(config, stop_after=2)
+    run(dataclasses.replace(first, steps=8, resume=True))
+    run(dataclasses.replace(config, resume=True, export=tmp_path / "again"))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 4)
+    one, other = (
+        safetensors.torch.load_file(tmp_path / name / "model.safetensors")
+        for name in ("model", "again")
+    )
+    assert all(torch.equal(other[name], value) for name, value in one.items())

@@ -78,7 +78,6 @@ def test_a_run_leaves_config_metrics_checkpoints_and_report(finished: Path) -> N
         "metrics.jsonl",
         "report.html",
         "report.json",
-        "trace.json",
     ]
     assert yaml.safe_load((finished / "config.yaml").read_text())["step_tokens"] == 256
     assert list(read_metrics(finished, "loss")) == list(range(1, 9))
@@ -395,12 +394,9 @@ def test_resuming_on_other_shards_is_refused(
         run(make_config(others, finished, resume=True, steps=10))
 
 
-@pytest.mark.parametrize(("steps", "changes"), [(7, {}), (8, {"log_every": 2})])
-def test_resuming_past_the_end_asks_for_more_steps(
-    steps: int, changes: dict[str, Any], counting: Path, finished: Path
-) -> None:
-    with pytest.raises(ConfigError, match=rf"`--steps`={steps}: .* has trained 8 steps already"):
-        run(make_config(counting, finished, resume=True, steps=steps, **changes))
+def test_resuming_past_the_end_asks_for_more_steps(counting: Path, finished: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`--steps`=7: .* has trained 8 steps already"):
+        run(make_config(counting, finished, resume=True, steps=7))
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_named(

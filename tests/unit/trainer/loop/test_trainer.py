@@ -82,14 +82,6 @@ def test_skipped_steps_are_counted_and_the_checkpoints_stay_finite(
         assert all(bool(w.isfinite().all()) for w in load_weights(tmp_path, step).values())
 
 
-def test_weights_that_overflow_are_never_saved(counting: Path, tmp_path: Path) -> None:
-    config = make_config(counting, tmp_path, warmup_steps=0, learning_rate=1e39, save_every=1)
-    message = r"infinite at step 1\. Lower --learning-rate .* start again: nothing was saved"
-    with pytest.raises(ConfigError, match=message):
-        run(config)
-    assert not list(tmp_path.glob("checkpoints/*"))
-
-
 def test_short_run_that_ends_with_skipped_steps_fails_and_leaves_its_folder_free(
     counting: Path, tmp_path: Path
 ) -> None:
@@ -317,10 +309,11 @@ def test_garbage_is_collected_at_log_lines_only(
     causes: list[str | None] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
+        if phase == "start" and not gc.isenabled():  # the last save goes on behind the loop
             causes.append(bracket())
 
     def make_cycles() -> bool:
+        assert not gc.isenabled()
         for _ in range(10_000):
             cycle: list[object] = []
             cycle.append(cycle)

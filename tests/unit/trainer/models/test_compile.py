@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,10 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import MOST_SHAPES, PhaseSettings, TrainConfig
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.feeding.batch_policy import make_policy, shapes
-from tokenfeed.trainer.loop import trainer as loop
+from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.models.build import compile_model, make_model
 from tokenfeed.trainer.models.hf_model import HubModel
+from tokenfeed.trainer.tasks.task import Metrics
 
 
 @given(
@@ -84,14 +86,15 @@ def test_nothing_is_compiled_after_the_shapes_that_were_told(
         compiled.extend(tuple(i.shape) for i in inputs if i.dim() == 3)
         return module.forward
 
-    plain_compile, plain_evaluate = nn.Module.compile, loop.Trainer._evaluate
+    plain_compile, plain_evaluate = nn.Module.compile, Evaluator.evaluate
     monkeypatch.setattr(nn.Module, "compile", lambda m, **o: plain_compile(m, backend=backend, **o))
 
-    def noted(trainer: loop.Trainer, **options: bool) -> None:
-        plain_evaluate(trainer, **options)
+    def noted(*given: Any) -> Metrics:
+        found = plain_evaluate(*given)
         torch.compiler.set_stance("fail_on_recompile")  # from before the first step on
+        return found
 
-    monkeypatch.setattr(loop.Trainer, "_evaluate", noted)
+    monkeypatch.setattr(Evaluator, "evaluate", noted)
     torch._dynamo.reset()
     try:
         with caplog.at_level("INFO"):
@@ -116,15 +119,16 @@ def test_nothing_is_compiled_when_another_phase_begins(
     phases = tuple(PhaseSettings(steps=2, trainable=pattern) for pattern in patterns)
     config = make_config(folder, tmp_path / "run", compile=True, steps=6, phases=phases)
     run(dataclasses.replace(config, compile=False, run_dir=tmp_path / "eager"))
-    plain_compile, plain_evaluate = nn.Module.compile, loop.Trainer._evaluate
+    plain_compile, plain_evaluate = nn.Module.compile, Evaluator.evaluate
     graphs = {"backend": lambda module, inputs: module.forward}
     monkeypatch.setattr(nn.Module, "compile", lambda m, **o: plain_compile(m, **graphs, **o))
 
-    def noted(trainer: loop.Trainer, **options: bool) -> None:
-        plain_evaluate(trainer, **options)
+    def noted(*given: Any) -> Metrics:
+        found = plain_evaluate(*given)
         torch.compiler.set_stance("fail_on_recompile")
+        return found
 
-    monkeypatch.setattr(loop.Trainer, "_evaluate", noted)
+    monkeypatch.setattr(Evaluator, "evaluate", noted)
     torch._dynamo.reset()
     try:
         run(config)
@@ -226,7 +230,7 @@ def test_all_of_a_transformers_model_is_compiled(
     tmp_path: Path, knows_blocks: bool, graphs: list[torch.fx.GraphModule]
 ) -> None:
     folder = hub_models.save_model(tmp_path / "hub", "CausalLM", "Llama")
-    head = hub_models.head_of("vocabulary", causal=True)
+    head = hub_models.head_of("vocabulary")
     model = make_model(hub_models.train_config(folder), head)
     assert isinstance(model, HubModel)
     if not knows_blocks:

@@ -107,7 +107,7 @@ def test_where_the_shards_of_a_run_are_gone_nothing_is_said(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"model": "words"}, {"export": Path("exported")}, {"objective": "masked"}, {"init_from": ""}],
+    [{"model": "words"}, {"export": Path("exported")}, {"init_from": ""}],
     ids=str,
 )
 def test_train_refuses_a_tokenizer_that_did_not_make_the_shards(

@@ -175,7 +175,7 @@ def test_bytes_that_are_no_character_stay_apart(tmp_path: Path) -> None:
 def test_case_makes_no_difference_to_words_and_does_to_others(labelled: Path) -> None:
     ids_BT = torch.randint(0, VOCABULARY, (3, 9))
     rows, folded = (MicroBatch.of_ids(each, causal=False) for each in (ids_BT, ids_BT // 2 * 2))
-    head = make_head(kind="row", causal=False)
+    head = make_head(kind="row")
     for name, is_same in (("words", True), ("shallow", False)):
         model = Transformer(SIZES[name], head)  # type: ignore[index]
         torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr, arg-type]
@@ -185,7 +185,7 @@ def test_case_makes_no_difference_to_words_and_does_to_others(labelled: Path) ->
 
 
 def test_words_make_the_host_wait_for_nothing() -> None:
-    model = Transformer(SIZES["words"], make_head(kind="row", causal=False))
+    model = Transformer(SIZES["words"], make_head(kind="row"))
     rows = MicroBatch.of_ids(torch.randint(0, VOCABULARY, (3, 9)), causal=False)
     with HostWaits() as waits:
         model(rows).sum().backward()

@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "one matrix, muon": {"trainable": r"blocks\.0\.feed_in\.weight", "optimizer": "muon"},
     "the embedding": {"trainable": "embed"},
     "what draws": {"trainable": r"blocks\.1", "model": "support.training:dropping_model"},
-    "recomputed": {"trainable": r"blocks\.0", "recompute": "full"},
+    "recomputed": {"trainable": r"blocks\.0", "recompute": True},
 }
 
 

@@ -158,7 +158,9 @@ def test_one_bad_number_in_one_gradient_leaves_no_trace(
     assert not training.step().isfinite()
     assert_same(training.content(), before)
     if precision_name == "fp16":
-        expected.precision._scaler.update(2.0**15)  # a skip halves the scale, and that is all
+        state = expected.precision.state_dict()
+        state["scaler"]["scale"] = 2.0**15  # a skip halves the scale, and that is all
+        expected.precision.load_state_dict(state)
     for number in (3, 4):
         training.backward(number)
         assert training.step().isfinite()
@@ -239,8 +241,9 @@ def test_a_reading_of_skips_does_not_change_later() -> None:
 
 def test_a_scale_survives_a_checkpoint_and_one_of_another_precision_is_no_scale() -> None:
     half = Precision("fp16", CPU)
-    half.backward(torch.ones((), requires_grad=True))
-    half._scaler.update(512.0)
+    state = half.state_dict()
+    state["scaler"]["scale"] = 512.0
+    half.load_state_dict(state)
     resumed = Precision("fp16", CPU)
     resumed.load_state_dict(half.state_dict())
     assert resumed.state_dict()["scaler"]["scale"] == 512.0

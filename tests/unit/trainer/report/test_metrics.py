@@ -119,12 +119,6 @@ def test_a_service_that_fails_is_named_once_and_the_run_goes_on(
     assert len(other.called("finish")) == 1
 
 
-def test_a_finished_run_is_finished_with_trackers_too(lm_rows: Path, tmp_path: Path) -> None:
-    report = run(make_config(lm_rows, tmp_path / "run", steps=2))
-    again = run(make_config(lm_rows, tmp_path / "run", steps=2, track=("wandb",), profile="1:2"))
-    assert again == report
-
-
 def test_only_rank_0_tells(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = serve("wandb")
     monkeypatch.setenv("RANK", "1")

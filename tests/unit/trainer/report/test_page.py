@@ -17,7 +17,6 @@ from support.commands import call
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import report as report_command
-from tokenfeed.trainer.report.compare import compare
 from tokenfeed.trainer.report.page import page_of, write_page
 from tokenfeed.trainer.report.plots import Plot, Scale, Series, thinned
 from tokenfeed.trainer.report.run_folder import RunData
@@ -54,7 +53,6 @@ def stall_of(**changes: Any) -> dict[str, Any]:
         "padding": 0.01,
         "mfu": None,
         "mfu_formula": None,
-        "joules_per_token": None,
         "core_wait": 0.0,
         "device": "CPU",
         "on_gpu": False,
@@ -197,13 +195,6 @@ def test_page_says_why_nothing_was_measured() -> None:
         Checked(page)
         assert why in page
         assert "stopped before its end" in page
-
-
-def test_page_names_the_parts_of_a_resumed_run() -> None:
-    run = run_of(report_of(parts=3))
-    assert "Trained in 3 parts" in page_of(run)
-    assert "400,000 real tokens in 3 parts" in run.summary()
-    assert "parts" not in run_of(report_of()).summary()
 
 
 def test_names_are_text_and_no_markup() -> None:
@@ -354,8 +345,6 @@ def test_damaged_config_leaves_a_report(config: bytes, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", report_of())
     (folder / "config.yaml").write_bytes(config)
     Checked(write_page(folder).read_text())
-    found = compare(RunData.of_folder(folder), run_of(report_of(), seed=1))
-    assert "--seed" in [row.name for row in found.settings]
 
 
 @given(
@@ -385,62 +374,6 @@ def test_flipped_bits_never_give_a_traceback(name: str, places: list[int]) -> No
             return
         assert run.summary()
         assert page_of(run)
-        assert compare(run, run_of(report_of(), seed=1)).figures
-
-
-def test_losses_are_compared_at_the_last_common_step() -> None:
-    def lines(steps: range, loss: float) -> list[dict[str, Any]]:
-        return [{"step": step, "loss": loss + step} for step in steps]
-
-    one = run_of(report_of(steps=60), lines(range(10, 61, 10), 1.0))
-    other = run_of(report_of(steps=120), lines(range(10, 121, 10), 2.0))
-    figures = {row.name: row for row in compare(one, other).figures}
-    assert figures["loss at step 60"].one == "61.0000"
-    assert figures["loss at step 60"].other == "62.0000"
-    assert figures["loss at step 60"].change == "+1.6%"
-    assert figures["steps"].change == figures["real tokens"].change == ""
-    apart = compare(one, run_of(report_of(), lines(range(5, 60, 10), 2.0))).figures
-    (loss,) = [row for row in apart if row.name.startswith("loss")]
-    assert (loss.name, loss.one, loss.change) == ("loss", "61.0000 at step 60", "")
-
-
-def test_two_runs_are_told_apart_by_figures_causes_and_settings() -> None:
-    stall = stall_of(
-        stall=0.2,
-        real_tokens_per_s=9000.0,
-        causes={"data": cause(0.2), "communication": cause(1e-5)},
-    )
-    metrics = {"validation": {"loss": 5.6, "accuracy": 0.5}, "test": {"loss": 5.0}}
-    found = compare(
-        run_of(report_of(), full_lines(), run_dir="a", seed=1, steps=200, export=None),
-        run_of(
-            report_of(stall=stall, metrics=metrics),
-            full_lines(),
-            run_dir="b",
-            seed=2,
-            steps=200,
-            keep=3,
-        ),
-    )
-    figures = {row.name: row for row in found.figures}
-    assert len(figures) == len(found.figures)
-    speed = figures["real tokens a second"]
-    assert (speed.one, speed.other, speed.change) == ("6,000", "9,000", "+50.0%")
-    assert figures["seconds a step"].one == "0.2564"
-    assert [name for name in figures if name.startswith("validation")] == [
-        "validation loss at step 300",
-        "validation accuracy",
-    ]
-    assert (figures["test loss"].one, figures["test loss"].other) == ("", "5.0000")
-    assert [(row.name, row.one, row.other, row.change) for row in found.causes] == [
-        ("stall", "5.00%", "20.00%", "+15.00 points"),
-        ("data", "4.00%", "20.00%", "+16.00 points"),
-        ("log", "1.00%", "0.00%", "-1.00 points"),
-    ]
-    assert [(row.name, row.one, row.other) for row in found.settings] == [
-        ("--seed", "1", "2"),
-        ("--keep", "not set", "3"),
-    ]
 
 
 def test_report_command_needs_no_store_and_no_writable_folder(tmp_path: Path) -> None:
@@ -452,15 +385,6 @@ def test_report_command_needs_no_store_and_no_writable_folder(tmp_path: Path) ->
     assert ended.stderr == f"warning: {folder}/report.html: not written: Is a directory\n"
 
 
-def test_compare_prints_names_with_brackets_as_they_are(tmp_path: Path) -> None:
-    for name in ("[red]a", "]:eyes:"):
-        StallReport(**stall_of(causes={})).write(tmp_path / name)
-    found = call(report_command.main, "compare", tmp_path / "[red]a", tmp_path / "]:eyes:")
-    shown = "".join(found.stdout.split())
-    assert "[red]a" in shown
-    assert "]:eyes:" in shown
-
-
 def test_report_of_a_meter_has_a_page_and_is_read_again(tmp_path: Path) -> None:
     report = StallReport(**stall_of(causes={}))
     page = report.write(tmp_path / "loop")
@@ -470,6 +394,4 @@ def test_report_of_a_meter_has_a_page_and_is_read_again(tmp_path: Path) -> None:
     ended = call(report_command.main, tmp_path / "loop")
     assert ended.stdout == f"{report}\npage     {page}\n"
     assert json.loads(call(report_command.main, tmp_path / "loop", "--json").stdout)["steps"] == 195
-    found = call(report_command.main, "compare", tmp_path / "loop", tmp_path / "loop", "--json")
-    assert json.loads(found.stdout)["figures"][0]["name"] == "real tokens a second"
     Checked(page.read_text())

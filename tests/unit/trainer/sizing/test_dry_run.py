@@ -50,7 +50,7 @@ def test_programs_and_people_read_what_a_run_will_take(shards: Path) -> None:
 @pytest.mark.slow
 def test_too_little_memory_is_said_with_a_remedy(shards: Path) -> None:
     said = call(command.main, *words(shards, "--gpu", "0.001")).stdout
-    assert "fits     no micro-batch: try --recompute full" in said
+    assert "fits     no micro-batch: try --recompute" in said
     assert "speed" not in said, "of a GPU that only its memory is known of"
 
 

@@ -14,14 +14,19 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.feeding.batch_policy import EpochShapes, is_packed, make_policy
+from tokenfeed.trainer.feeding.batch_policy import (
+    EpochShapes,
+    is_packed,
+    make_policy,
+    possible_sizes,
+)
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.sensors.gpu_models import GPUS
-from tokenfeed.trainer.sizing.dry_run import RunPlan
 from tokenfeed.trainer.sizing.memory_model import PeakBytes
+from tokenfeed.trainer.sizing.run_plan import RunPlan
 from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
 from tokenfeed.trainer.tasks.registry import task_of
 
@@ -32,8 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16": RUNS["lm packed"] | {"precision": "bf16"},
     "fp16": RUNS["tag padded"] | {"precision": "fp16"},
     "muon": RUNS["lm packed"] | {"optimizer": "muon"},
-    "selective": RUNS["complete packed"] | {"recompute": "selective"},
-    "full": RUNS["masked packed"] | {"recompute": "full", "dropout": 0.1},
+    "recomputed": RUNS["complete packed"] | {"recompute": True, "dropout": 0.1},
 }
 SIZE = ModelSize(layers=2, width=64, heads=2)
 
@@ -63,8 +67,8 @@ def real_steps(config: Any, planned: RunPlan, memory: Any) -> Learner:
                 memory.add(parameter)
         for step in (1, 2):
             tally = Tally.zero(CPU)
-            for number in range(2):
-                shown = planned.task.prepare(like.blank_like(rows, length), number)
+            for _ in range(2):
+                shown = like.blank_like(rows, length)
                 tally.add(learner.add_gradients(shown), 0, 0)
                 del shown
             learner.step(step, tally.loss, tally.targets)
@@ -142,11 +146,11 @@ def test_weights_that_are_not_trained_cost_two_operations_less(every_task: Path)
 def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(
     way: str, every_task: Path
 ) -> None:
-    settings = RUNS[way] | {"micro_batch_tokens": 128}
+    settings = RUNS[way] | {"micro_batch_tokens": 128, "step_tokens": 128}
     config = make_config(every_task / settings.pop("shards"), every_task / "run", **settings)
     manifest = Manifest.read(config.shards)
     policy = make_policy(config, packed=is_packed(config, manifest), on_gpu=False)
-    found = EpochShapes.of_split(manifest.split("train"), policy, seed=0, step_size=1)
+    found = EpochShapes.of_split(manifest.split("train"), policy, config)
     with ShardLoader(config.shards, batching=policy, num_workers=0) as loader:
         shapes = [tuple(batch["input_ids"].shape) for batch in loader]
     slots = sum(rows * length for rows, length in shapes)
@@ -163,7 +167,7 @@ def test_what_fits_is_measured_to_fit_and_the_next_is_not(
     config, _ = plan_of(every_task, **WAYS["lm packed"] | {"step_tokens": 1 << 13})
     gpu = dataclasses.replace(GPUS["A100"], gib=0.02)
     planned = RunPlan(config, gpu)
-    found = planned.fitting()
+    found = planned.fitting(possible_sizes(config, planned.task))
     assert found is not None
     assert found < config.step_tokens
     fitting, larger = (

@@ -16,21 +16,16 @@ from support.training import write_labelled
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, SplitInfo
 from tokenfeed.pipeline.format.schema import Task, task_columns
-from tokenfeed.tools import train_settings as train_command
 from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batch_policy import make_policy
 from tokenfeed.trainer.models.transformer import SIZES
-from tokenfeed.trainer.sensors.gpu_models import GIB, GPUS, identify_gpu
 from tokenfeed.trainer.sizing.recommended import (
-    Machine,
     data_defaults,
     default_epochs,
-    detect_machine,
-    estimated_steps,
-    gpu_defaults,
-    replacements,
+    gpu_default,
     schedule_defaults,
+    steps_of_epochs,
     tuning_defaults,
 )
 
@@ -72,7 +67,7 @@ def config_for(manifest: Manifest, epochs: int | None = None, **given: Any) -> T
     config = dataclasses.replace(config, **given)
     epochs = epochs or default_epochs(manifest, AUTO)
     if epochs:
-        steps = estimated_steps(epochs, config, manifest, on_gpu=False)
+        steps = steps_of_epochs(epochs, config, manifest, on_gpu=False)
         config = dataclasses.replace(config, steps=steps)
     for choice in schedule_defaults(manifest, config, given):
         config = dataclasses.replace(config, **choice.settings)
@@ -147,7 +142,7 @@ def test_documents_and_tasks_unknown_keep_the_plain_settings_but_for_steps_of_ep
     manifest: Manifest, epochs: int
 ) -> None:
     assert data_defaults(manifest, AUTO) == [] == schedule_defaults(manifest, PLAIN, AUTO)
-    steps = estimated_steps(epochs, PLAIN, manifest, on_gpu=False)
+    steps = steps_of_epochs(epochs, PLAIN, manifest, on_gpu=False)
     assert config_for(manifest, epochs) == dataclasses.replace(PLAIN, steps=steps)
 
 
@@ -210,32 +205,6 @@ def test_the_command_takes_what_suits_and_what_it_is_told_comes_first(
     assert (steps.steps, steps.eval_every, steps.warmup_steps) == (50, 3, 5)
 
 
-@pytest.mark.parametrize("task", ["tag", "complete"])
-@pytest.mark.parametrize("step_tokens", [1024, 4096])
-def test_epochs_with_step_tokens_are_whole_passes(
-    tmp_path: Path, task: Task, step_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shards = write_labelled(tmp_path / "shards", task, count=300)
-    words = ("--micro-batch-tokens", 256, "--step-tokens", step_tokens, "--sequence-length", 64)
-    config = parsed(monkeypatch, "--shards", shards, "--epochs", 10, *words)
-    policy = make_policy(config, packed=task == "complete", on_gpu=False)
-    with ShardLoader(
-        shards,
-        batching=policy,
-        epochs=None,
-        device="cpu",
-        num_workers=0,
-        seed=config.seed,
-        micro_batches_per_step=config.accumulation,
-    ) as loader:
-        tokens = steps = 0
-        for batch in loader:
-            if steps == config.steps:
-                break
-            tokens, steps = tokens + batch.num_tokens, steps + batch.ends_step
-    assert tokens == 10 * Manifest.read(shards).split("train").tokens
-
-
 @pytest.mark.parametrize(("written", "tokens"), [("20K", 20_000), ("0.05m", 50_000), ("777", 777)])
 def test_tokens_give_steps_that_train_so_many_and_at_most_a_step_more(
     written: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -276,116 +245,27 @@ def test_without_shards_to_read_the_plain_settings_are_shown_and_used(
     assert re.search(r"Default:\W+200\.", capsys.readouterr().out)
 
 
-MANY = TrainConfig(shards="out", run_dir=Path("run"), step_tokens=1 << 16)
-gpus = st.sampled_from([*GPUS.values(), identify_gpu("NVIDIA A10", 22 * GIB, "bf16")])
-machines = st.builds(
-    Machine, gpu=st.none() | gpus, cores=st.integers(1, 64), has_compiler=st.booleans()
+@pytest.mark.parametrize(
+    ("settings", "packed", "fits"),
+    [
+        ({"step_tokens": 1 << 16}, True, True),
+        ({"step_tokens": 2048}, True, False),  # one micro-batch is left as it is
+        ({"step_tokens": 1 << 16}, False, False),  # smaller ones would put other rows into a step
+        ({"step_rows": 64}, False, True),
+    ],
 )
-
-
-def laid(config: TrainConfig, machine: Machine, *given: str) -> TrainConfig:
-    for choice in gpu_defaults(config, machine, given, packed=True):
-        config = dataclasses.replace(config, **choice.settings)
-    for choice in replacements(config, machine):
-        config = dataclasses.replace(config, **choice.settings)
-    return config
-
-
-@given(machines)
-def test_what_is_decided_changes_no_training(machine: Machine) -> None:
-    config = laid(MANY, machine)
-    kept = {"micro_batch_tokens": 2048, "num_workers": None}
-    assert dataclasses.replace(config, **kept) == MANY
-    config.check()
-
-
-@given(machines)
-def test_given_settings_are_kept(machine: Machine) -> None:
-    assert gpu_defaults(MANY, machine, ("micro_batch_tokens", "num_workers"), packed=True) == []
-
-
-@given(machines, st.sampled_from(["auto", "fp32", "bf16", "fp16"]), st.booleans())
-def test_what_the_machine_lacks_is_left_out_and_then_nothing_is_lacking(
-    machine: Machine, precision: Any, compiles: bool
+def test_micro_batch_of_a_gpu_changes_no_step(
+    settings: dict[str, Any], packed: bool, fits: bool
 ) -> None:
-    config = dataclasses.replace(MANY, precision=precision, compile=compiles)
-    left = laid(config, machine)
-    assert replacements(left, machine) == []
-    assert left.compile == (compiles and machine.has_compiler)
-    assert all("\n" not in choice.reason for choice in replacements(config, machine))
+    found = gpu_default(dataclasses.replace(PLAIN, **settings), packed=packed)
+    assert (found is not None) == fits
+    assert found is None or found.settings == {"micro_batch_tokens": "auto"}
 
 
-@given(machines)
-def test_on_a_cpu_nothing_changes(machine: Machine) -> None:
-    assert laid(MANY, dataclasses.replace(machine, gpu=None)) == MANY
-
-
-def test_a_step_of_one_micro_batch_is_left_as_it_is() -> None:
-    small = dataclasses.replace(MANY, step_tokens=2048)
-    machine = Machine(gpu=GPUS["H100"], cores=16, has_compiler=True)
-    assert gpu_defaults(small, machine, (), packed=True) == []
-
-
-def test_padded_steps_of_tokens_keep_their_micro_batch_on_any_gpu() -> None:
-    machine = Machine(gpu=GPUS["H100"], cores=16, has_compiler=True)
-    assert gpu_defaults(MANY, machine, (), packed=False) == []
-    rows = dataclasses.replace(MANY, step_rows=64)
-    assert [choice.settings for choice in gpu_defaults(rows, machine, (), packed=False)] == [
-        {"micro_batch_tokens": "auto"}
-    ]
-
-
-def test_a_line_says_what_was_decided_and_why() -> None:
-    machine = Machine(gpu=GPUS["T4"], cores=2, has_compiler=False)
-    config = dataclasses.replace(laid(MANY, machine))
-    assert [choice.line(config) for choice in gpu_defaults(MANY, machine, (), packed=True)] == [
-        "--micro-batch-tokens auto (what fits T4, 14.5 GiB, in fp16)",
-        "--num-workers 1 (2 cores)",
-    ]
-
-
-def test_train_command_uses_machine_defaults(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_dry_run_for_a_gpu_has_the_defaults_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = write_labelled(tmp_path / "shards", "lm")
-    machine = Machine(gpu=GPUS["T4"], cores=2, has_compiler=False, unused=None)
-    monkeypatch.setattr(train_command, "detect_machine", lambda *_: machine)
-    words = ["--shards", shards, "--preset", "rtx4090", "--step-tokens", 1 << 18]
-    monkeypatch.setattr("sys.argv", ["train", *map(str, words), "--precision", "bf16"])
-    caplog.set_level("INFO")
-    config = train_command.parse_config()
-    assert (config.compile, config.precision, config.num_workers) == (False, "fp16", 1)
-    assert config.micro_batch_tokens == 16_384  # from the preset
-    assert "--compile is left out: there is no C compiler" in caplog.text
-    assert "--precision fp16 instead of bf16, which T4 only emulates" in caplog.text
-
-
-def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pynvml
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
-    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "470.1")
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    config = dataclasses.replace(MANY, device="auto")
-    monkeypatch.setattr("tokenfeed.trainer.sizing.dry_run.find_gpu", lambda *_: None)
-    (lack,) = replacements(config, detect_machine(config, None))
-    assert lack.reason.startswith(
-        "training on the CPU: there is a GPU, but its driver 470.1 does not"
-    )
-    monkeypatch.setattr("torch.version.cuda", None)
-    (lack,) = replacements(config, detect_machine(config, None))
-    assert "this torch was built without CUDA" in lack.reason
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert replacements(config, detect_machine(config, None)) == []
-
-
-def test_no_compiler_means_none_on_the_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    assert not detect_machine(MANY, "T4").has_compiler
-    (tmp_path / "gcc").touch(mode=0o755)
-    assert detect_machine(MANY, "T4").has_compiler
+    words = ("--shards", shards, "--step-tokens", 4096)
+    assert parsed(monkeypatch, *words, "--dry-run", "--gpu", "H100").micro_batch_tokens == "auto"
+    assert parsed(monkeypatch, *words, "--dry-run").micro_batch_tokens == 2048

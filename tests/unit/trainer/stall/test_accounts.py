@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import ROOT
 from support.stall_device import SimulatedDevice
-from support.stall_scenarios import CLEAN, FAULTS, Run, measure
+from support.stall_scenarios import CLEAN, FAULTS, measure
 
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReport
 from tokenfeed.trainer.stall.accounts import LostLead
@@ -202,27 +202,6 @@ def test_core_wait_counts_the_time_without_a_core() -> None:
         os.sched_setaffinity(0, cores)
     assert share is not None
     assert 0.3 < share <= 1.0
-
-
-def test_report_with_an_equal_earlier_part_keeps_shares() -> None:
-    loop = Run(FAULTS["a slow log"].change(CLEAN), FAULTS["a slow log"], 0, metered=True)
-    loop.all_steps()
-    assert loop.meter is not None
-    own = loop.meter.report()
-    both = loop.meter.report(own)
-    assert (both.steps, both.tokens) == (2 * own.steps, 2 * own.tokens)
-    assert both.seconds == pytest.approx(2 * own.seconds)
-    assert (both.stall, both.at_most) == (pytest.approx(own.stall), pytest.approx(own.at_most))
-    assert both.padding == pytest.approx(own.padding)
-    assert both.real_tokens_per_s == pytest.approx(own.real_tokens_per_s)
-    for cause, part in own.causes.items():
-        assert both.causes[cause].fraction == pytest.approx(part.fraction)
-        assert both.causes[cause].seconds == pytest.approx(2 * part.seconds)
-    assert own.interval is not None
-    assert both.interval is not None
-    assert both.interval[1] - both.interval[0] < own.interval[1] - own.interval[0]
-    unmeasured = StallMeter(clock=SimulatedDevice()).report()
-    assert loop.meter.report(unmeasured).stall == own.stall
 
 
 def test_table_has_the_largest_cause_first_and_work_last() -> None:

@@ -2,13 +2,10 @@
 
 import contextlib
 import gc
-import json
 import math
 import time
 import warnings
 from collections.abc import Callable
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -363,30 +360,6 @@ def test_on_a_gpu_a_sleeping_host_is_stall_only_while_the_queue_is_empty() -> No
         meter.step(1)
     torch.cuda.synchronize()
     assert meter.read().cause_seconds["log"] == pytest.approx(0.06, rel=0.2)
-
-
-def test_a_trace_has_the_segments_in_order_and_the_steps(tmp_path: Path) -> None:
-    meter = StallMeter("cpu", skipped_steps=0)
-    for number in range(3):
-        with meter.cause("data"):
-            time.sleep(0.002)
-        time.sleep(0.001)
-        meter.step(tokens=100 + number)
-    events = json.loads(meter.write_trace(tmp_path).read_bytes())["traceEvents"]
-    spans = {
-        track: [event for event in events if event["tid"] == track and event["ph"] == "X"]
-        for track in (1, 2)
-    }
-    assert [event["name"] for event in spans[2]] == ["100 tokens", "101 tokens", "102 tokens"]
-    assert {"data", "work"} == {event["name"] for event in spans[1]}
-    for track in spans.values():
-        for one, other in pairwise(track):
-            assert one["ts"] + one["dur"] == pytest.approx(other["ts"], abs=0.01)
-    waited = sum(event["dur"] for event in spans[1] if event["name"] == "data")
-    reported = meter.read().cause_seconds["data"]
-    assert waited == pytest.approx(reported * 1e6, abs=1)
-    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
-    assert len(names) == 2
 
 
 def test_steps_are_timed_since_somebody_asked() -> None:

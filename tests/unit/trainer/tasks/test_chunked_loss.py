@@ -1,9 +1,8 @@
 """The loss over a vocabulary in chunks: it is the loss of all logits, and these never exist."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,13 +25,12 @@ from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.tasks import chunked_loss as chunked
-from tokenfeed.trainer.tasks.language_modeling import TARGET_SHARE, Masked
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.tasks.task import Loss, Task
 
 CPU = torch.device("cpu")
 SIZE = ModelSize(layers=1, width=16, heads=2)
-WAYS = ("lm", "complete", "masked")
+WAYS: tuple[Literal["lm", "complete"], ...] = ("lm", "complete")
 CHUNK = 19
 _PADDED = 128
 """Width of all logits here, which nothing else has."""
@@ -69,13 +67,11 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Task, Mic
     """A micro-batch of each task, as the model gets it."""
     found = {}
     for way in WAYS:
-        name = "complete" if way == "complete" else "lm"
-        folder = write_labelled(tmp_path_factory.mktemp(way) / "shards", name)  # type: ignore[arg-type]
-        config = make_config(folder, folder, objective="masked" if way == "masked" else "auto")
-        task = make_task(config, Manifest.read(folder), CPU)
-        shape = Shaper(causal=task.causal, apart=True, varlen=False)
+        folder = write_labelled(tmp_path_factory.mktemp(way) / "shards", way)
+        task = make_task(make_config(folder, folder), Manifest.read(folder), CPU)
+        shape = Shaper(causal=task.head.causal, apart=True, varlen=False)
         with ShardLoader(folder, batching=Packed(32, batch_size=8), num_workers=0) as loader:
-            found[way] = task, task.prepare(shape(next(iter(loader))), 1)
+            found[way] = task, shape(next(iter(loader)))
     return found
 
 
@@ -171,10 +167,10 @@ def test_perplexity_is_evaluated_without_logits(
     for task, micro_batch in shown.values():
         model, precision = model_of(task), Precision("fp32", CPU)
         monkeypatch.setattr(chunked, "WORTH_BYTES", math.inf)
-        whole = evaluate(model, task, [(0, micro_batch)], precision, World(CPU))
+        whole = evaluate(model, task, [micro_batch], precision, World(CPU))
         monkeypatch.setattr(chunked, "WORTH_BYTES", 0)
         with Largest() as largest:
-            found = evaluate(model, task, [(0, micro_batch)], precision, World(CPU))
+            found = evaluate(model, task, [micro_batch], precision, World(CPU))
         assert largest.rows <= CHUNK
         assert found == pytest.approx(whole, rel=1e-6)
 
@@ -235,40 +231,6 @@ def test_any_chunk_gives_the_same(
     ours = torch.autograd.grad(3 * loss, (hidden, weight))
     theirs = torch.autograd.grad(3 * whole, (hidden, weight))
     torch.testing.assert_close(ours, theirs)
-
-
-@given(slots=st.integers(1, 1 << 20))
-def test_more_masked_tokens_than_there_is_room_for_are_drawn_never(slots: int) -> None:
-    most = Masked.most_targets(Masked.__new__(Masked), slots)
-    if most < slots:  # Chernoff's bound of a binomial tail
-        share = most / slots
-        exponent = share * math.log(share / TARGET_SHARE)
-        exponent += (1 - share) * math.log((1 - share) / (1 - TARGET_SHARE))
-        assert slots * exponent > 12 * math.log(10)
-    assert slots < 1 << 14 or most < 0.2 * slots
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Tokens of each call of the chunked loss."""
-    seen: list[int] = []
-    plain = chunked.vocabulary_loss
-
-    def noted(hidden_ND: Tensor, *others: Tensor, compiled: bool) -> Tensor:
-        seen.append(len(hidden_ND))
-        return plain(hidden_ND, *others, compiled=compiled)
-
-    monkeypatch.setattr("tokenfeed.trainer.tasks.task.vocabulary_loss", noted)
-    return seen
-
-
-def test_of_masked_tokens_only_those_are_computed(
-    shown: dict[str, tuple[Task, MicroBatch]], small_chunks: None, counted: list[int]
-) -> None:
-    task, micro_batch = shown["masked"]
-    loss = task.loss(model_of(task), micro_batch)
-    assert counted == [task.most_targets(micro_batch.num_slots)]
-    assert loss.targets <= counted[0] < micro_batch.num_slots
 
 
 def test_backward_scales_gradients_in_place() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import random_rows, write_rows
 from support.training import (
@@ -21,47 +21,33 @@ from support.training import (
     run,
     write_labelled,
 )
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.schema import IGNORED, Task
+from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.trainer.config.run_config import ObjectiveName
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.tasks import task as tasks
 from tokenfeed.trainer.tasks.labels import number_scores
-from tokenfeed.trainer.tasks.language_modeling import Masked
 from tokenfeed.trainer.tasks.registry import make_task
 
 CPU = torch.device("cpu")
-TASKS: list[tuple[Task, ObjectiveName]] = [
-    ("lm", "auto"),
-    ("complete", "auto"),
-    ("classify", "auto"),
-    ("score", "auto"),
-    ("tag", "auto"),
-    ("lm", "masked"),
-]
-PACKED = [task for task in TASKS if task[0] not in ("classify", "score")]
+TASKS: list[Task] = ["lm", "complete", "classify", "score", "tag"]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Task, Path]:
-    names: list[Task] = ["lm", "complete", "classify", "score", "tag"]
-    return {name: write_labelled(tmp_path_factory.mktemp(name) / "shards", name) for name in names}
+    return {name: write_labelled(tmp_path_factory.mktemp(name) / "shards", name) for name in TASKS}
 
 
-def task_of(folder: Path, objective: ObjectiveName) -> tasks.Task:
-    config = make_config(folder, folder, objective=objective)
-    return make_task(config, Manifest.read(folder), CPU)
+def task_of(folder: Path) -> tasks.Task:
+    return make_task(make_config(folder, folder), Manifest.read(folder), CPU)
 
 
 def model_of(task: tasks.Task) -> Transformer:
@@ -78,7 +64,7 @@ def gradients(
     """Those of one epoch, as the loop weighs them."""
     model = model_of(task).double()
     filled = bool(batching.rows_to_fill(8))
-    shape = Shaper(causal=task.causal, apart=True, varlen=False, compiled=filled)
+    shape = Shaper(causal=task.head.causal, apart=True, varlen=False, compiled=filled)
     targets = torch.zeros(())
     for rank in range(ranks):
         place = {"rank": rank, "world_size": ranks} if ranks > 1 else {}
@@ -104,22 +90,22 @@ def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "objective"), TASKS)
+@pytest.mark.parametrize("name", TASKS)
 def test_a_row_is_learnt_alike_alone_padded_packed_and_beside_fillers(
-    folders: dict[Task, Path], name: Task, objective: ObjectiveName
+    folders: dict[Task, Path], name: Task
 ) -> None:
     """Fillers are of ranks that have no micro-batch left, and of compiled shapes."""
-    task, padded = task_of(folders[name], objective), Padded(100, multiple_of=8)
+    task, padded = task_of(folders[name]), Padded(100, multiple_of=8)
     alone = gradients(task, folders[name], Fixed(1))
     assert_equal(gradients(task, folders[name], Padded(LONGEST * 40)), alone)
     assert_equal(gradients(task, folders[name], replace(padded, fill=True)), alone)
     assert_equal(gradients(task, folders[name], padded, ranks=3), alone)
-    if (name, objective) in PACKED:
+    if name not in ("classify", "score"):
         assert_equal(gradients(task, folders[name], Packed(64, batch_size=3)), alone)
 
 
 def test_filled_up_packed_batches_are_of_one_shape(folders: dict[Task, Path]) -> None:
-    task = task_of(folders["tag"], "auto")
+    task = task_of(folders["tag"])
     batching = Packed(64, batch_size=3, fill=True)
     unfilled = gradients(task, folders["tag"], Packed(64, batch_size=3))
     assert_equal(gradients(task, folders["tag"], batching), unfilled)
@@ -142,7 +128,7 @@ def test_no_gradient_reaches_what_only_the_prompts_hold(tmp_path: Path) -> None:
     rows.per_token["input_ids"] = ids.astype(np.uint16)
     rows.per_row["prompt_length"] = np.full(6, 5, np.uint32)
     folder = write_rows(tmp_path / "shards", {"train": rows}, VOCABULARY, task="complete")
-    task = task_of(folder, "auto")
+    task = task_of(folder)
     with ShardLoader(folder, batching=Packed(32, batch_size=2), epochs=1, num_workers=0) as loader:
         for batch in loader:
             micro_batch = Shaper(causal=True, apart=True, varlen=False)(batch)
@@ -157,74 +143,18 @@ def test_no_gradient_reaches_what_only_the_prompts_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "objective"), TASKS)
+@pytest.mark.parametrize("name", TASKS)
 def test_a_resumed_run_is_the_uninterrupted_one(
-    folders: dict[Task, Path], tmp_path: Path, name: Task, objective: ObjectiveName
+    folders: dict[Task, Path], tmp_path: Path, name: Task
 ) -> None:
     settings: dict[str, Any] = {"model": "support.training:dropping_model", "steps": 6}
-    config = make_config(folders[name], tmp_path / "whole", objective=objective, **settings)
+    config = make_config(folders[name], tmp_path / "whole", **settings)
     whole = run(config)
     parts = go_on_from(config.run_dir, 4, replace(config, run_dir=tmp_path / "parts"))
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
     assert parts.metrics == whole.metrics
     assert set(whole.metrics) == {"validation", "test"}
-    assert whole.task == (objective if objective == "masked" else name)
-
-
-def masked_task(folder: Path) -> Masked:
-    task = task_of(folder, "masked")
-    assert isinstance(task, Masked)
-    return task
-
-
-def slots(rows: int = 64, length: int = 128, seed: int = 0) -> MicroBatch:
-    generator = torch.Generator().manual_seed(seed)
-    ids_BT = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
-    labels_BT = ids_BT.clone()
-    labels_BT[:, 100:] = IGNORED
-    return MicroBatch(ids_BT, labels_BT, torch.arange(length)[None], scope=None)  # type: ignore[arg-type]
-
-
-def test_of_the_tokens_15_percent_are_masked_as_bert_does(folders: dict[Task, Path]) -> None:
-    task, shown = masked_task(folders["lm"]), slots()
-    masked = task.prepare(shown, 7)
-    target_BT = masked.targets != IGNORED
-    count = 64 * 100
-    assert int(target_BT.sum()) == pytest.approx(0.15 * count, abs=3 * (0.15 * 0.85 * count) ** 0.5)
-    assert torch.equal(masked.targets[target_BT], shown.ids_BT[target_BT])
-    assert not target_BT[:, 100:].any()
-    assert torch.equal(masked.ids_BT[~target_BT], shown.ids_BT[~target_BT])
-    ids, before = masked.ids_BT[target_BT], shown.ids_BT[target_BT]
-    as_mask = (ids == VOCABULARY).float().mean().item()
-    assert as_mask == pytest.approx(0.8, abs=0.05)
-    assert (ids == before).float().mean().item() == pytest.approx(0.1 + 0.1 / 64, abs=0.04)
-    assert task.head.vocabulary_size == VOCABULARY + 1
-
-
-@settings(max_examples=20)
-@given(seed=st.integers(0, 2**62), number=st.integers(0, 2**40))
-def test_the_mask_is_a_function_of_seed_and_number(seed: int, number: int) -> None:
-    vocabulary = {f"{'[MASK]' if id == 3 else id}": id for id in range(VOCABULARY)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="0"))
-    tokenizer.add_special_tokens(["[MASK]"])
-
-    def draw(seed: int, number: int) -> torch.Tensor:
-        manifest = Manifest.__new__(Manifest)
-        size = type("Size", (), {"vocabulary_size": VOCABULARY})
-        object.__setattr__(manifest, "tokenizer", size)
-        task = Masked(manifest, seed, tokenizer, CPU)
-        masked = task.prepare(slots(8), number)
-        assert not (masked.targets == 3).any(), "a special token became a target"
-        return masked.ids_BT
-
-    assert torch.equal(draw(seed, number), draw(seed, number))
-    assert not torch.equal(draw(seed, number), draw(seed, number + 1))
-    assert not torch.equal(draw(seed, number), draw(seed + 1, number))
-
-
-def test_masked_learns_from_documents_only(folders: dict[Task, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"`--objective`=masked needs documents"):
-        task_of(folders["tag"], "masked")
+    assert whole.task == name
 
 
 @pytest.mark.parametrize("task", ["classify", "score"])
@@ -245,10 +175,14 @@ def test_rows_with_one_label_are_neither_packed_nor_cut(
 def test_a_document_never_changes_what_another_one_gives(folders: dict[Task, Path]) -> None:
     for causal in (True, False):
         shape = Shaper(causal=causal, apart=True, varlen=False)
-        task = task_of(folders["lm"], "auto" if causal else "masked")
+        folder = folders["lm" if causal else "tag"]
+        task = task_of(folder)
         model = model_of(task).eval()
         with ShardLoader(
-            folders["lm"], batching=Packed(64, batch_size=3), epochs=1, num_workers=0
+            folders["lm" if causal else "tag"],
+            batching=Packed(64, batch_size=3),
+            epochs=1,
+            num_workers=0,
         ) as loader:
             batch: Batch = next(iter(loader))
         shown = shape(batch)
