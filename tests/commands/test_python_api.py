@@ -168,8 +168,12 @@ def test_a_record_that_cannot_be_used_is_rejected_and_the_rest_goes_on(tmp_path:
     assert {reject["file"] for reject in made.rejects} == {"records"}
 
 
+USED_UP = (row for row in list[Any]())
+assert not [*USED_UP]
+
 WRONG: dict[str, tuple[object, type[Exception], str]] = {
     "a generator": ((row for row in [{"text": "a"}]), ConfigError, "can be read only once"),
+    "a used generator": (lambda: USED_UP, ConfigError, "a generator that was read before"),
     "a number": (3, ConfigError, "records: got int. Give paths"),
     "a function of no records": (lambda: None, ConfigError, "returns NoneType"),
     "a function of one text": (lambda: "abc", ConfigError, "returns str, expected an iterator"),
@@ -177,7 +181,7 @@ WRONG: dict[str, tuple[object, type[Exception], str]] = {
     "a dict of columns": ({"text": ["some", "words"]}, CorpusError, "some: not found"),
     "paths and records": ({"train": "a", "test": [{"text": "a"}]}, ConfigError, "'train' has path"),
     "a list of numbers": ([1, 2], CorpusError, "records, record 0: is int, expected a dict"),
-    "an empty list": ([], CorpusError, "no text in 1 input file"),
+    "an empty list": ([], CorpusError, "no text in 1 input file: there is no record"),
     "an empty dict": ({}, ConfigError, "names no split"),
     "an object as a value": ([{"text": object()}], CorpusError, "record 0: cannot be written"),
     "a split of a wrong name": ({"a/b": [{"text": "a"}]}, CorpusError, "cannot be the name"),

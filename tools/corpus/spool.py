@@ -8,11 +8,12 @@ objects become JSON Lines, so their shards are identical to the shards of the sa
 
 import contextlib
 import copy
+import inspect
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -132,6 +133,11 @@ def _batches(name: str, records: object, fields: Fields) -> Iterator[list[Any]]:
         made: Any = records()
         if not isinstance(made, Iterable) or isinstance(made, str | bytes | Mapping):
             raise ConfigError(f"{name}: the function returns {_kind(made)}, expected an iterator.")
+        if isinstance(made, Generator) and inspect.getgeneratorstate(made) != inspect.GEN_CREATED:
+            raise ConfigError(
+                f"{name}: the function returns a generator that was read before. Make a new one in "
+                "each call."
+            )
         yield from _rows_of(name, made, fields)
     elif isinstance(records, Iterator):
         raise ConfigError(

@@ -180,7 +180,9 @@ def _no_document(corpus: Corpus, results: list[UnitResult]) -> CorpusError:
     num_rejected = sum(result.rejected for result in results)
     files = f"{len(corpus.sources):,} input file{'s' if len(corpus.sources) > 1 else ''}"
     if not num_rejected:
-        return CorpusError(f"no text in {files}: every document is empty.")
+        num_empty = sum(counts.empty for result in results for counts in result.sources)
+        why = "every document is empty" if num_empty else "there is no record"
+        return CorpusError(f"no text in {files}: {why}.")
     source, record, reason = next(reject for result in results for reject in result.rejects)
     return CorpusError(
         f"no usable document in {files}: {num_rejected:,} rejected, the first in "
