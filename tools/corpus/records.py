@@ -249,8 +249,6 @@ class Records:
     """Rejected records between these records."""
     weight_bytes: float = 0
     """The share of the file's weight, for progress."""
-    warning: str | None = None
-    """A warning about the records that should be logged."""
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -6,7 +6,6 @@ are not copied. Records that a reader or a task rejects are counted with their r
 
 import contextlib
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -232,8 +231,6 @@ def too_many_rejects(name: str, record: int, reason: str, allowed: int) -> Corpu
     )
 
 
-logger = logging.getLogger(__name__)
-
 _BATCH_BYTES = 1 << 21
 """Weight of a full batch. The output of an engine then fits into the processor's cache."""
 _BATCH_RECORDS = 1 << 14
@@ -275,8 +272,6 @@ def read_record_blocks(
     weight_bytes, num_records = 0.0, 0
     for part in fetched_ahead(unit.parts):
         for records in read_records(part, task.fields, in_one_pass=in_one_pass):
-            if records.warning:
-                logger.warning("%s: %s", part.source.name, records.warning)
             for reject in records.rejects:
                 ledger.reject(part.source.index, reject)
             batch = _fitting(_batch(part, records), task, ledger)

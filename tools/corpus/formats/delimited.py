@@ -2,14 +2,13 @@
 
 Values of a CSV may be quoted and then contain newlines; a TSV has no quotes. A row is read strictly
 first: text behind a closing quote is an error. If such a row is one line, it is read as `csv` reads
-it by default. If it has several lines, a quote was probably not closed, so the row is rejected. The
-next line begins a new row.
+it by default. If it has several lines, a quote was probably not closed, so the row is rejected up
+to this line. The next line begins a new row.
 """
 
 import codecs
 import csv
 import io
-import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -37,8 +36,6 @@ from tokenfeed.tools.corpus.records import (
 _BYTES_AS_TEXT = "latin-1"
 """Decodes each byte to one character and back, whether or not the bytes are UTF-8."""
 _NEWLINES = ("\n", "\r")
-_MANY_LINES = 100
-"""A row of more lines gets a warning, because it may contain other rows."""
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1 << 12, 1 << 18
 """Rows and bytes that become records together."""
 
@@ -47,41 +44,26 @@ class _BadRow(Exception):
     """Why a row cannot be read."""
 
 
-class _Lines:
-    """The lines of a file, as `csv` asks for them, and those of the current row."""
+class _Rows:
+    """The rows of a file. As an iterator, it yields the lines that `csv` asks for."""
 
-    def __init__(self, blocks: Iterable[bytes], most_bytes: int, *, is_quoted: bool) -> None:
-        """
-        Args:
-            blocks: The bytes of the file.
-            most_bytes: Lines of a longer row are dropped while they are read.
-            is_quoted: Whether values may be quoted.
-        """
-        raw = io.BufferedReader(BlockFile(blocks))
-        file = io.TextIOWrapper(raw, _BYTES_AS_TEXT, newline="")
-        self._limit = most_bytes + len("\r\n")
-        self._read = partial(file.readline, self._limit)
-        self._most_bytes, self._is_quoted = most_bytes, is_quoted
-        self._is_first, self._num_dropped = True, 0
+    def __init__(self, blocks: Iterable[bytes], delimiter: str, most_bytes: int) -> None:
+        file = io.TextIOWrapper(io.BufferedReader(BlockFile(blocks)), _BYTES_AS_TEXT, newline="")
+        self._most_bytes, self._limit = most_bytes, most_bytes + len("\r\n")
+        self._next_piece = partial(file.readline, self._limit)
+        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+        self._parse = partial(csv.reader, delimiter=delimiter, quoting=quoting)
+        self._strict = self._parse(self, strict=True)
+        csv.field_size_limit(sys.maxsize)  # long rows are shortened here
         self.beginning = b""
         """The first bytes of the file."""
-        self.row: list[str] = []
-        """The lines of the row."""
-        self.first = 1
-        """Number of the first line of the row."""
         self.num_bytes = 0
         """Bytes of the row, with its newlines."""
-        self.has_ended = False
-
-    @property
-    def last(self) -> int:
-        """Number of the last line of the row."""
-        return self.first + len(self.row) + self._num_dropped - 1
-
-    def begin_row(self) -> None:
-        """Begin a new row with the next line."""
-        self.first += len(self.row) + self._num_dropped
-        self.row, self.num_bytes, self._num_dropped = [], 0, 0
+        self._first = self._last = 0
+        """Numbers of the first and the latest line of the row."""
+        self._line = ""
+        """The latest line, or its last piece if it is too long."""
+        self._has_ended = False
 
     def __iter__(self) -> Self:
         return self
@@ -89,63 +71,24 @@ class _Lines:
     def __next__(self) -> str:
         """Return the next line. `csv` asks for a second line of a row within a quoted value.
 
-        Raises:
-            _BadRow: The row is too long.
+        If the row is too long, the line is shortened to a quote if it has an odd number of quotes,
+        so that `csv` finds the end of the row.
         """
-        line = self._read()
-        if self._is_first:
-            self._is_first, self.beginning = False, line[:4].encode(_BYTES_AS_TEXT)
+        line = self._next_piece()
+        if not self._last:
+            self.beginning = line[:4].encode(_BYTES_AS_TEXT)
             line = line.removeprefix(codecs.BOM_UTF8.decode(_BYTES_AS_TEXT))
         if not line:
-            self.has_ended = True
+            self._has_ended = True
             raise StopIteration
+        self._line, quotes = line, line.count('"')
         self.num_bytes += len(line)
-        if len(line) == self._limit or self.num_bytes > 2 * self._limit:
-            self._drop(line)
-        self.row.append(line)
-        return line
-
-    def check_length(self, latest: str) -> None:
-        """Check the length of the row without its last newline, given its latest line.
-
-        Raises:
-            _BadRow: The row is too long.
-        """
-        num_bytes = self.num_bytes - (len(latest) - len(latest.rstrip("\r\n")))
-        if num_bytes > self._most_bytes:
-            raise _BadRow(f"the row {too_long(num_bytes, self._most_bytes)}")
-
-    def _drop(self, line: str) -> None:
-        """Read a row that is too long to its end, and raise `_BadRow`.
-
-        Args:
-            line: Its latest line, or a part of that line.
-        """
-        is_open = bool(self.row)
-        self._num_dropped += 1
-        while line:
-            latest = line
-            is_open ^= self._is_quoted and line.count('"') % 2 == 1
-            if not is_open and line.endswith(_NEWLINES):
-                break
-            line = self._read()
-            self._num_dropped += latest.endswith(_NEWLINES) and bool(line)
-            self.num_bytes += len(line)
-        self.check_length(latest)
-
-
-class _Rows:
-    """The rows of a file."""
-
-    def __init__(self, blocks: Iterable[bytes], delimiter: str, most_bytes: int) -> None:
-        is_quoted = delimiter == ","
-        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
-        self._parse = partial(csv.reader, delimiter=delimiter, quoting=quoting)
-        self.lines = _Lines(blocks, most_bytes, is_quoted=is_quoted)
-        self._strict = self._parse(self.lines, strict=True)
-        self._most_bytes = most_bytes
-        self._has_warned = False
-        csv.field_size_limit(sys.maxsize)  # `_Lines` bounds rows
+        self._last += 1
+        while len(self._line) == self._limit and not self._line.endswith(_NEWLINES):
+            self._line = self._next_piece()
+            self.num_bytes += len(self._line)
+            quotes += self._line.count('"')
+        return line if self.num_bytes <= self._limit else '"' * (quotes % 2)
 
     def read(self) -> list[str] | None:
         """Return the values of the next row that is not blank; None at the end of the file.
@@ -153,47 +96,33 @@ class _Rows:
         Raises:
             _BadRow: The row cannot be read. Its lines are skipped.
         """
-        lines = self.lines
-        try:
-            while True:
-                lines.begin_row()
-                try:
-                    values = next(self._strict, None)
-                except csv.Error:
-                    values = self._sloppy()
-                if values != []:
-                    break
-            if values and lines.num_bytes > self._most_bytes:
-                lines.check_length(lines.row[-1])
-        except _BadRow as reason:
-            raise _BadRow(f"{reason}: {self._lost}") from None
+        values: list[str] | None = []
+        while values == []:
+            self._first, self.num_bytes, reason = self._last + 1, 0, ""
+            try:
+                values = next(self._strict, None)
+            except csv.Error:
+                values, reason = self._sloppy()
+            num_bytes = self.num_bytes - len(self._line) + len(self._line.rstrip("\r\n"))
+            if num_bytes > self._most_bytes:
+                reason = f"the row {too_long(num_bytes, self._most_bytes)}"
+            if reason:
+                lines = f"lines {self._first} to {self._last} are lost; is a quote not closed?"
+                if self._first == self._last:
+                    lines = f"line {self._first} is lost"
+                raise _BadRow(f"{reason}: {lines}")
         return values
 
-    def warning(self) -> str | None:
-        """Return a warning if the latest row has very many lines; once per file."""
-        if self._has_warned or len(self.lines.row) <= _MANY_LINES:
-            return None
-        self._has_warned = True
-        return (
-            f"one row is made of lines {self.lines.first} to {self.lines.last}, because a quoted "
-            f"value has more than {_MANY_LINES} lines; is a quote not closed? (once per file)"
-        )
-
-    def _sloppy(self) -> list[str]:
-        """Return the values of a row with text behind a closing quote."""
-        values = next(self._parse(itertools.chain(self.lines.row[:], self.lines)))
-        if self.lines.has_ended:
-            raise _BadRow("a quoted value never ends")
-        if len(self.lines.row) > 1:
-            raise _BadRow("a quoted value spans lines and goes on behind its closing quote")
-        return values
-
-    @property
-    def _lost(self) -> str:
-        first, last = self.lines.first, self.lines.last
-        if first == last:
-            return f"line {first} is lost"
-        return f"lines {first} to {last} are lost; is a quote not closed?"
+    def _sloppy(self) -> tuple[list[str], str]:
+        """Return the values of a row with text behind a closing quote, or why it has none."""
+        if self._has_ended:
+            return [], "a quoted value never ends"
+        if self._first == self._last:
+            reader = self._parse([self._line, ""])
+            values = next(reader)
+            if reader.line_num == 1:
+                return values, ""
+        return [], "a quoted value spans lines and goes on behind its closing quote"
 
 
 def _read(part: FilePart, fields: Fields, delimiter: str) -> Iterator[Records]:
@@ -234,7 +163,7 @@ def _columns(rows: _Rows) -> tuple[list[str], str | None]:
         problem = f"the header cannot be read: {reason}"
     if header is None:
         raise ValueError("Empty CSV or TSV: its first line must name the columns")
-    if rows.lines.beginning.startswith(UTF16_MARKS):
+    if rows.beginning.startswith(UTF16_MARKS):
         problem = IS_UTF16
     return [_bytes(value).decode(errors="replace") for value in header], problem
 
@@ -246,10 +175,9 @@ def _records(rows: _Rows, columns: list[str], fields: Fields) -> Iterator[Record
     try:
         while (row := _row(rows, len(columns))) is not None:
             found.append(row)
-            num_bytes += rows.lines.num_bytes
-            warning = rows.warning()
-            if warning or num_bytes > _BYTES_AT_ONCE or len(found) == _ROWS_AT_ONCE:
-                yield replace(_as_records(first, found, columns, fields), warning=warning)
+            num_bytes += rows.num_bytes
+            if num_bytes > _BYTES_AT_ONCE or len(found) == _ROWS_AT_ONCE:
+                yield _as_records(first, found, columns, fields)
                 first, num_bytes, found = first + len(found), 0, []
     except READ_ERRORS:
         yield _as_records(first, found, columns, fields)

@@ -12,10 +12,7 @@ from support.corpora import read, read_bytes
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus import blocks
-from tokenfeed.tools.corpus.read_records import read_records
 from tokenfeed.tools.corpus.records import FieldKind
-from tokenfeed.tools.corpus.sources import find_corpus
-from tokenfeed.tools.corpus.units import cut_units
 
 
 def test_a_quote_that_never_closes_names_the_lines_it_swallows(tmp_path: Path) -> None:
@@ -39,20 +36,6 @@ def test_quotes_within_unquoted_values_and_sloppy_ones_in_a_line_are_read(tmp_pa
     good, bad = read_bytes(tmp_path / "a.csv", data)
     assert bad == {}
     assert list(good.values()) == [b'5" pipe', b'say "hi"', b"a b", b"x\ny", b"", b'q"q']
-
-
-@pytest.mark.parametrize("lines", [99, 100, 101, 400])
-def test_a_value_of_very_many_lines_is_read_with_a_warning(tmp_path: Path, lines: int) -> None:
-    value = b"\n".join([b"x"] * lines)
-    path = tmp_path / "a.csv"
-    path.write_bytes(b'id,text\n1,a\n2,"%s"\n3,b\n4,"%s"\n' % (value, value))
-    assert read(path) == ({0: b"a", 1: value, 2: b"b", 3: value}, {})
-    sources = find_corpus((str(path),), out=tmp_path / "out", field="text").sources
-    (unit,) = cut_units(sources, 10**9)
-    found = read_records(unit.parts[0], {"text": FieldKind.TEXT})
-    warnings = [records.warning for records in found if records.warning]
-    assert len(warnings) == (lines > 100)
-    assert all(f"one row is made of lines 3 to {lines + 2}," in line for line in warnings)
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
