@@ -99,6 +99,8 @@ class StitchedFile(SeekableFile):
             with open(path, "rb") as file:
                 header, first = _read_header(file, path)
                 pieces = np.frombuffer(file.read(24 * header.pieces), "<i8").reshape(-1, 3)
+                if not 0 < len(pieces) == header.pieces:
+                    raise ValueError("was cut short")
                 self._descriptors.append(os.dup(file.fileno()))
             self._files: list[ReadAt] = [partial(os.pread, self._descriptors[0])]
             for other in header.files:

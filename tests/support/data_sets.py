@@ -234,6 +234,22 @@ def files_of(folder: Path) -> dict[str, bytes]:
     }
 
 
+def lists_of(rows: Rows) -> list[list[int]]:
+    """The ids of each row."""
+    return [part.tolist() for part in np.split(rows.ids, np.cumsum(rows.lengths)[:-1])]
+
+
+def rows_in(folder: Path, split: str = "train") -> list[list[int]]:
+    """The ids of each row of a data set."""
+    manifest = Manifest.read(folder)
+    found = []
+    for shard in manifest.split(split).shards:
+        reader = ShardReader.open(folder, manifest, shard)
+        for batch in range(shard.batches):
+            found += lists_of(reader.read(batch)[0])
+    return found
+
+
 def corpus_rows(folder: Path) -> Counter[tuple[str, int, tuple[int, ...]]]:
     """Input file, record and ids of every row of a data set."""
     manifest = Manifest.read(folder)

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING, BinaryIO, Self
 
+import numpy as np
+
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote.object_file import (
     ObjectInfo,
@@ -124,6 +126,11 @@ Location = str | RemoteFile
 """An absolute path, or an object."""
 
 
+def size_of(place: Location) -> int:
+    """Return the bytes of a file."""
+    return os.path.getsize(place) if isinstance(place, str) else place.info.size
+
+
 def names_beside(name: str) -> tuple[str, ...]:
     """Return the names of files, in the same folder, that a file of token ids may need: they
     contain the borders of its rows, or its checksums."""
@@ -156,6 +163,25 @@ def open_location(place: Location) -> BinaryIO:
     if isinstance(place, str):
         return open(place, "rb", buffering=0)
     return open_ranged_bytes(place, place.info.name, place.info.size)
+
+
+def read_array(place: Location, dtype: "np.dtype | str", start: int, count: int) -> np.ndarray:
+    """Return an array that begins at a byte of a file.
+
+    Raises:
+        ValueError: The file is shorter.
+    """
+    values = np.empty(count, dtype)
+    left = values.view(np.uint8).data
+    with open_location(place) as file:
+        file.seek(start)
+        while len(left):
+            piece = file.read(min(len(left), _PIECE_BYTES))
+            if not piece:
+                raise ValueError(f"{place} is cut short")
+            left[: len(piece)] = piece
+            left = left[len(piece) :]
+    return values
 
 
 def open_spans(place: RemoteFile) -> SpansFile:

@@ -6,9 +6,10 @@ files beside it. Indexes and ids are read in pieces, so memory stays small.
 
 import gzip
 import io
+import os
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,15 +25,15 @@ from numpy.lib.format import (
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.schema import token_dtype
-from tokenfeed.pipeline.format.store import LocalStore, RangedStore, local_path, open_store
+from tokenfeed.pipeline.format.store import local_path, open_store
 from tokenfeed.pipeline.redaction import public
 from tokenfeed.pipeline.remote.address import object_address
-from tokenfeed.pipeline.remote.object_file import open_ranged_bytes
+from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.tools.corpus.locations import Location, RemoteFile, open_location, read_array
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 CHUNK_TOKENS = 1 << 22
 CHUNK_ROWS = 1 << 20
-_PIECE_BYTES = 8 << 20
 _LINES, _LONGEST_LINE = 1 << 14, 1 << 12
 
 
@@ -44,9 +45,7 @@ class _File:
     """Absolute path or address."""
     name: str
     """As messages show it."""
-    store: LocalStore | RangedStore
-    key: str
-    """Its name in the store."""
+    place: Location
     size: int
     """In bytes."""
 
@@ -58,36 +57,33 @@ class _File:
             ConfigError: The address has a query, which may be a secret, or there is no such store.
         """
         if "://" not in path:
-            absolute = local_path(path).absolute()
-            if not absolute.is_file():
+            absolute = str(local_path(path).absolute())
+            if not os.path.isfile(absolute):
                 return None
-            store: LocalStore | RangedStore = LocalStore(absolute.parent)
-            return cls(str(absolute), path, store, absolute.name, absolute.stat().st_size)
+            return cls(absolute, path, absolute, os.path.getsize(absolute))
         if public(path) != path:
             raise ConfigError(
                 f"{public(path)}: the data set stores the address, so it may not have a user, a "
                 "password or a query. Use keys in the environment, or copy the file."
             )
         folder, key = object_address(path)
-        opened = open_store(folder) if folder else None
-        if not isinstance(opened, RangedStore):
+        store = open_store(folder) if folder else None
+        if not isinstance(store, ObjectStore):
             raise ConfigError(f"{path}: is not a file in a bucket or on a web server.")
         try:
-            return cls(path, path, opened, key, opened.size(key))
+            info = store.head(key)
         except FileNotFoundError:
             return None
+        return cls(path, path, RemoteFile(store, info), info.size)
 
     def beside(self, old: str, new: str) -> "_File | None":
         """Return the file whose name ends with `new` instead of `old`; None if it is missing."""
         found = _File.of(self.path.removesuffix(old) + new)
-        name = self.name.removesuffix(old) + new
-        return found and _File(found.path, name, found.store, found.key, found.size)
+        return found and replace(found, name=self.name.removesuffix(old) + new)
 
     def open(self) -> BinaryIO:
         """Open the file, to read any part of it."""
-        if isinstance(self.store, LocalStore):
-            return open(self.path, "rb")
-        return open_ranged_bytes(self.store, self.key, self.size)
+        return open_location(self.place)
 
     def read(self, start: int, length: int) -> bytes:
         """Return some bytes; fewer at the end of the file."""
@@ -101,17 +97,10 @@ class _File:
         Raises:
             CorpusError: The file was cut short.
         """
-        values = np.empty(count, dtype)
-        left = values.view(np.uint8).data
-        with self.open() as file:
-            file.seek(start)
-            while len(left):
-                piece = file.read(min(len(left), _PIECE_BYTES))
-                if not piece:
-                    raise CorpusError(f"{self.name}: was cut short. Copy it again.")
-                left[: len(piece)] = piece
-                left = left[len(piece) :]
-        return values
+        try:
+            return read_array(self.place, dtype, start, count)
+        except ValueError:
+            raise CorpusError(f"{self.name}: was cut short. Copy it again.") from None
 
 
 Lengths = Callable[["TokenFile"], Iterator[np.ndarray]]

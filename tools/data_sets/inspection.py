@@ -52,7 +52,7 @@ def describe(store: Store, manifest: Manifest, more: Mapping[str, str] | None = 
 
 
 def _splits_table(manifest: Manifest) -> Iterator[str]:
-    """Yield a line for each split, in columns as wide as their numbers."""
+    """Return a line for each split, in columns as wide as their numbers."""
     rows: list[tuple[str, ...]] = [
         ("split", "shards", "rows", "tokens", "tokens of longest row", "MB on disk")
     ]
@@ -60,10 +60,15 @@ def _splits_table(manifest: Manifest) -> Iterator[str]:
         counts = (len(split.shards), split.rows, split.tokens, split.longest_row)
         megabytes = f"{sum(shard.bytes for shard in split.shards) / 1e6:,.1f}"
         rows.append((name, *map("{:,}".format, counts), megabytes))
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> Iterator[str]:
+    """Yield the lines of a table. The first `num_left` columns are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
-        yield "  ".join([f"{first:<{widths[0]}}", *cells])
+    for row in rows:
+        cells = zip(row, "<" * num_left + ">" * len(row), widths, strict=False)
+        yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
 
 
 def _facts(manifest: Manifest) -> dict[str, str]:

@@ -12,6 +12,7 @@ from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policies import Padded
 from tokenfeed.pipeline.planning.stages import ENDLESS, StagedOrder, paths_of
+from tokenfeed.tools.data_sets.inspection import aligned
 from tokenfeed.tools.shell.console import print_json
 from tokenfeed.tools.train_settings import FILE_KINDS
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -151,14 +152,7 @@ def _lines(known: dict[str, Any]) -> list[str]:
             ("", each["name"], "", _number(each["tokens"]), *_shown(each), "")
             for each in stage["data"]
         ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            f"{cell:<{width}}" if nth < 2 else f"{cell:>{width}}"
-            for nth, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = [*aligned(rows, num_left=2)]
     for name, end in known["read_completely_at"].items():
         when = "not read to its end" if end is None else f"read completely at token {end:,}"
         lines.append(f"{name}: {when}")

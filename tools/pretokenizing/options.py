@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +42,6 @@ _GROUPS = {
 }
 """The options by the title of their group in the help."""
 _LARGEST_VOCABULARY = 10_000_000
-_LONGEST_SPLIT = 255
-"""Bytes in the name of a folder."""
 _KEPT_TYPES = ("float32", "int8", "int16", "int32")
 """Types of kept columns, the default first."""
 _TRAINING = ("vocab_size", "seed")
@@ -245,11 +242,6 @@ class Options:
         check_types(self)
         self._check_together()
         for given, (name, glob) in zip(self.split, self.splits, strict=True):
-            if len(os.fsencode(name)) > _LONGEST_SPLIT:
-                raise ConfigError(
-                    f"`--split` {name[:40]}...: the name has {len(os.fsencode(name))} bytes, at "
-                    f"most {_LONGEST_SPLIT} fit into the name of a folder."
-                )
             if is_reserved(name):
                 raise ConfigError(
                     f"`--split` {given!r}: the output uses the name {name} itself. Choose another "

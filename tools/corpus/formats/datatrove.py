@@ -13,7 +13,7 @@ import pyarrow as pa
 from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.samples import name_of, records_of_tables
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
-from tokenfeed.tools.corpus.locations import Location, beside, open_location
+from tokenfeed.tools.corpus.locations import Location, beside, open_location, read_array, size_of
 from tokenfeed.tools.corpus.records import Fields, Records
 
 _BATCH_TOKENS = 1 << 20
@@ -32,25 +32,6 @@ def _beside(source: InputFile, ending: str) -> Location:
     return place
 
 
-def _array(place: Location, dtype: str, start: int, stop: int | None) -> np.ndarray:
-    """Return the values `start` to `stop` of a file.
-
-    Raises:
-        ValueError: The file is shorter, or ends within a value.
-    """
-    width = np.dtype(dtype).itemsize
-    with open_location(place) as file:
-        file.seek(start * width)
-        left = None if stop is None else (stop - start) * width
-        content = bytearray()
-        while left != 0 and (piece := file.read(-1 if left is None else left)):
-            content += piece
-            left = None if left is None else left - len(piece)
-    if left:
-        raise ValueError(f"{place} is cut short")
-    return np.frombuffer(content, dtype)
-
-
 def _width(source: InputFile) -> int:
     """Return the bytes of an id, which `.ds.metadata` has behind the name of the tokenizer."""
     with open_location(_beside(source, ".metadata")) as file:
@@ -66,8 +47,10 @@ def _ends(source: InputFile, start: int, stop: int | None) -> np.ndarray:
     Raises:
         ValueError: The rows are out of order, or end behind the file.
     """
-    ends = _array(_beside(source, ".index"), "<u8", max(start - 1, 0), stop).astype(np.int64)
-    ends = ends if start else np.concatenate([[0], ends])
+    index, first = _beside(source, ".index"), max(start - 1, 0)
+    count = (size_of(index) // 8 if stop is None else stop) - first
+    ends = read_array(index, "<i8", 8 * first, count)
+    ends = ends if start else np.append(0, ends)
     size, rest = divmod(source.bytes, _width(source))
     is_whole = stop is not None or ends[-1] == size
     if rest or (np.diff(ends) < 0).any() or ends[-1] > size or not is_whole:
@@ -103,12 +86,13 @@ def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
 
 def _tables(source: InputFile, ends: np.ndarray) -> Iterator[pa.RecordBatch]:
     """Yield rows by their ends, some at a time."""
-    dtype = f"<u{_width(source)}"
+    width = _width(source)
     while len(ends) > 1:
         count = max(int(np.searchsorted(ends, ends[0] + _BATCH_TOKENS)), 1)
         some, ends = ends[: count + 1], ends[count:]
-        ids = pa.array(_array(source.path, dtype, int(some[0]), int(some[-1])))
-        rows = pa.ListArray.from_arrays(pa.array(some - some[0], pa.int32()), ids)
+        count = int(some[-1] - some[0])
+        ids = read_array(source.path, f"<u{width}", width * int(some[0]), count)
+        rows = pa.ListArray.from_arrays(pa.array(some - some[0], pa.int32()), pa.array(ids))
         yield pa.record_batch({"input_ids": rows})
 
 

@@ -16,6 +16,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.data_sets import rows_in
 from support.object_server import Remote, as_own_process, remote_store
 from support.token_rows import Rows, write_datatrove, write_litdata
 from tokenizers import Tokenizer, models
@@ -24,7 +25,6 @@ from xxhash import xxh3_64_hexdigest
 from tokenfeed import pretokenize
 from tokenfeed.pipeline.errors import CorpusError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.tools.corpus.formats.litdata import LITDATA
 
 IDS = 700
@@ -70,15 +70,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows_of(source: object, out: Path, tokenizer: Path, **options: Any) -> Rows:
     pretokenize(source, out, task="ids", tokenizer=tokenizer, validation=0, **options)
-    manifest = Manifest.read(out)
-    found: Rows = []
-    for info in manifest.split("train").shards:
-        reader = ShardReader.open(out, manifest, info)
-        for batch in range(info.batches):
-            rows, _ = reader.read(batch)
-            parts = np.split(rows.ids, np.cumsum(rows.lengths)[:-1])
-            found += [part.tolist() for part in parts]
-    return found
+    return rows_in(out)
 
 
 @pytest.mark.parametrize("kind", WRITERS)

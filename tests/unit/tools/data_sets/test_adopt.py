@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.data_sets import random_rows, write_rows
+from support.data_sets import lists_of, random_rows, rows_in, write_rows
 from support.object_server import Remote, as_own_process, remote_store
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from tokenfeed import Packed, Padded, ShardLoader, ShardReader
-from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
-from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed import Packed, Padded, ShardLoader
+from tokenfeed.pipeline.errors import ConfigError, CorpusError, ShardFormatError, TokenfeedError
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.data_sets import adopt as adopting
@@ -63,21 +62,6 @@ def foreign(folder: Path, rows: Rows, to: Format, width: str = "narrow") -> Path
     data = write_rows(folder / "data", {"train": ended(rows)}, size)
     export_data_set(str(data), folder / "foreign", to)
     return folder / "foreign" / f"train{ENDINGS[to]}"
-
-
-def rows_in(path: Path, split: str = "train") -> list[list[int]]:
-    manifest = Manifest.read(path)
-    found = []
-    for info in manifest.splits[split].shards:
-        reader = ShardReader.open(path, manifest, info)
-        for batch in range(info.batches):
-            rows, _ = reader.read(batch)
-            found += [part.tolist() for part in np.split(rows.ids, np.cumsum(rows.lengths)[:-1])]
-    return found
-
-
-def lists_of(rows: Rows) -> list[list[int]]:
-    return [part.tolist() for part in np.split(rows.ids, np.cumsum(rows.lengths)[:-1])]
 
 
 @pytest.mark.parametrize("to", ENDINGS)
@@ -300,6 +284,17 @@ def test_damage_after_adopting_is_found_when_rows_are_read(
     header = 0 if to != "llm.c" else number // 4  # no token depends on it any more
     assert found[file] >= number // 2 - header
     assert found[stitched] > number // 8
+
+
+def test_stitched_file_that_was_cut_anywhere_is_damaged(tmp_path: Path) -> None:
+    file = foreign(tmp_path, random_rows(np.full(9, 40), vocabulary_size=1000), "nanogpt")
+    adopt([str(file)], str(tmp_path / "out"), TOKENIZERS["narrow"])
+    (stitched,) = (tmp_path / "out/train").iterdir()
+    good = stitched.read_bytes()
+    for size in range(min(len(good), 500)):
+        stitched.write_bytes(good[:size])
+        with pytest.raises(ShardFormatError, match="cannot be read|stitched file"):
+            rows_in(tmp_path / "out")
 
 
 @pytest.mark.parametrize("number", FLIPS)

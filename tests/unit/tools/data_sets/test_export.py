@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
-from support.data_sets import random_rows, write_rows
+from support.data_sets import lists_of, random_rows, write_rows
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.tools.data_sets.export import FORMATS, Format, export_data_set
 
@@ -109,10 +108,6 @@ READERS: dict[Format, Callable[[Path, str], Lists]] = {
 }
 WITHOUT_ROWS = ("nanogpt", "llm.c")
 VOCABULARIES = {"narrow": 50_000, "wide": 200_000}
-
-
-def lists_of(rows: Rows) -> Lists:
-    return [part.tolist() for part in np.split(rows.ids, np.cumsum(rows.lengths)[:-1])]
 
 
 def test_every_format_is_read_here() -> None:

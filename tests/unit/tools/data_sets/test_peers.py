@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from support.commands import run
+from support.data_sets import rows_in
 
 from benchmarks.text_loaders.peers import import_streaming
-from tokenfeed import ShardReader, pretokenize
-from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed import pretokenize
 from tokenfeed.tools.data_sets.adopt import adopt
 from tokenfeed.tools.data_sets.export import Format, export_data_set
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -34,16 +34,6 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("real") / "out"
     run(CORPUS, out, "--vocab-size", 2000, "--validation", 0)
     return out
-
-
-def rows_in(path: Path) -> Lists:
-    manifest, found = Manifest.read(path), []
-    for info in manifest.split("train").shards:
-        reader = ShardReader.open(path, manifest, info)
-        for batch in range(info.batches):
-            rows, _ = reader.read(batch)
-            found += [part.tolist() for part in np.split(rows.ids, np.cumsum(rows.lengths)[:-1])]
-    return found
 
 
 def read_megatron(peer: Any, folder: Path) -> Lists:

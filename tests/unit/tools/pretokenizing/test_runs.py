@@ -172,7 +172,6 @@ def test_a_pipe_is_no_tokenizer(tmp_path: Path, name: str) -> None:
         ({"tokenizer": "t", "seed": 7}, "`--seed` 7: is for a tokenizer that is trained"),
         ({"seed": -1}, "`--seed`: expected a whole number of at least 0, got -1"),
         ({"seed": 2**63}, "`--seed`: expected below 2**63"),
-        ({"split": ("n" * 256 + "=*.txt",)}, "the name has 256 bytes, at most 255 fit"),
     ],
 )
 def test_an_option_without_a_meaning_is_refused(options: dict[str, Any], words: str) -> None:
