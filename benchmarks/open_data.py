@@ -4,13 +4,18 @@
 on a polars frame, beside the command on a file of JSON Lines with the same rows. Each run is a
 process of its own. Its clock starts when the records are open, before the import of tokenfeed.
 
+`families`: the command on tokenizers that gigatoken does not take as they are, beside
+`datasets.map`: WordPiece (BERT), single digits (SmolLM, StarCoder), cl100k (GPT-4), nanochat's
+pattern, and Unigram (T5, XLM-R). Each is trained here, or has the merges of one that was.
+
 `adopted`: the loader on adopted files of Megatron, nanoGPT and OLMo, beside its own shards of the
 same rows, on documents and on lines. Repeats are interleaved, and ratios are of the same repeat.
 
-    python -m benchmarks.open_data [--megabytes 100] [--repeats 5] [--only api adopted]
+    python -m benchmarks.open_data [--megabytes 100] [--repeats 5] [--only api adopted families]
 """
 
 import argparse
+import json
 import os
 import resource
 import shutil
@@ -25,7 +30,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from benchmarks.pretokenize.__main__ import datasets_map
+from benchmarks.pretokenize.__main__ import pretokenize as run_command
 from benchmarks.protocol import summary, write_result
 from benchmarks.text_loaders.case import count
 from benchmarks.text_loaders.data import CUTS, pretokenize, standard_library, write_json_lines
@@ -33,12 +41,14 @@ from tokenfeed import Packed, Padded, ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.data_sets.adopt import adopt
 from tokenfeed.tools.data_sets.export import Format, export_data_set
+from tokenfeed.tools.encoding.engine_support import GPT_2, GPT_4, NANOCHAT, split_steps
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 WORKERS = 2
 SECONDS = 2.5
 COMMAND = "command, JSON Lines"
 OWN = "own shards"
+TIMES = ("times_command", "times_own", "times_datasets_map")
 BATCHING = {"documents": Packed(2048, 8), "lines": Padded(16_384)}
 FILES: dict[Format, str] = {"megatron": "train.bin", "nanogpt": "train.bin", "olmo": "train.npy"}
 
@@ -145,6 +155,62 @@ def ratio(values: list[float], others: list[float]) -> float:
     return round(statistics.median(value / other for value, other in pairs), 3)
 
 
+def families(folder: Path) -> dict[str, Path]:
+    """Return the folder of a tokenizer of each family."""
+    bpe = json.loads((folder / "trained" / "tokenizer.json").read_bytes())
+    digits = [{"type": "Digits", "individual_digits": True}, json.loads(GPT_2)]
+    steps = {
+        "digits": digits,
+        "cl100k": [*map(json.loads, split_steps((GPT_4,), "Isolated", invert=False))],
+        "nanochat": [*map(json.loads, split_steps((NANOCHAT,), "Isolated", invert=False))],
+    }
+    made = {
+        name: json.dumps(bpe | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": each}})
+        for name, each in steps.items()
+    }
+    texts = list(standard_library())
+    wordpiece = Tokenizer(models.WordPiece({}, unk_token="[UNK]"))
+    wordpiece.normalizer = normalizers.BertNormalizer(lowercase=True)
+    wordpiece.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[UNK]", "[SEP]"]
+    trainer: Any = trainers.WordPieceTrainer(vocab_size=30_522, special_tokens=special)
+    wordpiece.train_from_iterator(texts[::3], trainer)
+    unigram = Tokenizer(models.Unigram())
+    spaces = normalizers.Replace(Regex(" {2,}"), " ")
+    unigram.normalizer = normalizers.Sequence([normalizers.NFKC(), spaces])
+    split = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    unigram.pre_tokenizer = pre_tokenizers.Sequence(split)
+    special = ["<unk>", "</s>"]
+    trainer = trainers.UnigramTrainer(16_000, special_tokens=special, unk_token="<unk>")
+    unigram.train_from_iterator(texts[::40], trainer)
+    made |= {"wordpiece": wordpiece.to_str(), "unigram": unigram.to_str()}
+    for name, content in made.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "tokenizer.json").write_text(content)
+    return {name: folder / name for name in made}
+
+
+def measure_families(folder: Path, repeats: int) -> list[Entry]:
+    results = []
+    for name, tokenizer in families(folder).items():
+        ours: list[float] = []
+        peer: list[float] = []
+        for _ in range(min(repeats, 3)):
+            made, seconds, _ = run_command(folder / "corpus.jsonl", tokenizer, folder / "out")
+            ours.append(made["text_bytes"] / 1e6 / seconds)
+            peer.append(datasets_map(folder / "corpus.jsonl", tokenizer, folder))
+        results.append(
+            {
+                "part": "families",
+                "case": name,
+                "mb_per_s": summary(ours),
+                "datasets_map_mb_per_s": summary(peer, 2),
+                "times_datasets_map": ratio(ours, peer),
+            }
+        )
+    return results
+
+
 def drained(path: Path, batching: Any) -> float:
     """M tokens/s of a loader, after its first batch."""
     loader = ShardLoader(path, batching=batching, num_workers=WORKERS, epochs=None, seed=0)
@@ -178,17 +244,19 @@ def measure_adopted(folder: Path, repeats: int) -> list[Entry]:
 
 
 def show(results: list[Entry]) -> None:
-    table = Table("case", "seconds", "CPU s", "M tokens/s", "times command or own")
+    columns = ("seconds", "cpu_s", "mtok_s", "mb_per_s")
+    table = Table("case", "seconds", "CPU s", "M tokens/s", "MB/s", "times command, own or map")
     for entry in results:
         middle = {name: f"{x['median']}" for name, x in entry.items() if isinstance(x, dict)}
-        row = [entry["case"], *(middle.get(name, "") for name in ("seconds", "cpu_s", "mtok_s"))]
-        table.add_row(*row, f"{entry.get('times_command', entry.get('times_own'))}")
+        (times,) = (entry[name] for name in TIMES if name in entry)
+        table.add_row(entry["case"], *(middle.get(name, "") for name in columns), f"{times}")
     Console(width=100).print(table)
 
 
 PARTS: dict[str, Callable[[Path, int], list[Entry]]] = {
     "api": measure_api,
     "adopted": measure_adopted,
+    "families": measure_families,
 }
 
 
