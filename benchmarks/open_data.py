@@ -173,7 +173,9 @@ def families(folder: Path) -> dict[str, Path]:
     wordpiece.normalizer = normalizers.BertNormalizer(lowercase=True)
     wordpiece.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[UNK]", "[SEP]"]
-    trainer: Any = trainers.WordPieceTrainer(vocab_size=30_522, special_tokens=special)
+    trainer: Any = trainers.WordPieceTrainer(
+        vocab_size=30_522, special_tokens=special, show_progress=False
+    )
     wordpiece.train_from_iterator(texts[::3], trainer)
     unigram = Tokenizer(models.Unigram())
     spaces = normalizers.Replace(Regex(" {2,}"), " ")
@@ -181,7 +183,9 @@ def families(folder: Path) -> dict[str, Path]:
     split = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
     unigram.pre_tokenizer = pre_tokenizers.Sequence(split)
     special = ["<unk>", "</s>"]
-    trainer = trainers.UnigramTrainer(16_000, special_tokens=special, unk_token="<unk>")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=16_000, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
     unigram.train_from_iterator(texts[::40], trainer)
     made |= {"wordpiece": wordpiece.to_str(), "unigram": unigram.to_str()}
     for name, content in made.items():
