@@ -28,6 +28,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -400,7 +401,8 @@ def main() -> None:
         results = compare(options)
     for row in table(results):
         print(" | ".join(row))
-    print(f"written to {write_result('recipes', results, options.results)}")
+    peers = {name: version(name) for name in ("transformers", "trl", "lightning", "torchtitan")}
+    print(f"written to {write_result('recipes', results, options.results, peers=peers)}")
 
 
 if __name__ == "__main__":

@@ -27,13 +27,15 @@ MEASURED = ("mtok_s", "padding", "first_batch_s", "resume_s", "peak_memory_mb")
 Entry = dict[str, Any]
 
 
-def measure(python: str, loader: str, kind: str, options: argparse.Namespace) -> Entry:
+def measure(
+    python: str, loader: str, kind: str, options: argparse.Namespace, *, resumes: bool
+) -> Entry:
     """One repeat: speed, then resuming where the loader can."""
     settings = ("--workers", options.workers, "--seconds", options.seconds)
     own = own_folder(options.data, kind, loader)
     (own / "state.pickle").unlink(missing_ok=True)
     result = run_case(python, "speed", loader, kind, options.data, *settings)
-    if (own / "state.pickle").exists():
+    if resumes and (own / "state.pickle").exists():
         resumed = run_case(python, "resume", loader, kind, options.data, *settings)
         result["resume_s"] = resumed["resume_s"]
     return result
@@ -114,7 +116,8 @@ def compare(homes: dict[str, str], options: argparse.Namespace) -> list[Entry]:
             print(f"repeat {repeat + 1}: {kind}, {loader}", file=sys.stderr, flush=True)
             try:
                 prepare(homes[loader], loader, kind, options.data)
-                result = measure(homes[loader], loader, kind, options)
+                resumes = not (options.quick and repeat)
+                result = measure(homes[loader], loader, kind, options, resumes=resumes)
                 runs[kind].setdefault(loader, []).append(result)
             except CaseError as error:
                 failed[kind, loader] = f"failed: {error}"
@@ -145,11 +148,8 @@ def compare(homes: dict[str, str], options: argparse.Namespace) -> list[Entry]:
 def describe(runs: dict[str, list[Entry]], loader: str) -> Entry:
     """Medians of the repeats."""
     results = runs[loader]
-    medians = {
-        field: summary([run[field] for run in results], digits=4)
-        for field in MEASURED
-        if all(field in run for run in results)
-    }
+    found = {field: [run[field] for run in results if field in run] for field in MEASURED}
+    medians = {field: summary(values, digits=4) for field, values in found.items() if values}
     return {"tokens": results[0]["tokens"], **medians, **ratios(runs, loader)}
 
 

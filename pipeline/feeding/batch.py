@@ -161,29 +161,17 @@ class Batch(Mapping[str, Any]):
         return device  # type: ignore[no-any-return]
 
     def to(self, device: "str | torch.device", *, non_blocking: bool = False) -> "Batch":
-        """Return the batch on another device, or itself if it is there already.
-
-        Raises:
-            ConfigError: The batch has numpy arrays.
-        """
+        """Return the batch on another device, or itself if it is there already. A batch of numpy
+        arrays cannot be moved."""
         if str(self.device) == str(device):
             return self
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in page-locked memory, for asynchronous copies to a GPU.
-
-        Raises:
-            ConfigError: The batch has numpy arrays.
-        """
+        """Return the batch in page-locked memory, for asynchronous copies to a GPU."""
         return self._mapped(lambda tensor: tensor.pin_memory())
 
     def _mapped(self, change: Callable[[Any], Any]) -> "Batch":
-        if str(self.device) == "numpy":
-            raise ConfigError(
-                "a batch of numpy arrays cannot be moved or pinned. Make the loader with "
-                "`device='cpu'`, or convert the arrays by `torch.from_numpy`."
-            )
         for key in self:
             self[key]  # build everything now: it could not be built there later
         changed = copy(self)

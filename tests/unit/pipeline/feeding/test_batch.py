@@ -297,15 +297,6 @@ def test_targets_are_the_labels_of_what_a_slot_predicts(
             assert batch.targets.flags.c_contiguous
 
 
-def test_numpy_batch_refuses_to_move() -> None:
-    case = Case(random_rows(np.array([5, 3])), Padded(100))
-    batch = build_on_host(case.ragged()[0], BatchForm(PAD, is_numpy=True))
-    assert batch.to("numpy") is batch
-    for move in (batch.pin_memory, lambda: batch.to("cpu")):
-        with pytest.raises(ConfigError, match="a batch of numpy arrays cannot be moved"):
-            move()
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("task", ["lm", "tag", "complete"])
