@@ -71,13 +71,17 @@ FAMILIES = {
     "deepseek-v3": "deepseekv3.jinja",
     "glm-4.5": "glm4moe.jinja",
     "gemma4": "gemma4.jinja",
-    "gpt-oss": "gptoss.jinja",
     "nemotron-3": "nemotron_3_nano.jinja",
     "nemotron-3-ultra": "nemotron_3_ultra.jinja",
     "nemotron-3.5": "nemotron_3_5_lightning.jinja",
 }
-"""The templates of families that `renderers` knows."""
-TOKENS_OF_RENDERERS: dict[str, list[str]] = {}
+"""The templates of families that `renderers` knows. The renderer of gpt-oss needs a network."""
+FIRST_TOKENS = {
+    "llama-3": "<|begin_of_text|>",
+    "deepseek-v3": "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+    "gemma4": "<bos>",
+}
+"""The first token of a conversation in some families."""
 
 ODD = ["hi", "", "  lead", " trail ", "\n\nx\n", "é漢字🎉", "e\u0301", "</think>", "assistant\n"]
 ODD += ["<think>a</think>b", '{"a": 1}', "<tool_response>x</tool_response>", "<|im_end|>", "x" * 50]
@@ -201,6 +205,28 @@ def of_transformers(tokenizer: Any, source: str) -> Expected:
     return expected
 
 
+class Asked:
+    """A tokenizer that notes the tokens for which a renderer asks."""
+
+    name_or_path, unk_token_id, eos_token_id = "", None, 0
+
+    def __init__(self) -> None:
+        self.tokens: set[str] = set()
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        """Note the token."""
+        self.tokens.add(token)
+        return len(self.tokens)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """Note the text, which is a token."""
+        return [self.convert_tokens_to_ids(text)]
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return no tokens."""
+        return {}
+
+
 def of_renderers(tokenizer: Any, family: str) -> Expected:
     """Return a function that calls the renderer of a family."""
     import renderers
@@ -220,16 +246,19 @@ def compare(source: str, folder: Path, count: int, family: str = "") -> Counter[
     """
     from transformers import PreTrainedTokenizerFast
 
-    tokens = {*TOKEN.findall(source), *VARIABLES.values(), *TOKENS_OF_RENDERERS.get(family, ())}
+    asked, variables = Asked(), VARIABLES | {"bos_token": FIRST_TOKENS.get(family, "<|im_start|>")}
+    if family:
+        of_renderers(asked, family)
+    tokens = {*TOKEN.findall(source), *variables.values(), *asked.tokens}
     with tempfile.TemporaryDirectory() as name:
         made = tokenizer_with(folder, tokens, Path(name))
         json_bytes = (made / "tokenizer.json").read_bytes()
-        theirs = PreTrainedTokenizerFast(tokenizer_file=f"{made}/tokenizer.json", **VARIABLES)
+        theirs = PreTrainedTokenizerFast(tokenizer_file=f"{made}/tokenizer.json", **variables)
     expects = of_renderers(theirs, family) if family else of_transformers(theirs, source)
     loaded = TextTokenizer.load(json_bytes, origin=folder, splits_special=True)
     added = loaded.tokenizer.get_added_tokens_decoder().values()
     special = tuple(token.content for token in added if token.special)
-    template = ChatTemplate(source=source, special_tokens=special, variables=VARIABLES)
+    template = ChatTemplate(source=source, special_tokens=special, variables=variables)
     task = ChatEncoder(chat_template=template, splits_special=True, tools="tools")
     draw = random.Random(0)
     messages = [conversation(draw, tools=number % 2 > 0) for number in range(count)]

@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import chain, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 from typing import Any, NamedTuple
 
 import jinja2
@@ -470,31 +470,37 @@ class ChatTemplate:
         """Find what the assistant says between the generation prompt and a special token.
 
         Returns None unless every prompt in the text belongs to one message of the assistant, in
-        their order.
+        their order. Templates of models that think end the prompt with `<think>`, and may write it
+        only before the last message. So if there are too few prompts, their first lines count.
         """
-        key, prompts = (
-            repr((conversation.arguments, conversation.tools is None)),
-            self._known.prompts,
-        )
+        prompts = self._known.prompts
+        key = repr((conversation.arguments, conversation.tools is None))
         for again in (False, True):
             if again or key not in prompts:
                 with_prompt, _ = self._render(conversation, conversation.messages, prompt=True)
                 is_added = with_prompt.startswith(text)
                 prompts[key] = with_prompt[len(text) :] if is_added else ""
-            if said := self._after(prompts[key], conversation.messages, text, parts):
-                return said
+            prompt = prompts[key]
+            for end in reversed([*accumulate(map(len, prompt.splitlines(keepends=True)))]):
+                if end < len(prompt) and not self.special.search(prompt, 0, end):
+                    break
+                if said := self._after(prompt, end, conversation.messages, text, parts):
+                    return said
         return None
 
     def _after(
-        self, prompt: str, messages: list[Message], text: str, parts: list[_Part]
+        self, prompt: str, end: int, messages: list[Message], text: str, parts: list[_Part]
     ) -> list[_Said] | None:
+        """Find messages after the first `end` characters of the prompt, or all of it."""
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        heads = [*_outside(text, prompt, parts)] if prompt else []
+        heads = [*_outside(text, prompt[:end], parts)]
         if len(heads) != len(turns):
             return None
+        limits = [*(head - end for head in heads[1:]), len(text)]
+        rest, whole = len(prompt) - end, {*_outside(text, prompt, parts)}
+        heads = [head + rest if head + rest in whole else head for head in heads]
         stops = _any_of(tuple(t for t in self.special_tokens if t not in prompt))
         said, at = [], 0
-        limits = [*(head - len(prompt) for head in heads[1:]), len(text)]
         for turn, head, limit in zip(turns, heads, limits, strict=False):
             last, until = head, limit
             while at < len(parts) and parts[at].start < limit:
@@ -509,11 +515,12 @@ class ChatTemplate:
                 elif messages[part.message]["role"] == "assistant":
                     return None
                 at += 1
-            if not (ends := [*stops.finditer(text, last, until)]):
+            ends = [*stops.finditer(text, last, until)]
+            if not ends and until < len(text):
                 return None
             eos = self.variables.get("eos_token")
-            end = next((match for match in ends if match[0] == eos), ends[0])
-            said.append(_Said(head, end.end()))
+            stop = next((match.end() for match in ends if match[0] == eos), 0)
+            said.append(_Said(head, stop or (ends[0].end() if ends else len(text))))
         of_assistant = (part for part in parts if messages[part.message]["role"] == "assistant")
         if not all(any(s <= part.start < e for s, e in said) for part in of_assistant):
             return None

@@ -287,6 +287,16 @@ def test_parts_of_a_message_have_their_own_kinds(source: str) -> None:
     ]
 
 
+def test_a_prompt_that_ends_with_thinking_is_found_by_its_header() -> None:
+    header = "{{ '<|im_start|>assistant\n' }}{% endif %}"
+    source = QWEN.replace(header, header.replace("\n'", "\n<think>\n'"))
+    assert source != QWEN
+    last = ("thinking", "<think>\nFine.\n</think>\n\n")
+    expected = pieces_of(QWEN, THOUGHTFUL)
+    expected[expected.index(last)] = ("thinking", "Fine.\n</think>\n\n")  # the prompt has <think>
+    assert pieces_of(source, THOUGHTFUL) == expected
+
+
 def test_removed_thinking_is_counted() -> None:
     samples = encode(QWEN, [THOUGHTFUL, THOUGHTFUL[:2] + THOUGHTFUL[-1:]])
     assert samples.counts["removed_thinking"].tolist() == [2, 0]
