@@ -16,6 +16,7 @@ import pytest
 pytest.register_assert_rewrite("support")
 
 from hypothesis import settings
+from support import warm
 from support.corpora import WORDS, texts
 from support.data_sets import (
     VOCABULARY_SIZE,
@@ -59,6 +60,18 @@ settings.load_profile("tokenfeed")
 
 
 UNIT = Path(__file__).parent / "unit"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all processes of a run with `-n` share the process that tests fork, except for a run of
+    unit tests, which fork none."""
+    is_worker = hasattr(config, "workerinput")
+    if (
+        getattr(config.option, "numprocesses", 0)
+        and not is_worker
+        and "tests/unit" not in config.args
+    ):
+        warm.share()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

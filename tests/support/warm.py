@@ -20,7 +20,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +39,26 @@ _context.set_forkserver_preload(
         *("tokenfeed.tools.report", "tokenfeed.tools.train", "tokenfeed.trainer.loop.run"),
     ]
 )
+
+
+_ADDRESS = "TOKENFEED_TESTS_FORK_SERVER"
+
+
+def share() -> None:
+    """Start the warm process now, for this process and the test processes that it starts."""
+    _ensure_running()
+    os.environ[_ADDRESS] = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+
+
+def _ensure_running() -> None:
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    address = os.environ.get(_ADDRESS)
+    if address and server._forkserver_address is None:  # the process that started it watches it
+        server._forkserver_address = address
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+        server.ensure_running = resource_tracker.ensure_running
+    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # which is read by an import
+        server.ensure_running()
 
 
 _turn = threading.RLock()
@@ -100,8 +120,7 @@ class Popen(subprocess.Popen[str]):
         self._process = _context.Process(target=_become, args=(args[1:], streams, *self._settings))
         try:
             with _turn:
-                with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # which is read by an import
-                    forkserver.ensure_running()
+                _ensure_running()
                 self._process.start()
         finally:
             self._close_pipe_fds(*ends)  # type: ignore[attr-defined]

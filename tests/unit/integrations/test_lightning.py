@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 
 from tokenfeed import Fixed
-from tokenfeed.integrations.lightning import ShardDataModule, StallCallback
 from tokenfeed.pipeline.errors import ConfigError
 
 pytestmark = [
@@ -19,38 +17,45 @@ pytestmark = [
 BATCHES = {"batching": Fixed(8), "num_workers": 0, "window_tokens": 1000}
 
 
-class Model(LightningModule):  # type: ignore[misc]  # untyped
-    """Notes the rows of each validation; fails in a step if it is told to."""
+def new_model(fails_at: int | None = None) -> Any:
+    from lightning.pytorch import LightningModule  # seconds that other test processes need not wait
 
-    automatic_optimization = False
+    class Model(LightningModule):  # type: ignore[misc]  # untyped
+        """Notes the rows of each validation; fails in a step if it is told to."""
 
-    def __init__(self, fails_at: int | None = None) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.validations: list[list[int]] = []
-        self.fails_at = fails_at
+        automatic_optimization = False
 
-    def training_step(self, step: Any, index: int) -> None:
-        """Train nothing."""
-        if index == self.fails_at:
-            raise ValueError("a loss of the user's")
-        self.manual_backward(self.weight * 0.0)
-        self.optimizers().step()
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+            self.validations: list[list[int]] = []
+            self.fails_at = fails_at
 
-    def on_validation_start(self) -> None:
-        """Begin a list."""
-        self.validations.append([])
+        def training_step(self, step: Any, index: int) -> None:
+            """Train nothing."""
+            if index == self.fails_at:
+                raise ValueError("a loss of the user's")
+            self.manual_backward(self.weight * 0.0)
+            self.optimizers().step()
 
-    def validation_step(self, batch: Any, index: int) -> None:
-        """Note its rows."""
-        self.validations[-1] += batch.rows.tolist()
+        def on_validation_start(self) -> None:
+            """Begin a list."""
+            self.validations.append([])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Make one."""
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        def validation_step(self, batch: Any, index: int) -> None:
+            """Note its rows."""
+            self.validations[-1] += batch.rows.tolist()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            """Make one."""
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Model()
 
 
 def trainer(folder: Path, **settings: Any) -> Any:
+    from lightning.pytorch import Trainer
+
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(
         accelerator="cpu",
@@ -65,7 +70,9 @@ def test_lightning_validation_sees_same_rows_each_time(
     both_splits: Path, tmp_path: Path, limit: int | None
 ) -> None:
     """The sanity check takes two batches before, and leaves nothing to the first validation."""
-    model = Model()
+    from tokenfeed.integrations.lightning import ShardDataModule
+
+    model = new_model()
     trainer(tmp_path, max_steps=30, val_check_interval=10, limit_val_batches=limit).fit(
         model, ShardDataModule(both_splits, validation="validation", **BATCHES)
     )
@@ -78,14 +85,16 @@ def test_lightning_validation_sees_same_rows_each_time(
 
 
 def test_stall_callback_after_exception_fits_again(both_splits: Path, tmp_path: Path) -> None:
+    from tokenfeed.integrations.lightning import ShardDataModule, StallCallback
+
     stall = StallCallback(skipped_steps=2)
     data = ShardDataModule(both_splits, **BATCHES)
     ours = trainer(tmp_path, max_steps=20, callbacks=[stall], enable_checkpointing=True)
     with pytest.raises(ValueError, match="a loss of the user's"):
-        ours.fit(Model(fails_at=10), data)
+        ours.fit(new_model(fails_at=10), data)
     assert stall.report is not None
     failed = stall.report
-    ours.fit(Model(), data)
+    ours.fit(new_model(), data)
     assert stall.report is not failed
     assert stall.report.steps == 8  # of the 10 that were left
     ours.save_checkpoint(tmp_path / "after.ckpt")
@@ -93,5 +102,7 @@ def test_stall_callback_after_exception_fits_again(both_splits: Path, tmp_path: 
 
 
 def test_data_module_without_a_trainer_raises(tmp_path: Path) -> None:
+    from tokenfeed.integrations.lightning import ShardDataModule
+
     with pytest.raises(ConfigError, match="no trainer yet"):
         ShardDataModule(tmp_path, **BATCHES).train_dataloader()
