@@ -80,7 +80,6 @@ def pretokenize(
     special_tokens_in_text: Literal["plain", "split"] = "plain",
     shard_size: str = "auto",
     max_record: str = "64MB",
-    verify_ids: bool = False,
     seed: int = 0,
 ) -> Pretokenized:
     """Tokenize a corpus once, into checksummed shards, like the command `pretokenize`.

@@ -126,28 +126,6 @@ def test_what_the_tokenizer_cannot_encode_is_a_reject(tmp_path: Path) -> None:
     assert "cannot encode it" in reject["reason"]
 
 
-def test_verified_ids_are_those_of_every_text(
-    tmp_path: Path, use_engine: UseEngine, right: Path
-) -> None:
-    assert xxhash.xxh3_64_intdigest(EXTRAS[-1].encode()) % 1000  # the run does not sample it
-    for said in ("nothing", "GAMMA"):
-        use_engine(FALSE_ENGINE.replace("LIE", said))
-        given = (right / "corpus", tmp_path / said, "--tokenizer", right, *OPTIONS)
-        printed = run(*given, "--workers", 1, "--verify-ids").stdout
-        is_right = "every text compared with `tokenizers`, 0 with other ids" in printed
-        assert is_right == (said == "nothing")
-    sound, wrong = (Manifest.read(tmp_path / said).tokenizer for said in ("nothing", "GAMMA"))
-    assert (sound.engine, sound.verified, sound.differences) == ("gigatoken", True, 0)
-    assert (wrong.engine, wrong.verified, wrong.differences) == ("tokenizers", None, 1)
-    assert min(sound.audited, wrong.audited) >= 351 + 300
-
-
-def test_verifying_is_refused_where_nothing_is_to_be_verified(tmp_path: Path) -> None:
-    options = ("--engine", "tokenizers", "--verify-ids")
-    message = error_of(tmp_path, tmp_path / "out", *options, expect=2)
-    assert "`--verify-ids` compares with the ids of `--engine tokenizers`" in message
-
-
 def test_routed_texts_are_counted_and_a_matter_of_the_input_alone(
     tmp_path: Path, byte_level: Tokenizer
 ) -> None:

@@ -91,10 +91,6 @@ class UnitCounts:
     def __init__(self, unit: Unit, max_rejects: int | None) -> None:
         self.sample: list[Answers] = []
         """Texts of the unit with the ids of the fast engine, for the comparison."""
-        self.audited = 0
-        """Number of texts that were already compared."""
-        self.differing: list[bytes] = []
-        """The compared texts with different ids."""
         self.routed = 0
         """Number of texts that only the reference encoded."""
         self.counts: Counter[str] = Counter()
@@ -170,8 +166,6 @@ class UnitCounts:
             rejects=self._first_rejects,
             reject_file=reject_file,
             engine=engine,
-            audited=self.audited,
-            differing=[text.decode() for text in self.differing],
             routed=self.routed,
             counts=dict(self.counts),
         )

@@ -71,8 +71,6 @@ class EncodeSettings:
     max_rejects: int | None
     audits: bool = False
     """Whether the fast engine encodes a sample for the comparison, for any `engine`."""
-    verifies: bool = False
-    """Whether both engines encode every text. This needs `audits` and a fast engine."""
 
     def begin(
         self, on_progress: Report, engine: Engine | None = None
@@ -115,7 +113,6 @@ class UnitEncoder:
         self._engine = engine or _load_engine(settings)
         self._task = settings.task.with_tokenizer(settings.output.read(TOKENIZER_FILE))
         self._fast = self._audited_engine()
-        self._verifier = self._verifying_engine()
 
     def do(self, work: Unit | Questions) -> "Encoded | Answers":
         """Encode a unit, or the texts of the audit. See `encode` and `answer`."""
@@ -178,11 +175,6 @@ class UnitEncoder:
         except EngineUnavailable:
             return None
 
-    def _verifying_engine(self) -> Engine | None:
-        if not self._settings.verifies or self._fast is None:
-            return None
-        return _load_reference(self._settings)
-
     def _writer(self, folder: Path, split: str, unit: Unit) -> ShardWriter:
         return ShardWriter(
             folder,
@@ -211,7 +203,7 @@ class UnitEncoder:
         for name, counts in samples.counts.items():
             ledger.counts[name] += int(counts[samples.has_text].sum())
         hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
-        if self._fast and not self._verifier:
+        if self._fast:
             ledger.sample += self._sampled(batch.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))
         chosen = {TRAIN if batch.split is None else batch.split: samples.has_text}
         if batch.split is None and self._threshold:
@@ -223,13 +215,10 @@ class UnitEncoder:
         return dealt
 
     def _encode(self, ledger: UnitCounts, texts: list[bytes]) -> Ragged:
-        """Return the ids of texts. Count routed texts, and texts that both engines encoded."""
+        """Return the ids of texts. Count routed texts."""
         made = self._engine.encode(texts)
         if isinstance(self._engine, FastEngine):
             ledger.routed += self._engine.routed
-        if self._fast and self._verifier:
-            ledger.audited += len(texts)
-            ledger.differing += Answers.from_engine(self._fast, texts).differing(self._verifier)
         return made
 
     def _encodable(self, batch: RecordBlock, ledger: UnitCounts) -> RecordBlock:

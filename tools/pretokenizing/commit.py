@@ -188,7 +188,6 @@ def _tokenizer_info(
         special_tokens_in_text="split" if splits_special else "plain",
         special_tokens_added=settings.task.add_special_tokens,
         routed=sum(result.routed for result in results) if is_fast else None,
-        verified=True if is_fast and settings.verifies else None,
     )
 
 

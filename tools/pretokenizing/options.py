@@ -36,9 +36,7 @@ _GROUPS = {
     "input": ("split", "validation", "exclude", "strict", "max_rejects"),
     "speed and output": ("workers", "engine", "append", "json"),
     "cluster and job array": ("runner", "part", "finish"),
-    "rarely needed": (
-        *("special_tokens_in_text", "shard_size", "max_record", "verify_ids", "seed"),
-    ),
+    "rarely needed": (*("special_tokens_in_text", "shard_size", "max_record", "seed"),),
 }
 """The options by the title of their group in the help."""
 _LARGEST_VOCABULARY = 10_000_000
@@ -142,9 +140,6 @@ class Options:
     """Bytes of text per shard, like 256MB. auto: a 64th of the input, 8MB to 256MB."""
     max_record: Annotated[str, text("SIZE")] = f"{MAX_RECORD_BYTES // 10**6}MB"
     """Largest size of a record, decompressed. A larger record is rejected."""
-    verify_ids: bool = False
-    """Encode every text with tokenizers too, and compare the ids. Takes as long as --engine
-    tokenizers."""
     seed: NotNegative = 0
     """Seed of the sample that trains a tokenizer, and of --fim-rate."""
 
@@ -300,11 +295,6 @@ class Options:
             raise ConfigError(
                 f"`--max-rejects` {self.max_rejects} and `--strict`: leave one of them out."
             )
-        if self.verify_ids and self.engine == "tokenizers":
-            raise ConfigError(
-                "`--verify-ids` compares with the ids of `--engine tokenizers`: leave one of them "
-                "out."
-            )
         sharing = {
             "runner": f"--runner {self.runner}",
             "part": f"--part {self.part}",
@@ -335,7 +325,7 @@ class Options:
         if self.task in ("chat", "ids"):
             useless |= {"end_token", "add_special_tokens"}
         if self.task == "ids":
-            useless |= {"vocab_size", "special_tokens_in_text", "engine", "verify_ids"}
+            useless |= {"vocab_size", "special_tokens_in_text", "engine"}
         for name in sorted(given & useless):
             raise ConfigError(
                 f"`{flag_of(name)}` has no effect with `--task {self.task}`. Leave it out."

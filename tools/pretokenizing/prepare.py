@@ -143,7 +143,6 @@ def prepared(listed: Listed) -> Run:
         splits_special=tokenizer.splits_special,
         max_rejects=options.allowed_rejects,
         audits=not is_reference,
-        verifies=options.verify_ids and not is_reference,
     )
     if listed.onto:
         listed.onto.check(described(settings, tokenizer))
@@ -297,7 +296,6 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -
         "--special-tokens-in-text": options.special_tokens_in_text,
         "the tokenizer's checksum": tokenizer.xxh3 if tokenizer else None,
         "--engine": options.engine,
-        "--verify-ids": options.verify_ids,
         "the chat template": (
             [xxhash.xxh3_64_hexdigest(chat.source.encode()), chat.variables] if chat else None
         ),

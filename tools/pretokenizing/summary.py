@@ -93,8 +93,6 @@ class Summary:
     """Audited texts with different ids. If there are any, the reference made all ids."""
     routed: int
     """Texts that the fast engine left to the reference."""
-    verified: bool
-    """Whether the reference encoded every text too, and gave the same ids."""
     length_histogram: list[int]
     """Rows by powers of two of their tokens, all splits together."""
     already_finished: bool
@@ -142,7 +140,6 @@ class Summary:
             audited=info.audited,
             differences=info.differences,
             routed=info.routed or 0,
-            verified=bool(info.verified),
             length_histogram=[sum(counts) for counts in zip(*histograms, strict=True)],
             already_finished=figures.already_finished,
             units=figures.units,
