@@ -15,9 +15,9 @@ import json
 import logging
 import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -115,7 +115,8 @@ class Trainer:
         """Step and rows of the latest steps, to name the records of a skipped step."""
         self.has_named_records = False
         self.step_sync = StepSync(self.world)
-        self.tracer: StepTracer | None = None
+        self.profile: torch.profiler.profile | None = None
+        """The trace of --profile, until its last step."""
         self._should_stop: Callable[[], bool] = bool
         self._next_draft_s = -math.inf
         self.uploads = Uploads(config, self.checkpoints)
@@ -336,7 +337,7 @@ class Trainer:
         if self._is_due(config.eval_every):
             self._evaluate()
         if config.profiled_steps and self.world.is_main:
-            self._trace(config.profiled_steps)
+            self._begin_trace(config.profiled_steps)
 
     def _row_length(self) -> float:
         """Return the slots of a packed row, or the tokens of an average padded row."""
@@ -384,16 +385,31 @@ class Trainer:
             self._check_end(skips)
         if saving and not stops:
             self._save()
-        if self.tracer is not None:
+        if self.profile is not None:
             with self.stall.cause("log"):
-                self.tracer.after(step)
+                self.profile.step()
+                if step == config.profiled_steps[-1]:
+                    self.profile = None
 
-    def _trace(self, steps: range) -> None:
-        if self.step >= steps[-1]:
+    def _begin_trace(self, steps: range) -> None:
+        """Trace these steps to profile/trace.json, for perfetto.dev, once they are reached."""
+        first, last = max(steps[0], self.step + 1), steps[-1]
+        if first > last:
             _log.info("--profile %s: these steps are trained already", self.config.profile)
-        self.tracer = StepTracer(steps, self.config.run_dir / "profile")
-        self._resources.callback(self.tracer.close)
-        self.tracer.after(self.step)
+            return
+
+        def write(profile: torch.profiler.profile) -> None:
+            path = self.config.run_dir / "profile" / "trace.json"
+            path.parent.mkdir(exist_ok=True)
+            profile.export_chrome_trace(str(path))
+            _log.info("traced steps %d to %d: %s", first, last, path)
+
+        wait, active = first - 1 - self.step, last - first + 1
+        with warnings.catch_warnings(action="ignore"):  # that no step is left out as warm-up
+            schedule = torch.profiler.schedule(wait=wait, warmup=0, active=active, repeat=1)
+        self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
+        self.profile.start()
+        self._resources.callback(self.profile.stop)
 
     def _is_due(self, every: int) -> bool:
         return self.step == self.config.steps or self.step % every == 0
@@ -642,40 +658,3 @@ def _collections_at_log_lines() -> Iterator[None]:
             gc.unfreeze()
         if was_enabled:
             gc.enable()
-
-
-class StepTracer:
-    """Traces steps with torch.profiler to trace.json, for perfetto.dev.
-
-    Costs nothing before the first and after the last step.
-
-    Args:
-        steps: Consecutive steps to trace.
-        folder: Receives trace.json. It is created when the trace is written.
-    """
-
-    def __init__(self, steps: range, folder: Path) -> None:
-        self._steps, self._folder = steps, folder
-        self._profile: torch.profiler.profile | None = None
-
-    def after(self, step: int) -> None:
-        """Start, continue or end the trace, as the next step needs."""
-        if self._profile is not None:
-            if step + 1 in self._steps:
-                self._profile.step()
-            else:
-                self.close()
-        elif step + 1 in self._steps:
-            self._profile = torch.profiler.profile()
-            self._profile.start()
-
-    def close(self) -> None:
-        """Write the trace, if there is one."""
-        profile, self._profile = self._profile, None
-        if profile is None:
-            return
-        profile.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / "trace.json"
-        profile.export_chrome_trace(str(path))
-        _log.info("traced steps %d to %d: %s", self._steps[0], self._steps[-1], path)

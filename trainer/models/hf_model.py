@@ -66,7 +66,6 @@ class HubModel(nn.Module):
         self._takes_last = head.kind == "row" and hasattr(model, "score")
         self._takes_types = head.pairs and getattr(model.config, "type_vocab_size", 1) > 1
         self._first_position = _first_position(model)
-        self._head = head
         self._parameters_of_call = inspect.signature(model.forward).parameters
         self.reaches: frozenset[Reach] = frozenset()
         """Reaches of its layers within a document. The forward pass makes a scope for each."""
@@ -134,7 +133,6 @@ class HubModel(nn.Module):
             folder: Receives the weights and config.json.
             adapter_folder: Receives the adapters alone, in the format of `peft`; None: write none.
         """
-        self._warn_of_shifted_positions()
         for adapted in self.adapters:
             if adapter_folder is not None:
                 adapted.save_pretrained(adapter_folder, save_embedding_layers=False)
@@ -142,19 +140,6 @@ class HubModel(nn.Module):
         self.model.config.use_cache = True
         with _quiet():
             self.model.to(self.saved_dtype).save_pretrained(folder)
-
-    def _warn_of_shifted_positions(self) -> None:
-        """Models like RoBERTa count positions from ids that are not padding, unless a program gives
-        the positions, as training and evaluation do."""
-        padding_id = self._first_position - 1
-        if padding_id in range(self._head.vocabulary_size) and padding_id != self._head.pad_id:
-            _log.warning(
-                "the exported model counts positions by its padding id %d, which is another token "
-                "in these shards. Give it `position_ids` that count from %d, or train on shards "
-                "made with the model's own tokenizer",
-                padding_id,
-                self._first_position,
-            )
 
     def _scopes(self, micro_batch: MicroBatch) -> dict[Reach, Scope]:
         scope, ids_BT = micro_batch.scope, micro_batch.ids_BT
@@ -230,8 +215,6 @@ def _describe(source: str, config: TrainConfig, head: Head) -> Any:
     else:
         described = transformers.AutoConfig.from_pretrained(source, **_where(source))
     described.use_cache = False
-    if head.labels:
-        _warn_of_other_labels(source, described, head)
     if head.kind != "vocabulary":
         described.num_labels = head.outputs
     if head.labels:
@@ -262,14 +245,6 @@ def _qwen3(config: TrainConfig, head: Head) -> Any:
         eos_token_id=head.end_id,
         pad_token_id=head.pad_id,
     )
-
-
-def _warn_of_other_labels(source: str, described: Any, head: Head) -> None:
-    """Warn if the head of a model was trained on other labels, of the same number."""
-    names = tuple(described.id2label.values())
-    is_named = not all(str(name).startswith("LABEL_") for name in names)
-    if is_named and names != head.labels and len(names) == len(head.labels):
-        _log.warning("%s: its head was trained on %s, not on %s", source, names, head.labels)
 
 
 def _set_dropout(described: Any, share: float) -> None:

@@ -335,28 +335,6 @@ def test_adapters_come_first_and_then_everything(
         torch.testing.assert_close(got, theirs(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "warns"), [("Roberta", True), ("Bert", False)])
-def test_export_warns_where_a_padding_id_of_the_model_is_a_word(
-    kind: str, warns: bool, classes: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = save_model(tmp_path / "source", "MaskedLM", kind)
-    export = tmp_path / "model"
-    run(make_config(classes, tmp_path / "run", model=f"hf:{model}", export=export, steps=1))
-    assert ("counts positions by its padding id 1, which is another" in caplog.text) == warns
-    if not warns:
-        return
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(export).eval()
-    ids_BT = IDS.clone()
-    ids_BT[:, 3] = 1
-    with torch.no_grad():
-        ours = load_exported(export)(MicroBatch.of_ids(ids_BT, causal=False))
-        positions_BT = torch.arange(ids_BT.shape[1])[None].expand_as(ids_BT) + 2
-        given = theirs(input_ids=ids_BT, position_ids=positions_BT).logits
-        counted = theirs(input_ids=ids_BT).logits
-    torch.testing.assert_close(given, ours, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(counted, ours, atol=1e-3)
-
-
 def test_resume_does_not_read_the_initial_run_again(
     documents: Path, llama: str, tmp_path: Path
 ) -> None:

@@ -355,11 +355,6 @@ def test_evaluation_sees_short_and_long_documents(counting: Path, tmp_path: Path
     assert lengths.max() > 25
 
 
-def test_the_folder_of_another_run_is_refused(counting: Path, finished: Path) -> None:
-    with pytest.raises(ConfigError, match=r"already holds a run\. Add --resume"):
-        run(make_config(counting, finished, seed=1))
-
-
 def test_a_file_is_no_run_folder(counting: Path, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(ConfigError, match="is not a folder"):

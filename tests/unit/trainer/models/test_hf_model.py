@@ -235,16 +235,6 @@ def test_a_missing_library_is_named_with_its_extra(
         make_model(train_config(folder, **changes), head)
 
 
-def test_a_head_of_other_labels_is_kept_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    head = head_of("row")
-    others = {"id2label": {0: "one", 1: "two", 2: "three"}}
-    folder = save_model(tmp_path / "bert", "SequenceClassification", "Bert", **others)
-    make_model(train_config(folder), head)
-    assert "('one', 'two', 'three'), not on ('joy', 'fear', 'anger')" in caplog.text
-
-
 def test_config_alone_gives_other_weights_than_the_saved(make_hub: MakeModel) -> None:
     folder, head, saved = make_hub("Llama", "vocabulary")
     torch.manual_seed(5)

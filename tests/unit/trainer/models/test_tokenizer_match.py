@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +86,6 @@ def test_the_same_tokens_in_other_bytes_are_no_other_tokenizer(
         run_dir=tmp_path / "run",
         init_from=str(begun.run_dir),
         export=None,
-    )
-    assert warnings_of(later, caplog) == []
-
-
-def test_where_the_shards_of_a_run_are_gone_nothing_is_said(
-    begun: TrainConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    moved = tmp_path / "moved"
-    shutil.copytree(begun.run_dir, moved)
-    config = moved / "config.yaml"
-    config.write_text(config.read_text().replace(str(begun.shards), str(tmp_path / "gone")))
-    shards = write_shards(tmp_path / "other", swapped(word_tokenizer()))
-    later = dataclasses.replace(
-        begun, shards=str(shards), run_dir=tmp_path / "run", init_from=str(moved), export=None
     )
     assert warnings_of(later, caplog) == []
 

@@ -330,23 +330,6 @@ def test_damaged_metrics_line_is_left_out(line: str, tmp_path: Path) -> None:
     assert run.lines[0].loss == 9.0
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        b"seed: \xb1\n",
-        b"5: 6\n",
-        b"[" * 500,
-        b"a: 2001-99-99\n",
-        b"a: !!bool x\n",
-        b"? {a: b}\n: c",
-    ],
-)
-def test_damaged_config_leaves_a_report(config: bytes, tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", report_of())
-    (folder / "config.yaml").write_bytes(config)
-    Checked(write_page(folder).read_text())
-
-
 @given(
     st.sampled_from(["report.json", "metrics.jsonl", "config.yaml"]),
     st.lists(st.integers(0, 2**31), min_size=1, max_size=3),
