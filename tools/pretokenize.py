@@ -38,6 +38,8 @@ def _command() -> None:
 
 def _make() -> None:
     with signals_held():  # extension modules turn an interruption into an ImportError
+        from dataclasses import asdict
+
         from tokenfeed.pipeline.format.manifest import Manifest
         from tokenfeed.pipeline.format.store import open_store
         from tokenfeed.tools.data_sets.append import append_rows
@@ -48,11 +50,11 @@ def _make() -> None:
     options = parse_options()
     if options.part:
         part = make_part(options)
-        print_json(part.as_json()) if options.json else print(part)
+        print_json(asdict(part)) if options.json else print(part)
         return
     summary = append_rows(options) if options.append else make_dataset(options)
     if options.json:
-        print_json(summary.as_json())
+        print_json(asdict(summary))
     else:
         store = open_store(options.paths[-1])
         print(describe(store, Manifest.read(store), summary.facts()))

@@ -63,15 +63,11 @@ _FILES_OF_OUTPUT = (MANIFEST_FILE, TOKENIZER_FILE, "sources.jsonl", "rejects.jso
 """Files of an output folder, beside the folders of splits."""
 
 
-def is_reserved(name: str) -> bool:
-    """Return whether the output uses a name for a file. Some file systems ignore case."""
-    name = name.lower()
-    return name in _FILES_OF_OUTPUT or name.endswith(TEMPORARY_SUFFIX)
-
-
 def is_split_name(name: str) -> bool:
-    """Return whether a split may have this name. The name becomes a folder of the output."""
-    return bool(_SPLIT.fullmatch(name)) and not is_reserved(name)
+    """Return whether a split may have this name. The name becomes a folder of the output, which
+    may not have the name of a file there. Some file systems ignore case."""
+    is_file = name.lower() in _FILES_OF_OUTPUT or name.lower().endswith(TEMPORARY_SUFFIX)
+    return bool(_SPLIT.fullmatch(name)) and not is_file
 
 
 def matching(patterns: Sequence[str], path: str, root: str) -> list[bool]:

@@ -13,12 +13,11 @@ from msgspec import Meta, ValidationError, convert
 from tokenfeed.pipeline.checks import bytes_of
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.cores import usable_cores
-from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import RESERVED_NAMES, Column
 from tokenfeed.pipeline.format.store import Place, open_place
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, STANDARD_INPUT
-from tokenfeed.tools.corpus.sources import is_reserved, is_split_name
+from tokenfeed.tools.corpus.sources import is_split_name
 from tokenfeed.tools.encoding.fim import FillInMiddle
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES, TaskEncoder, TaskName
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
@@ -237,17 +236,11 @@ class Options:
         check_types(self)
         self._check_together()
         for given, (name, glob) in zip(self.split, self.splits, strict=True):
-            if is_reserved(name):
-                raise ConfigError(
-                    f"`--split` {given!r}: the output uses the name {name} itself. Choose another "
-                    "name."
-                )
             if not is_split_name(name) or not glob:
                 raise ConfigError(
                     f"`--split` {given!r}: expected a name and a pattern, like test='*.test.jsonl'."
                 )
         _ = self.shard_bytes, self.max_record_bytes, self.template_arguments  # raise if wrong
-        self._check_tokenizer()
 
     def _check_fields(self) -> None:
         """Reject fields that the task does not read, or that are named twice or not at all."""
@@ -332,16 +325,6 @@ class Options:
             )
         if self.task in _NEEDED and not (self.tokenizer or self.append):
             raise ConfigError(f"`--task {self.task}` needs `--tokenizer`: {_NEEDED[self.task]}.")
-
-    def _check_tokenizer(self) -> None:
-        """Reject a tokenizer that is not a regular file: reading a pipe might never end."""
-        path = Path(self.tokenizer or "")
-        path = path / TOKENIZER_FILE if path.is_dir() else path
-        if self.tokenizer and path.exists() and not path.is_file():
-            raise ConfigError(
-                f"`--tokenizer` {self.tokenizer}: not a regular file. Give a tokenizer.json, a "
-                "folder that holds one, or a hub id."
-            )
 
 
 def parse_options() -> Options:

@@ -1,9 +1,8 @@
 """The figures at the end of `pretokenize`, for people and for scripts."""
 
-import dataclasses
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import REJECTS_FILE, Manifest
@@ -40,10 +39,6 @@ class PartSummary:
     already_finished: bool
     """Whether the data set was already finished."""
     seconds: float
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all fields as a JSON object."""
-        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         if self.already_finished:
@@ -148,10 +143,6 @@ class Summary:
             tokenizer_seconds=round(tokenizer_seconds, 2),
             mb_per_s=round(figures.new_bytes / 1e6 / (seconds - tokenizer_seconds), 2),
         )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all fields as a JSON object."""
-        return dataclasses.asdict(self)
 
     def facts(self) -> dict[str, str]:
         """Return the facts of the run. `shards inspect` has those of the data set."""
