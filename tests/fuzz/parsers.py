@@ -4,6 +4,7 @@
 the valid files hold. Any other exception is a bug.
 """
 
+import base64
 import bz2
 import contextlib
 import gzip
@@ -41,6 +42,7 @@ from tokenfeed.tools.data_sets.adopt import adopt
 from tokenfeed.tools.data_sets.explain import Explain
 from tokenfeed.tools.data_sets.export import Format, export_data_set
 from tokenfeed.tools.data_sets.verify import find_problems
+from tokenfeed.tools.encoding.tiktoken_files import KNOWN, tiktoken_to_json
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.trainer.checkpoints.retention import DAMAGE, Checkpoints
 
@@ -348,6 +350,19 @@ def _read_tokenizer(folder: Path) -> None:
     _ = tokenizer.before_word, tokenizer.end_id, tokenizer.has_template
 
 
+def _make_tiktoken(folder: Path) -> Sequence[str]:
+    tokens = [*(bytes([byte]) for byte in range(256)), b"ab", b"abc"]
+    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
+    (folder / "a.tiktoken").write_text("".join(lines))
+    return ["a.tiktoken"]
+
+
+def _read_tiktoken(folder: Path) -> None:
+    known = dict.fromkeys(range(1000), KNOWN[50_256])
+    json_bytes = tiktoken_to_json((folder / "a.tiktoken").read_bytes(), "tokenizer", known)
+    TextTokenizer.load(json_bytes, origin="tokenizer")
+
+
 PARSERS = {
     "shard": Parser(make=_make_shard, reads=[_read_shard]),
     "stitched": Parser(make=_make_stitched, reads=[_read_shard]),
@@ -372,6 +387,7 @@ PARSERS = {
         reads=[_read_tokenizer],
         seals={"tokenizer.json": lambda content: json.dumps(content).encode()},
     ),
+    "tiktoken": Parser(make=_make_tiktoken, reads=[_read_tiktoken]),
     "saved": Parser(make=_make_saved, reads=[lambda folder: _read_corpus(folder / "saved")]),
     "litdata": _token_rows(partial(write_litdata, chunk_rows=90), "chunk-0-0.bin"),
     "datatrove rows": _token_rows(write_datatrove, "0.ds"),

@@ -28,6 +28,7 @@ from tokenfeed.pipeline.format.manifest import (
 from tokenfeed.pipeline.format.store import Store, local_path, open_store
 from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.tools.encoding.engine_support import ID_LIMIT
+from tokenfeed.tools.encoding.tiktoken_files import is_tiktoken, tiktoken_to_json
 
 _END_TOKENS = (
     "<|endoftext|>",
@@ -50,8 +51,8 @@ _PAD_TOKENS = (
 NOT_FAILURES = (KeyboardInterrupt, SystemExit, MemoryError)
 """Exceptions that do not come from a library. Every other exception does, even a panic in Rust."""
 _MOST_TRIED_WORDS = 1000
-_ENDING = ".json"
-"""Ends the address of a tokenizer. Any other address is the address of a folder."""
+_ENDINGS = (".json", ".tiktoken", "tokenizer.model")
+"""Endings of the addresses of tokenizers. Any other address is the address of a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ def fetch_beside(name: str, file: str) -> bytes | None:
     if "://" in name:
         folder, inner = object_address(name)
         try:
-            return open_store(folder if inner.endswith(_ENDING) else name).read(file)
+            return open_store(folder if inner.endswith(_ENDINGS) else name).read(file)
         except OSError:
             return None
     path = Path(name)
@@ -169,13 +170,14 @@ def fetch_beside(name: str, file: str) -> bytes | None:
 
 def fetch_tokenizer_json(name: str) -> bytes:
     """Read a tokenizer.json. `name` is a file, a folder with the file, the address of either, or a
-    hub id, which may end with `@` and a revision.
+    hub id, which may end with `@` and a revision. A tiktoken file is converted.
 
     Raises:
         TokenizerError: The tokenizer is missing, or the hub or store cannot be reached.
         ManifestError: A data set has the tokenizer, but not the one that its manifest names.
     """
-    return _read_from_store(name) if "://" in name else _read_local(name)
+    content = _read_from_store(name) if "://" in name else _read_local(name)
+    return tiktoken_to_json(content, name) if is_tiktoken(content) else content
 
 
 def _read_local(name: str) -> bytes:
@@ -229,7 +231,7 @@ def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
 
 def _read_from_store(url: str) -> bytes:
     folder, name = object_address(url)
-    if not name.endswith(_ENDING):
+    if not name.endswith(_ENDINGS):
         folder, name = url, TOKENIZER_FILE
     store = open_store(folder)
     try:

@@ -82,8 +82,8 @@ class Options:
     """Also store the field NAME: a number for each token id (--task ids) or message (--task chat).
     TYPE: float32 (the default), int8, int16 or int32. Can be given several times."""
     tokenizer: Annotated[str, text("FILE|FOLDER|HUB-ID")] | None = None
-    """A tokenizer.json, or the folder, address or Hub repository (ID[@REVISION]) that contains one.
-    Default: train a tokenizer on a sample of the corpus."""
+    """A tokenizer.json, or the folder, address or Hub repository (ID[@REVISION]) that contains one;
+    or a tiktoken file. Default: train a tokenizer on a sample of the corpus."""
     vocab_size: _VocabSize = 32_768
     """Number of ids of the trained tokenizer."""
     end_token: Annotated[str, text("TOKEN")] | None = None
