@@ -1,5 +1,6 @@
 """Counts and times of a loader: tokens, padding, waits, queue. Cheap to update per batch."""
 
+from collections import deque
 from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,9 +99,9 @@ class Counters:
         self.batches = self.fillers = self.tokens = self.slots = self.cut_pieces = self.windows = 0
         self.pageable = False
         self.wait_total_s = 0.0
-        self.wait_s, self.decode_s, self.queue_depth = _Recent(), _Recent(), _Recent()
+        self.wait_s, self.decode_s, self.queue_depth = _recent(), _recent(), _recent()
         self.fetched: Fetched | None = None
-        self.fetch_s = _Recent()
+        self.fetch_s = _recent()
 
     def add_batch(self, batch: "Batch", waited_s: float) -> None:
         """Count a delivered batch."""
@@ -110,16 +111,16 @@ class Counters:
         self.slots += batch.num_slots
         self.cut_pieces += batch.num_cut_pieces
         self.wait_total_s += waited_s
-        self.wait_s.add(waited_s)
+        self.wait_s.append(waited_s)
 
     def add_window(self, seconds: float, ready: int, fetched: "Fetched | None") -> None:
         """Count a window taken from the queue."""
         if fetched:
             self.fetched = self.fetched + fetched if self.fetched else fetched
-            self.fetch_s.add(fetched.waited_s)
+            self.fetch_s.append(fetched.waited_s)
         self.windows += 1
-        self.decode_s.add(seconds)
-        self.queue_depth.add(ready)
+        self.decode_s.append(seconds)
+        self.queue_depth.append(ready)
 
     def read(
         self,
@@ -138,32 +139,26 @@ class Counters:
             last_epoch_tokens=last_epoch_tokens,
             num_workers=num_workers,
             wait_total_s=self.wait_total_s,
-            wait_s=self.wait_s.quantiles(),
-            decode_s=self.decode_s.quantiles(),
-            queue_depth=self.queue_depth.quantiles(),
+            wait_s=_quantiles(self.wait_s),
+            decode_s=_quantiles(self.decode_s),
+            queue_depth=_quantiles(self.queue_depth),
             remote=self._remote(self.fetched) if self.fetched else None,
         )
 
     def _remote(self, fetched: "Fetched") -> RemoteStats:
         counts = asdict(fetched)
         del counts["waited_s"]
-        return RemoteStats(**counts, wait_s=self.fetch_s.quantiles())
+        return RemoteStats(**counts, wait_s=_quantiles(self.fetch_s))
 
 
-class _Recent:
-    """Ring buffer of the most recent values."""
+def _recent() -> deque[float]:
+    """Return a buffer of the most recent values."""
+    return deque(maxlen=_KEPT)
 
-    def __init__(self) -> None:
-        self._values = np.zeros(_KEPT)
-        self._count = 0
 
-    def add(self, value: float) -> None:
-        self._values[self._count % _KEPT] = value
-        self._count += 1
-
-    def quantiles(self) -> Quantiles:
-        values = self._values[: min(self._count, _KEPT)]
-        if not len(values):
-            return Quantiles(0.0, 0.0, 0.0, 0.0)
-        p50, p95, p99 = (float(q) for q in np.percentile(values, [50, 95, 99]))
-        return Quantiles(p50, p95, p99, float(values.max()))
+def _quantiles(values: deque[float]) -> Quantiles:
+    if not values:
+        return Quantiles(0.0, 0.0, 0.0, 0.0)
+    recent = list(values.copy())  # of one moment: the loop may add values meanwhile
+    p50, p95, p99 = (float(q) for q in np.percentile(recent, [50, 95, 99]))
+    return Quantiles(p50, p95, p99, float(max(recent)))
