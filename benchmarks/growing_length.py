@@ -1,8 +1,8 @@
 """Does a run with growing sequences reach the loss of a run with long ones in less time?
 
-A Llama of 1.3 M parameters learns the source code of Python's standard library on the
-CPU. All runs have 8,192 tokens a step, a constant rate after the warm-up, and the same number of
-tokens. Runs with one seed begin with the same weights.
+A Llama of 1.6 M parameters learns the source code of Python's standard library on the CPU. All runs
+have 4,096 tokens a step, a constant rate after the warm-up, and the same number of tokens, as many
+as fit into the time. Runs with one seed begin with the same weights.
 
 - constant: sequences of 2,048 tokens
 - window: the same batches, but attention is cut at multiples of 256 tokens, then of 512, then of
@@ -18,7 +18,7 @@ of 512 tokens with steps that have sequences of 512. The case `rows` counts toke
 the changes of the length. Refuted if `of_constant` is above 0.75, the speeds differ by more than
 5 %, or a token is lost or repeated.
 
-    python -m benchmarks.growing_length
+    python -m benchmarks.growing_length [--minutes 15]
 """
 
 import argparse
@@ -26,7 +26,7 @@ import itertools
 import sysconfig
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,17 +40,21 @@ from benchmarks.protocol import RESULTS, write_result
 from tokenfeed import Batch, Packed, ShardLoader, Stage, pretokenize
 
 LENGTHS = (256, 512, 1024, 2048)
-LONGEST, STEP_TOKENS, VOCABULARY = 2048, 8192, 4096
+LONGEST, STEP_TOKENS, VOCABULARY = 2048, 4096, 4096
 RATE, WARMUP_STEPS = 2e-3, 20
 EVALUATIONS, HELD_OUT = 12, 4
 """Evaluations of a run, evenly in its tokens, and batches of each."""
+SPEEDS = {"constant": (2048, 2048), "window of 512": (2048, 512), "sequences of 512": (512, 512)}
+"""Lengths of sequences and windows whose speed is measured."""
 SPEED_STEPS = 12
+LEAST_TOKENS = 300_000
+"""Every stage needs a record batch, which has 64 k tokens."""
 
 
 def main() -> None:
     """Measure and write results/growing_length.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="of each run")
+    parser.add_argument("--minutes", type=float, default=15, help="for all runs, about")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--corpus", default=sysconfig.get_path("stdlib"))
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
@@ -58,12 +62,15 @@ def main() -> None:
     runs: dict[str, list[Run]] = {"constant": [], "window": [], "decomposed": []}
     with tempfile.TemporaryDirectory() as name:
         shards = Path(name, "shards")
-        pretokenize(options.corpus, shards, vocab_size=VOCABULARY, validation=0.01)
+        pretokenize(options.corpus, shards, vocab_size=VOCABULARY, validation=0.02)
+        speeds = {name: tokens_per_second(shards, *each) for name, each in SPEEDS.items()}
+        fitting = int(options.minutes * 60 * speeds["constant"] / len(runs) / options.seeds)
+        tokens = max(LEAST_TOKENS, fitting // STEP_TOKENS * STEP_TOKENS)
+        print(f"{speeds} tokens per second; {tokens:,} tokens a run", flush=True)
         for seed, case in itertools.product(range(options.seeds), runs):
-            runs[case].append(train(shards, case, options.tokens, seed))
+            runs[case].append(train(shards, case, tokens, seed))
             print(f"{case}, seed {seed}: {runs[case][-1]}", flush=True)
-        speeds = {f"{case}, 512": speed_at_512(shards, case) for case in ("window", "decomposed")}
-        rows = count_rows(shards, options.tokens)
+        rows = count_rows(shards, tokens)
     results: list[dict[str, Any]] = [
         {
             "case": case,
@@ -79,7 +86,7 @@ def main() -> None:
     results += [{"case": "speed", "tokens_s": speeds}, {"case": "rows", **rows}]
     for result in results:
         print({name: value for name, value in result.items() if name != "curves"})
-    path = write_result("growing_length", results, options.results, tokens=options.tokens)
+    path = write_result("growing_length", results, options.results, tokens=tokens)
     print(f"written to {path}")
 
 
@@ -107,24 +114,22 @@ def train(shards: Path, case: str, tokens: int, seed: int) -> Run:
     """Train a model, and evaluate it during the run and at its end."""
     model, run = make_model(seed), Run()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
-    seen, due, seconds = 0, 0.0, 0.0
+    seen, seconds = 0, 0.0
     lengths = LENGTHS if case == "decomposed" else (LONGEST,)
-    batches = iter(open_loader(stages(shards, tokens, lengths), seed))
+    *first, last = stages(shards, tokens, lengths)
+    batches = iter(open_loader([*first, replace(last, until_tokens=None)], seed))
     held_out = list(itertools.islice(open_loader(shards, split="validation"), HELD_OUT))
-    while True:
+    while seen < tokens:
         started = time.perf_counter()
-        batch = next(batches, None)
-        if batch is not None:
-            nth = min(seen * len(LENGTHS) // tokens, len(LENGTHS) - 1)
-            learn(model, optimizer, batch, LENGTHS[nth] if case == "window" else LONGEST)
-            seen += batch.num_tokens
+        batch = next(batches)
+        nth = min(seen * len(LENGTHS) // tokens, len(LENGTHS) - 1)
+        learn(model, optimizer, batch, LENGTHS[nth] if case == "window" else LONGEST)
+        seen += batch.num_tokens
         seconds += time.perf_counter() - started
-        if batch is None or seen >= due:
+        if seen * EVALUATIONS >= tokens * (len(run.losses) + 1):
             run.seconds.append(round(seconds, 2))
             run.losses.append(round(validation_loss(model, held_out), 4))
-            due += tokens / EVALUATIONS
-        if batch is None:
-            return run
+    return run
 
 
 def stages(shards: Path, tokens: int, lengths: tuple[int, ...]) -> list[Stage]:
@@ -169,15 +174,14 @@ def validation_loss(model: LlamaForCausalLM, batches: list[Batch]) -> float:
     return sum(losses) / sum(batch.num_targets for batch in batches)
 
 
-def speed_at_512(shards: Path, case: str) -> int:
-    """Return the tokens per second of steps with a window or with sequences of 512 tokens."""
+def tokens_per_second(shards: Path, length: int, window: int) -> int:
+    """Return the median speed of some steps."""
     model = make_model(0)
     optimizer = torch.optim.AdamW(model.parameters())
-    length = LONGEST if case == "window" else 512
     seconds = []
-    for batch in itertools.islice(open_loader(stages(shards, 500_000, (length,))), SPEED_STEPS):
+    for batch in itertools.islice(open_loader(stages(shards, 10**6, (length,))), SPEED_STEPS):
         started = time.perf_counter()
-        learn(model, optimizer, batch, 512)
+        learn(model, optimizer, batch, window)
         seconds.append((time.perf_counter() - started) / batch.num_tokens)
     return round(1 / median(seconds[2:]))
 

@@ -303,6 +303,24 @@ def packing_table(results: list[Entry]) -> list[list[str]]:
     ]
 
 
+def growing_table(results: list[Entry]) -> list[list[str]]:
+    """Time and loss of runs with growing sequences; the values of each seed."""
+    header = ["run", "seconds", "validation loss", "time to the final loss of `constant`"]
+    cases = [entry for entry in results if "loss" in entry]
+    return [
+        header,
+        *(
+            [
+                entry["case"],
+                ", ".join(f"{second:.0f}" for second in entry["seconds"]),
+                ", ".join(f"{loss:.3f}" for loss in entry["loss"]),
+                ", ".join("never" if of is None else f"{of:.2f}" for of in entry["of_constant"]),
+            ]
+            for entry in cases
+        ),
+    ]
+
+
 TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "text_loaders": loader_table,
     "text_loaders/front": front_table,
@@ -311,6 +329,7 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "recipes": recipes.table,
     "ranks": ranks_table,
     "packing": packing_table,
+    "growing_length": growing_table,
     "pretokenize": pretokenize_table,
     "trainer": trainer_table,
     "scenarios": scenarios_table,
