@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import gcd
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -258,12 +258,6 @@ class EpochOrder(SourceOrder):
     strides: ClassVar[bool] = False
     phases: tuple[MixturePhase, ...]
     """The phases of an epoch, in order; a single source has one phase."""
-
-    @classmethod
-    def of_one(cls, num_batches: int, num_windows: int, *, seed: int, shuffle: bool) -> Self:
-        """Return the order of a single source."""
-        phase = MixturePhase((0,), (num_batches,), num_windows)
-        return cls((num_batches,), seed, shuffle, (phase,))
 
     @property
     def num_windows(self) -> int:

@@ -28,7 +28,7 @@ from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.batching import WindowPlan
-from tokenfeed.pipeline.planning.order import EpochOrder
+from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
@@ -177,6 +177,12 @@ class MemoryReader(WindowReader):
         return Window(Rows.concatenate([self._batches[n] for n in chosen]), np.concatenate(numbers))
 
 
+def order_of_one(num_batches: int, num_windows: int, *, seed: int, shuffle: bool) -> EpochOrder:
+    """The order of a single source."""
+    phase = MixturePhase((0,), (num_batches,), num_windows)
+    return EpochOrder((num_batches,), seed, shuffle, (phase,))
+
+
 def plan_in_memory(
     batches: Sequence[Rows],
     batching: Batching,
@@ -188,7 +194,7 @@ def plan_in_memory(
 ) -> tuple[Plan, MemoryReader]:
     """The plan over record batches in memory, all of one source, and what reads them."""
     rows, tokens = (sum(map(len, part)) for part in (batches, [b.ids for b in batches]))
-    order = EpochOrder.of_one(len(batches), num_windows, seed=seed, shuffle=shuffle)
+    order = order_of_one(len(batches), num_windows, seed=seed, shuffle=shuffle)
     plan = Plan(
         data=("memory",),
         weights=(1.0,),

@@ -1,5 +1,6 @@
 """`shards plan`: what the stages of a run read, from the manifests alone."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policies import Padded
-from tokenfeed.pipeline.planning.stages import ENDLESS, StagedOrder, paths_of
+from tokenfeed.pipeline.planning.stages import ENDLESS, PlannedStage, StagedOrder, paths_of
 from tokenfeed.tools.data_sets.inspection import aligned
 from tokenfeed.tools.shell.console import print_json
 from tokenfeed.tools.train_settings import FILE_KINDS
@@ -86,70 +87,63 @@ def _known(
     """Return the figures of each stage, and where each data set was read completely."""
     stages = []
     for number, stage in enumerate(order.stages, 1):
-        end = stage.until
-        tokens = None if end is None else end - stage.begins
-        of_sources = []
-        for source, opened in enumerate(sources):
-            if order.data[source] not in stage.weights:
-                continue
-            read = None
-            if end is not None:
-                batches = order.given(source, end) - order.given(source, stage.begins)
-                read = round(batches * opened.tokens / opened.batches)
-            of_sources.append(
-                {
-                    "name": opened.name,
-                    "tokens": read,
-                    "readings": None
-                    if end is None
-                    else round(order.given(source, end) / opened.batches, 3),
-                    "gigabytes": None
-                    if read is None
-                    else round(read * _bytes_per_token(opened) / streams / 1e9, 3),
-                }
-            )
+        tokens = None if stage.until is None else stage.until - stage.begins
         stages.append(
             {
                 "stage": number,
                 "from": stage.begins,
-                "until": end,
+                "until": stage.until,
                 "tokens": tokens,
                 "steps": None if tokens is None or step is None else ceil_div(tokens, step),
-                "windows": None if end is None else stage.num_windows,
+                "windows": None if stage.until is None else stage.num_windows,
                 "window_tokens": stage.window_tokens,
-                "data": of_sources,
+                "data": [
+                    _reading(order, source, opened, stage, streams)
+                    for source, opened in enumerate(sources)
+                    if order.data[source] in stage.weights
+                ],
             }
         )
     ends = {source.name: _first_end(order, number) for number, source in enumerate(sources)}
     return {"stages": stages, "read_completely_at": ends}
 
 
-def _bytes_per_token(source: OpenedSplit) -> float:
-    return sum(shard.bytes for shard in source.split.shards) / source.tokens
+def _reading(
+    order: StagedOrder, source: int, opened: OpenedSplit, stage: PlannedStage, streams: int
+) -> dict[str, Any]:
+    """Return what a stage reads of a data set; None for each figure of a stage without an end."""
+    if stage.until is None:
+        return {"name": opened.name, "tokens": None, "readings": None, "gigabytes": None}
+    before, after = (order.given(source, tokens) for tokens in (stage.begins, stage.until))
+    size = sum(shard.bytes for shard in opened.split.shards)
+    return {
+        "name": opened.name,
+        "tokens": round((after - before) * opened.tokens / opened.batches),
+        "readings": round(after / opened.batches, 3),
+        "gigabytes": round((after - before) * size / opened.batches / streams / 1e9, 3),
+    }
 
 
 def _first_end(order: StagedOrder, source: int) -> int | None:
     """Return the tokens of the run at which a data set was read completely; None if never."""
-    size = order.sizes[source]
-    least, most = 0, order.stages[-1].until or ENDLESS
+    size, most = order.sizes[source], order.stages[-1].until or ENDLESS
     if order.given(source, most) < size:
         return None
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (least, middle) if order.given(source, middle) >= size else (middle, most)
-    return most
+    return bisect_left(range(most), size, key=lambda tokens: order.given(source, tokens))
 
 
 def _lines(known: dict[str, Any]) -> list[str]:
     """Return the figures as text."""
-    head = ("stage", "data set", "until token", "tokens", "readings so far", "GB", "steps")
-    rows: list[tuple[str, ...]] = [head]
+    rows = [("stage", "data set", "until token", "tokens", "readings so far", "GB", "steps")]
     for stage in known["stages"]:
         until = "no end" if stage["until"] is None else f"{stage['until']:,}"
-        steps = _number(stage["steps"])
-        rows.append((str(stage["stage"]), "", until, _number(stage["tokens"]), "", "", steps))
+        shown = [_number(stage[name]) for name in ("tokens", "steps")]
+        rows.append((str(stage["stage"]), "", until, shown[0], "", "", shown[1]))
         rows += [
-            ("", each["name"], "", _number(each["tokens"]), *_shown(each), "")
+            (
+                *("", each["name"], "", _number(each["tokens"])),
+                *(_number(each["readings"], ",.2f"), _number(each["gigabytes"], ",.3f"), ""),
+            )
             for each in stage["data"]
         ]
     lines = [*aligned(rows, num_left=2)]
@@ -159,11 +153,5 @@ def _lines(known: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _shown(source: dict[str, Any]) -> tuple[str, str]:
-    if source["readings"] is None:
-        return "", ""
-    return f"{source['readings']:,.2f}", f"{source['gigabytes']:,.3f}"
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
+def _number(value: float | None, form: str = ",") -> str:
+    return "" if value is None else format(value, form)

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.data_sets import VOCABULARY_SIZE, MakeDataset, plan_in_memory, random_rows
+from support.data_sets import (
+    VOCABULARY_SIZE,
+    MakeDataset,
+    order_of_one,
+    plan_in_memory,
+    random_rows,
+)
 from support.delivery import flip_bit, realistic_lengths, small_batches
 from support.stores import RangedFolder, cached_files
 
@@ -24,7 +30,6 @@ from tokenfeed.pipeline.format.shard import ExpectedShard
 from tokenfeed.pipeline.format.shard_ranges import RangedShard
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.ahead import Ahead
-from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 
@@ -110,7 +115,7 @@ def test_what_a_store_keeps_itself_is_not_kept_again_and_is_brought_ahead(
 ) -> None:
     store = FetchingFolder(folder, tmp_path / "requests")
     (split,) = open_splits([store], "train")
-    order = EpochOrder.of_one(split.batches, 8, seed=0, shuffle=True)
+    order = order_of_one(split.batches, 8, seed=0, shuffle=True)
     plan, _ = plan_in_memory([random_rows(np.array([3]))], Fixed(1))
     ahead = Ahead(replace(plan, order=order), Position(0, 0, 0))
     reader, local = reader_of(store, cache), reader_of(folder)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.data_sets import plan_in_memory, random_rows
+from support.data_sets import order_of_one, plan_in_memory, random_rows
 
 from tokenfeed.pipeline.planning.ahead import NEVER, Ahead
 from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
@@ -62,7 +62,7 @@ def test_until_counts_the_windows_before_a_record_batch_is_read(
 
 
 def test_a_whole_cache_is_asked_about_in_a_moment() -> None:
-    order = EpochOrder.of_one(7_600_000, 60_000, seed=1, shuffle=True)
+    order = order_of_one(7_600_000, 60_000, seed=1, shuffle=True)
     ahead = Ahead(plan_of(order, 0, 1), Position(3, 59_990, 0))
     batches = np.arange(0, 7_600_000, 100)
     found = ahead.until(0, batches)
@@ -71,13 +71,13 @@ def test_a_whole_cache_is_asked_about_in_a_moment() -> None:
 
 
 def test_the_windows_ahead_go_on_into_the_next_epoch() -> None:
-    plan = plan_of(EpochOrder.of_one(5, 3, seed=0, shuffle=True), 0, 1)
+    plan = plan_of(order_of_one(5, 3, seed=0, shuffle=True), 0, 1)
     coming = Ahead(plan, Position(0, 1, 9)).windows()
     assert [next(coming) for _ in range(3)] == [(0, 2, 0), (1, 0, 0), (1, 1, 0)]
 
 
 def test_between_is_how_often_the_windows_of_an_epoch_come_to_a_shard() -> None:
-    order = EpochOrder.of_one(40_000, 10_000, seed=3, shuffle=True)
+    order = order_of_one(40_000, 10_000, seed=3, shuffle=True)
     ahead = Ahead(plan_of(order, 0, 1), Position(0, 0, 0))
     windows = ahead.until(0, np.arange(40_000)).reshape(1000, 40)
     coming = [len(set(of_shard)) for of_shard in windows.tolist()]

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.data_sets import order_of_one
 
 from tokenfeed.pipeline.planning.length_bands import sort_by_length, steps_by_length
-from tokenfeed.pipeline.planning.order import Draw, EpochOrder
+from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.policies import Fixed, Padded
 
 REVIEWS = np.random.default_rng(0).lognormal(np.log(650), 0.45, 1_983).astype(np.int64)
@@ -18,7 +19,7 @@ TWEETS = np.random.default_rng(1).integers(5, 60, 3_000)
 
 
 def draw_of(epoch: int, seed: int = 0) -> Draw:
-    draw = EpochOrder.of_one(1, 1, seed=seed, shuffle=True).draw(epoch, 0)
+    draw = order_of_one(1, 1, seed=seed, shuffle=True).draw(epoch, 0)
     assert draw is not None
     return draw
 

@@ -5,19 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.data_sets import rows_of, source_of
+from support.data_sets import order_of_one, rows_of, source_of
 
 from tokenfeed import Fixed, Padded, ShardLoader
 from tokenfeed.pipeline.planning.estimates import STEP_TOKENS, deviation, unmixed
-from tokenfeed.pipeline.planning.order import EpochOrder
 
 
 def plan_of(source: Any, places: int, *, shuffle: bool = True) -> Any:
     """A plan whose windows have so many record batches."""
     windows = max(1, source.batches // places)
-    return SimpleNamespace(
-        order=EpochOrder.of_one(source.batches, windows, seed=0, shuffle=shuffle)
-    )
+    return SimpleNamespace(order=order_of_one(source.batches, windows, seed=0, shuffle=shuffle))
 
 
 def strayed(lengths: np.ndarray, plan: Any) -> float:

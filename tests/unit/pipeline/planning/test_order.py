@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.data_sets import order_of_one
 
 from tokenfeed.pipeline.planning.order import (
     Draw,
@@ -34,7 +35,7 @@ def test_order_never_changes_between_releases() -> None:
     """Order is part of saved states: these values may only change with the state's version."""
     assert permute(np.arange(10), 10, 1).tolist() == [1, 0, 8, 4, 6, 3, 7, 9, 5, 2]
     assert derive_key(1, 2, 3) == 7702586659592502839
-    order = EpochOrder.of_one(10, 3, seed=1, shuffle=True)
+    order = order_of_one(10, 3, seed=1, shuffle=True)
     assert [order.window(2, window).tolist() for window in range(3)] == [
         [0, 4, 8],
         [1, 3, 7],
@@ -62,7 +63,7 @@ def test_windows_of_an_epoch_hold_every_record_batch_once(
     num_batches: int, data: st.DataObject, epoch: int, shuffle: bool
 ) -> None:
     num_windows = data.draw(st.integers(1, num_batches))
-    order = EpochOrder.of_one(num_batches, num_windows, seed=7, shuffle=shuffle)
+    order = order_of_one(num_batches, num_windows, seed=7, shuffle=shuffle)
     assert order.num_windows == num_windows
     windows = [order.window(epoch, window) for window in range(num_windows)]
     assert sorted(np.concatenate(windows).tolist()) == list(range(num_batches))
@@ -100,14 +101,14 @@ def test_a_source_that_begins_again_gives_no_batch_twice_before_all_others_once_
 
 
 def test_epochs_seeds_sources_and_turns_differ_and_no_shuffle_is_file_order() -> None:
-    first = EpochOrder.of_one(1000, 10, seed=0, shuffle=True)
-    other = EpochOrder.of_one(1000, 10, seed=1, shuffle=True)
+    first = order_of_one(1000, 10, seed=0, shuffle=True)
+    other = order_of_one(1000, 10, seed=1, shuffle=True)
     assert first.window(0, 3).tolist() != first.window(1, 3).tolist()
     assert first.window(0, 3).tolist() != other.window(0, 3).tolist()
     assert first.draw(0, 3) != first.draw(1, 3)
     assert first.draw(0, 3) != first.draw(0, 4)
     assert first.draw(0, 3) != other.draw(0, 3)
-    plain = EpochOrder.of_one(1000, 10, seed=0, shuffle=False)
+    plain = order_of_one(1000, 10, seed=0, shuffle=False)
     assert plain.window(4, 3).tolist() == list(range(300, 400))
     twice = EpochOrder((50, 50), 0, True, (MixturePhase((0, 0), (100, 50), 10),))
     windows = [twice.window(0, window) for window in range(10)]
@@ -127,7 +128,7 @@ def test_a_window_has_one_record_batch_of_every_stratum_of_the_corpus(
     size: int, data: st.DataObject, seed: int, epoch: int
 ) -> None:
     num_windows = data.draw(st.integers(1, size))
-    order = EpochOrder.of_one(size, num_windows, seed=seed, shuffle=True)
+    order = order_of_one(size, num_windows, seed=seed, shuffle=True)
     windows = [order.window(epoch, window) for window in range(num_windows)]
     assert any(
         all(has_no_two_alike((window - offset) % size // num_windows) for window in windows)
@@ -139,7 +140,7 @@ def test_a_window_has_one_record_batch_of_every_stratum_of_the_corpus(
 def test_every_record_batch_comes_in_every_window_about_equally_often() -> None:
     counts = np.zeros((4, 14), np.int64)
     for seed in range(500):
-        order = EpochOrder.of_one(14, 4, seed=seed, shuffle=True)
+        order = order_of_one(14, 4, seed=seed, shuffle=True)
         for window in range(4):
             counts[window, order.window(0, window)] += 1
     expected = 500 * np.array([[3], [4], [3], [4]]) / 14
