@@ -34,7 +34,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 from benchmarks.pretokenize.__main__ import datasets_map
 from benchmarks.pretokenize.__main__ import pretokenize as run_command
-from benchmarks.protocol import summary, write_result
+from benchmarks.protocol import RESULTS, summary, write_result
 from benchmarks.text_loaders.case import count
 from benchmarks.text_loaders.data import CUTS, pretokenize, standard_library, write_json_lines
 from tokenfeed import Packed, Padded, ShardLoader
@@ -279,6 +279,9 @@ def main() -> None:
         for part in options.only:
             results += PARTS[part](folder, options.repeats)
             show(results)
+    if (RESULTS / "open_data.json").exists():
+        former = json.loads((RESULTS / "open_data.json").read_bytes())["results"]
+        results = [entry for entry in former if entry["part"] not in options.only] + results
     write_result("open_data", results, megabytes=options.megabytes)
 
 

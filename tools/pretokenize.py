@@ -41,7 +41,6 @@ def _make() -> None:
         from dataclasses import asdict
 
         from tokenfeed.pipeline.format.manifest import Manifest
-        from tokenfeed.pipeline.format.store import open_store
         from tokenfeed.tools.data_sets.append import append_rows
         from tokenfeed.tools.data_sets.inspection import describe
         from tokenfeed.tools.pretokenizing.make import make_dataset, make_part
@@ -56,8 +55,7 @@ def _make() -> None:
     if options.json:
         print_json(asdict(summary))
     else:
-        store = open_store(options.paths[-1])
-        print(describe(store, Manifest.read(store), summary.facts()))
+        print(describe(Manifest.read(options.paths[-1]), summary.facts()))
 
 
 def needs_workers(arguments: list[str]) -> bool:

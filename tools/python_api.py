@@ -16,7 +16,7 @@ from typing import Any, Literal, get_type_hints
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.store import open_place, open_store
+from tokenfeed.pipeline.format.store import open_place
 from tokenfeed.tools.corpus.spool import Spooled, json_lines, spool
 from tokenfeed.tools.data_sets.append import append_rows
 from tokenfeed.tools.data_sets.inspection import describe
@@ -50,7 +50,7 @@ class Pretokenized:
         return [json.loads(line) for line in lines]
 
     def __str__(self) -> str:
-        return describe(open_store(self.out), self.manifest, self.summary.facts())
+        return describe(self.manifest, self.summary.facts())
 
 
 def pretokenize(

@@ -112,23 +112,6 @@ class Cat:
         return 0
 
 
-def longest_row(store: Store, manifest: Manifest, split: str) -> str:
-    """Return the file and the record of the longest row of a split.
-
-    Raises:
-        TokenfeedError: A file is damaged.
-    """
-    shards = manifest.split(split).shards
-    shard = max(shards, key=lambda shard: shard.longest_row)
-    reader = ShardReader.open(store, manifest, shard)
-    sources = read_checked(store, manifest.sources).splitlines()
-    batches = (reader.read(index)[0] for index in range(shard.batches))
-    rows = next(rows for rows in batches if rows.lengths.max() == shard.longest_row)
-    row = int(rows.lengths.argmax())
-    path = json.loads(sources[int(rows.per_row[ORIGIN_FILE][row])])["path"]
-    return f"{path} record {int(rows.per_row[ORIGIN_RECORD][row])}"
-
-
 def _targets(manifest: Manifest, per: str) -> list[str]:
     """Return the names of the columns with targets, one per row or one per token."""
     return [c.name for c in manifest.columns if c.per == per and role_of(c.name) == "target"]

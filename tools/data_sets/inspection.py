@@ -1,21 +1,16 @@
 """`shards inspect`: describe a data set. `pretokenize` prints the same lines at its end."""
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenfeed.pipeline.arithmetic import ceil_div
-from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.facts import count_of, facts
 from tokenfeed.pipeline.format.kinds import Kind
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import shard_schema
-from tokenfeed.pipeline.format.store import Store, open_store
-from tokenfeed.tools.data_sets.cat import DataSet, longest_row
+from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.shell.console import print_json
 
-_MANY_ROWS, _LARGE_SHARE = 100, 0.05
-"""Smallest number of rows of a split, and smallest share of its tokens, for naming a long row."""
 _BAR_WIDTH = 40
 
 
@@ -35,20 +30,19 @@ class Inspect:
         if self.json:
             print_json(manifest.content() | {"fingerprint": manifest.fingerprint})
         else:
-            print(describe(open_store(self.out), manifest))
+            print(describe(manifest))
         return 0
 
 
-def describe(store: Store, manifest: Manifest, more: Mapping[str, str] | None = None) -> str:
+def describe(manifest: Manifest, more: Mapping[str, str] | None = None) -> str:
     """Return a data set as text: a table of its splits, facts, and histograms of row lengths.
 
     Args:
-        store: Holds the data set.
         manifest: Its manifest.
         more: Further facts, such as those of the run that made the data set.
     """
     table, known = _splits_table(manifest), facts(_facts(manifest) | dict(more or {}))
-    return "\n".join([*table, known, *_lengths(store, manifest)])
+    return "\n".join([*table, known, *_lengths(manifest)])
 
 
 def _splits_table(manifest: Manifest) -> Iterator[str]:
@@ -142,17 +136,12 @@ def _ids(manifest: Manifest) -> str:
     )
 
 
-def _lengths(store: Store, manifest: Manifest) -> Iterator[str]:
-    """Yield histograms of the lengths of rows, and rows that hold much of their split."""
+def _lengths(manifest: Manifest) -> Iterator[str]:
+    """Yield histograms of the lengths of rows."""
     for name, split in manifest.splits.items():
         if split.rows:
             yield f"rows of {name} by their tokens"
             yield from _histogram(split.length_histogram)
-        share = split.longest_row / max(split.tokens, 1)
-        if split.rows >= _MANY_ROWS and share >= _LARGE_SHARE:
-            with contextlib.suppress(TokenfeedError):  # `verify` reports damage
-                place = longest_row(store, manifest, name)
-                yield f"1 row holds {share:.0%} of the tokens of {name}: {place}"
 
 
 def _histogram(counts: Sequence[int]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from support.commands import call, run
+from support.commands import call
 from support.data_sets import DOCUMENTS
 from support.stores import keep_in_memory
 from tokenizers import Tokenizer, models
@@ -213,16 +212,6 @@ def test_inspect_shows_every_digit_of_large_numbers(
     line = next(line for line in shards("inspect", out).splitlines() if line.startswith("train"))
     assert line.split()[2:4] == [f"{train.rows:,}", "77,452,812,345"]
     assert len(line) <= 80
-
-
-def test_inspect_names_a_row_that_holds_much_of_the_tokens(tokenizer: Path, tmp_path: Path) -> None:
-    records = [{"text": f"number {n}"} for n in range(200)]
-    records[150] = {"text": "many words " * 400}
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (tmp_path / "a.jsonl").write_text(lines)
-    run(tmp_path / "a.jsonl", tmp_path / "out", "--tokenizer", tokenizer, "--validation", 0)
-    (line,) = [x for x in shards("inspect", tmp_path / "out").splitlines() if "1 row holds" in x]
-    assert re.fullmatch(r"1 row holds \d\d% of the tokens of train: .*/a.jsonl record 150", line)
 
 
 def test_verify_finds_an_unknown_task(out: Path) -> None:

@@ -13,7 +13,6 @@ from pyarrow import ipc
 from support.commands import call, run
 from support.data_sets import corpus_rows, files_of, random_rows, write_rows
 
-from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import KINDS
@@ -180,19 +179,3 @@ def test_select_rejects_wrong_options(
     assert said.count("\n") == 1
     assert re.search(error, said), said
     assert not Path("new").exists()
-
-
-def test_select_rejects_places_and_damage(out: Path, tmp_path: Path) -> None:
-    everything = Selection("*", {}, drop=False)
-    with pytest.raises(ConfigError, match=r"already holds other data \(a\.jsonl\)"):
-        select(str(out), str(tmp_path / "in"), everything)
-    with pytest.raises(ConfigError, match="already holds another data set"):
-        select(str(out), str(out), everything)
-    assert call(shards.main, "verify", out).returncode == 0
-    shard = out / "train/00000.arrow"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(ShardFormatError, match=r"train/00000\.arrow"):
-        select(str(out), str(tmp_path / "new"), everything)
-    assert not (tmp_path / "new").exists()
