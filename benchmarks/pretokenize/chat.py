@@ -8,7 +8,7 @@ the package `renderers`, for the families that it knows and the folder has.
 
     python -m benchmarks.pretokenize.chat --tokenizers gpt2/ qwen3/ --template qwen3_training.jinja
     python -m benchmarks.pretokenize.chat --tokenizers llama3/ --templates trl/chat_templates
-    python -m benchmarks.pretokenize.chat --tokenizers qwen3/ --renderers trl/chat_templates
+    python -m benchmarks.pretokenize.chat --tokenizers qwen3/ llama3/ --renderers trl/chat_templates
 """
 
 import argparse
@@ -279,12 +279,19 @@ def compare(source: str, folder: Path, count: int, family: str = "") -> Counter[
             found["nothing to learn" if not mask.any() else "rejected here"] += 1
         elif expected_ids != ids[number].tolist():
             found["other ids"] += 1
-        elif (mask == (kinds[number] & 4 > 0)).all():
+        elif (mask == (ours := kinds[number] & 4 > 0)).all():
             found["identical"] += 1
+        elif not (ours & ~mask).any() and _is_prompt(theirs, ids[number][mask & ~ours]):
+            found["<think> is in the prompt"] += 1
         else:
             seam = "seam" if samples.counts["split_tokens"][number] else "mask"
             found[f"other {seam}"] += 1
     return found
+
+
+def _is_prompt(tokenizer: Any, ids: np.ndarray) -> bool:
+    """Return whether tokens are `<think>` and white space only, as prompts end with."""
+    return {tokenizer.decode([id_]).strip() for id_ in ids.tolist()} <= {"<think>", ""}
 
 
 def main() -> None:
@@ -306,7 +313,9 @@ def main() -> None:
     if given.renderers:
         for family, name in FAMILIES.items():
             source = (given.renderers / name).read_text(encoding="utf-8")
-            counts = compare(source, given.tokenizers[0], given.conversations, family)
+            alike = (each for each in given.tokenizers if each.name[:4] == family[:4])
+            own = next(alike, given.tokenizers[0])
+            counts = compare(source, own, given.conversations, family)
             print(family, name, dict(counts), flush=True)
         return
     results = []

@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, chain, pairwise, product
+from itertools import chain, pairwise, product
 from typing import Any, NamedTuple
 
 import jinja2
@@ -471,7 +471,7 @@ class ChatTemplate:
 
         Returns None unless every prompt in the text belongs to one message of the assistant, in
         their order. Templates of models that think end the prompt with `<think>`, and may write it
-        only before the last message. So if there are too few prompts, their first lines count.
+        only before the last message. So if there are too few prompts, the text before counts.
         """
         prompts = self._known.prompts
         key = repr((conversation.arguments, conversation.tools is None))
@@ -481,10 +481,9 @@ class ChatTemplate:
                 is_added = with_prompt.startswith(text)
                 prompts[key] = with_prompt[len(text) :] if is_added else ""
             prompt = prompts[key]
-            for end in reversed([*accumulate(map(len, prompt.splitlines(keepends=True)))]):
-                if end < len(prompt) and not self.special.search(prompt, 0, end):
-                    break
-                if said := self._after(prompt, end, conversation.messages, text, parts):
+            for end in dict.fromkeys((len(prompt), len(prompt.partition("<think>")[0]))):
+                said = end and self._after(prompt, end, conversation.messages, text, parts)
+                if said:
                     return said
         return None
 
