@@ -90,7 +90,9 @@ class Trainer:
         self.world = world or World(device_named(config.device))
         self.device = self.world.device
         keep_freed_memory(self.device)
-        self.config = config = choose_micro_batch(config, self.world, gpu_of(self.device))
+        if config.micro_batch_tokens == "auto":
+            config = choose_micro_batch(config, self.world, gpu_of(self.device))
+        self.config = config
         self.task = task_of(config, self.device)
         precision = Precision(config.precision, self.device)
         varlen = has_varlen(self.device, precision.dtype)
