@@ -116,13 +116,6 @@ def _train(
 
 
 def _check_folder(config: TrainConfig) -> None:
-    try:
-        str(config.run_dir).encode()
-    except UnicodeEncodeError:
-        raise ConfigError(
-            f"`--run-dir`: {config.run_dir} is not UTF-8, and safetensors cannot read checkpoints "
-            "there. Give another folder."
-        ) from None
     if config.run_dir.exists() and not config.run_dir.is_dir():
         raise ConfigError(f"`--run-dir`: {config.run_dir} is not a folder.")
     if (config.run_dir / MANIFEST_FILE).exists():

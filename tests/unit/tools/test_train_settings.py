@@ -310,12 +310,3 @@ def test_later_setting_of_a_pair_removes_the_other(pair: tuple[str, str]) -> Non
     assert layered({one: 1}, {other: 2}) == {other: 2}
     assert layered({other: 1}, {one: 2}) == {one: 2}
     assert layered({one: 1}, {one: None, other: 2}) == {one: None, other: 2}
-
-
-@pytest.mark.parametrize("option", ["steps", "epochs", "seed", "log-every"])
-def test_number_of_hundreds_of_digits_is_refused_in_one_line(
-    option: str, told: Any, tmp_path: Path
-) -> None:
-    shards = write_labelled(tmp_path / "shards", "classify", count=30)
-    with pytest.raises(ConfigError, match=rf"^`--{option}`: expected below 2\*\*63, got 9+\.$"):
-        told("--shards", shards, f"--{option}", "9" * 400)

@@ -137,15 +137,6 @@ def test_out_of_memory_gives_advice_that_the_run_can_follow(
         run(make_config(counting, tmp_path, resume=True))
 
 
-def test_a_folder_from_which_no_checkpoint_could_be_read_is_refused(
-    counting: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / os.fsdecode(b"latin\xe9")
-    with pytest.raises(ConfigError, match=r"`--run-dir`: .* is not UTF-8.*Give another"):
-        run(make_config(counting, run_dir))
-    assert not run_dir.exists()
-
-
 def test_a_run_that_was_moved_to_a_folder_of_any_name_has_a_page(finished: Path) -> None:
     moved = finished.rename(finished.with_name(os.fsdecode(b"latin\xe9")))
     assert "latin\\udce9" in write_page(moved).read_text()
