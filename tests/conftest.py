@@ -45,7 +45,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would spin where tests share cores
 
 _IN_MEMORY, _ROOM_BYTES = Path("/dev/shm"), 4 << 30
-if _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM_BYTES:
+if (
+    _IN_MEMORY.is_dir()
+    and shutil.disk_usage(_IN_MEMORY).free > _ROOM_BYTES
+    and not os.statvfs(_IN_MEMORY).f_flag & os.ST_NOEXEC  # tests write programs
+):
     _folder = _IN_MEMORY / "tokenfeed-tests"  # a disk would make the tests wait
     _folder.mkdir(exist_ok=True)
     os.environ.setdefault("TMPDIR", str(_folder))

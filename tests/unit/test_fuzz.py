@@ -39,6 +39,10 @@ CASES = {
     "tokenizer": [
         ("tokenizer.json", b'{"id": 1234567890, "a":' + b"[" * 100_000),
         ("tokenizer.json", b'{"version": "' + b"x" * 70_000 + b'"}'),
+        (
+            "tokenizer.json",
+            b'{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b\\n"]]}}',
+        ),
     ],
     "state": [("state.json", b'{"version": 3, "plan": {"seed": "\\ud800"}}')],
 }

@@ -25,6 +25,7 @@ from tokenfeed.pipeline.format.manifest import (
     Manifest,
     read_checked,
 )
+from tokenfeed.pipeline.format.read_errors import error_line
 from tokenfeed.pipeline.format.store import Store, local_path, open_store
 from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.tools.encoding.engine_support import ID_LIMIT
@@ -223,7 +224,7 @@ def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
     except BaseException as error:  # the library raises what its Rust side gives: no narrower class
         if isinstance(error, NOT_FAILURES):
             raise
-        raise TokenizerError(f"{origin}: is not a tokenizer.json ({error}).") from error
+        raise TokenizerError(f"{origin}: is not a tokenizer.json ({error_line(error)}).") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
