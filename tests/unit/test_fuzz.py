@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fuzz.parsers import PARSERS
 from fuzz.run import Fuzzer
@@ -90,3 +91,16 @@ def test_stitched_files_cut_anywhere_in_the_table_are_rejected(tmp_path: Path) -
     assert {fuzzer.try_bytes(file, data[:end]) for end in range(pieces, pieces + 72, 8)} == {
         ("rejected", "")
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "data"),
+    [
+        ("datatrove rows", "rows/0.ds.index", np.array([2**63 - 1, -2, 1], "<i8").tobytes()),
+        ("a.csv", "a.csv", b'"te\nxt",n\na,1\n'),
+    ],
+)
+def test_corpora_that_were_once_read_wrongly_are_rejects(
+    name: str, file: str, data: bytes, tmp_path: Path
+) -> None:
+    assert Fuzzer(name, tmp_path).try_bytes(file, data) == ("accepted", "")

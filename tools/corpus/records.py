@@ -288,7 +288,7 @@ def records_of(
 
 def shown_names(names: Iterable[str]) -> str:
     """Return the names of fields for an error, as many as fit into a line."""
-    shown = ", ".join(names) or "no fields"
+    shown = " ".join(", ".join(names).split()) or "no fields"
     return shown if len(shown) <= _LONGEST_NAMES else f"{shown[:_LONGEST_NAMES]}..."
 
 

@@ -53,7 +53,8 @@ def _ends(source: InputFile, start: int, stop: int | None) -> np.ndarray:
     ends = ends if start else np.append(0, ends)
     size, rest = divmod(source.bytes, _width(source))
     is_whole = stop is not None or ends[-1] == size
-    if rest or (np.diff(ends) < 0).any() or ends[-1] > size or not is_whole:
+    is_inside = ends.min() >= 0 and ends.max() <= size  # or their differences could overflow
+    if rest or not is_inside or (np.diff(ends) < 0).any() or not is_whole:
         raise ValueError(
             f"{source.name}.index: its rows are out of order, or do not fill the file of ids"
         )
