@@ -276,7 +276,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = options.data or Path(name)
-        if not (folder / "cache").exists():
+        if not (folder / "corpus.jsonl.parquet").exists():
             make_data(folder, options.megabytes)
         results = []
         for part in options.only:
