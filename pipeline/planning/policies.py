@@ -62,17 +62,12 @@ class Padded(ByLength):
     nor a saved state depends on it."""
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "max_tokens", "multiple_of")
+        _check_fields(self)
         if self.max_tokens < self.multiple_of:
             raise ConfigError(
                 f"`max_tokens`={self.max_tokens} is smaller than `multiple_of`={self.multiple_of}. "
                 "Raise it."
             )
-        if self.sequence_length is not None:
-            _check_sizes(self, "sequence_length")
-        _check_long_rows(self)
-        _check_spread(self)
-        _check_flag(self, "fill")
 
     @property
     def longest_piece(self) -> int:
@@ -112,9 +107,7 @@ class Fixed(ByLength):
     """True: rows of padding fill the last micro-batches of a window up to `batch_size`."""
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "batch_size", "multiple_of")
-        _check_spread(self)
-        _check_flag(self, "fill")
+        _check_fields(self)
 
     @property
     def long_rows(self) -> LongRows:
@@ -179,17 +172,27 @@ class Packed(Batching):
         return describe(self)
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "sequence_length", "batch_size")
-        _check_flag(self, "split")
-        _check_flag(self, "fill")
-        _check_flag(self, "balance_attention")
-        _check_long_rows(self)
+        _check_fields(self)
         if self.split and self.long_rows != "cut":
             raise ConfigError(
                 f"`split`=True cuts documents, but `long_rows`={self.long_rows!r} forbids cutting. "
                 "Use `long_rows`='cut'."
             )
-        _check_begin_token(self)
+        if self.begin_token is not None:
+            self._check_begin_token()
+
+    def _check_begin_token(self) -> None:
+        if self.split or self.long_rows == "crop":
+            other = "`split`=True" if self.split else "`long_rows`='crop'"
+            raise ConfigError(
+                f"`begin_token`={self.begin_token} cannot be added with {other}. Leave one of them "
+                "out, or write the token at the beginning of each document (`pretokenize`)."
+            )
+        if self.sequence_length < 2:
+            raise ConfigError(
+                f"`begin_token`={self.begin_token} leaves no room in "
+                f"`sequence_length`={self.sequence_length}. Raise it."
+            )
 
     @property
     def longest_piece(self) -> int:
@@ -367,39 +370,21 @@ def _policies(family: type[Batching] = Batching) -> dict[str, type[Batching]]:
     return found | {policy.__name__: policy for policy in POLICIES}
 
 
-def _check_sizes(policy: Padded | Packed | Fixed, *names: str) -> None:
-    for name in names:
-        size = checks.whole(name, getattr(policy, name), least=1, most=checks.MOST)
-        object.__setattr__(policy, name, size)  # a plain int, also for numpy integers
-
-
-def _check_begin_token(policy: Packed) -> None:
-    if policy.begin_token is None:
-        return
-    token = checks.whole("begin_token", policy.begin_token, most=checks.MOST)
-    if policy.split or policy.long_rows == "crop":
-        other = "`split`=True" if policy.split else "`long_rows`='crop'"
-        raise ConfigError(
-            f"`begin_token`={token} cannot be added with {other}. Leave one of them out, or write "
-            "the token at the beginning of each document (`pretokenize`)."
-        )
-    if policy.sequence_length < 2:
-        raise ConfigError(
-            f"`begin_token`={token} leaves no room in `sequence_length`={policy.sequence_length}. "
-            "Raise it."
-        )
-    object.__setattr__(policy, "begin_token", token)
-
-
-def _check_flag(policy: Padded | Packed | Fixed, name: str) -> None:
-    object.__setattr__(policy, name, checks.flag(name, getattr(policy, name)))
-
-
-def _check_spread(policy: Padded | Fixed) -> None:
-    object.__setattr__(policy, "spread", checks.share("spread", policy.spread))
-
-
-def _check_long_rows(policy: Padded | Packed) -> None:
+def _check_fields(policy: Padded | Packed | Fixed) -> None:
+    """Check each field, and replace numpy scalars by plain values. None is valid where it is the
+    default."""
     words = get_args(LongRows)
-    word = checks.choice("long_rows", policy.long_rows, words if policy.packs else words[:-1])
-    object.__setattr__(policy, "long_rows", word)
+    for each in fields(policy):
+        name, value = each.name, getattr(policy, each.name)
+        if value is None and each.default is None:
+            continue
+        if name == "long_rows":
+            value = checks.choice(name, value, words if policy.packs else words[:-1])
+        elif name == "spread":
+            value = checks.share(name, value)
+        elif isinstance(each.default, bool):
+            value = checks.flag(name, value)
+        else:
+            least = 0 if name == "begin_token" else 1
+            value = checks.whole(name, value, least=least, most=checks.MOST)
+        object.__setattr__(policy, name, value)

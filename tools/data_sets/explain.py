@@ -51,14 +51,11 @@ class SavedState:
         path = path / _CHECKPOINT_FILE if path.is_dir() else path
         try:
             content = json.loads(path.read_bytes())
-        except OSError as error:
+        except (OSError, ValueError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"invalid JSON ({error})"
             raise ConfigError(
-                f"`--state` {path}: {error.strerror}. Give an existing file or a checkpoint."
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"`--state` {path}: invalid JSON ({error}). Give what `state_dict()` returned, "
-                "saved by `json.dump`, or a checkpoint of `train`."
+                f"`--state` {path}: {reason}. Give what `state_dict()` returned, saved by "
+                "`json.dump`, or a checkpoint of `train`."
             ) from None
         meta = content.get("meta", content) if isinstance(content, dict) else {}
         if not isinstance(meta, dict) or not isinstance(meta.get("loader"), dict):
