@@ -267,7 +267,7 @@ def records_of(
         weight_bytes: See `Records.weight_bytes`.
     """
     checks = {name: checker(kind) for name, kind in fields.items()}
-    absent = {name: None for name, kind in fields.items() if kind is FieldKind.OPTIONAL_JSON}
+    optional = {name for name, kind in fields.items() if kind is FieldKind.OPTIONAL_JSON}
     numbers: list[int] = []
     values: dict[str, list[Any]] = {name: [] for name in fields}
     rejects: list[Reject] = []
@@ -275,8 +275,10 @@ def records_of(
         try:
             if isinstance(row, Unusable):
                 raise row
-            row = absent | row if absent else row
-            found = [_field(row, name, check) for name, check in checks.items()]
+            found = [
+                None if name in optional and name not in row else _field(row, name, check)
+                for name, check in checks.items()
+            ]
         except Unusable as reason:
             rejects.append(Reject(number, str(reason)))
             continue

@@ -122,6 +122,16 @@ class TaskEncoder(ABC):
         names: dict[str, str | None] = {own: getattr(self, own, None) for own in self.kinds}
         return {own: name for own, name in names.items() if name is not None}
 
+    def remedy(self, reason: str) -> str:
+        """Return the option that names the fields, if records are rejected for lack of a field."""
+        is_missing = reason.startswith(("no field", "no column"))
+        return f" Name the field: {self.option_of_fields}." if is_missing else ""
+
+    @property
+    def option_of_fields(self) -> str:
+        """The option that names the first field."""
+        return f"`--field {next(iter(self.named))}=NAME`"
+
     @property
     def columns(self) -> tuple[Column, ...]:
         """The columns that the task adds to the ids."""
@@ -665,6 +675,11 @@ class ChatEncoder(TaskEncoder):
             more = replace(found, **extra)
             found = more if can_read(more.fields) else found
         return found
+
+    @property
+    def option_of_fields(self) -> str:
+        """The option that names the fields of a conversation."""
+        return "`--field messages=NAME` or `--field prompt=NAME completion=NAME`"
 
     @property
     def _endings(self) -> tuple[str, ...]:

@@ -221,11 +221,9 @@ class Inputs:
                     break
             if len(rejects) >= _PROBED_RECORDS:
                 name, record, reason = rejects[0]
-                own = next(iter(self.task.named))
-                remedy = f" Name the field: `--field {own}=NAME`." if "no field" in reason else ""
                 raise CorpusError(
                     f"no usable document: the first {len(rejects):,} records are all rejected for "
-                    f"one reason, like {name}, record {record}: {reason}.{remedy}"
+                    f"one reason, like {name}, record {record}: {reason}.{self.task.remedy(reason)}"
                 )
 
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import REJECTS_FILE, TOKENIZER_FILE, Manifest
-from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
 from tokenfeed.tools.jobs.run_records import RunRecords, planning_alone, remove_records
 from tokenfeed.tools.pretokenizing.append import Onto
 from tokenfeed.tools.pretokenizing.commit import commit
+from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.prepare import Listed, prepared
 from tokenfeed.tools.pretokenizing.runner import EngineRefused, Run, run_units
@@ -168,7 +168,7 @@ def _encode(run: Run, records: RunRecords, listed: Listed) -> Manifest:
     results = [records.results[unit.number] for unit in inputs.units]
     if not any(result.shards for result in results):
         withdraw(output, records, inputs.splits)
-        raise _no_document(inputs.corpus, results)
+        raise _no_document(inputs, results)
     files = ((source.name, source.bytes, source.state) for source in inputs.corpus.sources)
     remember(output, listed.recipe, len(inputs.units), files)
     manifest = commit(settings, inputs.corpus.sources, run.tokenizer, run.audit, results)
@@ -176,7 +176,8 @@ def _encode(run: Run, records: RunRecords, listed: Listed) -> Manifest:
     return manifest
 
 
-def _no_document(corpus: Corpus, results: list[UnitResult]) -> CorpusError:
+def _no_document(inputs: Inputs, results: list[UnitResult]) -> CorpusError:
+    corpus = inputs.corpus
     num_rejected = sum(result.rejected for result in results)
     files = f"{len(corpus.sources):,} input file{'s' if len(corpus.sources) > 1 else ''}"
     if not num_rejected:
@@ -186,5 +187,5 @@ def _no_document(corpus: Corpus, results: list[UnitResult]) -> CorpusError:
     source, record, reason = next(reject for result in results for reject in result.rejects)
     return CorpusError(
         f"no usable document in {files}: {num_rejected:,} rejected, the first in "
-        f"{corpus.sources[source].name}, record {record}: {reason}."
+        f"{corpus.sources[source].name}, record {record}: {reason}.{inputs.task.remedy(reason)}"
     )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,9 @@ from tokenfeed.tools.pretokenizing.commit import described
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.runner import Run, is_small
+
+_TOKEN = re.compile(r"<\|\w+\|>")
+"""Matches special tokens as most chat templates write them."""
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +241,12 @@ def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
     added = tokenizer.tokenizer.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special} | {*variables.values()}
     known = {*tokenizer.tokenizer.get_vocab(with_added_tokens=True)}
+    if unknown := sorted({*_TOKEN.findall(source)} - {token.content for token in added}):
+        logger.warning(
+            "the chat template writes %s, but the tokenizer has no such token: a model learns the "
+            "characters. Use the template of the tokenizer, or add the token",
+            ", ".join(unknown[:3]),
+        )
     template = ChatTemplate(
         source=source,
         special_tokens=tuple(sorted(special & known)),

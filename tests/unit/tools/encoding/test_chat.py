@@ -531,6 +531,19 @@ def test_a_tokenizer_without_template_is_rejected(tmp_path: Path) -> None:
     assert "has no chat template" in made.stderr
 
 
+def test_a_template_with_unknown_tokens_is_named(tmp_path: Path, tokenizer: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(GENERATING.replace("<|im_end|>", "<|stop|>"))
+    records = [{"messages": SHORT[0]}]
+    made = make(records, tmp_path / "out", tokenizer, "--chat-template", template)
+    assert "writes <|stop|>, but the tokenizer has no such token" in made.stderr
+
+
+def test_records_of_no_layout_are_named_with_the_option(tmp_path: Path, tokenizer: Path) -> None:
+    made = make([{"question": "a", "tools": []}], tmp_path / "out", tokenizer, expect=1)
+    assert "no field `messages`; it has: question, tools. Name the field: `--field" in made.stderr
+
+
 def test_loader_learns_what_the_assistant_says(tmp_path: Path, tokenizer: Path) -> None:
     make([{"messages": c} for c in SHORT], tmp_path / "out", tokenizer)
     decode = Tokenizer.from_buffer(tokenizer_json()).decode
