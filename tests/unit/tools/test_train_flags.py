@@ -205,7 +205,7 @@ RUNS: list[dict[str, tuple[Any, Holds]]] = [
         "model": ("words", lambda seen: seen.report["model"] == "words"),
         "batching": ("padded", lambda seen: len(seen.shapes) > 1),
         "order": ("file", lambda seen: seen.plan["order"] == "file"),
-        "warmup_steps": (4, lambda seen: seen.rates == [0.001, 0.002, 0.003, 0.004]),
+        "warmup_steps": (4, lambda seen: seen.rates == [0.0005, 0.001, 0.0015, 0.002]),
         "shards": ("{lm_rows}", lambda seen: seen.report["vocabulary_size"] == 64),
     },
     {
