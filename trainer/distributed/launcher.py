@@ -15,6 +15,8 @@ class Launch:
     size: int
     local_rank: int
     """Number of the process on its machine, and of its GPU."""
+    restarts: int
+    """How often the launcher restarted the processes."""
 
     @property
     def is_main(self) -> bool:
@@ -33,6 +35,7 @@ class Launch:
             rank=_number("RANK", 0 if size == 1 else None),
             size=size,
             local_rank=_number("LOCAL_RANK", 0),
+            restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
         )
 
 

@@ -11,12 +11,15 @@ which is within a step.
 """
 
 import datetime
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
@@ -33,6 +36,7 @@ TIMEOUT = datetime.timedelta(minutes=10)
 """A rank that sends nothing for this long counts as hung."""
 _LONGEST_DISK_WAIT = datetime.timedelta(days=1)
 """Writing or reading a large checkpoint may take longer than `TIMEOUT`."""
+_GLOO_MESSAGE = re.compile(r"gloo/.*?\] (.*?)(?:\. |$)", re.MULTILINE)
 _GROUP_ERRORS = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
 
 
@@ -57,11 +61,14 @@ class World:
         if launch is None:
             return
         self.rank, self.size = launch.rank, launch.size
+        # Restarted ranks may use the same store, which still has the addresses of the ones before.
+        store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
         on_cpu = device.type == "cpu"
         dist.init_process_group(
             "gloo"
             if on_cpu
             else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}",
+            store=PrefixStore(str(launch.restarts), store),
             rank=self.rank,
             world_size=self.size,
             timeout=TIMEOUT,
@@ -166,7 +173,8 @@ class World:
         )
         if self.size == 1 or not is_of_group:
             return None
-        cause = str(error).splitlines()[0]
+        found = _GLOO_MESSAGE.search(str(error))
+        cause = found[1] if found else str(error).splitlines()[0]
         return f"another rank is gone ({cause}). See its messages; go on with --resume"
 
     def close(self) -> None:

@@ -74,6 +74,7 @@ def test_each_rank_has_a_device_of_its_own_and_the_backend_of_its_type(
     current: list[torch.device] = []
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(group, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 1, 2)]))
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, **more: asked.update(more, backend=backend)
     )
