@@ -321,6 +321,32 @@ def growing_table(results: list[Entry]) -> list[list[str]]:
     ]
 
 
+def finetune_table(results: list[Entry]) -> list[list[str]]:
+    """Speed of each kind of batches."""
+    rows = [
+        [
+            entry["case"],
+            spread(entry["tokens_s"]),
+            f"{entry['of_padded']:.2f}",
+            f"{entry['padding']:.0%}",
+        ]
+        for entry in results
+    ]
+    return [["batches", "tokens/s", "of 8 padded rows", "padding"], *rows]
+
+
+def chat_table(results: list[Entry]) -> list[list[str]]:
+    """Speed of tokenizing conversations, each beside `datasets.map`."""
+    header = ["tokenizer", "tool calls", "tokenfeed, turns/s", "`datasets.map`, turns/s", "ratio"]
+    rows = []
+    for ours, peer in zip(results[::2], results[1::2], strict=True):
+        rates = [entry["turns_per_s"] for entry in (ours, peer)]
+        ratio = f"{rates[0]['median'] / rates[1]['median']:.1f}"
+        calls = "yes" if ours["tool_calls"] else "no"
+        rows.append([ours["tokenizer"], calls, *map(spread, rates), ratio])
+    return [header, *rows]
+
+
 TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "text_loaders": loader_table,
     "text_loaders/front": front_table,
@@ -330,6 +356,8 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "ranks": ranks_table,
     "packing": packing_table,
     "growing_length": growing_table,
+    "finetune": finetune_table,
+    "chat": chat_table,
     "pretokenize": pretokenize_table,
     "trainer": trainer_table,
     "scenarios": scenarios_table,

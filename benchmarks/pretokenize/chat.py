@@ -281,17 +281,25 @@ def compare(source: str, folder: Path, count: int, family: str = "") -> Counter[
             found["other ids"] += 1
         elif (mask == (ours := kinds[number] & 4 > 0)).all():
             found["identical"] += 1
-        elif not (ours & ~mask).any() and _is_prompt(theirs, ids[number][mask & ~ours]):
-            found["<think> is in the prompt"] += 1
         else:
-            seam = "seam" if samples.counts["split_tokens"][number] else "mask"
-            found[f"other {seam}"] += 1
+            found[_difference(theirs, ids[number], mask, ours)] += 1
     return found
 
 
-def _is_prompt(tokenizer: Any, ids: np.ndarray) -> bool:
-    """Return whether tokens are `<think>` and white space only, as prompts end with."""
-    return {tokenizer.decode([id_]).strip() for id_ in ids.tolist()} <= {"<think>", ""}
+def _difference(tokenizer: Any, ids: np.ndarray, mask: np.ndarray, ours: np.ndarray) -> str:
+    """Return how our mask differs: by a reason that holds for every token, or unexplained."""
+    more, fewer = mask & ~ours, ours & ~mask
+    texts = [tokenizer.decode([id_]) for id_ in ids[more]]
+    begins = ~np.roll(mask, 1) & np.roll(ours, -1)
+    reasons = []
+    if more.any() and {text.strip() for text in texts} <= {"<think>", ""} and "<think>" in texts:
+        reasons.append("<think> is in the prompt")
+    elif more.any():
+        reasons.append("a header in the first token" if begins[more].all() else "unexplained")
+    if fewer.any():
+        is_cut = all("\ufffd" in tokenizer.decode([id_]) for id_ in ids[fewer])
+        reasons.append("a last character in several tokens" if is_cut else "unexplained")
+    return " and ".join(reasons)
 
 
 def main() -> None:
