@@ -10,7 +10,7 @@ import torch
 from support import ROOT, warm
 from support.training import write_labelled
 
-from tokenfeed.trainer.tasks.registry import TASKS
+from benchmarks.gpu.data import TASKS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="`make gpu` is for this machine")
 

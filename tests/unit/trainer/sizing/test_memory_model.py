@@ -86,7 +86,7 @@ def test_the_peak_is_that_of_the_tensors_of_real_steps(way: str, every_task: Pat
 
 @pytest.mark.slow
 def test_the_peak_is_that_of_what_is_really_allocated(every_task: Path) -> None:
-    config, planned = plan_of(every_task, **WAYS["full"])
+    config, planned = plan_of(every_task, **WAYS["recomputed"])
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     learner = real_steps(config, planned, profiler)
     weights = sum(parameter.nbytes for parameter in learner.model.parameters())
