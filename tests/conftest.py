@@ -1,6 +1,7 @@
 """Fixtures of all tests: small data sets, a small tokenizer, a small corpus."""
 
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -121,7 +122,6 @@ def write_dataset() -> WriteDataset:
 @pytest.fixture
 def make_dataset(tmp_path: Path) -> MakeDataset:
     """Makes random rows of given lengths, each time in a new folder: (lengths, num_shards=2)."""
-    made = 0
 
     def make(
         lengths: np.ndarray | list[int],
@@ -131,10 +131,9 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
         pairs: bool = False,
         label_names: tuple[str, ...] = (),
     ) -> Path:
-        nonlocal made
-        made += 1
+        names = (tmp_path / f"set{number}" for number in itertools.count(1))
         return write_rows(
-            tmp_path / f"set{made}",
+            next(name for name in names if not name.exists()),
             {"train": random_rows(np.asarray(lengths), task, pairs=pairs)},
             VOCABULARY_SIZE,
             num_shards,
@@ -146,16 +145,27 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
     return make
 
 
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Rows of real lengths, in three shards and several windows."""
+@pytest.fixture(scope="session")
+def realistic_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `folder` is a copy of."""
     from support.delivery import (  # with torch, which some tests never need
         realistic_lengths,
         small_batches,
     )
 
+    with pytest.MonkeyPatch.context() as patch:
+        small_batches(patch)
+        rows = {"train": random_rows(realistic_lengths())}
+        return write_rows(tmp_path_factory.mktemp("rows") / "set", rows, VOCABULARY_SIZE, 3)
+
+
+@pytest.fixture
+def folder(realistic_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Rows of real lengths, in three shards and several windows."""
+    from support.delivery import small_batches
+
     small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
+    return shutil.copytree(realistic_rows, tmp_path / "set1")
 
 
 @pytest.fixture
