@@ -137,7 +137,7 @@ class ExpectedShard:
         implied = shard_metadata(self.info.stored_name, self.vocabulary_size)
         if metadata != implied or not stored.equals(self.schema):
             raise damaged(self.path, "its schema is not the one the manifest implies")
-        if seal != (self.info.seal and self.info.seal.encode()):
+        if seal != (self.info.seal and self.info.seal.encode("utf-8", "surrogatepass")):
             raise ShardFormatError(
                 f"{self.path}: holds other rows than the shard that the manifest names: it comes "
                 "from another data set or run. Copy the shard that belongs to the manifest."

@@ -83,6 +83,15 @@ def test_sealed_files_with_impossible_values_are_rejected(
     assert fuzzer.try_bytes(file, seal(content)) == ("rejected", "")
 
 
+def test_seal_that_is_no_text_raises_no_other_error(tmp_path: Path) -> None:
+    """`find_problems` returns the problem, so the outcome is `accepted`."""
+    fuzzer = Fuzzer("manifest", tmp_path)
+    ((file, seal),) = PARSERS["manifest"].seals.items()
+    content = json.loads((tmp_path / file).read_bytes())
+    _first(content)["seal"] = "\ud800"
+    assert fuzzer.try_bytes(file, seal(content)) == ("accepted", "")
+
+
 def test_stitched_files_cut_anywhere_in_the_table_are_rejected(tmp_path: Path) -> None:
     fuzzer = Fuzzer("stitched", tmp_path)
     (file,) = fuzzer.files
