@@ -56,6 +56,7 @@ LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 NETWORK = "needs the network"
 NOT_RUN = {
     ("README.md", "pip install torch", NETWORK),
+    ("README.md", "tokenfeed pretokenize chats.jsonl chat/", NETWORK),
     ("docs/benchmarks.md", "python -m venv peers", "needs the network and an hour"),
     ("docs/how/adopt.md", "pretokenize mds/", "needs files of mosaicml-streaming"),
     ("docs/how/remote.md", "train --shards s3://bucket/out", "needs a bucket"),
