@@ -51,7 +51,7 @@ def test_pretokenize_starts_without_torch(tmp_path: Path) -> None:
 
 
 def test_shards_starts_without_what_reads_a_corpus(tmp_path: Path) -> None:
-    loaded = "[name for name in sys.modules if name.startswith('tokenfeed.tools.corpus')]"
+    loaded = "[name for name in sys.modules if name.startswith('tokenfeed.tools.corpus.formats')]"
     code = f"import sys, tokenfeed.tools.data_sets.command; print({loaded})"
     assert run_python(code, tmp_path).strip() == "[]"
 

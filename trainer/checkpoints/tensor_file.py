@@ -10,6 +10,7 @@ each shard begins in its tensor.
 """
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -173,11 +175,18 @@ class HostCopy:
 
 
 def write_tensors(path: Path, copy: HostCopy) -> str:
-    """Wait for a copy. Write it to a file and sync the file. Return the xxh3-64 of its bytes."""
+    """Wait for a copy. Write it to a file and sync the file. Return the xxh3-64 of its bytes.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     copy.wait()
     tensors = {name: place.view(copy.memory) for name, place in copy.places.items()}
     sharding = {name: {"saved_offsets": place.offsets} for name, place in copy.places.items()}
-    save_file(tensors, path, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)})
+    try:
+        save_file(tensors, path, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)})
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(errno.EIO, str(error)) from error
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return file_xxh3(path)
