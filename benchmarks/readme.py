@@ -321,6 +321,26 @@ def growing_table(results: list[Entry]) -> list[list[str]]:
     ]
 
 
+def open_data_table(results: list[Entry]) -> list[list[str]]:
+    """What other sources of texts and of tokens cost, beside our own."""
+    header = ["compared", "seconds", "M tokens/s", "MB/s", "times"]
+    times = {"api": "times_command", "adopted": "times_own", "families": "times_datasets_map"}
+    return [
+        header,
+        *(
+            [
+                entry["case"],
+                *(
+                    significant(entry[name]["median"]) if name in entry else NONE
+                    for name in ("seconds", "mtok_s", "mb_per_s")
+                ),
+                str(entry[times[entry["part"]]]),
+            ]
+            for entry in results
+        ),
+    ]
+
+
 def finetune_table(results: list[Entry]) -> list[list[str]]:
     """Speed of each kind of batches."""
     rows = [
@@ -357,6 +377,7 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "packing": packing_table,
     "growing_length": growing_table,
     "finetune": finetune_table,
+    "open_data": open_data_table,
     "chat": chat_table,
     "pretokenize": pretokenize_table,
     "trainer": trainer_table,
