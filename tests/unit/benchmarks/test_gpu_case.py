@@ -38,6 +38,6 @@ def test_a_wait_is_an_error_in_steps_and_in_none_of_the_brackets_that_may_wait(
     monkeypatch.setattr(gpu_case, "WAITING_STEPS", 6)
     gpu_case.waits(data, "cpu", gpu_case.SMALL, {})
     assert seen.pop(None) == {"error"}
-    assert seen.keys() >= {"log", "checkpoint", "evaluation"}
+    assert seen.keys() >= {"log", "evaluation"}
     assert all(kinds == {"default"} for kinds in seen.values())
     assert modes[-1] == "default"
