@@ -136,7 +136,7 @@ def _from_share_gpt(raw: Message, name: str) -> Message:
         return {"role": role, **content, **others}
     try:
         call = json.loads(value or "")
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         raise Unusable(f"has {name} with a function call that is not JSON") from None
     calls = call if isinstance(call, list) else [call]
     functions = [{"type": "function", "function": each} for each in calls]

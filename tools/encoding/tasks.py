@@ -623,11 +623,11 @@ class ChatEncoder(TaskEncoder):
         {"chosen": "chosen", "rejected": "rejected"},
     )
     """Usual names of fields, the first choice first."""
-    extras: ClassVar[tuple[dict[str, Any], ...]] = (
-        {"tools": "tools"},
-        {"template_arguments": "chat_template_kwargs"},
-    )
-    """Usual names of fields that any layout may have."""
+    extras: ClassVar[dict[str, Any]] = {
+        "tools": "tools",
+        "template_arguments": "chat_template_kwargs",
+    }
+    """Usual names of fields that a record of any layout may have."""
     keeps: ClassVar[bool] = True
     checks_in_encode: ClassVar[bool] = True
     messages: str | None = "messages"
@@ -658,7 +658,7 @@ class ChatEncoder(TaskEncoder):
     @classmethod
     def usual_fields(cls) -> Fields:
         """Return the fields of all layouts. A record has some of them."""
-        names = chain.from_iterable(layout.values() for layout in (*cls.layouts, *cls.extras))
+        names = chain.from_iterable(layout.values() for layout in (*cls.layouts, cls.extras))
         return dict.fromkeys(names, FieldKind.OPTIONAL_JSON)
 
     def found(self, can_read: Callable[[Fields], bool]) -> Self:
@@ -667,14 +667,11 @@ class ChatEncoder(TaskEncoder):
         If no layout can be read, the task stays as it is.
 
         Args:
-            can_read: Returns whether the first records of the corpus have some fields.
+            can_read: Returns whether some of the first records of the corpus have some fields.
         """
         layouts = (replace(self, **layout) for layout in self.layouts)
         found = next((task for task in layouts if can_read(task.fields)), self)
-        for extra in self.extras:
-            more = replace(found, **extra)
-            found = more if can_read(more.fields) else found
-        return found
+        return replace(found, **self.extras)
 
     @property
     def option_of_fields(self) -> str:
@@ -789,10 +786,12 @@ class ChatEncoder(TaskEncoder):
     def _has_special(self, conversations: list[Conversation]) -> bool:
         """Return whether any of the texts has the text of a special token, for all at once."""
         assert self.chat_template
-        if self.splits_special:
-            return False
         parts = [(each.messages, each.tools) for each in conversations]
-        return bool(self.chat_template.special.search(msgspec.json.encode(parts).decode()))
+        try:
+            text = msgspec.json.encode(parts).decode()
+        except (UnicodeEncodeError, RecursionError):  # `_check_special` finds the record
+            return True
+        return not self.splits_special and bool(self.chat_template.special.search(text))
 
     def _numbers(self, conversation: Conversation) -> dict[str, list[float]]:
         """Return the kept numbers of each message, by column. Only those of the assistant need one.
@@ -821,16 +820,23 @@ class ChatEncoder(TaskEncoder):
             Unusable: Names the field and the message.
         """
         messages: list[Any] = []
+        prompt_is_text = False
         for own, role in (("messages", None), ("prompt", "user"), (ending, "assistant")):
             if (name := getattr(self, own)) is None:
                 continue
             value = values[name][row]
-            if role and isinstance(value, str):
+            is_text = isinstance(value, str)
+            if role and is_text:
                 value = [{"role": role, "content": value}]
             with _in_field(name):
                 more = read_messages(value)
-            repeats = more[: len(messages)] == messages  # `chosen` may begin with the prompt
+                if is_text and role == "assistant" and not messages:
+                    raise Unusable("is a text without a prompt, expected a list of messages")
+            # What follows a prompt may be a whole conversation, which begins with the prompt.
+            is_whole = prompt_is_text and more[0]["role"] != "assistant"
+            repeats = is_whole or more[: len(messages)] == messages
             messages = more if repeats else messages + more
+            prompt_is_text = role == "user" and is_text
         tools, arguments = (
             None if name is None else _parsed(values[name][row], name)
             for name in (self.tools, self.template_arguments)
@@ -849,12 +855,16 @@ class ChatEncoder(TaskEncoder):
             Unusable: Names the message.
         """
         assert self.chat_template
-        if self.splits_special:
-            return
         special = self.chat_template.special
         parts = [(f"message {n}", m) for n, m in enumerate(conversation.messages, 1)]
         for name, part in [*parts, ("the list of tools", conversation.tools)]:
-            if match := special.search(msgspec.json.encode(part).decode()):
+            try:
+                text = msgspec.json.encode(part).decode()
+            except UnicodeEncodeError:
+                raise Unusable(f"{name} {_SURROGATE}") from None
+            except RecursionError:
+                raise Unusable(f"{name} is nested too deeply") from None
+            if not self.splits_special and (match := special.search(text)):
                 raise Unusable(
                     f"{name} has the text of the special token {match[0]!r}; see "
                     "--special-tokens-in-text"

@@ -237,10 +237,12 @@ def _first_records(source: InputFile, fields: Fields) -> Iterator[Records]:
 
 
 def _can_read(sources: Sequence[InputFile], fields: Fields) -> bool:
-    """Return whether the first records of the first file with records have some fields."""
+    """Return whether records at the beginning of the first file that has some have some fields."""
     for source in sources[:_PROBED_FILES]:
         for records in _first_records(source, fields):
-            return len(records) > 0
+            if len(records):
+                return True
+            break  # such as a README
     return False
 
 

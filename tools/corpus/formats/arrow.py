@@ -71,7 +71,8 @@ class _ArrowTable:
 
         A damaged batch of a file is yielded as an error. A stream ends with the first error.
         """
-        columns = [self.schema.get_field_index(name) for name in fields]
+        found = (self.schema.get_field_index(name) for name in fields)
+        columns = [index for index in found if index >= 0]
         with pa.memory_map(self.path) as file:
             reader = _reader(file, pa.ipc.IpcReadOptions(included_fields=columns))
             if not isinstance(reader, pa.ipc.RecordBatchFileReader):

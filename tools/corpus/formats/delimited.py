@@ -201,9 +201,10 @@ def _as_records(
 ) -> Records:
     """Return the records of rows, of which the first has the number `first`."""
     good = [(number, row) for number, row in enumerate(rows, first) if isinstance(row, list)]
-    values = [binaries([_bytes(row[columns.index(name)]) for _, row in good]) for name in fields]
+    names = [name for name in fields if name in columns]
+    values = [binaries([_bytes(row[columns.index(name)]) for _, row in good]) for name in names]
     numbers = np.array([number for number, _ in good], np.uint64)
-    records = batch_records(pa.RecordBatch.from_arrays(values, list(fields)), fields, numbers)
+    records = batch_records(pa.RecordBatch.from_arrays(values, names), fields, numbers)
     for number, row in enumerate(rows, first):
         if isinstance(row, Unusable):
             records.rejects.append(Reject(number, str(row)))

@@ -163,9 +163,12 @@ def table_format(name: str, endings: tuple[str, ...], open_table: OpenTable, **m
 
 
 def column_problem(schema: pa.Schema, fields: Fields) -> str | None:
-    """Return why a table with this schema lacks some of `fields`; None if it has all of them."""
+    """Return why a table with this schema lacks some of `fields`; None if it has all of them that
+    are not optional."""
     for name, kind in fields.items():
         if name not in schema.names:
+            if kind is FieldKind.OPTIONAL_JSON:
+                continue
             return f"no column `{name}`; it has: {shown_names(schema.names)}"
         if schema.names.count(name) > 1:
             return f"has {schema.names.count(name)} columns `{name}`"
@@ -182,12 +185,16 @@ def numbered(batch: pa.RecordBatch, fields: Fields, first: int, total: int) -> R
 
 
 def batch_records(batch: pa.RecordBatch, fields: Fields, numbers: np.ndarray) -> Records:
-    """Return the records of a batch with a column for each field.
+    """Return the records of a batch with a column for each field. Missing columns are null.
 
     Raises:
         pyarrow.ArrowInvalid: It is damaged.
     """
-    columns = {name: _plain(batch.column(name), kind) for name, kind in fields.items()}
+    present = batch.schema.names
+    columns = {
+        name: _plain(batch.column(name), kind) if name in present else pa.nulls(batch.num_rows)
+        for name, kind in fields.items()
+    }
     if all(_is_sound(columns[name], kind) for name, kind in fields.items()):
         return Records(numbers, {n: _values(columns[n], kind) for n, kind in fields.items()})
     lists = [_listed(column, fields[name]) for name, column in columns.items()]

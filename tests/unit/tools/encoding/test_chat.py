@@ -445,6 +445,61 @@ def test_layouts_and_formats_make_the_same_rows(tmp_path: Path, tokenizer: Path)
     assert len(found["messages"][0]) == len(SHORT)
 
 
+def texts_of(out: Path) -> list[str]:
+    made = Tokenizer.from_buffer(tokenizer_json())
+    return [made.decode(row, skip_special_tokens=False) for row in column(out, "input_ids")]
+
+
+def test_files_without_records_and_missing_columns_do_not_change_the_layout(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "README.md").write_text("About these conversations.")
+    tools = [json.dumps(TOOLS)]
+    parquet.write_table(pa.table({"messages": SHORT[:1]}), folder / "a.parquet")
+    parquet.write_table(pa.table({"messages": SHORT[:1], "tools": tools}), folder / "b.parquet")
+    feather.write_feather(pa.table({"messages": SHORT[:1]}), folder / "c.arrow")
+    (folder / "d.jsonl").write_text(json.dumps({"messages": SHORT[0], "tools": TOOLS}) + "\n")
+    make(folder, tmp_path / "out", tokenizer)
+    found = sorted("# Tools" in text for text in texts_of(tmp_path / "out"))
+    assert found == [False, False, True, True]
+
+
+@pytest.mark.parametrize("system", [False, True])
+def test_a_chosen_conversation_that_has_the_prompt_does_not_repeat_it(
+    tmp_path: Path, tokenizer: Path, system: bool
+) -> None:
+    before: list[Message] = [{"role": "system", "content": "Be brief."}] if system else SHORT[0]
+    asked = [*before, {"role": "user", "content": "Second?"}]
+    pair = {
+        name: [*asked, {"role": "assistant", "content": text}]
+        for name, text in {"chosen": "yes", "rejected": "no"}.items()
+    }
+    make([{"prompt": "Second?", **pair}], tmp_path / "out", tokenizer)
+    make([pair], tmp_path / "alone", tokenizer)
+    assert texts_of(tmp_path / "out") == texts_of(tmp_path / "alone")
+
+
+def test_bad_records_are_rejected_one_by_one(tmp_path: Path, tokenizer: Path) -> None:
+    deep = '{"name": "f", "arguments": ' + "[" * 2000 + "]" * 2000 + "}"
+    bad: dict[str, list[Message]] = {
+        "message 2 has a lone surrogate": [
+            SHORT[0][0],
+            {"from": "function_call", "value": '{"name": "f", "arguments": "\\ud800"}'},
+        ],
+        "is not JSON": [SHORT[0][0], {"from": "function_call", "value": deep}],
+    }
+    for why, messages in bad.items():
+        out = tmp_path / f"out {len(why)}"
+        make([{"messages": SHORT[0]}, {"messages": messages}], out, tokenizer)
+        assert len(texts_of(out)) == 1
+        assert why in (out / "rejects.jsonl").read_text()
+    transcripts = {"chosen": "Human: Q Assistant: A", "rejected": "Human: Q Assistant: B"}
+    failed = make([transcripts], tmp_path / "out", tokenizer, expect=1)
+    assert "is a text without a prompt" in failed.stderr
+
+
 def test_tools_and_arguments_reach_the_template(tmp_path: Path, tokenizer: Path) -> None:
     rows = [
         {"messages": SHORT[0], "tools": TOOLS},
@@ -461,10 +516,7 @@ def test_tools_and_arguments_reach_the_template(tmp_path: Path, tokenizer: Path)
     renamed = [{other_names.get(name, name): row[name] for name in row} for row in rows]
     make(renamed, tmp_path / "renamed", tokenizer, *named, *options)
     assert column(tmp_path / "renamed", "kinds") == column(tmp_path / "out", "kinds")
-    texts = [
-        Tokenizer.from_buffer(tokenizer_json()).decode(row, skip_special_tokens=False)
-        for row in column(tmp_path / "out", "input_ids")
-    ]
+    texts = texts_of(tmp_path / "out")
     assert texts[0] == texts[1]
     assert [text[:4] for text in texts] == ["glad", "glad", "glad", "sad<"]
     assert ["# Tools" in text for text in texts] == [True, True, False, False]
