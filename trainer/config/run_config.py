@@ -111,7 +111,7 @@ class StageSettings:
     """Tokens of the run at which the stage ends. None for the last stage, which has no end."""
     to: Shards | None = None
     """Weights at the end of the stage."""
-    sequence_length: Positive | None = None
+    sequence_length: Annotated[int, Meta(ge=2)] | None = None
     """Tokens of a row. None: the setting of the run, which is the largest."""
     targets: str | None = None
     """Tokens of conversations that the loss counts. None: the setting of the run."""

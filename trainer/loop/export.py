@@ -168,8 +168,9 @@ def load_exported(folder: Path | str) -> nn.Module:
 def _write_weights(folder: Path, model: nn.Module, about: Exported, config: TrainConfig) -> None:
     """Write the weights, and config.json if `transformers` has such a model."""
     if about.model == _HUB:
-        # With weights trained beside them, the adapters alone would be a part of what was learnt.
-        adapter_folder = None if config.chooses else folder / "adapter"
+        # With weights trained before or beside them, adapters are only a part of what was learnt.
+        is_whole = not (config.chooses or config.init_from)
+        adapter_folder = folder / "adapter" if is_whole else None
         model.save(folder, adapter_folder=adapter_folder)  # type: ignore[operator]
     elif isinstance(model, Transformer) and about.size and is_starcoder2(about.size, about.head):
         described = starcoder2_config(model, about.size, about.head, config.sequence_length)
