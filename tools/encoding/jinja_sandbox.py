@@ -169,7 +169,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise, "dict": _Dict(), "namespace": _Namespace}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _OF_DICT:
+        if type(obj) in (dict, MarkedObject) and attribute not in _OF_DICT:
             if attribute in obj:
                 return obj[attribute]
             return self.undefined(obj=obj, name=attribute)
@@ -313,9 +313,11 @@ class _Operators(jinja2.visitor.NodeTransformer):
         return node
 
     def visit_Getitem(self, node: Any) -> Any:
-        """Watch what a subscript cuts."""
+        """Watch what a subscript cuts, and what it looks up."""
         self.generic_visit(node)
         node.node = _filtered(node.node, " cut", [])
+        if not isinstance(node.arg, jinja2.nodes.Const | jinja2.nodes.Slice):
+            node.arg = _filtered(node.arg, " cut", [])
         return node
 
 

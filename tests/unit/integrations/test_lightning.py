@@ -21,7 +21,7 @@ def new_model(fails_at: int | None = None) -> Any:
     from lightning.pytorch import LightningModule  # seconds that other test processes need not wait
 
     class Model(LightningModule):  # type: ignore[misc]  # untyped
-        """Notes the rows of each validation; fails in a step if it is told to."""
+        """Notes the rows of each validation. Fails in a chosen step."""
 
         automatic_optimization = False
 

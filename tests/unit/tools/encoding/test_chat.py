@@ -673,6 +673,7 @@ OPERATIONS = [
     *("messages | selectattr('content', 'eq', 'a') | list | length", "loop.changed(content)"),
     *("content.upper()", "content.find('b')", "'-'.join([content, 'a'])", "content | tojson"),
     *("{'a': 1, 'b': 2}.get(content)", "content | list | first", "dict(a=content).a | lower"),
+    "{'a': 1, 'b': 2}[content]",
     *(
         "[content] | unique | list | length",
         "namespace(x=content).x.strip('a')",
@@ -731,14 +732,19 @@ OBJECT_OPERATIONS = [
     *("tools | length", "(tools or [{}] | first).name", "1 if a else 2", "a is string"),
     *("a.get('x')", "a.copy() | tojson", "a | list | string", "a | first", "a in [{'x': 'b'}]"),
     *("(tools or [])[1:] | tojson", "m", "m.tool_calls", "a | pprint", "c.items() | list | string"),
-    "c.function.name if messages[-1].tool_call_id == c.id else ''",
+    *("c.function.name if messages[-1].tool_call_id == c.id else ''", "{'a': 'A'}[c.id]"),
+    *("(a | tojson) if a.is_read else 1", "(a | tojson) if a.settings else 1"),
 ]
 
 
 @pytest.mark.parametrize("operation", OBJECT_OPERATIONS)
 def test_calls_and_tools_of_one_shape_are_rendered_as_alone(operation: str) -> None:
     draw = random.Random(operation)
-    assert_rendered_as_alone(CALLING.replace("OPERATION", operation), made_of_calls(draw))
+    source = CALLING.replace("OPERATION", operation)
+    assert_rendered_as_alone(source, made_of_calls(draw))
+    by_prompt = source.replace("{% generation %}", "<a>").replace("{% endgeneration %}", "")
+    by_prompt += "{% if add_generation_prompt %}<a>{% endif %}"
+    assert_rendered_as_alone(by_prompt, made_of_calls(draw))
 
 
 def made_of_calls(draw: random.Random) -> Iterator[Conversation]:
@@ -748,6 +754,7 @@ def made_of_calls(draw: random.Random) -> Iterator[Conversation]:
     for _ in range(25):
         x = {"x": text()}
         arguments = draw.choice([{}, x, x, {**x, "y": [draw.random(), x]}, json.dumps(x), ""])
+        arguments = draw.choice([arguments, arguments, {"is_read": text(), "settings": text()}])
         function = {"name": text(), "arguments": arguments}
         id_ = text()
         call = {"id": id_, "type": "function", "function": function}

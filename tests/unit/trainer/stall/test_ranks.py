@@ -97,7 +97,7 @@ class Ranks:
         self.devices = [SimulatedDevice(seed + rank) for rank in range(3)]
         self.meters = [StallMeter(clock=each, skipped_steps=WARMUP) for each in self.devices]
         for meter in self.meters:
-            meter.close()  # collections of this process are none of the simulation's
+            meter.close()  # the simulation has no garbage collection
 
     def step(self, number: int, fault: str) -> None:
         outers = []
