@@ -271,8 +271,9 @@ def test_blocks_are_python_shell_toml_or_output() -> None:
 
 def test_what_does_not_run_says_why() -> None:
     found = [(name_of(page), block) for page in PAGES for block in blocks_of(page) if block.reason]
+    longest = sorted(NOT_RUN, key=lambda known: len(known[1]), reverse=True)  # a set has no order
     listed = {
-        next(known for known in NOT_RUN if known[0] == name and block.code.startswith(known[1]))
+        next(known for known in longest if known[0] == name and block.code.startswith(known[1]))
         for name, block in found
     }
     assert listed == NOT_RUN
