@@ -368,8 +368,6 @@ def open_torchtitan(
 
 
 def read_torchtitan(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
-    if rows.is_chat:
-        raise NotImplementedError("torchtitan has no conversations of several turns")
     return concatenated([rows])
 
 
@@ -485,8 +483,9 @@ class Peer:
     """How far rows are shuffled."""
     short_part: int = 1
     """Of short rows it gets this part: it reads or writes them one by one."""
-    counted: bool = True
-    """Whether an epoch has rows that can be counted: its batches contain whole rows."""
+    whole_rows: bool = True
+    """Whether its batches contain whole rows. Only then are the rows of an epoch counted, and
+    conversations have labels."""
     mix: Callable[[Mixed, int], Stream] | None = None
     """Opens the mixture of `MIXED`, with so many workers."""
 
@@ -509,9 +508,9 @@ PEERS = {
         read_torchtitan,
         "all rows",
         8,
-        counted=False,
+        whole_rows=False,
         mix=mix_torchtitan,
     ),
     "lancedb": Peer(("lancedb", "pylance"), write_lance, read_lance, "all rows", 8),
-    "bound: memmap gather": Peer((), write_nothing, read_bound, "all rows", counted=False),
+    "bound: memmap gather": Peer((), write_nothing, read_bound, "all rows", whole_rows=False),
 }
