@@ -42,7 +42,11 @@ def stored(store: Store, name: str) -> bytes:
     path = store.path(name)
     try:
         return store.read(name)
-    except (FileNotFoundError, NotADirectoryError):
+    except NotADirectoryError:
+        raise ManifestError(
+            f"{store.name}: is not a folder. Point at the output folder of `pretokenize`."
+        ) from None
+    except FileNotFoundError:
         raise ManifestError(
             f"{path}: not found, so this folder holds no finished data set. "
             "Point at the output folder of `pretokenize`, or run it to the end."
@@ -64,7 +68,7 @@ JOB_FILE = f"{PARTS_FOLDER}/job.json"
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _ADDED = (
-    *("seal", "routed", "verified", "chat_template", "counts"),
+    *("seal", "routed", "verified", "chat_template", "fields", "counts"),
     *("named", "first_source", "removed", "versions"),
 )
 """Keys that the first manifests lack. They are omitted if unknown, so that old fingerprints
@@ -238,6 +242,8 @@ class Manifest:
     """rejects.jsonl: one line per rejected record: file, record, reason."""
     chat_template: FileInfo | None = None
     """chat_template.jinja: the template that wrote the conversations; None for other tasks."""
+    fields: dict[str, str] | None = None
+    """The user's names of the fields of conversations, by what they are; None for other tasks."""
     counts: dict[str, Count] | None = None
     """What users should know of the conversations, by name; None for other tasks."""
     versions: tuple[VersionInfo, ...] | None = None

@@ -101,6 +101,7 @@ _NOTES = {
     "no_stop": "{:,} messages of the assistant without a stop token: never learnt",
     "split_tokens": "{:,} tokens that span two kinds, with the kind of their first character",
     "unmarked": "{:,} contents of the assistant outside {{% generation %}}: not learnt",
+    "unread_arguments": "{:,} template arguments that the template does not read",
     "unproved": "{:,} conversations whose other roles are unknown (kind template)",
 }
 """What the counts of a manifest say."""

@@ -21,14 +21,9 @@ import jinja2.utils
 import jinja2.visitor
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MARKS = 0xFFFE
-"""Number of marks: all characters for private use of a plane."""
-
-
-@functools.cache
-def marks_from(first: int) -> re.Pattern[str]:
-    """Return a regular expression that matches the marks, which begin at a character."""
-    return re.compile(f"[{chr(first)}-{chr(first + MARKS - 1)}]")
+FIRST_MARK, MARKS = 0x100000, 0xFFFE
+"""The marks: all characters for private use of the last plane."""
+MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MARKS - 1)}]")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -224,30 +219,26 @@ _LIST_FILTERS |= {"reject", "selectattr", "rejectattr", "items", "join", "revers
 _TYPE_TESTS = {"defined", "undefined", "none", "string", "mapping", "iterable", "sequence"}
 _TYPE_TESTS |= {"number", "boolean", "true", "false", "integer", "float", "callable"}
 _EQUAL_TESTS = {"eq", "equalto", "=="}
-_PASSING = (jinja2.runtime.Macro, _Dict)
-"""Functions that only pass on what they get; a namespace does too."""
 
 
 class Watch:
     """Renders a template with marked contents, and notes how it uses them."""
 
-    def __init__(self, source: str, first: int) -> None:
-        """Compile the template. `first` is the first mark."""
-        self._first, self._marks = first, marks_from(first)
-        self.uses: list[Use] = []
-        self.is_complete = True
-        """Whether `uses` are all that the text depends on, beside the contents themselves."""
-        self._template = _WatchedEnvironment(self).from_string(source)
+    def __init__(self, source: str) -> None:
+        """Compile the template."""
+        self._uses: list[Use] | None = []
+        self.template = _WatchedEnvironment(self).from_string(source)
 
-    def render(self, variables: dict[str, Any]) -> str:
-        """Return the text."""
-        self.uses, self.is_complete = [], True
-        return generated_by(self._template, variables)[0]
+    def end(self) -> list[Use] | None:
+        """Return what the text depends on since the last call, beside the contents themselves;
+        None if it may depend on contents in any way."""
+        uses, self._uses = self._uses, []
+        return uses
 
     def has_marks(self, value: Any) -> bool:
         """Return whether a JSON value contains the content of a message."""
         if isinstance(value, str):
-            return self._marks.search(value) is not None
+            return MARK.search(value) is not None
         if isinstance(value, MarkedObject):
             return True
         if isinstance(value, dict):
@@ -259,11 +250,11 @@ class Watch:
 
     def is_marked(self, value: Any) -> bool:
         """Return whether a value is a text with a content."""
-        return isinstance(value, str) and self._marks.search(value) is not None
+        return isinstance(value, str) and MARK.search(value) is not None
 
     def give_up(self) -> None:
         """Note that the text may depend on contents in any way."""
-        self.is_complete = False
+        self._uses = None
 
     def ask(self, text: str, method: str, *arguments: Any) -> Any:
         """Call a method of a text with marks, and note the result."""
@@ -271,8 +262,8 @@ class Watch:
         pattern, expected = self._pattern(text), self._pattern(result)
         if pattern is None or expected is None or self.has_marks(arguments):
             self.give_up()
-        else:
-            self.uses.append(Use(pattern, method, arguments, expected))
+        elif self._uses is not None:
+            self._uses.append(Use(pattern, method, arguments, expected))
         return result
 
     def _pattern(self, value: Any) -> Any:
@@ -285,10 +276,10 @@ class Watch:
             return None if None in made else made
         if not self.is_marked(value):
             return value if isinstance(value, str | int) else None
-        marks = [ord(mark) - self._first for mark in self._marks.findall(value)]
+        marks = [ord(mark) - FIRST_MARK for mark in MARK.findall(value)]
         if any(m % 2 for m in marks[::2]) or marks[1::2] != [m + 1 for m in marks[::2]]:
             return None
-        pieces: list[Any] = self._marks.split(value)
+        pieces: list[Any] = MARK.split(value)
         pieces[1::2] = [mark // 2 for mark in marks[::2]]
         return tuple(piece for piece in pieces if piece != "")
 
@@ -317,7 +308,14 @@ class _Operators(jinja2.visitor.NodeTransformer):
         self.generic_visit(node)
         node.node = _filtered(node.node, " cut", [])
         if not isinstance(node.arg, jinja2.nodes.Const | jinja2.nodes.Slice):
-            node.arg = _filtered(node.arg, " cut", [])
+            node.arg = _filtered(node.arg, " key", [])
+        return node
+
+    def visit_Pair(self, node: Any) -> Any:
+        """Watch the keys of a dict, of which equal ones are one."""
+        self.generic_visit(node)
+        if not isinstance(node.key, jinja2.nodes.Const):
+            node.key = _filtered(node.key, " key", [])
         return node
 
 
@@ -349,7 +347,7 @@ class _WatchedEnvironment(_Environment):
             self.filters[name] = self._noting(name, function, self._filtered)
         for name, function in self.tests.items():
             self.tests[name] = self._noting(name, function, self._tested)
-        self.filters |= {" compare": self._compare, " cut": self._cut}
+        self.filters |= {" compare": self._compare, " cut": self._cut, " key": self._key}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         """Parse a template; see `_Operators`."""
@@ -394,6 +392,11 @@ class _WatchedEnvironment(_Environment):
             self._watch.give_up()
         return value
 
+    def _key(self, value: Any) -> Any:
+        if self._watch.has_marks(value):
+            self._watch.give_up()
+        return value
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """See `SandboxedEnvironment`."""
         if self._watch.has_marks([left, right]):
@@ -408,7 +411,10 @@ class _WatchedEnvironment(_Environment):
             if type(owner) is str:
                 return watch.ask(owner, __obj.__name__, *args)
             watch.give_up()
-        elif not (isinstance(__obj, _PASSING) or __obj is _Namespace) and (
+        elif isinstance(__obj, _Dict) or __obj is _Namespace:
+            if watch.has_marks([each for each in args if not isinstance(each, dict)]):
+                watch.give_up()  # pairs, whose keys may be contents
+        elif not isinstance(__obj, jinja2.runtime.Macro) and (
             watch.has_marks(given) or (isinstance(owner, list) and watch.has_marks(owner))
         ):
             watch.give_up()

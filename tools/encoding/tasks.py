@@ -12,6 +12,7 @@
 A record whose texts have no tokens becomes an empty row, which is counted and not written.
 """
 
+import functools
 import json
 import math
 from abc import ABC, abstractmethod
@@ -44,15 +45,9 @@ from tokenfeed.pipeline.format.schema import (
     token_dtype,
 )
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Unusable
-from tokenfeed.tools.encoding.chat import (
-    COUNTS,
-    EMPTY,
-    ChatTemplate,
-    Conversation,
-    Rendered,
-    TokensOfPieces,
-    read_messages,
-)
+from tokenfeed.tools.encoding.chat import ChatTemplate
+from tokenfeed.tools.encoding.chat_messages import Conversation, read_messages
+from tokenfeed.tools.encoding.chat_parts import COUNTS, EMPTY, Rendered, TokensOfPieces
 from tokenfeed.tools.encoding.fim import FIM_ROWS, FillInMiddle
 from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.template import Template
@@ -748,6 +743,9 @@ class ChatEncoder(TaskEncoder):
         ids = encode(texts)
         tokens = TokensOfPieces(rendered, *self.places.starts(texts, ids))
         kinds, counts = tokens.kinds(ids.lengths)
+        reads = functools.cache(self.chat_template.reads)
+        unread = [sum(not reads(name) for name in each.arguments) for each in conversations]
+        counts["unread_arguments"] = np.array(unread, np.int64)
         says = sum(counts[f"{kind.label}_tokens"] for kind in Kind if kind >= Kind.TEXT) > 0
         for row in np.flatnonzero(~says & (ids.lengths > 0)).tolist():
             unusable.setdefault(row, "has nothing to learn: the assistant says nothing")
@@ -786,7 +784,7 @@ class ChatEncoder(TaskEncoder):
     def _has_special(self, conversations: list[Conversation]) -> bool:
         """Return whether any of the texts has the text of a special token, for all at once."""
         assert self.chat_template
-        parts = [(each.messages, each.tools) for each in conversations]
+        parts = [(each.messages, each.tools, each.arguments) for each in conversations]
         try:
             text = msgspec.json.encode(parts).decode()
         except (UnicodeEncodeError, RecursionError):  # `_check_special` finds the record
@@ -828,6 +826,9 @@ class ChatEncoder(TaskEncoder):
             is_text = isinstance(value, str)
             if role and is_text:
                 value = [{"role": role, "content": value}]
+            elif role and not isinstance(value, list):
+                shown = type(value).__name__
+                raise Unusable(f"field `{name}` is {shown}, expected a text or a list of messages")
             with _in_field(name):
                 more = read_messages(value)
                 if is_text and role == "assistant" and not messages:
@@ -856,8 +857,9 @@ class ChatEncoder(TaskEncoder):
         """
         assert self.chat_template
         special = self.chat_template.special
-        parts = [(f"message {n}", m) for n, m in enumerate(conversation.messages, 1)]
-        for name, part in [*parts, ("the list of tools", conversation.tools)]:
+        parts: list[tuple[str, Any]] = [("the list of tools", conversation.tools)]
+        parts += [(f"message {n}", m) for n, m in enumerate(conversation.messages, 1)]
+        for name, part in [*parts, ("a template argument", conversation.arguments)]:
             try:
                 text = msgspec.json.encode(part).decode()
             except UnicodeEncodeError:

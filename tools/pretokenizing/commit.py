@@ -90,18 +90,19 @@ def described(
     results: Sequence[UnitResult] = (),
 ) -> Manifest:
     """Return the manifest of a run without rows, to compare it with the manifest of other rows."""
-    template = _chat_template(settings)
+    template, task = _chat_template(settings), settings.task
     return Manifest(
         format_version=FORMAT_VERSION,
-        task=settings.task.name,
-        columns=settings.task.columns,
-        label_names=settings.task.label_names,
+        task=task.name,
+        columns=task.columns,
+        label_names=task.label_names,
         tokenizer=_tokenizer_info(settings, tokenizer, audit, results),
         splits={},
         ledger=RecordCounts.of([]),
         sources=file_info(SOURCES_FILE, b""),
         rejects=file_info(REJECTS_FILE, b""),
         chat_template=file_info(CHAT_TEMPLATE_FILE, template) if template else None,
+        fields=task.named if isinstance(task, ChatEncoder) else None,
     )
 
 

@@ -235,6 +235,9 @@ def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
             f"{options.tokenizer}: has no chat template. Give a folder with tokenizer_config.json "
             "or chat_template.jinja beside tokenizer.json, or --chat-template FILE."
         )
+    arguments = options.template_arguments
+    if (date := arguments.pop("strftime_now", None)) is not None:
+        source = f"{{% macro strftime_now(format) %}}{date}{{% endmacro %}}\n{source}"
     named = {k: v for k, v in {**more, **config}.items() if k.endswith("_token")}
     variables = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items() if v}
     variables = {k: v for k, v in variables.items() if isinstance(v, str)}
@@ -250,8 +253,13 @@ def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
     template = ChatTemplate(
         source=source,
         special_tokens=tuple(sorted(special & known)),
-        variables=variables | options.template_arguments,
+        variables=variables | arguments,
     )
+    if unread := [name for name in options.template_arguments if not template.reads(name)]:
+        raise ConfigError(
+            f"`--template-argument` {unread[0]}: has no effect, because the chat template has no "
+            "variable with this name. Correct the name, or leave it out."
+        )
     try:
         template.check()
     except Unusable as reason:

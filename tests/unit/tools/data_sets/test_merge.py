@@ -211,6 +211,7 @@ def test_merge_rejects_wrong_places(two: tuple[Path, Path], tmp_path: Path) -> N
         ([one, other], "one", "holds another data set"),
         ([one, other], "one-in", r"already holds other data \(a\.jsonl\)"),
         ([one, str(tmp_path / "none")], "out", "holds no finished data set"),
+        ([one, f"{other}/manifest.json"], "out", r"manifest\.json: is not a folder"),
     ):
         with pytest.raises((ConfigError, ManifestError), match=error):
             merge(paths, str(tmp_path / to))

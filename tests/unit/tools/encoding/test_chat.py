@@ -27,13 +27,9 @@ from tokenfeed import Fixed, ShardLoader
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.records import Unusable
-from tokenfeed.tools.encoding.chat import (
-    COUNTS,
-    ChatTemplate,
-    Conversation,
-    Rendered,
-    read_messages,
-)
+from tokenfeed.tools.encoding.chat import ChatTemplate
+from tokenfeed.tools.encoding.chat_messages import Conversation, read_messages
+from tokenfeed.tools.encoding.chat_parts import COUNTS, Rendered
 from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.jinja_sandbox import Watch
 from tokenfeed.tools.encoding.tasks import ChatEncoder, Samples
@@ -495,6 +491,10 @@ def test_bad_records_are_rejected_one_by_one(tmp_path: Path, tokenizer: Path) ->
         make([{"messages": SHORT[0]}, {"messages": messages}], out, tokenizer)
         assert len(texts_of(out)) == 1
         assert why in (out / "rejects.jsonl").read_text()
+    pairs = [{"prompt": "a", "completion": "b"}, {"prompt": {"role": "user"}, "completion": "b"}]
+    make(pairs, tmp_path / "pairs", tokenizer)
+    (reject,) = (tmp_path / "pairs" / "rejects.jsonl").read_text().splitlines()
+    assert "field `prompt` is dict, expected a text or a list of messages" in reject
     transcripts = {"chosen": "Human: Q Assistant: A", "rejected": "Human: Q Assistant: B"}
     failed = make([transcripts], tmp_path / "out", tokenizer, expect=1)
     assert "is a text without a prompt" in failed.stderr
@@ -533,7 +533,7 @@ BAD: list[tuple[Any, str]] = [
     (["hello"], "message 1 that is str, expected role and content"),
     ([], "is an empty list, expected a list of messages"),
     ("hello", "is a text, expected a list of messages"),
-    (None, "is null, expected a list or an object"),
+    (None, "is null, expected a text, a list or an object"),
     (SHORT[0][:1], "has nothing to learn: the assistant says nothing"),
     (
         [SHORT[0][0], {"role": "assistant", "content": "<|im_end|>"}],
@@ -562,6 +562,8 @@ def test_bad_records_are_named_and_the_rest_goes_on(tmp_path: Path, tokenizer: P
         (("--chat-template", "missing.jinja"), "`--chat-template` missing.jinja: cannot be read"),
         (("--chat-template", "{broken}"), "the chat template is not valid: "),
         (("--template-argument", "mood"), "`--template-argument` 'mood': expected NAME=VALUE"),
+        (("--template-argument", "moood=1"), "moood: has no effect, because the chat template"),
+        (("--template-argument", "tools=1"), "tools: has no effect, because the chat template"),
         (("--end-token", "</s>"), "`--end-token` has no effect with `--task chat`"),
         (("--field", "prompt=a"), "expected both prompt and completion"),
     ],
@@ -680,6 +682,10 @@ OPERATIONS = [
         "content | default",
     ),
     *("(content or 'a') | trim", "[content].index(content)", "messages | string | length"),
+    *("{messages[0].content: 1, messages[-1].content: 2} | length", "m | join", "m | length"),
+    "dict([(messages[0].content, 1), (messages[-1].content, 2)]).values() | list | first",
+    "namespace([(messages[0].content, 1), ('a', 2)]).a",
+    "m.items() | map('first') | join",
 ]
 
 
@@ -693,8 +699,10 @@ def test_conversations_of_one_shape_are_rendered_as_alone(operation: str) -> Non
 def made_of_texts(draw: random.Random) -> Iterator[Conversation]:
     for _ in range(25):
         texts = ["".join(draw.choices("ab c\n", k=draw.randint(0, 3))) for _ in range(2)]
-        roles = ("user", "assistant")
-        yield Conversation([{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)])
+        pairs = zip(("user", "assistant"), texts, strict=True)
+        messages = [{"role": role, "content": text} for role, text in pairs]
+        reverse = draw.randint(0, 3) == 3
+        yield Conversation([dict(sorted(m.items(), reverse=not reverse)) for m in messages])
 
 
 def assert_rendered_as_alone(source: str, conversations: Iterable[Conversation]) -> None:
@@ -748,8 +756,10 @@ def test_calls_and_tools_of_one_shape_are_rendered_as_alone(operation: str) -> N
 
 
 def made_of_calls(draw: random.Random) -> Iterator[Conversation]:
+    texts = ["a", "b", "\u00e9", '"', "\n", "</think>", "</s>", "<a>"]
+
     def text() -> str:
-        return "".join(draw.choices('ab\u00e9"\n', k=draw.randint(0, 3)))
+        return "".join(draw.choices(texts, k=draw.randint(0, 3)))
 
     for _ in range(25):
         x = {"x": text()}
@@ -765,22 +775,74 @@ def made_of_calls(draw: random.Random) -> Iterator[Conversation]:
         yield Conversation([answer, result][: draw.randint(1, 2)], tools)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from([QWEN, QWEN_GENERATING, QWEN.replace("arguments | tojson", "arguments.city")]),
+    st.lists(conversations(), min_size=2, max_size=4),
+    st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_kinds_do_not_depend_on_earlier_conversations(
+    source: str, found: list[list[Message]], has_tools: list[bool]
+) -> None:
+    """Calls have the text of the prompt, of stop tokens and of the end of thinking."""
+    for message in (message for messages in found for message in messages):
+        for made in message.get("tool_calls", []):
+            made["function"]["arguments"]["days"] = "<|im_start|>assistant\n<|im_end|></think>"
+    tools = [TOOLS if has else None for has in has_tools]
+    together = [
+        Conversation(read_messages(messages), given)
+        for messages, given in zip(found, tools, strict=False)
+    ]
+    assert_rendered_as_alone(source, [*together, *reversed(together)])
+
+
+def test_special_text_in_arguments_is_part_of_the_call() -> None:
+    text = "</think> <|im_end|>\n<|im_start|>assistant\n"
+    function = {"name": "f", "arguments": {"x": text}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    for source in (QWEN, QWEN_GENERATING):
+        found = pieces_of(source, [*SHORT[0][:1], answer])
+        assert found[-2:] == [("call", found[-2][1]), ("stop", "<|im_end|>")]
+        assert json.dumps(text) in found[-2][1]
+
+
+def test_the_prompt_may_depend_on_messages() -> None:
+    """As with Qwen3 and `/no_think`: an empty thought is in the prompt, and not learnt."""
+    header = "{{ '<|im_start|>assistant\n' }}"
+    quiet = header + "{% if '/no_think' in messages[0].content %}<think>\n\n</think>\n\n{% endif %}"
+    body = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<|im_end|>{% else %}"
+    source = f"{body}{quiet}{{{{ m.content }}}}<|im_end|>{{% endif %}}{{% endfor %}}"
+    source += f"{{% if add_generation_prompt %}}{quiet}{{% endif %}}"
+    asked = ["a", "/no_think", "b", "c /no_think", "d"]
+    answer = {"role": "assistant", "content": "yes"}
+    made = [Conversation([{"role": "user", "content": text}, answer]) for text in asked]
+    assert_rendered_as_alone(source, made)
+    for conversation in made:
+        assert pieces_of(source, conversation.messages)[1:] == [
+            ("text", "yes"),
+            ("stop", "<|im_end|>"),
+        ]
+
+
 @pytest.mark.parametrize("name", ["generating", "llama", "qwen", "qwen, generating"])
-def test_template_is_run_once_for_each_shape(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_is_watched_once_for_each_shape(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs: list[str] = []
-    render = Watch.render
+    end = Watch.end
 
-    def counted(watch: Watch, variables: dict[str, Any]) -> str:
+    def counted(watch: Watch) -> Any:
         runs.append(name)
-        return render(watch, variables)
+        return end(watch)
 
-    monkeypatch.setattr(Watch, "render", counted)
+    monkeypatch.setattr(Watch, "end", counted)
+    prompts = 1 if "{% generation %}" in TEMPLATES[name] else 2  # without and with the prompt
     template = ChatTemplate(source=TEMPLATES[name], special_tokens=SPECIAL, variables=VARIABLES)
     for number in range(40):
         thought = f"<think>\nwhy {number}\n</think>\n\n" if number % 2 else ""
         answer = {"role": "assistant", "content": f"{thought}answer {number}"}
         template.render(Conversation([*SHORT[number % 5][:1], answer]))
-    assert len(runs) == 2 + name.startswith("qwen")
+    assert len(runs) == (2 + name.startswith("qwen")) * prompts
     if not name.startswith("qwen"):
         return
     for number in range(40):
@@ -791,7 +853,7 @@ def test_template_is_run_once_for_each_shape(name: str, monkeypatch: pytest.Monk
         result = {"role": "tool", "content": f"result {number}", "tool_call_id": f"id {number}"}
         tools = [{"name": function["name"], "parameters": {"type": "object"}}]
         template.render(Conversation([*SHORT[0][:1], answer, result], tools))
-    assert len(runs) == 4
+    assert len(runs) == 4 * prompts
 
 
 def test_an_encoder_is_the_same_in_another_process() -> None:
@@ -802,16 +864,41 @@ def test_an_encoder_is_the_same_in_another_process() -> None:
     assert here.per_token == there.per_token
 
 
-def test_special_text_in_tools_is_rejected(tmp_path: Path, tokenizer: Path) -> None:
+def test_special_text_in_tools_and_arguments_is_rejected(tmp_path: Path, tokenizer: Path) -> None:
     rows = [
         {"messages": SHORT[0], "tools": [{"name": "<|im_end|>"}]},
-        {"messages": SHORT[0], "tools": TOOLS},
+        {"messages": SHORT[0], "chat_template_kwargs": {"mood": "<|im_end|>"}},
+        {"messages": SHORT[0], "tools": TOOLS, "chat_template_kwargs": {"mood": "glad"}},
     ]
-    make(rows, tmp_path / "out", tokenizer)
-    (reject,) = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
-    assert "the list of tools has the text of the special token '<|im_end|>'" in reject
+    printed = make(rows, tmp_path / "out", tokenizer).stdout
+    rejects = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
+    for name, reject in zip(("the list of tools", "a template argument"), rejects, strict=True):
+        assert f"{name} has the text of the special token '<|im_end|>'" in reject
+    assert "1 template arguments that the template does not read" in printed
     make(rows, tmp_path / "split", tokenizer, "--special-tokens-in-text", "split")
-    assert len(column(tmp_path / "split", "kinds")) == 2
+    assert len(column(tmp_path / "split", "kinds")) == 3
+
+
+def test_a_named_column_that_no_table_has_is_rejected(tmp_path: Path, tokenizer: Path) -> None:
+    tools = [json.dumps(TOOLS)]
+    parquet.write_table(pa.table({"messages": SHORT[:1]}), tmp_path / "a.parquet")
+    parquet.write_table(pa.table({"messages": SHORT[:1], "tools": tools}), tmp_path / "b.parquet")
+    (tmp_path / "README.md").write_text("About these conversations.")
+    given = ("--field", "messages=messages", "tools=tols", "--exclude", "out*")
+    failed = make(tmp_path, tmp_path / "out", tokenizer, *given, expect=2)
+    assert "`--field` tools=tols: no input file has a column `tols`; the last" in failed.stderr
+
+
+def test_a_template_may_get_its_date_as_an_argument(tmp_path: Path, tokenizer: Path) -> None:
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{% macro date() %}{{ strftime_now('%Y') }}{% endmacro %}{{ date() }}" + QWEN
+    )
+    given = ("--chat-template", template, "--template-argument", "strftime_now=2026-11-26")
+    make([{"messages": c} for c in SHORT], tmp_path / "out", tokenizer, *given)
+    assert {text[:14] for text in texts_of(tmp_path / "out")} == {"2026-11-26<|im"}
+    stored = (tmp_path / "out" / "chat_template.jinja").read_text()
+    assert rendered(stored, SHORT[0]).pieces[0].startswith(b"2026-11-26<|im")
 
 
 @pytest.mark.parametrize(

@@ -162,16 +162,10 @@ def test_append_takes_settings_of_the_data_set(tmp_path: Path, tokenizer: Path) 
     assert corpus_rows(tmp_path / "out") == corpus_rows(tmp_path / "whole")
 
 
-def test_append_of_conversations_uses_the_stored_template(tmp_path: Path) -> None:
-    chats = [
-        {
-            "messages": [
-                {"role": "user", "content": f"ask {n}"},
-                {"role": "assistant", "content": "x"},
-            ]
-        }
-        for n in range(6)
-    ]
+def test_append_of_conversations_uses_the_stored_template_and_fields(tmp_path: Path) -> None:
+    chats: list[dict[str, Any]] = [{"prompt": f"ask {n}", "completion": "x"} for n in range(6)]
+    for chat in chats[3:]:
+        chat["messages"] = [{"role": "assistant", "content": "not read"}]
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     run_texts = tmp_path / "t.txt"
@@ -188,6 +182,7 @@ def test_append_of_conversations_uses_the_stored_template(tmp_path: Path) -> Non
     given = (*given, "--template-argument", "mark=!")
     run(tmp_path / "a.jsonl", tmp_path / "out", *given)
     run(tmp_path / "b.jsonl", tmp_path / "out", "--append", "--validation", 0)
+    given = (*given, "--field", "prompt=prompt", "completion=completion")
     run(tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "whole", *given)
     assert corpus_rows(tmp_path / "out") == corpus_rows(tmp_path / "whole")
     assert Manifest.read(tmp_path / "out").counts == Manifest.read(tmp_path / "whole").counts

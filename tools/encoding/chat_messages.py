@@ -1,0 +1,173 @@
+"""Conversations: the messages of a record in the layout that templates read, and their contents."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tokenfeed.pipeline.format.kinds import Kind
+from tokenfeed.tools.corpus.records import Unusable
+
+Message = dict[str, Any]
+
+_ROLES: dict[str, Kind] = {
+    "system": Kind.SYSTEM,
+    "developer": Kind.SYSTEM,
+    "user": Kind.USER,
+    "assistant": Kind.TEXT,
+    "tool": Kind.TOOL,
+    "function": Kind.TOOL,
+    "ipython": Kind.TOOL,
+    "environment": Kind.TOOL,
+}
+_SHARE_GPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+}
+"""Roles that have another name in the ShareGPT layout."""
+_THINKING = ("reasoning_content", "thinking", "reasoning")
+"""Names that records have for thinking. Templates read the first two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The variables that a chat template receives."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Variables of the template, such as `enable_thinking`."""
+
+    def until(self, stop: int) -> "Conversation":
+        """Return the conversation with its first messages only."""
+        return replace(self, messages=self.messages[:stop])
+
+
+def read_messages(value: Any) -> list[Message]:
+    """Return messages in the layout that templates read.
+
+    Raises:
+        Unusable: Names the first message that is wrong, and why.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise Unusable("is a text, expected a list of messages") from None
+    if not isinstance(value, list) or not value:
+        shown = "an empty list" if value == [] else type(value).__name__
+        raise Unusable(f"is {shown}, expected a list of messages")
+    return [_message(raw, f"message {number}") for number, raw in enumerate(value, 1)]
+
+
+def _message(raw: Any, name: str) -> Message:
+    if not isinstance(raw, dict):
+        raise Unusable(f"has {name} that is {type(raw).__name__}, expected role and content")
+    message = raw
+    if None in raw.values():
+        message = {key: value for key, value in raw.items() if value is not None}
+    if "role" not in message and "from" in message:
+        message = _from_share_gpt(message, name)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        expected = "system, user, assistant or tool"
+        raise Unusable(f"has {name} with the role {role!r:.40}, expected {expected}")
+    for key in _THINKING:
+        if isinstance(thinking := message.get(key), str):
+            both = {"reasoning_content": thinking, "thinking": message.get("thinking", thinking)}
+            message = {**message, **both}  # at the end: templates may write a message as JSON
+            break
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise Unusable(f"has {name} with a part that is not text")
+    elif not isinstance(content, str):
+        if content is not None:
+            raise Unusable(f"has {name} whose content is {type(content).__name__}, expected text")
+        if not message.get("tool_calls") and "thinking" not in message:
+            raise Unusable(f"has {name} ({role}) without content")
+    return message
+
+
+def _from_share_gpt(raw: Message, name: str) -> Message:
+    role, value = raw["from"], raw.get("value")
+    others = {key: given for key, given in raw.items() if key not in ("from", "value")}
+    if role != "function_call":
+        role = _SHARE_GPT.get(role, role) if isinstance(role, str) else role
+        content = {} if value is None else {"content": value}
+        return {"role": role, **content, **others}
+    try:
+        call = json.loads(value or "")
+    except (TypeError, ValueError, RecursionError):
+        raise Unusable(f"has {name} with a function call that is not JSON") from None
+    calls = call if isinstance(call, list) else [call]
+    functions = [{"type": "function", "function": each} for each in calls]
+    return {"role": "assistant", "tool_calls": functions, **others}
+
+
+SLOTS = frozenset(("ids", "tools", "arguments"))
+"""What can be a content, beside texts and the names of functions: ids of calls, tools, and
+arguments of calls."""
+_THOUGHT = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
+Write = Callable[[Any, int, Kind], Any]
+"""Takes a content, the number of its message, and its kind. Returns what stands in its place.
+
+The number of tools and of ids is -1.
+"""
+
+
+def replaced_tools(
+    tools: list[Any] | None, write: Write, slots: frozenset[str]
+) -> list[Any] | None:
+    """Return the tools as other contents, if all are objects."""
+    if tools and "tools" in slots and all(tool and isinstance(tool, dict) for tool in tools):
+        return [write(tool, -1, Kind.TEMPLATE) for tool in tools]
+    return tools
+
+
+def replaced(message: Message, number: int, write: Write, slots: frozenset[str]) -> Message:
+    """Return a message with other contents."""
+
+    def content(text: str) -> str:
+        if kind is not Kind.TEXT or not (match := _THOUGHT.fullmatch(text)):
+            return str(write(text, number, kind))
+        opening, thinking, closing, rest = match.groups()
+        thinking = write(thinking, number, Kind.THINKING)
+        return f"{opening}{thinking}{closing}{write(rest, number, kind)}"
+
+    def call(given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        new = with_id(given, "id")
+        if "function" in new:
+            new["function"] = call(new["function"])
+        if isinstance(name := new.get("name"), str):
+            new["name"] = write(name, number, Kind.CALL)
+        arguments = new.get("arguments")
+        if "arguments" in slots and arguments and isinstance(arguments, str | dict):
+            new["arguments"] = write(arguments, number, Kind.TEMPLATE)
+        return new
+
+    def with_id(given: dict[str, Any], key: str) -> dict[str, Any]:
+        if "ids" in slots and isinstance(id_ := given.get(key), str):
+            return {**given, key: write(id_, -1, Kind.TEMPLATE)}
+        return dict(given)
+
+    new, kind = dict(message), _ROLES[message["role"]]
+    if kind is Kind.TEXT and isinstance(thinking := message.get("reasoning_content"), str):
+        new["thinking"] = new["reasoning_content"] = write(thinking, number, Kind.THINKING)
+    if isinstance(given := message.get("content"), str):
+        new["content"] = content(given)
+    elif given is not None:
+        new["content"] = [{**part, "text": content(part["text"])} for part in given]
+    if kind is Kind.TEXT and isinstance(calls := message.get("tool_calls"), list):
+        new["tool_calls"] = [call(given) for given in calls]
+    return with_id(new, "tool_call_id")
