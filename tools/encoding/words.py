@@ -31,6 +31,7 @@ from tokenfeed.pipeline.arithmetic import Ragged, offsets_of, ranges, take
 from tokenfeed.tools.encoding.engine_support import COMPARED_TOKENIZERS
 from tokenfeed.tools.encoding.routes import matches
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.unigram import UnigramWords
 
 CACHE_BYTES = 128 << 20
 """Words are forgotten when they take about this much memory."""
@@ -148,10 +149,7 @@ class Words:
     def _encode_plain(self, words: list[bytes]) -> Ragged:
         """Encode letters and digits of ASCII, of which a normalizer could only change the case."""
         lowercase = bool(self._tokenizer.normalizer.lowercase)
-        return self._tokenized([(word.lower() if lowercase else word).decode() for word in words])
-
-    def _tokenized(self, found: list[str]) -> Ragged:
-        """Encode words that need no other step than the model."""
+        found = [(word.lower() if lowercase else word).decode() for word in words]
         ids = [[token.id for token in self._tokenizer.model.tokenize(word)] for word in found]
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         flat = itertools.chain.from_iterable(ids)
@@ -160,7 +158,6 @@ class Words:
 
 _LOCAL = {"Precompiled", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "StripAccents"}
 """Normalizers that look at no character on the other side of a space between plain characters."""
-_PLAIN = re.compile(rb" [!-~]+")
 _RUNS_OF_SPACES = {"Regex": " {2,}"}
 _EXTENDING = "\uff9e\uff9f\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
 """Letters and signs that belong to the character before them."""
@@ -192,9 +189,10 @@ class SpacedWords(Words):
         )
         printable = "".join(map(chr, range(0x21, 0x7F)))
         replaces = any(step["type"] == "Replace" and not _joins_spaces(step) for step in steps)
-        self._keeps_ascii = not replaces and all(self._normalized(c) == c for c in printable)
+        keeps_ascii = not replaces and all(self._normalized(c) == c for c in printable)
+        self._plain = UnigramWords.from_tokenizer(tokenizer.tokenizer) if keeps_ascii else None
         contents = [re.escape(each["content"].encode()) for each in content["added_tokens"]]
-        self._added = re.compile(b"|".join(contents) or rb"(?!)")
+        self._added = re.compile(b"|".join(contents) or rb"(?!)").search
         self._about = np.zeros(0x110000, np.uint8)
         """What is known of each character: may it stand before or after a cut?"""
 
@@ -242,7 +240,7 @@ class SpacedWords(Words):
         firsts, stops = changes[::2], changes[1::2]  # of runs; a space is one byte
         sizes = stops - firsts
         before, after = characters[firsts - 1], characters[stops]
-        for each in np.unique(np.concatenate([before, after])).tolist():
+        for each in np.flatnonzero(np.bincount(np.concatenate([before, after]))).tolist():
             if not self._about[each]:
                 self._about[each] = self._find_out(chr(each))
         is_cut = ((self._about[before] & _BEFORE) != 0) & ((self._about[after] & _AFTER) != 0)
@@ -275,13 +273,14 @@ class SpacedWords(Words):
         return found
 
     def _encode_new(self, words: list[bytes]) -> tuple[list[bytes], list[Ragged]]:
-        plain: list[bytes] = []
-        others: list[bytes] = []
-        for word in words:
-            is_plain = self._keeps_ascii and _PLAIN.fullmatch(word) and not self._added.search(word)
-            (plain if is_plain else others).append(word)
-        marked = ["\u2581" + word[1:].decode() for word in plain]
-        return plain + others, [self._tokenized(marked), self._encode(others)]
+        if not self._plain:
+            return words, [self._encode(words)]
+        is_plain = self._plain.can_encode(words)
+        if self._added(b"\n".join(words)):
+            is_plain &= [not self._added(word) for word in words]
+        plain, others = (list(itertools.compress(words, each)) for each in (is_plain, ~is_plain))
+        made = [self._plain.encode(plain)] if plain else []
+        return plain + others, [*made, self._encode(others)]
 
 
 def _flat(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.tools.encoding import words
 from tokenfeed.tools.encoding.engines import ReferenceEngine, Unencodable
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.unigram import MARK, UnigramWords
 from tokenfeed.tools.encoding.words import SpacedWords, Words
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[MASK]"]
@@ -184,6 +185,28 @@ def test_other_unigram_tokenizers_have_no_words(parts: Any, token: AddedToken | 
         made.add_tokens([token])
     loaded = TextTokenizer.load(made.to_str().encode(), origin="test")
     assert SpacedWords.of_tokenizer(loaded, unused) is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_many_unigram_words_have_the_ids_of_single_words(seed: int) -> None:
+    """Also where sums of scores are equal, or differ only by the order of additions."""
+    draw = random.Random(seed)
+    letters = "ab-(="[: 2 + seed % 4]
+    texts = {"".join(draw.choices(letters, k=draw.randint(2, 6))) for _ in range(99)}
+    pieces = [MARK, *letters, *sorted(texts), *(MARK + text for text in sorted(texts)[::3])]
+    scores = [-1.0, -2.0, -0.1, -0.2, -0.3, -1 / 3, -2 / 3]
+    vocabulary = [("<unk>", 0.0), *((piece, draw.choice(scores)) for piece in pieces)]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, 0, False))
+    made = UnigramWords.from_tokenizer(tokenizer)
+    assert made is not None
+    words = [f" {''.join(draw.choices(letters, k=draw.randint(0, 63)))}" for _ in range(2_000)]
+    asked = [word.encode() for word in words]
+    assert made.can_encode(asked).all()
+    rows = [row.tolist() for row in made.encode(asked).rows()]
+    marked = (word.replace(" ", MARK) for word in words)
+    assert rows == [[token.id for token in tokenizer.model.tokenize(word)] for word in marked]
+    others = [b"a", b" a a", b" z", " \u00e9".encode(), b" " + b"a" * 64, b" a\n", b" a"]
+    assert made.can_encode(others).tolist() == [False] * 6 + [True]
 
 
 def changed(json_bytes: bytes, **parts: Any) -> bytes:
