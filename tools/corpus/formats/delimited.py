@@ -9,6 +9,7 @@ to this line. The next line begins a new row.
 import codecs
 import csv
 import io
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -38,6 +39,22 @@ _BYTES_AS_TEXT = "latin-1"
 _NEWLINES = ("\n", "\r")
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1 << 12, 1 << 18
 """Rows and bytes that become records together."""
+
+
+_WHOLE_VALUES = re.compile(r'(?:"[^"]*+(?:""[^"]*+)*+"[^,]*+,|[^",][^,]*+,|,)*+')
+_QUOTED = re.compile(r'"[^"]*+(?:""[^"]*+)*+')
+
+
+def _last_value(line: str) -> str:
+    """Return the last value of a part of a CSV line, shortened. The value is a single quote if a
+    quoted value goes on behind the part, and two if a quote at the end may close the value."""
+    whole = _WHOLE_VALUES.match(line)
+    value = line[whole.end() :] if whole else line
+    quoted = _QUOTED.match(value)
+    if not quoted:
+        return value[:1]
+    behind = value[quoted.end() :]
+    return "x" if behind[1:] else f'"{behind}'
 
 
 class _BadRow(Exception):
@@ -71,24 +88,33 @@ class _Rows:
     def __next__(self) -> str:
         """Return the next line. `csv` asks for a second line of a row within a quoted value.
 
-        If the row is too long, the line is shortened to a quote if it has an odd number of quotes,
-        so that `csv` finds the end of the row.
+        If the row is too long, the line is shortened to a quote if it begins or ends a quoted value
+        that spans lines, so that `csv` finds the end of the row.
         """
         line = self._next_piece()
+        goes_on = self._goes_on(line)
         if not self._last:
             self.beginning = line[:4].encode(_BYTES_AS_TEXT)
             line = line.removeprefix(codecs.BOM_UTF8.decode(_BYTES_AS_TEXT))
         if not line:
             self._has_ended = True
             raise StopIteration
-        self._line, quotes = line, line.count('"')
+        self._line, was_open = line, self._last >= self._first
         self.num_bytes += len(line)
         self._last += 1
-        while len(self._line) == self._limit and not self._line.endswith(_NEWLINES):
+        if not goes_on and self.num_bytes <= self._limit:
+            return line
+        value = _last_value('"' * was_open + line)
+        while goes_on:
             self._line = self._next_piece()
+            goes_on = self._goes_on(self._line)
             self.num_bytes += len(self._line)
-            quotes += self._line.count('"')
-        return line if self.num_bytes <= self._limit else '"' * (quotes % 2)
+            value = _last_value(value + self._line)
+        return line if self.num_bytes <= self._limit else '"' * (was_open != (value == '"'))
+
+    def _goes_on(self, piece: str) -> bool:
+        """Return whether a line does not end with this piece."""
+        return len(piece) == self._limit and not piece.endswith(_NEWLINES)
 
     def read(self) -> list[str] | None:
         """Return the values of the next row that is not blank; None at the end of the file.

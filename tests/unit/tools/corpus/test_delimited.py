@@ -114,13 +114,23 @@ def test_no_line_is_lost_in_silence_wherever_blocks_end(
     values=st.lists(st.text('ab,"\n\r', max_size=40), max_size=12),
     block_bytes=st.integers(1, 30),
     ending=st.sampled_from([".csv", ".tsv"]),
+    is_quoted=st.booleans(),
 )
+@example(values=["a" * 30 + '"', 'b"', '"c'], block_bytes=9, ending=".csv", is_quoted=False)
+@example(values=["a" * 23 + '"' + "a" * 9], block_bytes=9, ending=".csv", is_quoted=True)
 def test_rows_beyond_max_record_are_rejected_wherever_blocks_end(
-    tmp_path_factory: pytest.TempPathFactory, values: list[str], block_bytes: int, ending: str
+    tmp_path_factory: pytest.TempPathFactory,
+    values: list[str],
+    block_bytes: int,
+    ending: str,
+    is_quoted: bool,
 ) -> None:
     plain = [value.replace("\n", "").replace("\r", "") for value in values]
-    if ending == ".csv":
+    if ending == ".csv" and is_quoted:
         rows = [f'1,"{value.replace(chr(34), chr(34) * 2)}"' for value in values]
+    elif ending == ".csv":
+        values = [f"q{value.replace(',', '')}" for value in plain]
+        rows = [f"1,{value}" for value in values]
     else:
         values, rows = plain, [f"1\t{value}" for value in plain]
     path = tmp_path_factory.mktemp("rows") / f"a{ending}"
@@ -134,6 +144,14 @@ def test_rows_beyond_max_record_are_rejected_wherever_blocks_end(
     assert list(bad) == long
     for number in long:
         assert bad[number].startswith(f"the row has {len(rows[number])} bytes, more than the 25 of")
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_a_header_beyond_max_record_is_one_reject(tmp_path: Path, mark: bytes) -> None:
+    (tmp_path / "a.csv").write_bytes(mark + b"text," + b"b" * 95 + b"\nc,d\n")
+    good, bad = read(tmp_path / "a.csv", max_record_bytes=25)
+    assert (good, list(bad)) == ({}, [0])
+    assert bad[0].startswith("the header cannot be read: the row has 100 bytes")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
