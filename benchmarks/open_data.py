@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -87,6 +88,8 @@ def make_data(folder: Path, megabytes: float) -> None:
     pretokenize(corpus, folder / "trained")
     tokenizer = folder / "trained" / "tokenizer.json"
     write_json_lines(corpus, texts, int(megabytes * 1e6))
+    records = [msgspec.json.decode(line) for line in corpus.read_bytes().splitlines()]
+    corpus.write_bytes(msgspec.json.Encoder().encode_lines(records))  # the bytes of a copy
     write_json_lines(folder / "lines.jsonl", list(CUTS["short"](texts)), int(megabytes * 3e5))
     for name, kind in (("corpus", "documents"), ("lines", "lines")):
         own = folder / kind / OWN

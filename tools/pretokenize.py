@@ -24,12 +24,10 @@ def main() -> None:
 def _command() -> None:
     own_process()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of no use here, and 0.1 s to start and end
-    if not needs_workers(sys.argv[1:]):
-        _make()
-        return
     from tokenfeed.tools.jobs.executors import end_early, start_early
 
-    start_early()  # the imports of the workers run beside ours
+    if needs_workers(sys.argv[1:]):
+        start_early()  # the imports of the workers run beside ours
     try:
         _make()
     finally:

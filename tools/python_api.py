@@ -23,6 +23,7 @@ from tokenfeed.tools.data_sets.inspection import describe
 from tokenfeed.tools.encoding.tasks import ChatEncoder, TaskName
 from tokenfeed.tools.jobs.executors import SMALL_BYTES, Runner, end_early, start_early
 from tokenfeed.tools.jobs.progress_bar import bytes_read
+from tokenfeed.tools.pretokenize import needs_workers
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.summary import Summary
@@ -143,12 +144,17 @@ def pretokenize(
         )
     with ExitStack() as stack:
         stack.callback(end_early)
-        spooled = [
-            _spooled(name, records, of_split, options, stack)
-            for name, (of_split, records) in (by_split or {}).items()
-        ]
+        if paths and runner == "local" and needs_workers([*paths]):
+            start_early()
+
+        def spool_all() -> list[Spooled]:
+            return [
+                _spooled(name, records, of_split, options, stack)
+                for name, (of_split, records) in (by_split or {}).items()
+            ]
+
         make = append_rows if options.append else make_dataset
-        summary = make(options, spooled)
+        summary = make(options, spool_all)
     return Pretokenized(out=summary.out, manifest=Manifest.read(summary.out), summary=summary)
 
 

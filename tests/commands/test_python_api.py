@@ -1,6 +1,7 @@
 """`tokenfeed.pretokenize` makes what the command makes, of paths and of Python objects."""
 
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -183,6 +184,11 @@ WRONG: dict[str, tuple[object, type[Exception], str]] = {
     "a list of numbers": ([1, 2], CorpusError, "records, record 0: is int, expected a dict"),
     "an empty list": ([], CorpusError, "no text in 1 input file: there is no record"),
     "an empty dict": ({}, ConfigError, "names no split"),
+    "a value that is too deep": (
+        [{"text": "a"}, {"text": functools.reduce(lambda inner, _: [inner], range(9_999), 0)}],
+        CorpusError,
+        "record 1: cannot be written",
+    ),
     "an object as a value": ([{"text": object()}], CorpusError, "record 0: cannot be written"),
     "a split of a wrong name": ({"a/b": [{"text": "a"}]}, CorpusError, "cannot be the name"),
     "a path that is missing": ("gone/", CorpusError, "gone: not found"),

@@ -2,7 +2,6 @@ r"""Read the decompressed bytes of an input file in blocks, and cut blocks into 
 
 A compressed file consists of one or more streams (gzip members, zstd frames), each with a checksum
 at its end. A damaged file raises one of `READ_ERRORS`. The bytes before the error may be wrong too.
-Only the first `Blocks.sound_bytes` are verified: they belong to streams with a correct checksum.
 Lines end at `\n` only. Memory is bounded, even if a small file decompresses to gigabytes. Arrow
 checks UTF-8.
 """
@@ -40,14 +39,6 @@ _LARGEST_WINDOW_BYTES = 1 << 31
 """The window of `zstd --long=31`. Only the part with text takes memory."""
 
 
-class Damage(NamedTuple):
-    """The position of the damage in a compressed file."""
-
-    sound_bytes: int
-    """Number of decompressed bytes before the damage that a checksum has verified."""
-    reason: str
-
-
 class Blocks:
     """An iterator over a compressed file, or over the bytes `start` to `stop` of a plain file."""
 
@@ -57,22 +48,18 @@ class Blocks:
         compression: Compression | None = None,
         start: int = 0,
         stop: int | None = None,
-        damage: Damage | None = None,
     ) -> None:
-        """Open a file. Bytes after a known `damage` are not read."""
+        """Open a file."""
         self.consumed_bytes = 0
         """Number of bytes read from the file, before decompression."""
-        self.sound_bytes = 0
-        """Number of decompressed bytes up to the end of the last stream with a correct checksum."""
         self._path = path
         self._compression: Compression | None = compression
         self._start, self._stop = start, stop
-        self._damage = damage
 
     def __iter__(self) -> Iterator[bytes]:
         if self._compression is None:
             return self._plain()
-        return self._streams(self._compression) if self._damage is None else self._sound()
+        return self._streams(self._compression)
 
     def _plain(self) -> Iterator[bytes]:
         with open_location(self._path) as file:
@@ -87,32 +74,16 @@ class Blocks:
                 self.consumed_bytes += len(block)
                 yield block
 
-    def _sound(self) -> Iterator[bytes]:
-        assert self._compression
-        assert self._damage
-        left = self._damage.sound_bytes
-        blocks = self._streams(self._compression)
-        while left > 0:
-            block = next(blocks)[:left]
-            left -= len(block)
-            yield block
-        raise EOFError(self._damage.reason)
-
     def _streams(self, compression: Compression) -> Iterator[bytes]:
         """Decompress all streams. File classes of the libraries would take damage for the end."""
         pieces: list[bytes] = []
-        given = waiting = 0
-        try:
-            for piece in self._unpacked(compression):
-                pieces.append(piece)
-                waiting += len(piece)
-                if waiting >= UNPACKED_BYTES:
-                    yield b"".join(pieces)
-                    given, waiting, pieces = given + waiting, 0, []
-        except READ_ERRORS:
-            if sound := b"".join(pieces)[: max(self.sound_bytes - given, 0)]:
-                yield sound
-            raise
+        waiting = 0
+        for piece in self._unpacked(compression):
+            pieces.append(piece)
+            waiting += len(piece)
+            if waiting >= UNPACKED_BYTES:
+                yield b"".join(pieces)
+                waiting, pieces = 0, []
         if pieces:
             yield b"".join(pieces)
 
@@ -131,8 +102,7 @@ class Blocks:
                         yield piece
                         packed = b""
                     packed = stream.unused_data if stream.eof else b""
-                    if stream.eof:
-                        self.sound_bytes, stream = num_bytes, None
+                    stream = None if stream.eof else stream
                 if num_bytes - before > 4 * UNPACKED_BYTES:
                     step = max(step // 2, _FEWEST_PACKED_BYTES)
                 elif num_bytes - before < UNPACKED_BYTES:

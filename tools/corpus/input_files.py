@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.blocks import Blocks, Compression, Damage
+from tokenfeed.tools.corpus.blocks import Blocks, Compression
 from tokenfeed.tools.corpus.locations import PUT_BACK, Location, RemoteFile, names_beside
 
 STANDARD_INPUT = "-"
@@ -89,13 +89,11 @@ class FilePart:
     first_record: int = 0
     weight_bytes: int
     """Expected bytes of text, for the division of work and for progress."""
-    damage: Damage | None = None
-    """The damage of the file, if it is known."""
 
     def blocks(self) -> Blocks:
         """Return the decompressed bytes of the part. `start` and `stop` must be bytes."""
         source = self.source
-        return Blocks(source.path, source.compression, self.start, self.stop, self.damage)
+        return Blocks(source.path, source.compression, self.start, self.stop)
 
     def weight_of(self, consumed_bytes: int) -> float:
         """Return the share of the weight for a number of bytes of the file."""

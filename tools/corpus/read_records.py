@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tokenfeed.pipeline.remote.retrying import few_threads
-from tokenfeed.tools.corpus.blocks import DAMAGE, READ_ERRORS, Damage, damage_reason
+from tokenfeed.tools.corpus.blocks import DAMAGE, READ_ERRORS, damage_reason
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.locations import RemoteFile
@@ -32,7 +32,7 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
         part: A part of the corpus.
         fields: The fields to read.
         in_one_pass: Decompress a compressed file once. By default, a first pass verifies the
-            checksums, so that records after damage are never yielded.
+            checksums, and a damaged file becomes one reject.
 
     Raises:
         CorpusError: The file is missing or changed since the corpus was listed.
@@ -40,8 +40,9 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
             records may be wrong: drop all of them, and read again in two passes.
     """
     part.source.check_unchanged()
-    if part.source.compression and not in_one_pass:
-        part = _verified(part)
+    if part.source.compression and not in_one_pass and (reason := _damage(part)):
+        yield rejected(part.first_record, fields, f"cannot be read: {reason}")
+        return
     behind, format_ = part.first_record, FORMATS[part.source.format]
     has_given = False
     try:
@@ -57,8 +58,7 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
         part.source.check_unchanged()  # then that is the reason
         if part.source.compression and in_one_pass and has_given:
             raise UnverifiedError from error
-        behind_what = ", where a checksum was last right" if part.damage else ""
-        yield rejected(behind, fields, f"cannot be read from here on{behind_what}: {reason}")
+        yield rejected(behind, fields, f"cannot be read from here on: {reason}")
     part.source.check_unchanged()
 
 
@@ -103,12 +103,11 @@ def read_texts(part: FilePart, fields: Fields) -> Iterator[bytes]:
                 yield from values if kind is FieldKind.TEXT else map(b" ".join, values)
 
 
-def _verified(part: FilePart) -> FilePart:
-    """Return the part of a compressed file with its damage, if there is any."""
-    blocks = part.blocks()
+def _damage(part: FilePart) -> str:
+    """Return the damage of a compressed file; empty if it has none."""
     try:
-        for _ in blocks:
+        for _ in part.blocks():
             pass
     except READ_ERRORS as error:
-        return replace(part, damage=Damage(blocks.sound_bytes, damage_reason(error)))
-    return part
+        return damage_reason(error)
+    return ""

@@ -7,13 +7,13 @@ objects become JSON Lines, so their shards are identical to the shards of the sa
 """
 
 import contextlib
-import copy
 import inspect
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -24,8 +24,9 @@ import xxhash
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools.corpus.records import FieldKind, Fields, shown_names
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 22
 _BATCH_RECORDS = 1000
+"""Rows of a table that are in memory as Python objects."""
 
 
 class Spooled(NamedTuple):
@@ -41,6 +42,10 @@ class Spooled(NamedTuple):
     """The open file. Closing it deletes the file."""
     split: str | None = None
     """The split of all records. None: a hash chooses the split of each record."""
+
+
+Spool = Callable[[], Sequence[Spooled]]
+"""Copies input of this process when it is called."""
 
 
 def spool(
@@ -70,10 +75,20 @@ def spool(
     try:
         with contextlib.ExitStack() as undo:
             file: IO[bytes] = undo.enter_context(temporary(dir=folder))
-            for block in blocks:
+
+            def write(block: bytes) -> None:
                 digest.update(block)
                 file.write(block)
-                advance(len(block))
+
+            with ThreadPoolExecutor(1) as thread:  # writes a block while the next one is made
+                written: Future[None] | None = None
+                for block in blocks:
+                    if written:
+                        written.result()
+                    written = thread.submit(write, block)
+                    advance(len(block))
+            if written:
+                written.result()
             file.flush()
             undo.pop_all()
     except OSError as error:
@@ -99,7 +114,8 @@ def stdin_blocks() -> Iterator[bytes]:
 def json_lines(name: str, records: object, fields: Fields) -> Iterator[bytes]:
     """Yield records as blocks of JSON Lines, with only the given fields.
 
-    A record that lacks a field keeps the names of its other fields, for the reject.
+    A record that lacks a field keeps the names of its other fields, for the reject. Each record is
+    encoded at once, because an iterator may use its dict again.
 
     Args:
         name: Name of the records in errors.
@@ -111,24 +127,51 @@ def json_lines(name: str, records: object, fields: Fields) -> Iterator[bytes]:
 
     Raises:
         ConfigError: `records` has another type, or can be read only once.
-        CorpusError: A value cannot be written as JSON, or a table lacks a field.
+        CorpusError: A value cannot be written as JSON, or a table lacks a field. The records before
+            are yielded first.
     """
-    number = 0
-    for rows in _batches(name, records, fields):
-        yield from _encode(name, number, rows)
-        number += len(rows)
+    number, needed, first = 0, _needed(fields), next(iter(fields))
+    lines = bytearray()
+    try:
+        for record in _records(name, records, fields):
+            if isinstance(record, str):
+                row: dict[str, Any] = {first: record}
+            elif isinstance(record, Mapping):
+                row = {field: _text(record[field]) for field in fields if field in record}
+                if not row or not needed <= row.keys():
+                    row = dict.fromkeys(map(str, record)) | row
+            elif hasattr(record, "__arrow_c_stream__") or hasattr(record, "__arrow_c_array__"):
+                for rows in _rows(name, record, fields):
+                    _append(lines, name, number, rows)
+                    number += len(rows)
+                    if len(lines) >= _BLOCK_BYTES:
+                        yield bytes(lines)
+                        lines.clear()
+                continue
+            else:
+                raise CorpusError(
+                    f"{name}, record {number}: is {_kind(record)}, expected a dict or a text."
+                )
+            _append(lines, name, number, [row])
+            number += 1
+            if len(lines) >= _BLOCK_BYTES:
+                yield bytes(lines)
+                lines.clear()
+    except CorpusError:
+        yield bytes(lines)
+        raise
+    yield bytes(lines)
 
 
-def _batches(name: str, records: object, fields: Fields) -> Iterator[list[Any]]:
-    """Yield lists of records. Each record is a dict with those of the fields that it has."""
+def _records(name: str, records: object, fields: Fields) -> Iterator[object]:
+    """Yield single records, or tables."""
     if type(records).__module__.startswith("datasets."):
         known: Any = records
         if known.column_names is not None:
             known = known.select_columns(_columns(name, fields, known.column_names))
-        for table in known.with_format("arrow").iter(_BATCH_RECORDS):
-            yield from _rows(name, table, fields)
+        yield from known.with_format("arrow").iter(_BATCH_RECORDS)
     elif hasattr(records, "__arrow_c_stream__"):
-        yield from _rows(name, records, fields)
+        yield records
     elif callable(records):
         made: Any = records()
         if not isinstance(made, Iterable) or isinstance(made, str | bytes | Mapping):
@@ -138,48 +181,19 @@ def _batches(name: str, records: object, fields: Fields) -> Iterator[list[Any]]:
                 f"{name}: the function returns a generator that was read before. Make a new one in "
                 "each call."
             )
-        yield from _rows_of(name, made, fields)
+        yield from made
     elif isinstance(records, Iterator):
         raise ConfigError(
             f"{name}: {_kind(records)} can be read only once, so an interrupted run could not "
             "continue. Give the function that returns it."
         )
     elif isinstance(records, Iterable):
-        yield from _rows_of(name, records, fields)
+        yield from records
     else:
         raise ConfigError(
             f"{name}: got {_kind(records)}. Give paths, a datasets.Dataset, a table, a list of "
             "dicts, or a function that returns an iterator of dicts."
         )
-
-
-def _rows_of(
-    name: str, records: Iterable[object], fields: Fields
-) -> Iterator[list[dict[str, Any]]]:
-    """Yield lists of rows from single records, or from tables. Each record is copied at once,
-    because an iterator may use its dict again.
-    """
-    rows: list[dict[str, Any]] = []
-    number, needed = 0, _needed(fields)
-    for record in records:
-        if isinstance(record, str):
-            rows.append({next(iter(fields)): record})
-        elif isinstance(record, Mapping):
-            row = {field: _copied(record[field]) for field in fields if field in record}
-            has_all = row and needed <= row.keys()
-            rows.append(row if has_all else dict.fromkeys(map(str, record)) | row)
-        elif hasattr(record, "__arrow_c_stream__") or hasattr(record, "__arrow_c_array__"):
-            rows += [row for some in _rows(name, record, fields) for row in some]
-        else:
-            yield rows
-            raise CorpusError(
-                f"{name}, record {number + len(rows)}: is {_kind(record)}, expected a dict or a "
-                "text."
-            )
-        if len(rows) >= _BATCH_RECORDS:
-            yield rows
-            rows, number = [], number + len(rows)
-    yield rows
 
 
 def _needed(fields: Fields) -> set[str]:
@@ -212,17 +226,13 @@ def _rows(name: str, table: Any, fields: Fields) -> Iterator[list[dict[str, Any]
         reader = pa.table({next(iter(fields)): pa.chunked_array(table)}).to_reader()
     for batch in reader:
         wanted = batch.select(_columns(name, fields, batch.schema.names))
-        for start in range(0, batch.num_rows, _BATCH_RECORDS):
-            num_rows = min(_BATCH_RECORDS, batch.num_rows - start)
-            rows = wanted.slice(start, num_rows).to_pylist()
+        fitting = _BLOCK_BYTES * batch.num_rows // max(wanted.nbytes, 1)
+        step = min(max(fitting, 1), _BATCH_RECORDS)
+        for start in range(0, batch.num_rows, step):
+            rows = wanted.slice(start, step).to_pylist()
             if "binary" in str(wanted.schema.types):
                 rows = [{field: _text(value) for field, value in row.items()} for row in rows]
             yield rows
-
-
-def _copied(value: Any) -> Any:
-    """Return a value that the owner of the record may change."""
-    return copy.deepcopy(value) if isinstance(value, list | dict) else _text(value)
 
 
 def _text(value: Any) -> Any:
@@ -237,13 +247,13 @@ def _text(value: Any) -> Any:
     return value
 
 
-def _encode(name: str, number: int, rows: list[Any]) -> Iterator[bytes]:
-    """Yield rows as JSON Lines. If a value cannot be written, the rows before it are yielded."""
+def _append(lines: bytearray, name: str, number: int, rows: list[dict[str, Any]]) -> None:
+    """Append rows as JSON Lines. `number` is the number of the first one."""
     try:
-        yield _ENCODER.encode_lines(rows)
+        lines += _ENCODER.encode_lines(rows)
     except (TypeError, ValueError, OverflowError, RecursionError):
         for at, row in enumerate(rows):
-            yield _line(name, number + at, row)
+            lines += _line(name, number + at, row)
 
 
 def _line(name: str, number: int, row: dict[str, Any]) -> bytes:

@@ -2,10 +2,9 @@
 
 import logging
 import time
-from collections.abc import Sequence
 
 from tokenfeed.pipeline.format.manifest import read_checked
-from tokenfeed.tools.corpus.spool import Spooled
+from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.data_sets.merge import Opened, grow
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.pretokenizing.append import NothingNew, Onto
@@ -16,12 +15,12 @@ from tokenfeed.tools.pretokenizing.summary import Figures, Summary
 logger = logging.getLogger(__name__)
 
 
-def append_rows(options: Options, spooled: Sequence[Spooled] = ()) -> Summary:
+def append_rows(options: Options, spool: Spool = tuple) -> Summary:
     """Add the rows of a corpus to a finished data set.
 
     Args:
         options: The options of the command.
-        spooled: Records of this process, instead of the files of the options.
+        spool: Returns records of this process, instead of the files of the options.
 
     Raises:
         TokenfeedError: Any error, in one line. The data set is as before, and the same options
@@ -33,7 +32,7 @@ def append_rows(options: Options, spooled: Sequence[Spooled] = ()) -> Summary:
         chosen = onto.options(options)
         chosen.check()
         try:
-            _, figures = make_rows(chosen, spooled, onto)
+            _, figures = make_rows(chosen, spool, onto)
             manifest = grow(onto.store, Opened.read(str(onto.hidden.folder)))
         except NothingNew:
             logger.info("the data set has all input files already")

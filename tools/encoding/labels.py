@@ -6,9 +6,7 @@ labels decides. If whole numbers win, records with other labels are rejected. If
 are names too. If neither wins, the run ends. If a number begins with a zero, like 007, all labels
 are names.
 
-Each unit is read twice, by any process. The first pass reads the label field and counts. The second
-pass reads all fields until every label of the unit was found in a usable record. A label without a
-usable record is not a class.
+Units are counted by any process, in any order. Labels of records that cannot be used do not count.
 """
 
 import json
@@ -17,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
@@ -52,15 +50,6 @@ class Labels:
         return {label: number for number, label in enumerate(held)}
 
 
-class LabelCounts(NamedTuple):
-    """Which labels the records of a unit have, and how often."""
-
-    counts: Counter[str]
-    """How often each label occurs."""
-    usable: set[str]
-    """Labels of usable records."""
-
-
 @dataclass(frozen=True, slots=True)
 class CountLabels:
     """A task for this process or for workers: count the labels of units."""
@@ -72,36 +61,25 @@ class CountLabels:
     unusable: Callable[[dict[str, list[Any]]], dict[int, str]]
     """Returns which records have fields that contradict each other."""
 
-    def begin(self, _: Callable[[float, int, str], None]) -> Callable[[Unit], LabelCounts]:
+    def begin(self, _: Callable[[float, int, str], None]) -> Callable[[Unit], Counter[str]]:
         """Return the function that counts the labels of a unit."""
         return self.of_unit
 
-    def of_unit(self, unit: Unit) -> LabelCounts:
-        """Count the labels of a unit.
+    def of_unit(self, unit: Unit) -> Counter[str]:
+        """Count how often usable records of a unit have each label.
 
         Raises:
             CorpusError: There are too many different labels.
         """
-        kind = self.fields[self.field]
         counts: Counter[str] = Counter()
         for part in fetched_ahead(unit.parts):
-            for records in read_records(part, {self.field: kind}):
-                counts.update(self._flat(records.fields[self.field]))
-                if len(counts) > _MOST_LABELS:
-                    raise _too_many(self.field, _MORE_LABELS)
-        return LabelCounts(counts, self._usable(unit, set(counts)))
-
-    def _usable(self, unit: Unit, labels: set[str]) -> set[str]:
-        """Return the labels of a unit that occur in usable records."""
-        found: set[str] = set()
-        for part in fetched_ahead(unit.parts if labels else ()):
             for records in read_records(part, self.fields):
                 bad = self.unusable(records.fields)
                 values = enumerate(records.fields[self.field])
-                found.update(self._flat([value for index, value in values if index not in bad]))
-                if found >= labels:
-                    return found
-        return found
+                counts.update(self._flat([value for index, value in values if index not in bad]))
+                if len(counts) > _MOST_LABELS:
+                    raise _too_many(self.field, _MORE_LABELS)
+        return counts
 
     def _flat(self, labels: list[Any]) -> Iterable[str]:
         is_list = self.fields[self.field] is FieldKind.LABELS
@@ -115,7 +93,7 @@ def find_labels(
     unusable: Callable[[dict[str, list[Any]]], dict[int, str]],
     *,
     own: str,
-    counted_by: Callable[[CountLabels, tuple[Unit, ...]], Iterable[LabelCounts]] | None = None,
+    counted_by: Callable[[CountLabels, tuple[Unit, ...]], Iterable[Counter[str]]] | None = None,
 ) -> Labels:
     """Find every label of the corpus.
 
@@ -133,20 +111,15 @@ def find_labels(
     """
     work = CountLabels(fields, field, unusable)
     counts: Counter[str] = Counter()
-    usable: set[str] = set()
     for found in counted_by(work, units) if counted_by else map(work.of_unit, units):
-        counts.update(found.counts)
-        usable |= found.usable
+        counts.update(found)
         if len(counts) > _MOST_LABELS:
             raise _too_many(field, _MORE_LABELS)
     if not counts:
         raise CorpusError(
-            f"no record has a label in field `{field}`: a label is {FieldKind.LABEL.value}, "
-            "so 1.0 is not a label. Change the values, or name another field with `--field "
-            f"{own}=NAME`."
+            f"no usable record has a label in field `{field}`{_first_reject(units, fields)}. Name "
+            f"another field with `--field {own}=NAME`."
         )
-    if usable:
-        counts = Counter({label: counts[label] for label in counts.keys() & usable})
     numbers = _whole_numbers(counts, field)
     if not numbers:
         return Labels(tuple(sorted(counts)))
@@ -157,6 +130,15 @@ def find_labels(
     if len(names) <= int(longest):
         names = tuple(map(str, range(int(longest) + 1)))
     return Labels(names, are_numbers=True)
+
+
+def _first_reject(units: tuple[Unit, ...], fields: Fields) -> str:
+    """Return the first rejected record and why it was rejected; empty if none was."""
+    for part in fetched_ahead(part for unit in units for part in unit.parts):
+        for records in read_records(part, fields):
+            for record, reason in records.rejects[:1]:
+                return f"; {part.source.name}, record {record}: {reason}"
+    return ""
 
 
 def _whole_numbers(counts: Counter[str], field: str) -> list[str]:

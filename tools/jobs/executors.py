@@ -228,15 +228,21 @@ class ForkExecutor(Executor):
 
 _early: list[ForkExecutor] = []
 """The executor that `start_early` started, until `local_executor` returns it."""
+_early_loads: list[Callable[[], None]] = []
+"""Functions for `ForkExecutor.prepare` of the executor that is started early."""
 
 
 def start_early() -> None:
     """Start a `ForkExecutor` for the first call of `local_executor`."""
-    _early.append(ForkExecutor())
+    executor = ForkExecutor()
+    for load in _early_loads:
+        executor.prepare(load)
+    _early.append(executor)
 
 
 def prepare_early(load: Callable[[], None]) -> None:
-    """Call `ForkExecutor.prepare` of the executor that was started early."""
+    """Call `ForkExecutor.prepare` of the executor that was or will be started early."""
+    _early_loads.append(load)
     for executor in _early:
         executor.prepare(load)
 
@@ -248,6 +254,7 @@ def local_executor() -> ForkExecutor:
 
 def end_early() -> None:
     """End the executor that was started early, if it is unused."""
+    _early_loads.clear()
     while _early:
         _early.pop().shutdown()
 

@@ -7,6 +7,7 @@ parts, and the same command after a kill, read the plan instead of the corpus.
 import contextlib
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from tokenfeed.tools.corpus.records import Fields, Records, Reject, shown_names
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
 from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
-from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts, Labels, find_labels
+from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
 from tokenfeed.tools.encoding.tasks import ChatEncoder, Labelled, TaskEncoder
 from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
 from tokenfeed.tools.jobs.crew import local_crew
@@ -283,7 +284,9 @@ def _kind_of(reason: str) -> str:
     return re.sub(r"\d+|'.*'", "", reason.partition(";")[0])
 
 
-def _counted(work: CountLabels, units: tuple[Unit, ...], num_workers: int) -> Iterator[LabelCounts]:
+def _counted(
+    work: CountLabels, units: tuple[Unit, ...], num_workers: int
+) -> Iterator[Counter[str]]:
     """Count the labels of units, by workers if there is much to read."""
     num_workers = min(num_workers, len(units))
     sizes = [unit.weight_bytes for unit in units]

@@ -8,11 +8,10 @@ and the manifest last, so an output is always new, unfinished or finished.
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import REJECTS_FILE, TOKENIZER_FILE, Manifest
-from tokenfeed.tools.corpus.spool import Spooled
+from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
 from tokenfeed.tools.jobs.run_records import RunRecords, planning_alone, remove_records
@@ -72,12 +71,12 @@ def begin_writing(run: Run, records: RunRecords) -> None:
         output.write(TOKENIZER_FILE, json_bytes)
 
 
-def make_dataset(options: Options, spooled: Sequence[Spooled] = ()) -> Summary:
+def make_dataset(options: Options, spool: Spool = tuple) -> Summary:
     """Make the data set that `options` describe, or finish it.
 
     Args:
         options: The options of the command.
-        spooled: Records of this process, instead of the files of the options.
+        spool: Returns records of this process, instead of the files of the options.
 
     Raises:
         TokenfeedError: Any error, in one line. Files with final names are complete, and the same
@@ -85,17 +84,17 @@ def make_dataset(options: Options, spooled: Sequence[Spooled] = ()) -> Summary:
     """
     started = time.perf_counter()
     options.check()
-    return Summary.of(options, *make_rows(options, spooled), started)
+    return Summary.of(options, *make_rows(options, spool), started)
 
 
 def make_rows(
-    options: Options, spooled: Sequence[Spooled] = (), onto: Onto | None = None
+    options: Options, spool: Spool = tuple, onto: Onto | None = None
 ) -> tuple[Manifest, Figures]:
     """Make or finish a data set; see `make_dataset`. Return its manifest, and figures of the run.
 
     Args:
         options: The options of the command, checked.
-        spooled: Records of this process, instead of the files of the options.
+        spool: Returns records of this process, instead of the files of the options.
         onto: The data set that the rows are for. Input files that it has are left out.
 
     Raises:
@@ -107,7 +106,7 @@ def make_rows(
         raise ConfigError(
             f"`--finish`: {output} holds nothing to finish. Run `--part I/N` for every I first."
         )
-    listed = Listed.from_options(options, state, spooled, onto)
+    listed = Listed.from_options(options, state, spool, onto)
     skipped_binary = len(listed.inputs.corpus.binary)
     skipped_known = onto.skipped if onto else 0
     if state == "finished":

@@ -4,7 +4,6 @@ import json
 import logging
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -22,7 +21,7 @@ from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.pipeline.format.store import Place, local_path
 from tokenfeed.pipeline.redaction import public
 from tokenfeed.tools.corpus.records import Unusable
-from tokenfeed.tools.corpus.spool import Spooled
+from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.chat import ChatTemplate
 from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, installed_engines, preload
@@ -70,7 +69,7 @@ class Listed:
         cls,
         options: Options,
         state: State,
-        spooled: Sequence[Spooled] = (),
+        spool: Spool = tuple,
         onto: Onto | None = None,
     ) -> Self:
         """List the input files and load the tokenizer that is given.
@@ -78,7 +77,7 @@ class Listed:
         Args:
             options: The options of the command.
             state: The state of the output.
-            spooled: Records of this process, instead of the files of the options.
+            spool: Returns records of this process, instead of the files of the options.
             onto: The data set that the rows are for.
         """
         tokenizer = None
@@ -89,7 +88,7 @@ class Listed:
             vocabulary = tokenizer.vocabulary_size
             prepare_early(partial(preload, options.tokenizer, vocabulary, splits_special=special))
         plan = kept_plan(options.output) if state == "unfinished" else None
-        inputs = Inputs.listed(options, plan, spooled, onto)
+        inputs = Inputs.listed(options, plan, spool(), onto)
         if isinstance(inputs.task, ChatEncoder):
             assert tokenizer, "`Options.check` asks for one"
             task = replace(inputs.task, chat_template=_chat_template(options, tokenizer))

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from tokenfeed.pipeline.arithmetic import binaries
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.blocks import IS_UTF16, READ_ERRORS, UTF16_MARKS, BlockFile
+from tokenfeed.tools.corpus.blocks import IS_UTF16, UTF16_MARKS, BlockFile
 from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.tables import batch_records, column_problem
 from tokenfeed.tools.corpus.input_files import FilePart
@@ -195,19 +195,15 @@ def _columns(rows: _Rows) -> tuple[list[str], str | None]:
 
 
 def _records(rows: _Rows, columns: list[str], fields: Fields) -> Iterator[Records]:
-    """Yield the rows as records, many at a time; before a read error, those that were read."""
+    """Yield the rows as records, many at a time."""
     found: list[list[str] | Unusable] = []
     first = num_bytes = 0
-    try:
-        while (row := _row(rows, len(columns))) is not None:
-            found.append(row)
-            num_bytes += rows.num_bytes
-            if num_bytes > _BYTES_AT_ONCE or len(found) == _ROWS_AT_ONCE:
-                yield _as_records(first, found, columns, fields)
-                first, num_bytes, found = first + len(found), 0, []
-    except READ_ERRORS:
-        yield _as_records(first, found, columns, fields)
-        raise
+    while (row := _row(rows, len(columns))) is not None:
+        found.append(row)
+        num_bytes += rows.num_bytes
+        if num_bytes > _BYTES_AT_ONCE or len(found) == _ROWS_AT_ONCE:
+            yield _as_records(first, found, columns, fields)
+            first, num_bytes, found = first + len(found), 0, []
     yield _as_records(first, found, columns, fields)
 
 

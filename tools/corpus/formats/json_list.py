@@ -45,21 +45,13 @@ def _elements(blocks: Iterable[bytes], most_bytes: int) -> Iterator[list[Any]]:
     """Yield the elements of a list. Bytes that are not UTF-8 become lone surrogates.
 
     Raises:
-        ValueError: The file is not a JSON list, or an element is too long.
-        Exception: The error of `blocks`. The elements before an error are yielded first.
+        ValueError: The file is not a JSON list, or an element is too long. The elements before are
+            yielded first.
     """
-    damage: list[Exception] = []
-
-    def up_to_damage() -> Iterator[bytes]:
-        try:
-            yield from blocks
-        except Exception as error:
-            damage.append(error)
-
     utf8 = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
     text, enough = "", 0
     marks, wants_element = "[", False  # what may come next
-    for block in chain(up_to_damage(), (b"",)):
+    for block in chain(blocks, (b"",)):
         text += utf8.decode(block, final=not block)
         if block and len(text) < enough:
             continue
@@ -85,8 +77,6 @@ def _elements(blocks: Iterable[bytes], most_bytes: int) -> Iterator[list[Any]]:
             at, marks, wants_element = end, ",]", False
         if elements:
             yield elements
-        if damage and not block:
-            raise damage[0]  # an element that was cut off is no problem of its own
         if problem:
             raise ValueError(problem)
         text = text[at:]

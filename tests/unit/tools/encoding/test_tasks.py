@@ -276,9 +276,9 @@ def test_labels_that_cannot_be_numbered_are_one_error(tmp_path: Path) -> None:
         (
             [None, -1],
             FieldKind.LABEL,
-            r"no record has a label in field `label`.*`--field mood=NAME`",
+            r"no usable record has a label in field `label`.*`--field mood=NAME`",
         ),
-        ([1.0, 2.0], FieldKind.LABEL, r"a name or a whole number from 0, so 1\.0 is not a label"),
+        ([1.0, 2.0], FieldKind.LABEL, r"record 0: .* is 1\.0, expected a name or a whole number"),
         ([[], []], FieldKind.LABELS, "`--field mood=NAME`"),
         (["9" * 5000], FieldKind.LABEL, "field `label` has"),
     ]

@@ -274,6 +274,6 @@ def test_parts_begun_at_once_make_one_plan(
 
 def test_part_that_cannot_be_planned_leaves_nothing(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "words"}\n')
-    with pytest.raises(CorpusError, match="no record has a label"):
+    with pytest.raises(CorpusError, match="no usable record has a label"):
         part("0/2", tmp_path / "a.jsonl", tmp_path / "new/out", tokenizer, task="classify")
     assert not (tmp_path / "new").exists()

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import Unit, cut_units
 from tokenfeed.tools.encoding import training
-from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts, find_labels
+from tokenfeed.tools.encoding.labels import CountLabels, find_labels
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
 
@@ -80,7 +81,7 @@ def test_labels_counted_by_units_in_any_order_are_the_same(tmp_path: Path) -> No
     assert len(units) > 5
     fields = {"text": FieldKind.TEXT, "label": FieldKind.LABEL}
 
-    def shuffled(work: CountLabels, units: tuple[Unit, ...]) -> Iterable[LabelCounts]:
+    def shuffled(work: CountLabels, units: tuple[Unit, ...]) -> Iterable[Counter[str]]:
         return map(work.of_unit, random.Random(0).sample(units, len(units)))
 
     plain = find_labels(units, fields, "label", lambda values: {}, own="label")
