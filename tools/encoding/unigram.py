@@ -83,14 +83,15 @@ class UnigramWords:
         return cls(pieces) if MARK in pieces and is_small and is_finite else None
 
     def can_encode(self, words: list[bytes]) -> np.ndarray:
-        """Return which words can be encoded, bool: they begin with a space, and have no other."""
+        """Return which words can be encoded, bool: a space and then other characters."""
         lengths = np.fromiter(map(len, words), np.int64, len(words))
         starts = np.cumsum(lengths) - lengths
         data = np.frombuffer(b"".join(words), np.uint8)
         strange = np.add.reduceat(~self._is_known[data], starts, dtype=np.int64)
         spaces = np.add.reduceat(data == ord(" "), starts, dtype=np.int64)
-        is_word = (data[starts] == ord(" ")) & (spaces == 1) & (lengths <= _LONGEST_WORD)
-        return is_word & (strange == 0)
+        is_word: np.ndarray = (data[starts] == ord(" ")) & (spaces == 1) & (strange == 0)
+        is_word &= (lengths > 1) & (lengths <= _LONGEST_WORD)
+        return is_word
 
     def encode(self, words: list[bytes]) -> Ragged:
         """Encode words for which `can_encode` is true; the ids are uint32.
