@@ -9,8 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tokenfeed.pipeline.facts import facts
-from tokenfeed.trainer.sensors.gpu import GpuReading, gpus_here
-from tokenfeed.trainer.sensors.host import HostReading, read_host
+from tokenfeed.trainer.sensors.machine import GpuReading, HostReading, gpus_here, read_host
 
 _EVERY_S = 1.0
 

@@ -46,7 +46,7 @@ GROUPS = {
     "data": ("shards", "sequence_length", "seed"),
     "model": (
         *("model", "layers", "width", "heads", "kv_heads"),
-        *("dropout", "init_from", "from_scratch", "lora"),
+        *("dropout", "from_scratch", "lora"),
     ),
     "duration and batch size": (
         *("epochs", "tokens", "steps", "step_tokens", "step_rows", "micro_batch_tokens"),

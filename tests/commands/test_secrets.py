@@ -277,7 +277,7 @@ def test_no_command_shows_or_stores_secrets_of_addresses(
     go(train.main, "--shards", at("set"), *cpu)
     go(train.main, "--shards", at("set"), *cpu, "--dry-run", "--json")
     go(train.main, "--shards", f"{at('set')}=x", f"{at('a')}=0.5", *cpu, "--print-config")
-    for option in ("upload", "init-from", "export", "run-dir", "cache-dir", "model", "config"):
+    for option in ("upload", "export", "run-dir", "cache-dir", "model", "config"):
         go(train.main, "--shards", documents, *cpu, f"--{option}", at("x"))
     go(train.main, "--shards", documents, *cpu, "--model", f"hf:{at('x')}")
     go(train.main, *cpu, "--config", configured("given.yaml", {"shards": {at("set"): "x"}}))

@@ -18,6 +18,7 @@ from tokenizers.models import WordLevel
 
 from support.data_sets import random_rows, write_rows
 from tokenfeed.pipeline.format.schema import IGNORED, Task, task_columns
+from tokenfeed.trainer.checkpoints.checkpoint_format import part_of
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.head import Head, HeadKind
@@ -237,8 +238,7 @@ def read_metrics(run_dir: Path, key: str) -> dict[int, float]:
 
 
 def load_weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = load_state(run_dir, step)["model"]
-    return weights
+    return part_of(load_state(run_dir, step), "model.")
 
 
 def load_state(run_dir: Path, step: int) -> State:

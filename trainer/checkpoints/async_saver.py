@@ -13,7 +13,7 @@ from tokenfeed.trainer.checkpoints.checkpoint_format import (
     CheckpointMeta,
     Kind,
     kinds_of,
-    split,
+    unshared,
     write_content,
 )
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
@@ -62,10 +62,10 @@ class Saver:
             OSError: The previous save failed.
         """
         self.wait()
-        rest, tensors = split(state)
+        tensors = unshared(state)
         self._copy.take(tensors)
         self._thread = threading.Thread(
-            target=self._run, args=(meta, rest, kinds_of(tensors)), daemon=True, name="checkpoint"
+            target=self._run, args=(meta, kinds_of(tensors)), daemon=True, name="checkpoint"
         )
         self._thread.start()
 
@@ -101,18 +101,17 @@ class Saver:
         """Release the host memory. Does not wait for the disk."""
         self._copy.close()
 
-    def _run(self, meta: CheckpointMeta, rest: State, kinds: dict[str, Kind]) -> None:
+    def _run(self, meta: CheckpointMeta, kinds: dict[str, Kind]) -> None:
         try:
-            self._write(meta, rest, kinds)
+            self._write(meta, kinds)
         except Exception as error:
             self._error = error
 
-    def _write(self, meta: CheckpointMeta, rest: State, kinds: dict[str, Kind]) -> None:
+    def _write(self, meta: CheckpointMeta, kinds: dict[str, Kind]) -> None:
         """Write a checkpoint. Then delete all but the latest `keep` checkpoints and the best one.
 
         Args:
             meta: The progress of the run.
-            rest: The state without tensors, with names where tensors belong.
             kinds: The dtype and shape of each tensor.
 
         Raises:
@@ -132,7 +131,7 @@ class Saver:
                     if not (folder / file).exists():  # on the disk of another machine
                         missing = f"rank 0 does not find {file}: all ranks need the same --run-dir"
                         raise OSError(errno.ENOENT, missing)
-                write_content(folder, meta, rest, kinds, dict(files))
+                write_content(folder, meta, kinds, dict(files))
         except OSError as error:
             reason = f"{error.strerror}. After fixing this, {checkpoints.way_on()}"
             raise OSError(error.errno, reason, str(checkpoints.path(meta.step))) from error

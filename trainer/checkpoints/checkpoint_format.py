@@ -1,7 +1,7 @@
 """One checkpoint on disk: checkpoint.json, and a safetensors file for each rank that saved.
 
-A state is saved in two parts: its tensors by name, and the rest as JSON with the tensors' names in
-their places. checkpoint.json lists each tensor with its dtype and shape. Every byte is verified:
+A state is a dict of tensors by name: "model.NAME", "optimizer.NAME.MOMENT", "random.DEVICE" and so
+on. checkpoint.json lists each tensor with its dtype and shape. Every byte is verified:
 checkpoint.json has the checksum of each tensor file and a checksum of itself.
 
 `torch.distributed.checkpoint` reads the tensors: slice by slice into memory that exists already,
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -30,8 +30,7 @@ from tokenfeed.trainer.checkpoints.tensor_file import is_sharded_tensor, stored_
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import State, World
 
-_TENSOR = "$tensor"
-_VERSION = 2
+_VERSION = 3
 CONTENT_FILE = "checkpoint.json"
 _READERS = 4
 _FILE_NAME = re.compile(r"state-\d+\.safetensors")
@@ -97,41 +96,34 @@ class CheckpointMeta:
                 )
 
 
-def split(state: State) -> tuple[State, dict[str, Tensor]]:
-    """Split a state: return it with names in place of tensors, and the tensors by name.
+Value = TypeVar("Value")
 
-    A tensor's name is its path in the state. Tied weights are one tensor with one name.
 
-    Example: {"model": {"a": T}, "step": 3} becomes {"model": {"a": {"$tensor": "model.a"}}, "step":
-        3}
-    and {"model.a": T}.
+def part_of(state: Mapping[str, Value], prefix: str) -> dict[str, Value]:
+    """Return the values whose names begin with a prefix, by the rest of their names."""
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+
+
+def with_prefix(prefix: str, state: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the values under names that begin with a prefix."""
+    return {prefix + name: value for name, value in state.items()}
+
+
+def unshared(state: Mapping[str, Tensor]) -> State:
+    """Return each tensor once: tied weights under the first of their names.
 
     Raises:
-        ConfigError: The state has a value that is neither a tensor nor valid in JSON.
+        ConfigError: A value is not a tensor.
     """
-    names: dict[Any, str] = {}
-    tensors: dict[str, Tensor] = {}
-
-    def walk(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            identity = _identity(value)
-            if identity not in names:
-                while path in tensors:  # keys ("a.b", "c") and ("a", "b.c") have the same path
-                    path += "_"
-                names[identity], tensors[path] = path, value
-            return {_TENSOR: names[identity]}
-        if isinstance(value, Mapping):
-            for key in value:
-                if not isinstance(key, str) or key == _TENSOR:
-                    raise _refused(f"the key {key!r}", path)
-            return {key: walk(inner, f"{path}.{key}") for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [walk(inner, f"{path}.{index}") for index, inner in enumerate(value)]
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise _refused(f"a {type(value).__name__}", path)
-
-    return {key: walk(value, key) for key, value in state.items()}, tensors
+    first: dict[Any, str] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(
+                f"{name}: a {type(tensor).__name__} cannot be saved. Let the model's state have "
+                "only tensors."
+            )
+        first.setdefault(_identity(tensor), name)
+    return {name: state[name] for name in first.values()}
 
 
 def _identity(tensor: Any) -> Any:
@@ -140,13 +132,6 @@ def _identity(tensor: Any) -> Any:
     if own.numel() == 0:
         return id(tensor)
     return own.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _refused(what: str, path: str) -> ConfigError:
-    return ConfigError(
-        f"{path}: {what} cannot be saved. Let the model's state have only tensors, numbers, texts, "
-        "lists, and dicts with texts as keys."
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +173,6 @@ class _Content:
     files: dict[str, str]
     """The checksum of each file, by name."""
     tensors: dict[str, Kind]
-    state: dict[str, Any]
-    """The state without tensors, with names where tensors belong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,51 +223,36 @@ class Checkpoint:
         """What checkpoint.json records about the run."""
         return self.content.meta
 
-    def kind(self, value: Any) -> Kind | None:
-        """Return the dtype and shape of a tensor in `content.state`; None for another value."""
-        is_tensor = isinstance(value, dict) and _TENSOR in value
-        return self.content.tensors[value[_TENSOR]] if is_tensor else None
-
     def read(
-        self, live: State | None = None, world: World | None = None, *, only: str | None = None
+        self, live: State | None = None, world: World | None = None, *, prefix: str = ""
     ) -> State:
-        """Return the state that was saved. Its tuples have become lists.
+        """Return the tensors whose names begin with `prefix`, by their whole names.
 
         If tensors of `live` are sharded over ranks, each rank reads its shards. Else rank 0 reads
         the files, and the other ranks receive the tensors from rank 0.
 
         Args:
-            live: A state of the same structure. Its tensors are overwritten and returned. Tensors
-                that it lacks are new, on the host.
+            live: Tensors to overwrite and return, by name. Tensors that it lacks are new, on the
+                host.
             world: All ranks that call this. Default: this process alone.
-            only: The one part of the state to read, such as "model".
+            prefix: The beginning of names.
 
         Raises:
             OSError, ValueError, KeyError, TypeError: The checkpoint is damaged.
         """
-        _, lives = split(live or {})
-        tensors: dict[str, Tensor] = {}
-
-        def bind(value: Any) -> Any:
-            """Return a part of the state with tensors to read into, and add these to `tensors`."""
-            if (kind := self.kind(value)) is not None:
-                name = value[_TENSOR]
-                if name not in tensors:  # else a tied weight
-                    tensors[name] = lives[name] if name in lives else kind.empty()
-                return tensors[name]
-            if isinstance(value, dict):
-                return {key: bind(each) for key, each in value.items()}
-            return [*map(bind, value)] if isinstance(value, list) else value
-
-        parts = {key: part for key, part in self.content.state.items() if only in (None, key)}
-        state: State = bind(parts)
+        lives = unshared(live or {})
+        tensors = {
+            name: lives[name] if name in lives else kind.empty()
+            for name, kind in self.content.tensors.items()
+            if name.startswith(prefix)
+        }
         world = world or World(torch.device("cpu"))
         is_sharded = any(map(is_sharded_tensor, tensors.values()))
         reads = is_sharded or world.is_main
         world.run_slow(lambda: self._read_into(tensors) if reads else None)
         if not is_sharded:
             world.broadcast([*tensors.values()])
-        return state
+        return tensors
 
     @torch.no_grad()
     def _read_into(self, tensors: Mapping[str, Tensor]) -> None:
@@ -310,12 +278,11 @@ class Checkpoint:
 def write_content(
     folder: Path,
     meta: CheckpointMeta,
-    rest: State,
     tensors: Mapping[str, Kind],
     files: dict[str, str],
 ) -> None:
     """Write checkpoint.json, the last file of a checkpoint, and sync the folder."""
-    content = _Content(version=_VERSION, meta=meta, files=files, tensors=dict(tensors), state=rest)
+    content = _Content(version=_VERSION, meta=meta, files=files, tensors=dict(tensors))
     with open(folder / CONTENT_FILE, "wb") as file:
         file.write(_sealed(asdict(content)))
         file.flush()

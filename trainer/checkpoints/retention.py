@@ -4,7 +4,6 @@ import contextlib
 import logging
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8})")
-_DAMAGED_SUFFIX = ".damaged"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors that reading a damaged checkpoint may raise."""
 
@@ -36,10 +34,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._held: set[int] = set()
-        self._lock = threading.Lock()
-        """Guards renames: a held checkpoint keeps its name."""
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], object] = lambda: None
         """Called after each new checkpoint, on the thread that wrote it."""
 
     @classmethod
@@ -131,54 +126,28 @@ class Checkpoints:
             ResumeError: The checkpoint is missing or damaged.
         """
         path = self.to_resume() if step is None else self.path(step)
-        with _reading(path):
-            return _verified(path)
-
-    def damage(self, step: int) -> str | None:
-        """Read all bytes of a checkpoint; return what is wrong with them, or None."""
-        try:
-            _verified(self.path(step))
-        except DAMAGE as error:
-            return str(error)
-        return None
+        return verified(path, *steps_of([path.name]))
 
     @contextlib.contextmanager
     def new(self, step: int) -> Iterator[Path]:
         """Yield an empty folder, `temporary(step)`. Afterwards the folder becomes the checkpoint.
 
-        An existing checkpoint of this step is renamed, as by `set_aside`. If the block raises,
-        nothing changes.
+        An existing checkpoint of this step is replaced. If the block raises, nothing changes.
         """
         final, temporary = self.path(step), self.temporary(step)
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
             yield temporary
-            if final.exists():
-                self.set_aside(step)
+            shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
             sync_folder(self._folder)
         except Exception:
             shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
             raise
 
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[tuple[int | None, list[int]]]:
-        """Protect the best and the latest checkpoint from deletion within the block.
-
-        Yield the best step, and both steps in order. Only one block may be open at a time.
-        """
-        with self._lock:
-            best = self.best()
-            step = best.step if best else None
-            self._held = {*self.steps()[-1:], *([] if step is None else [step])}
-        try:
-            yield step, sorted(self._held)
-        finally:
-            self._held = set()
-
     def delete_old(self, keep: int) -> None:
-        """Delete all but the latest `keep` checkpoints, the best one, and held ones.
+        """Delete all but the latest `keep` checkpoints and the best one.
 
         If the latest checkpoint is damaged, the best one is unknown. Then nothing is deleted.
         """
@@ -186,10 +155,8 @@ class Checkpoints:
             best = self.best()
         except ResumeError:
             return
-        with self._lock:
-            kept = {*self._held, best and best.step}
-            old = [step for step in self.steps()[:-keep] if step not in kept]
-            unnamed = [self.path(step).rename(self.temporary(step)) for step in old]
+        old = [step for step in self.steps()[:-keep] if best is None or step != best.step]
+        unnamed = [self.path(step).rename(self.temporary(step)) for step in old]
         for path in unnamed:  # renamed first: a kill half-way leaves no damaged checkpoint
             shutil.rmtree(path)
 
@@ -198,27 +165,26 @@ class Checkpoints:
         for path in self._folder.glob(f"step-*{TEMPORARY_SUFFIX}"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint, so that it is ignored from now on; return the new path."""
-        path = self.path(step)
-        aside = path.with_name(path.name + _DAMAGED_SUFFIX)
-        shutil.rmtree(aside, ignore_errors=True)
-        return path.rename(aside)
 
+def verified(path: Path, step: int, *, where: object = None) -> Checkpoint:
+    """Verify and return the checkpoint of a step in a folder. `where` names it in errors.
 
-def _verified(path: Path) -> Checkpoint:
-    checkpoint = Checkpoint.open(path)
-    if name_of(checkpoint.meta.step) != path.name:
-        raise ValueError(f"its checkpoint.json is of step {checkpoint.meta.step}")
-    return checkpoint
+    Raises:
+        ResumeError: The checkpoint is damaged.
+    """
+    with _reading(where or path):
+        checkpoint = Checkpoint.open(path)
+        if checkpoint.meta.step != step:
+            raise ValueError(f"its checkpoint.json is of step {checkpoint.meta.step}")
+        return checkpoint
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(where: object) -> Iterator[None]:
     try:
         yield
     except DAMAGE as error:
         raise ResumeError(
-            f"{path}: the checkpoint is damaged ({error}). Delete this folder to resume from the "
+            f"{where}: the checkpoint is damaged ({error}). Delete this folder to resume from the "
             "one before it."
         ) from error

@@ -3,25 +3,19 @@
 Stores cannot rename folders. A checkpoint there is complete once its checkpoint.json exists: this
 file is written last and deleted first.
 
-A thread uploads the run. The training loop does not wait for uploads, and survives their errors.
-The thread uploads the best checkpoint, then the latest, so that a run that resumes there knows the
-best.
-Checkpoints written meanwhile are skipped, except the latest. A checkpoint stays on the disk until
-it is uploaded.
+The training loop survives errors of uploads, and does not wait for an upload before the next save.
+The best checkpoint is uploaded before the latest, so that a run that resumes there knows the best.
 """
 
 import contextlib
 import logging
 import math
 import shutil
-import threading
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
-from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
 from tokenfeed.pipeline.format.store import LocalStore, open_place
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.trainer.checkpoints.checkpoint_format import CONTENT_FILE, files_of
@@ -36,17 +30,12 @@ from tokenfeed.trainer.config.run_config import (
 )
 
 _GIVE_UP_S = 30.0
-"""Seconds to repeat a request. Uploads then start again; a run that needs the answer ends."""
+"""Seconds to repeat a request. The upload then fails; a run that needs the answer ends."""
 _COPIED_BYTES = 8 << 20
 OF_THE_END = (PAGE_FILE, REPORT_FILE)
 """Files that a run writes at its end. The report is last, for it promises the others."""
 PROBE = "may-be-written"
 """A file that `check_upload` writes and deletes."""
-
-RETRY_S = 60.0
-"""Seconds until an upload that failed is repeated."""
-FINISH_S = 600.0
-"""Seconds that a run waits for the last upload at its end."""
 
 _log = logging.getLogger(__name__)
 
@@ -100,8 +89,9 @@ class RemoteRun:
     def get_checkpoint(self, step: int, folder: Path) -> None:
         """Download the files of a checkpoint into a folder. It does not check them."""
         there = f"{CHECKPOINTS_FOLDER}/{name_of(step)}"
-        names = self.place.names(there)
-        for name in names - _unfinished(names):
+        marker = self.place.read(f"{there}/{CONTENT_FILE}")
+        (folder / CONTENT_FILE).write_bytes(marker)
+        for name in files_of(marker):
             path = f"{there}/{name}"
             with (
                 self.place.open(path, self.place.size(path)) as source,
@@ -109,28 +99,22 @@ class RemoteRun:
             ):
                 shutil.copyfileobj(source, copy, _COPIED_BYTES)
 
-    def set_aside(self, step: int) -> None:
-        """Rename the checkpoint.json of a step, so that the step is ignored from now on."""
-        path = f"{CHECKPOINTS_FOLDER}/{name_of(step)}/{CONTENT_FILE}"
-        self.place.write(f"{path}.damaged", self.place.read(path))
-        self.place.delete(path)
+    def path_of(self, step: int) -> str:
+        """Return the folder of a step's checkpoint, for messages."""
+        return f"{self.url}/{CHECKPOINTS_FOLDER}/{name_of(step)}"
 
     def delete_old(self, latest: int, keep: int, best: int | None) -> None:
-        """Delete checkpoints older than the latest `keep` except the best, and unfinished files.
+        """Delete checkpoints older than the latest `keep` except the best.
 
         Checkpoints of steps above `latest` stay: this session did not write them.
         """
         there = {step: names for step, names in self._list().items() if step <= latest}
         complete = [step for step, names in there.items() if CONTENT_FILE in names]
-        for step, names in there.items():
+        for step in there.keys() - {*complete[-keep:], best}:
             folder = f"{CHECKPOINTS_FOLDER}/{name_of(step)}"
-            if step in (*complete[-keep:], best):
-                self._delete(folder, _unfinished(names))
-            else:
-                self.place.delete(f"{folder}/{CONTENT_FILE}")
-                self._delete(folder, names - {CONTENT_FILE})
-                self.place.prune(folder)
-        self.place.delete(*_unfinished(self.place.names()))
+            self.place.delete(f"{folder}/{CONTENT_FILE}")
+            self._delete(folder, there[step] - {CONTENT_FILE})
+            self.place.prune(folder)
 
     def _delete(self, folder: str, names: set[str]) -> None:
         self.place.delete(*(f"{folder}/{name}" for name in names))
@@ -141,10 +125,6 @@ class RemoteRun:
         return {step: self.place.names(f"{CHECKPOINTS_FOLDER}/{name_of(step)}") for step in steps}
 
 
-def _unfinished(names: set[str]) -> set[str]:
-    return {name for name in names if name.endswith(TEMPORARY_SUFFIX)}
-
-
 def reason(error: Exception) -> str:
     """Return the kind of an error and the first line of its message."""
     line = (str(error).strip().splitlines() or [""])[0]
@@ -152,86 +132,52 @@ def reason(error: Exception) -> str:
 
 
 class Uploads:
-    """Keep the copy of a run up to date. Without --upload, do nothing."""
+    """Keeps the copy of a run up to date. Without --upload, does nothing.
+
+    The thread that saves a checkpoint uploads it too, so the next save waits for the upload. An
+    upload that fails is logged, and the next one makes up for it.
+    """
 
     def __init__(self, config: TrainConfig, checkpoints: Checkpoints) -> None:
         self._remote = RemoteRun(config.upload) if config.upload else None
         self._config, self._checkpoints = config, checkpoints
-        self._is_behind = threading.Event()
-        self._is_ending = self._is_over = False
-        self._step: int | None = None
-        """The latest step of the copy."""
-        self._cause: str | None = None
-        """Why the latest try failed."""
-        self._thread: threading.Thread | None = None
+        checkpoints.on_change = self.copy
 
-    def begin(self) -> None:
-        """Upload the existing files, and from now on each new checkpoint."""
-        if self._remote is not None:
-            self._checkpoints.on_change = self._is_behind.set
-            self._is_behind.set()
-            work = partial(self._work, self._remote)
-            self._thread = threading.Thread(target=work, daemon=True, name="upload")
-            self._thread.start()
-
-    def finish(self, seconds: float | None = None) -> None:
-        """Wait for the last upload, for at most `seconds`, and log the result.
-
-        Afterwards no checkpoint is held.
-        """
-        if self._remote is None or self._thread is None:
-            return
-        url, seconds = self._remote.url, FINISH_S if seconds is None else seconds
-        self._is_ending = True
-        self._is_behind.set()
-        _log.info("uploading to %s, for %.0f s at most", url, seconds)
-        self._thread.join(seconds)
-        self._is_over = True
-        self._checkpoints.delete_old(self._config.keep)
-        if self._thread.is_alive():
-            there = "no checkpoint is there" if self._step is None else f"has step {self._step}"
+    def copy(self) -> bool:
+        """Upload everything that changed. Return whether the copy is complete."""
+        if self._remote is None:
+            return False
+        try:
+            self._copy(self._remote)
+        except Exception as error:  # each store has its own errors
             _log.warning(
-                "%s: the end of the run was not uploaded, %s (%s). Start the run again with "
-                "--resume to upload it.",
-                url,
-                there,
-                self._cause or "it takes longer",
+                "upload to %s fails (%s). The next checkpoint uploads again, or `train --resume`",
+                self._remote.url,
+                reason(error),
             )
-        else:
-            _log.info("uploaded to %s", url)
+            return False
+        return True
 
-    def _work(self, remote: RemoteRun) -> None:
-        """Upload until the run has ended and its end is uploaded. Repeat an upload that failed."""
-        while True:
-            self._is_behind.wait(RETRY_S if self._cause else None)
-            self._is_behind.clear()
-            is_end = self._is_ending
-            try:
-                self._copy(remote)
-            except Exception as error:  # each store has its own errors
-                self._cause = reason(error)
-                _log.warning("upload to %s fails (%s)", remote.url, self._cause)
-                if self._is_over:
-                    return
-            else:
-                self._cause = None
-                if is_end:
-                    return
+    def finish(self) -> None:
+        """Upload the end of the run, and log that it is there."""
+        if self.copy() and self._remote is not None:
+            _log.info("uploaded to %s", self._remote.url)
 
     def _copy(self, remote: RemoteRun) -> None:
-        """Upload everything that changed: first what a checkpoint needs, last the report.
+        """Upload first what a checkpoint needs, then the best checkpoint and the latest, and last
+        the report.
 
         The report is read first. A finished report promises the last checkpoint and the best.
         """
+        best, latest = self._checkpoints.best(), self._checkpoints.steps()[-1:]
+        steps = latest if best is None else sorted({best.step, *latest})
         ends = self._read(OF_THE_END)
-        with self._checkpoints.hold() as (best, steps):
-            self._write(remote, self._read((CONFIG_FILE, METRICS_FILE)))
-            for step in steps:
-                remote.put_checkpoint(self._checkpoints.path(step))
-            if steps:
-                remote.delete_old(steps[-1], self._config.keep, best)
+        self._write(remote, self._read((CONFIG_FILE, METRICS_FILE)))
+        for step in steps:
+            remote.put_checkpoint(self._checkpoints.path(step))
+        if latest:
+            remote.delete_old(latest[0], self._config.keep, best.step if best else None)
         self._write(remote, ends)
-        self._step = steps[-1] if steps else None
 
     def _read(self, names: tuple[str, ...]) -> dict[str, bytes]:
         paths = [self._config.run_dir / name for name in names]

@@ -6,7 +6,6 @@ a run reads or writes any file.
 
 import dataclasses
 import datetime
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,9 +149,6 @@ class TrainConfig:
     """Layers that get adapters: all-linear, or names like q_proj,v_proj."""
     trainable: Annotated[str, _shown("PATTERN")] | None = None
     """Train only weights whose names match this regular expression. Default: all weights."""
-    init_from: Annotated[str, _shown("FOLDER")] | None = None
-    """A run or exported folder to take initial weights from. Weights that do not match are
-    random."""
     steps: Positive = 200
     """Optimizer steps, including those before a resume."""
     phases: tuple[PhaseSettings, ...] = ()
@@ -253,10 +249,6 @@ class TrainConfig:
     def check(self) -> None:
         """Raise a ConfigError for the first setting that cannot work."""
         check_types(self)
-        if not math.isfinite(self.learning_rate):
-            raise ConfigError(
-                f"`--learning-rate`: expected a finite number, got {self.learning_rate}."
-            )
         if self.min_learning_rate is not None and not (
             self.min_learning_rate <= self.learning_rate
         ):
@@ -265,8 +257,7 @@ class TrainConfig:
                 f"--learning-rate={self.learning_rate}."
             )
         check_pattern(self.trainable)
-        self._check_local("model", self.model)
-        self._check_local("init_from", self.init_from or "")
+        self._check_local(self.model)
         self._check_numbers()
         if self.step_rows is None and self.micro_batch_tokens != "auto":
             check_multiple(self, "step_tokens", "micro_batch_tokens")
@@ -301,12 +292,12 @@ class TrainConfig:
             for part in self.phase_configs:
                 part.check()
 
-    def _check_local(self, name: str, value: str) -> None:
+    def _check_local(self, model: str) -> None:
         """Reject an address. config.yaml would keep its secrets."""
-        if "://" in value or is_address(value.removeprefix("hf:")):
+        if "://" in model or is_address(model.removeprefix("hf:")):
             raise ConfigError(
-                f"`{flag_of(name)}`={public(value)}: is an address. Download it, and give the "
-                "folder, or hf:ID for a model of the Hub."
+                f"`--model`={public(model)}: is an address. Download it, and give the folder, or "
+                "hf:ID for a model of the Hub."
             )
 
     def _check_numbers(self) -> None:
@@ -402,7 +393,7 @@ class TrainConfig:
         """Whether a resumed run reads its frozen weights from the hf: model again. Otherwise the
         checkpoint has them."""
         is_given = self.model.startswith("hf:") and not self.from_scratch
-        return is_given and self.init_from is None and (self.lora is not None or self.chooses)
+        return is_given and (self.lora is not None or self.chooses)
 
     @property
     def chooses(self) -> bool:

@@ -25,8 +25,8 @@ from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
 from tokenfeed.trainer.distributed.launcher import Launch
 
-State = dict[str, Any]
-"""Nested dicts and lists of tensors and JSON values."""
+State = dict[str, Tensor]
+"""Tensors by name."""
 Gather = Callable[[Any], list[Any]]
 """A function that returns the values of all ranks, by rank."""
 

@@ -13,7 +13,6 @@ torch.
 
 import dataclasses
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -141,28 +140,30 @@ def _full_shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
 
 
 def possible_sizes(config: TrainConfig, task: "Task") -> list[int]:
-    """Return the values that --micro-batch-tokens may take for a task.
-
-    They also suit the evaluation, which packs the rows of causal models.
-    """
-    packed = task.head.causal or is_packed(config, task.manifest)
-    longest = task.manifest.split("train").longest_row
-    return micro_batch_sizes(config, packed=packed, longest=longest)
-
-
-def micro_batch_sizes(config: TrainConfig, *, packed: bool, longest: int) -> list[int]:
     """Return the values that --micro-batch-tokens may take with the same step, ascending.
 
-    Each divides the step, and has room for the longest row.
+    Each divides the step, and has room for the longest row. They also suit the evaluation, which
+    packs the rows of causal models.
+
+    Raises:
+        ConfigError: No value does.
     """
     length = config.sequence_length
     if config.step_rows is not None:
         return [rows * length for rows in _divisors(config.step_rows)]
-    step = _multiple_of(config, on_gpu=True)
-    row = length if packed else round_up(min(length, longest), step)
+    packed = task.head.causal or is_packed(config, task.manifest)
+    if packed:
+        check_multiple(config, "step_tokens", "sequence_length")
+    longest = task.manifest.split("train").longest_row
+    row = length if packed else round_up(min(length, longest), _multiple_of(config, on_gpu=True))
     least = 2 * row if config.compile else row
     found = [size for size in _divisors(config.step_tokens) if size >= least]
-    return [size for size in found if not packed or size % length == 0] or [config.step_tokens]
+    if not found:
+        raise ConfigError(
+            f"`--step-tokens`={config.step_tokens}: a micro-batch needs at least {least} tokens, "
+            "and a step has at least one. Raise it."
+        )
+    return [size for size in found if not packed or size % length == 0]
 
 
 def _divisors(number: int) -> list[int]:
@@ -178,7 +179,6 @@ def _multiple_of(config: TrainConfig, *, on_gpu: bool) -> int:
 
 _MOST_ROWS = 100_000
 """Rows to sample at most."""
-_MOST_SHAPES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +191,6 @@ class EpochShapes:
     """Token slots of all micro-batches."""
     tokens: float
     """Real tokens. Truncated rows lose some."""
-    shapes: dict[str, int]
-    """Number of micro-batches by shape, such as "8 x 256" for 8 rows of 256 slots. Only the most
-    frequent shapes."""
 
     @classmethod
     def of_split(cls, split: SplitInfo, policy: Policy, config: TrainConfig) -> Self:
@@ -208,12 +205,10 @@ class EpochShapes:
         plan = plan_window(lengths, policy, step_size=config.accumulation, draw=draw, rows=order)
         rows, longest = _shapes(plan, policy)
         times = split.rows / sampled
-        found = Counter(zip(rows.tolist(), longest.tolist(), strict=True)).most_common(_MOST_SHAPES)
         return cls(
             steps=times * (len(plan.step_offsets) - 1),
             slots=times * int((rows * longest).sum()),
             tokens=split.tokens * int(plan.cut.lengths[plan.pieces].sum()) / int(lengths.sum()),
-            shapes={f"{r} x {length}": round(times * n) for (r, length), n in found},
         )
 
 

@@ -31,8 +31,8 @@ from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Manifest
-from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, file_xxh3, sync_folder
-from tokenfeed.pipeline.redaction import public
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
+from tokenfeed.trainer.checkpoints.checkpoint_format import with_prefix
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import (
@@ -42,7 +42,6 @@ from tokenfeed.trainer.data.datasets import (
     read_chat_template,
     read_manifest,
     read_tokenizer,
-    weights_of,
 )
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.models.build import make_model
@@ -84,24 +83,20 @@ def check_export(config: TrainConfig) -> None:
     run = config.run_dir.resolve()
     if folder.resolve() in (run, *run.parents):
         raise ConfigError(f"`--export`: {folder} will hold the run. Give a folder of its own.")
-    if folder.exists():
+    if folder.exists() and not _is_exported(config, folder):
         raise ConfigError(f"`--export`: {folder} exists already. Give a new one, or delete it.")
     read_tokenizer(first_of(config.shards))  # fail now, not after the last step
-    _name_other_templates(config)
 
 
-def _name_other_templates(config: TrainConfig) -> None:
-    """Log the data sets whose chat template is not exported."""
-    first = first_of(config.shards)
-    exported = Manifest.read(first).chat_template
-    for folder in dict.fromkeys(f for shards in config.all_shards for f in weights_of(shards)):
-        template = Manifest.read(folder).chat_template
-        if template and template.xxh3 != (exported and exported.xxh3):
-            _log.warning(
-                "%s was made with another chat template than %s, and `--export` writes only the "
-                "template of %s",
-                *map(public, (folder, first, first)),
-            )
+def _is_exported(config: TrainConfig, folder: Path) -> bool:
+    """Return whether a folder holds the export of a finished run that is started again."""
+    about, checkpoints = Exported.of(folder), Checkpoints.of_run(config.run_dir)
+    meta = checkpoints.latest_meta() if config.resume else None
+    if about is None or meta is None or meta.step < config.steps:
+        return False
+    best = checkpoints.best()
+    exported = (best.step, best.metrics) if best else (meta.step, {})
+    return repr((about.step, about.metrics)) == repr(exported)  # NaN does not equal NaN
 
 
 def export_run(config: TrainConfig, folder: Path) -> None:
@@ -123,13 +118,13 @@ def export_run(config: TrainConfig, folder: Path) -> None:
         step=progress.step,
         metrics=best.metrics if best else {},
         shards=manifest.fingerprint,
-        weights={},
     )
     torch.manual_seed(config.seed)
     config = dataclasses.replace(config, resume=True)
     model = make_model(config, task.head)
     given = given_weights(model, config)
-    checkpoint.read({"model": kept_weights(model, given, checkpoint)}, only="model")
+    weights = with_prefix("model.", kept_weights(model, given, checkpoint))
+    checkpoint.read(weights, prefix="model.")
     with _complete_or_absent(folder) as temporary:
         _write_weights(temporary, model, about, config)
         files = _tokenizer_files(config, manifest, task.head)
@@ -168,9 +163,8 @@ def load_exported(folder: Path | str) -> nn.Module:
 def _write_weights(folder: Path, model: nn.Module, about: Exported, config: TrainConfig) -> None:
     """Write the weights, and config.json if `transformers` has such a model."""
     if about.model == _HUB:
-        # With weights trained before or beside them, adapters are only a part of what was learnt.
-        is_whole = not (config.chooses or config.init_from)
-        adapter_folder = folder / "adapter" if is_whole else None
+        # With weights trained beside them, adapters are only a part of what was learnt.
+        adapter_folder = None if config.chooses else folder / "adapter"
         model.save(folder, adapter_folder=adapter_folder)  # type: ignore[operator]
     elif isinstance(model, Transformer) and about.size and is_starcoder2(about.size, about.head):
         described = starcoder2_config(model, about.size, about.head, config.sequence_length)
@@ -183,13 +177,6 @@ def _write_weights(folder: Path, model: nn.Module, about: Exported, config: Trai
 
 def _write_texts(folder: Path, about: Exported, texts: dict[str, bytes]) -> None:
     """Write the other files, and wait until all are on the disk."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    weights = {
-        path.relative_to(folder).as_posix(): file_xxh3(path)
-        for path in files
-        if path.suffix == ".safetensors"
-    }
-    about = dataclasses.replace(about, weights=weights)
     for name, content in (texts | {EXPORT_FILE: _json(dataclasses.asdict(about))}).items():
         (folder / name).write_bytes(content)
     for path in folder.rglob("*"):

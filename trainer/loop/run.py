@@ -17,13 +17,9 @@ from tokenfeed.trainer.data.datasets import weights_of
 from tokenfeed.trainer.distributed.world import RankError, join_world
 from tokenfeed.trainer.loop.export import check_export, export_run
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.models.weights import warn_of_other_ids
 from tokenfeed.trainer.optim.train_state import is_out_of_memory
 from tokenfeed.trainer.report.metrics import check_trackers
 from tokenfeed.trainer.report.run_report import Report
-
-_AFTER_ERROR_S = 20.0
-"""Seconds to wait for the last upload when a run fails."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +48,7 @@ def train(
             _keep_versions(config)
         with contextlib.closing(Trainer(config, world)) as trainer:
             report = _train(trainer, should_stop, should_save)
-        if world.is_main and config.export is not None and report.finished:
+        if world.is_main and config.export and report.finished and not config.export.exists():
             export_run(config, config.export)
             _log.info("exported to %s", config.export)
         world.close()
@@ -89,7 +85,6 @@ def _begin(config: TrainConfig) -> TrainConfig:
     check_trackers(config.track)
     check_upload(config)
     check_export(config)
-    warn_of_other_ids(config)
     return config
 
 
@@ -101,17 +96,13 @@ def _train(
     A second Ctrl-C raises KeyboardInterrupt, which ends the run without waiting for a checkpoint.
     """
     try:
-        try:
-            trainer.train(should_stop, should_save)
-        except Exception:
-            with contextlib.suppress(Exception):  # the device may have failed, or nothing has begun
-                trainer.write_draft(now=True)
-            raise
+        trainer.train(should_stop, should_save)
         return trainer.finish()
     except Exception:
+        with contextlib.suppress(Exception):  # the device may have failed, or nothing has begun
+            trainer.write_draft(now=True)
         if trainer.saver:
             trainer.saver.wait_after_error()
-        trainer.uploads.finish(_AFTER_ERROR_S)  # other ranks wait for the end
         raise
 
 
@@ -142,7 +133,11 @@ def _check_folder(config: TrainConfig) -> None:
 def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
     """Return what a user can do about an error of torch; None if it is a bug."""
     if is_out_of_memory(error):
-        return _explain_memory(config)
+        return (
+            f"`--micro-batch-tokens`={config.micro_batch_tokens} needs more memory than there is. "
+            "Start a new run with half of it: training on packed rows, or with --step-rows, is the "
+            "same. A run that has saved cannot change it, and resumes where more memory is free."
+        )
     if config.chooses and "does not require grad" in str(error):
         patterns = " or ".join(str(part.trainable) for part in config.phase_configs)
         return (
@@ -159,19 +154,3 @@ def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
                 "usually a C compiler, or leave --compile out."
             )
     return None
-
-
-def _explain_memory(config: TrainConfig) -> str:
-    """Return advice against running out of memory.
-
-    A saved position counts micro-batches. So a run that has saved cannot change their size.
-    """
-    too_large = (
-        f"`--micro-batch-tokens`={config.micro_batch_tokens} needs more memory than there is"
-    )
-    if Checkpoints.of_run(config.run_dir).latest() is None:
-        return f"{too_large}. Halve it: training on packed rows, or with --step-rows, is the same."
-    return (
-        f"{too_large}, and a run that has saved cannot change it. Go on with --resume where more "
-        "memory is free, or start a new run with half of it in another --run-dir."
-    )

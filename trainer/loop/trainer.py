@@ -9,13 +9,15 @@ sum is corrected once, there.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import json
 import logging
 import math
+import os
+import platform
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
@@ -43,7 +45,6 @@ from tokenfeed.trainer.distributed.world import StepSync, World, device_named
 from tokenfeed.trainer.feeding.batch_policy import is_packed
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.evaluation import Evaluator
-from tokenfeed.trainer.loop.malloc import keep_freed_memory
 from tokenfeed.trainer.loop.samples import Sampler
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner, Tally
@@ -57,9 +58,8 @@ from tokenfeed.trainer.report.progress_lines import (
     notes_on,
     remedies,
 )
-from tokenfeed.trainer.report.run_report import Report, versions
-from tokenfeed.trainer.report.stages import StageTokens, tokens_of_stages
-from tokenfeed.trainer.sensors.gpu import device_name
+from tokenfeed.trainer.report.run_report import Report, StageTokens, tokens_of_stages, versions
+from tokenfeed.trainer.sensors.machine import device_name
 from tokenfeed.trainer.sizing.run_plan import choose_micro_batch, gpu_of
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.tasks.registry import task_of
@@ -70,6 +70,13 @@ _BAD_STEP_FILE = "bad-step.jsonl"
 
 SECONDS_BETWEEN_DRAFTS, SHARE_OF_DRAFTS = 30.0, 0.001
 """Least time between two drafts of the report, and their largest share of the time."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt, as in malloc.h."""
+_LARGEST_IN_HEAP = 32 << 20
+"""The largest value that glibc accepts. Larger blocks still go back at once."""
+_KEPT_BYTES = 1 << 30
+SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +125,8 @@ class Trainer:
         self.has_named_records = False
         self.step_sync = StepSync(self.world)
         self.profile: torch.profiler.profile | None = None
-        """The trace of --profile, until its last step."""
+        """The trace of --profile, from its first step to its last."""
+        self._first_traced = 0
         self._should_stop: Callable[[], bool] = bool
         self._next_draft_s = -math.inf
         self.uploads = Uploads(config, self.checkpoints)
@@ -212,17 +220,20 @@ class Trainer:
         self._wait_for_save()
         self.step_sync.wait()
         self._gather_stall()
-        if self.step == self.began_at:  # nothing was trained: keep the stall of the part that did
-            earlier = self.world.from_rank_0(lambda: Report.of_run(self.config.run_dir))
-            if earlier and earlier.finished and earlier.steps == self.step:
-                self.uploads.finish()
-                return earlier
-        report = self._report(self._final_metrics())
+        report = self._report_of_finished() or self._report(self._final_metrics())
         if self.world.is_main:
             report.write(self.config.run_dir)
             write_page(self.config.run_dir)
             self.uploads.finish()
         return report
+
+    def _report_of_finished(self) -> Report | None:
+        """Return the report of a finished run that was started again. It has the stall of the part
+        that trained."""
+        if self.step > self.began_at:
+            return None
+        earlier = self.world.from_rank_0(lambda: Report.of_run(self.config.run_dir))
+        return earlier if earlier and earlier.finished and earlier.steps == self.step else None
 
     def _report(self, metrics: dict[str, Metrics]) -> Report:
         """Return the report so far, with metrics of the best weights by split.
@@ -323,7 +334,6 @@ class Trainer:
             self.checkpoints.delete_unfinished()
             self.metrics.keep(until_step=self.step if config.resume else -1)
             self._write_config()
-            self.uploads.begin()
         self.stall = StallMeter(
             self.device,
             skipped_steps=warmup_steps(config.steps - self.step),
@@ -335,11 +345,10 @@ class Trainer:
         self.progress_log = ProgressLog(
             self.metrics, self.stall, self.learner, self.device, config.steps, self.skipped
         )
-        self._resources.callback(self.progress_log.close)
         if self._is_due(config.eval_every):
             self._evaluate()
-        if config.profiled_steps and self.world.is_main:
-            self._begin_trace(config.profiled_steps)
+        if config.profile and self.world.is_main:
+            self._trace()
 
     def _row_length(self) -> float:
         """Return the slots of a packed row, or the tokens of an average padded row."""
@@ -370,9 +379,8 @@ class Trainer:
         self.progress_log.add(step, tally, norm)
         config = self.config
         saving = self.step_sync.take_save() or self._is_due(config.save_every)
-        skips = None
         if saving or step == 1 or step % config.log_every == 0:
-            skips = self._write_log()
+            self._write_log(saving=saving)
         stops = self.step_sync.stop and step < config.steps
         if saving and stops:  # the process may be killed within seconds
             self._save()
@@ -383,41 +391,38 @@ class Trainer:
             if saving and not stops and not config.shard_model:  # sharded ranks must save together
                 self._save()
             raise
-        if skips and step == config.steps:
-            self._check_end(skips)
         if saving and not stops:
             self._save()
-        if self.profile is not None:
+        if config.profile and self.world.is_main:
             with self.stall.cause("log"):
-                self.profile.step()
-                if step == config.profiled_steps[-1]:
-                    self.profile = None
+                self._trace()
 
-    def _begin_trace(self, steps: range) -> None:
-        """Trace these steps to profile/trace.json, for perfetto.dev, once they are reached."""
-        first, last = max(steps[0], self.step + 1), steps[-1]
-        if first > last:
-            _log.info("--profile %s: these steps are trained already", self.config.profile)
-            return
+    def _trace(self) -> None:
+        """Begin or end the trace of --profile, if it is due after this step."""
+        steps = self.config.profiled_steps
+        if self.profile is None and self.step + 1 in steps:
+            self.profile, self._first_traced = torch.profiler.profile(), self.step + 1
+            self.profile.start()
+            self._resources.callback(self._end_trace)
+        elif self.step == steps[-1]:
+            self._end_trace()
 
-        def write(profile: torch.profiler.profile) -> None:
+    def _end_trace(self) -> None:
+        """Write profile/trace.json, for perfetto.dev, if steps are being traced."""
+        if self.profile is not None:
+            self.profile.stop()
             path = self.config.run_dir / "profile" / "trace.json"
             path.parent.mkdir(exist_ok=True)
-            profile.export_chrome_trace(str(path))
-            _log.info("traced steps %d to %d: %s", first, last, path)
-
-        wait, active = first - 1 - self.step, last - first + 1
-        with warnings.catch_warnings(action="ignore"):  # that no step is left out as warm-up
-            schedule = torch.profiler.schedule(wait=wait, warmup=0, active=active, repeat=1)
-        self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=write)
-        self.profile.start()
-        self._resources.callback(self.profile.stop)
+            self.profile.export_chrome_trace(str(path))
+            _log.info("traced steps %d to %d: %s", self._first_traced, self.step, path)
+            self.profile = None
 
     def _is_due(self, every: int) -> bool:
         return self.step == self.config.steps or self.step % every == 0
 
-    def _write_log(self) -> Skips | None:
-        """Write a progress line. Return the skipped steps since the previous line, if any.
+    def _write_log(self, *, saving: bool = False) -> None:
+        """Write a progress line, and an interim report if the latest one is old, or if a checkpoint
+        follows, from which a killed run goes on.
 
         Raises:
             ConfigError: The run has skipped too many steps in a row.
@@ -433,16 +438,17 @@ class Trainer:
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:
                 self._gather_stall()
-                self.write_draft()
+                self.write_draft(now=saving)
             if skips and not ends:
                 self._warn_of_skip(skips.first)
         if skips and ends:
             raise self._diverged(skips)
-        return skips
 
     def write_draft(self, *, now: bool = False) -> None:
-        """Write report.json while the run goes on, so that a killed run keeps what it measured: if
-        the latest draft is old enough, or now."""
+        """Write report.json while the run goes on, so that a killed run keeps what it measured.
+
+        Do nothing if the latest draft is recent, unless `now`.
+        """
         started_s = time.perf_counter()
         if not self.world.is_main or (started_s < self._next_draft_s and not now):
             return
@@ -452,20 +458,6 @@ class Trainer:
             _log.warning("report.json cannot be written, training goes on: %s", error)
         taken_s = time.perf_counter() - started_s
         self._next_draft_s = started_s + max(SECONDS_BETWEEN_DRAFTS, taken_s / SHARE_OF_DRAFTS)
-
-    def _check_end(self, skips: Skips) -> None:
-        """Check after the last step that the run has learned something.
-
-        Without a validation split, a run may skip steps at its end if it took most steps. With
-        fp16, skipped steps only mean that the scale of the loss was too large.
-
-        Raises:
-            ConfigError: The last step was skipped, and no validation loss was finite.
-        """
-        if not skips.in_a_row or self.evaluator.best or self.learner.precision.name == "fp16":
-            return
-        if self.evaluator.has("validation") or 2 * skips.in_a_row >= self.step:
-            raise self._diverged(skips)
 
     def _gather_stall(self) -> None:
         if self.world.size > 1:
@@ -638,6 +630,22 @@ class Trainer:
 
         verified = self.world.run_slow(verify)
         return self.world.from_rank_0(lambda: cast(Checkpoint, verified))
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """Keep up to 1 GiB of the memory that a step on the CPU frees, for the next step.
+
+    glibc returns large blocks to the system. The next step then gets new pages, which the system
+    clears: thousands per step, in a tenth of its processor time. In return, the process stays as
+    large as its largest step. Other allocators, and glibc settings in the environment, are not
+    changed.
+    """
+    is_glibc = platform.libc_ver()[0] == "glibc"
+    if device.type != "cpu" or not is_glibc or any(name in os.environ for name in SET_BY_USER):
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
+    libc.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 @contextlib.contextmanager

@@ -3,12 +3,13 @@
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import ALL_LINEAR, BY_NUMBERS, MOST_SHAPES, TrainConfig
@@ -16,7 +17,6 @@ from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.data.datasets import first_of
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, Transformer, words_of
-from tokenfeed.trainer.models.weights import start_from
 from tokenfeed.trainer.tasks.task import has_hidden
 
 _MOST_GRAPHS = 4 * MOST_SHAPES
@@ -38,8 +38,6 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     """
     _check_adapters(config)
     model = _hub_model(config, head, dtype) if config.is_hub else _named_model(config, head)
-    if config.init_from is not None and not config.resume:
-        start_from(config.init_from, model)
     if config.lora is not None:
         _add_adapters(model, config, head)
     return model
@@ -78,6 +76,36 @@ def _compile_parts(module: nn.Module, blocks: set[nn.Module]) -> None:
             part.compile(dynamic=False)
         else:
             _compile_parts(part, blocks)
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Make the layers of a model keep only what enters them, and compute everything else again in
+    the backward pass.
+
+    Gradients are the same, with dropout as well: what is computed again draws the same numbers.
+    Names of parameters do not change. Call this before the model is compiled.
+
+    Raises:
+        ConfigError: The model does not tell its layers.
+    """
+    blocks = list(getattr(model, "repeated_blocks", tuple)())
+    if not blocks:
+        raise ConfigError(
+            f"`--recompute`: {type(model).__name__} has no `repeated_blocks()`, or none are known. "
+            "Add that method, or leave --recompute out."
+        )
+    for block in blocks:
+        block.forward = _again(block.forward)
+
+
+def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # A function, not a partial: the compiler looks into it.
+    def compute(*values: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*values, **named)
+        return checkpoint(forward, *values, use_reentrant=False, **named)
+
+    return compute
 
 
 def _check_adapters(config: TrainConfig) -> None:

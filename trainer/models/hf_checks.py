@@ -74,28 +74,13 @@ def _has_plain_head(model: HubModel, head: Head, logits_BTV: Tensor) -> bool:
 
 
 def _check_reaches(model: HubModel, head: Head, name: str) -> None:
-    reaches, config = model.reaches, model.model.config.get_text_config()
-    if not reaches:
+    if not model.reaches:
         raise irreplaceable(name)
-    if head.causal and not all(reach.causal for reach in reaches):
+    if head.causal and not all(reach.causal for reach in model.reaches):
         raise ConfigError(
             f"`--model`={name}: reads both ways, and the task needs one that reads forwards. Take "
             "another model."
         )
-    if _has_windows(config) and all(reach.window is None for reach in reaches):
-        raise ConfigError(
-            f"`--model`={name}: its attention ignores the sliding window of its config. Use "
-            "another model."
-        )
-
-
-def _has_windows(config: object) -> bool:
-    layers = getattr(config, "layer_types", None)
-    if layers is not None:
-        return "sliding_attention" in layers
-    return bool(getattr(config, "sliding_window", None)) and getattr(
-        config, "use_sliding_window", True
-    )
 
 
 def _one_document(head: Head) -> MicroBatch:

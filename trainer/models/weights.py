@@ -6,7 +6,6 @@ drawn or loaded from elsewhere. Untrained weights of `transformers` are loaded a
 name.
 """
 
-import contextlib
 import difflib
 import json
 import logging
@@ -16,21 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import nn
 
-from tokenfeed.pipeline.errors import ConfigError, ResumeError, TokenfeedError
-from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
-from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint, part_of, unshared
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.data.datasets import as_tokenizer, first_of, open_tokenizer
 from tokenfeed.trainer.data.head import Head
-from tokenfeed.trainer.models.starcoder2 import from_starcoder2, is_starcoder2
+from tokenfeed.trainer.distributed.world import State
 from tokenfeed.trainer.models.transformer import ModelSize
 
 EXPORT_FILE = "tokenfeed.json"
@@ -53,32 +45,22 @@ class Exported:
     """Metrics of the validation split at that step."""
     shards: str
     """Fingerprint of the data set."""
-    weights: dict[str, str]
-    """The xxh3-64 of each file of weights."""
 
     @classmethod
     def of(cls, folder: Path) -> "Exported | None":
-        """Read a folder and verify its weights; None if another program wrote the folder.
+        """Read a folder; None if another program wrote it.
 
         Raises:
-            ConfigError: The weights or tokenfeed.json are damaged.
+            ConfigError: tokenfeed.json is damaged.
         """
         path = folder / EXPORT_FILE
         if not path.exists():
             return None
         try:
             # json first: msgspec rejects an infinite loss
-            about = msgspec.convert(json.loads(path.read_bytes()), cls)
-            damaged = [
-                name for name, xxh3 in about.weights.items() if file_xxh3(folder / name) != xxh3
-            ]
+            return msgspec.convert(json.loads(path.read_bytes()), cls)
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: is damaged ({error}). Export again.") from error
-        if damaged:
-            raise ConfigError(
-                f"{folder / damaged[0]} is damaged: it fails its checksum. Export again."
-            )
-        return about
 
 
 def trainable_names(model: nn.Module, pattern: str | None) -> frozenset[str]:
@@ -135,8 +117,6 @@ def product_weights(model: nn.Module) -> dict[str, int]:
 
 _log = logging.getLogger(__name__)
 
-State = dict[str, Tensor]
-
 
 def given_weights(model: nn.Module, config: TrainConfig) -> frozenset[str]:
     """The names of weights that come with the model of a run, and that it never trains: its
@@ -163,9 +143,9 @@ def kept_weights(model: nn.Module, given: Collection[str], checkpoint: Checkpoin
         ResumeError: The checkpoint is of another model.
     """
     ours = kept_state(model, given)
-    kinds = {name: checkpoint.kind(of) for name, of in checkpoint.content.state["model"].items()}
-    expected = {name: tuple(value.shape) for name, value in ours.items()}
-    found = {name: kind.shape for name, kind in kinds.items() if kind}
+    kinds = part_of(checkpoint.content.tensors, "model.")
+    expected = {name: tuple(value.shape) for name, value in unshared(ours).items()}
+    found = {name: kind.shape for name, kind in kinds.items()}
     if expected != found:
         name = min(name for name, _ in expected.items() ^ found.items())
         raise ResumeError(
@@ -176,97 +156,8 @@ def kept_weights(model: nn.Module, given: Collection[str], checkpoint: Checkpoin
     return ours
 
 
-@torch.no_grad()
-def start_from(source: str, model: nn.Module) -> None:
-    """Copy the weights of a run or an exported folder that match by name and shape. Log which
-    weights stay random.
-
-    Raises:
-        ConfigError: The folder has no weights, or none that fit.
-    """
-    found = _read(source)
-    fresh, ours = [], model.state_dict(keep_vars=True)
-    taken: set[int] = set()
-    for name, value in ours.items():
-        theirs = found.get(name, found.get(name.removeprefix("model.")))
-        if theirs is not None and theirs.shape == value.shape:
-            value.data.copy_(theirs)
-            taken.add(value.data_ptr())
-    fresh = [name for name, value in ours.items() if value.data_ptr() not in taken]
-    if not taken:
-        raise ConfigError(
-            f"`--init-from`={source}: has no weight that fits the model. Give the --model that it "
-            "was made with; a run with --lora must be exported first."
-        )
-    _log.info("%s: starts fresh: %s", source, ", ".join(fresh) or "nothing")
-
-
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else "x".join(map(str, shape)) or "a number"
-
-
-def _read(source: str) -> State:
-    folder = Path(source)
-    files = _files_in(folder)
-    checkpoints = Checkpoints.of_run(folder)
-    if not files and checkpoints.latest() is None:
-        raise ConfigError(
-            f"`--init-from`={source}: expected the folder of a run or of `train --export`, and "
-            "found neither checkpoints nor *.safetensors."
-        )
-    if files:
-        about = Exported.of(folder)
-        found = {name: value for file in files for name, value in _load(file).items()}
-        return from_starcoder2(found) if about and is_starcoder2(about.size, about.head) else found
-    _, checkpoint = checkpoints.open_best()
-    weights: State = checkpoint.read(only="model")["model"]
-    return weights
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """Return the weights of an exported folder."""
-    return sorted(folder.glob("*.safetensors"))
-
-
-def _load(file: Path) -> State:
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:  # for a folder, OSError names no file
-        raise ConfigError(
-            f"`--init-from`: {file} is damaged ({error}). Export again, or copy it once more."
-        ) from error
-
-
-def warn_of_other_ids(config: TrainConfig) -> None:
-    """Warn if ids of --init-from are other tokens in the shards: an embedding matches by its shape,
-    even if it was trained with another tokenizer. Do nothing if that tokenizer cannot be found.
-
-    Raises:
-        ConfigError: The tokenizer of the shards cannot be read, or is another one by its checksum.
-    """
-    if config.init_from is None or config.resume:
-        return
-    shards, folder = first_of(config.shards), Path(config.init_from)
-    ours = tokens_of(open_tokenizer(shards))
-    with contextlib.suppress(TokenfeedError, OSError):
-        begun = TrainConfig.of_run(folder)
-        file = folder / TOKENIZER_FILE
-        theirs = tokens_of(
-            open_tokenizer(first_of(begun.shards))
-            if begun
-            else as_tokenizer(file.read_bytes(), file)
-        )
-        others = sum(ours.get(id, token) != token for id, token in theirs.items())
-        if others:
-            _log.warning(
-                "`--init-from`=%s: its tokenizer is not that of %s: %s of %s ids are other tokens, "
-                "and their rows of the embedding were trained for those tokens. Make shards with "
-                "its tokenizer, by `pretokenize --tokenizer`",
-                config.init_from,
-                shards,
-                f"{others:,}",
-                f"{len(theirs):,}",
-            )
 
 
 def tokens_of(tokenizer: Tokenizer) -> dict[int, str]:

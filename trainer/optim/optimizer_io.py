@@ -4,24 +4,23 @@ The optimizer's state is stored by the names of the weights, because their order
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.feeding.devices import accelerator
-from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
+from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint, part_of
 from tokenfeed.trainer.distributed.world import State
 
 _WEIGHTS = "params"
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
-    """Return the moments by group and weight. Settings of groups come from the run's settings."""
-    weights = dict(model.named_parameters())
+def moments_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
+    """Return the moments, named NAME.MOMENT by the names of the weights. Settings of groups come
+    from the run's settings."""
     return {
-        "weights": [
-            {name: dict(optimizer.state.get(weights[name], {})) for name in group}
-            for group in _names_by_group(optimizer, model)
-        ],
+        f"{name}.{key}": value
+        for name, weight in _weights_of(optimizer, model).items()
+        for key, value in optimizer.state.get(weight, {}).items()
     }
 
 
@@ -34,20 +33,16 @@ def make_moments(
     Raises:
         ResumeError: The checkpoint has moments of other weights.
     """
-    names = _names_by_group(optimizer, model)
-    groups = checkpoint.content.state["optimizer"]["weights"]
-    if [set(group) for group in names] != [set(group) for group in groups]:
-        raise ResumeError(
-            "cannot resume: the checkpoint's optimizer has other weights than this run's. Use the "
-            "same model, --trainable and phases, or start a new run in another --run-dir."
-        )
-    weights = dict(model.named_parameters())
-    for name, values in (item for group in groups for item in group.items()):
-        if values:
-            optimizer.state[weights[name]] = {
-                key: kind.empty(weights[name]) if (kind := checkpoint.kind(value)) else value
-                for key, value in values.items()
-            }
+    weights = _weights_of(optimizer, model)
+    for name, kind in part_of(checkpoint.content.tensors, "optimizer.").items():
+        weight, _, key = name.rpartition(".")
+        if weight not in weights:
+            raise ResumeError(
+                f"cannot resume: the checkpoint's optimizer trains {weight}, and this run does "
+                "not. Use the same model, --trainable and phases, or start a new run in another "
+                "--run-dir."
+            )
+        optimizer.state[weights[weight]][key] = kind.empty(weights[weight])
 
 
 def keep_moments(optimizer: torch.optim.Optimizer, before: torch.optim.Optimizer) -> None:
@@ -56,12 +51,13 @@ def keep_moments(optimizer: torch.optim.Optimizer, before: torch.optim.Optimizer
     optimizer.state.update({w: before.state[w] for w in weights if w in before.state})
 
 
-def _names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    names = {weight: name for name, weight in model.named_parameters()}
-    return [[names[weight] for weight in group[_WEIGHTS]] for group in optimizer.param_groups]
+def _weights_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of all groups by name."""
+    trained = {weight for group in optimizer.param_groups for weight in group[_WEIGHTS]}
+    return {name: weight for name, weight in model.named_parameters() if weight in trained}
 
 
-def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+def random_state(device: torch.device) -> State:
     """Return the state of torch's random generators: the host's, and the device's if it has its
     own."""
     state = {"cpu": torch.get_rng_state()}
@@ -70,7 +66,7 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     return state
 
 
-def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+def set_random_state(state: State, device: torch.device) -> None:
     """Continue with the random numbers after `random_state`. On another device, start anew."""
     torch.set_rng_state(state["cpu"].cpu())
     if device.type != "cpu" and device.type in state:

@@ -6,7 +6,6 @@ state are fp32 always; on CUDA what is left of fp32 matrix products runs as TF32
 """
 
 import contextlib
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config.run_config import PrecisionName
 from tokenfeed.trainer.distributed.fsdp import full_tensor, replicated_scalars
+from tokenfeed.trainer.distributed.world import State
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,7 +65,7 @@ class Precision:
             keeps_gradients: Whether to set gradients to 0 rather than to free them.
         """
         parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
-        gradients = _dense_gradients(parameters)
+        gradients = [weight.grad for weight in parameters if weight.grad is not None]
         self._scaler.unscale_(optimizer)
         norm = full_tensor(nn.utils.get_total_norm(gradients)) * scale
         # One divisor scales and clips. The optimizer's kernel applies it to what it reads anyway.
@@ -88,15 +88,21 @@ class Precision:
         """Skipped steps so far, and skipped steps in a row until now: two numbers on the device."""
         return self._skips.clone()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the gradient scaler (empty without one) and the skipped steps."""
-        return {"scaler": self._scaler.state_dict(), "skips": self.skips}
+    def state_dict(self) -> State:
+        """Return the skipped steps, and with fp16 the scale and the steps since it last changed."""
+        scaler, saved = self._scaler.state_dict(), {"skips": self.skips}
+        if scaler:
+            values = (scaler["scale"], scaler["_growth_tracker"])
+            saved["scale"] = torch.tensor(values, dtype=torch.float64)
+        return saved
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue with saved skips and scale. Without a saved scale, start with the default."""
         self._skips.copy_(state["skips"])
-        if state["scaler"] and self._scaler.is_enabled():
-            self._scaler.load_state_dict(state["scaler"])
+        if "scale" in state and self._scaler.is_enabled():
+            scale, steps = state["scale"].tolist()
+            changes = {"scale": scale, "_growth_tracker": int(steps)}
+            self._scaler.load_state_dict(self._scaler.state_dict() | changes)
 
     def _count(self, norm: Tensor) -> Tensor:
         """Count and return whether to skip this step: 1 or 0, on the device."""
@@ -121,18 +127,6 @@ def allow_tf32(device: torch.device) -> None:
     if device.type == "cuda":
         # The older switch: after the newer one, code that reads the older gets an error.
         torch.set_float32_matmul_precision("high")
-
-
-def _dense_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return all gradients. Sparse ones become dense, because fused kernels take only dense
-    ones."""
-    gradients = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            if parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
-            gradients.append(parameter.grad)
-    return gradients
 
 
 def _choose(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:

@@ -4,23 +4,21 @@ import contextlib
 import functools
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.planning.order import derive_key
-from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
+from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint, part_of, with_prefix
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.schedule import Phase, phase_at, phases_of
 from tokenfeed.trainer.data.attention import choose_flash_attention
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.models.activation_checkpointing import recompute_layers
-from tokenfeed.trainer.models.build import compile_model, make_model
+from tokenfeed.trainer.distributed.world import State, World
+from tokenfeed.trainer.models.build import compile_model, make_model, recompute_layers
 from tokenfeed.trainer.models.transformer import SIZES
 from tokenfeed.trainer.models.weights import (
-    State,
     count_parameters,
     given_weights,
     kept_state,
@@ -29,11 +27,12 @@ from tokenfeed.trainer.models.weights import (
     train_only,
     trainable_names,
 )
+from tokenfeed.trainer.optim.muon import MuonAdamW
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.optim.optimizer_io import (
     keep_moments,
     make_moments,
-    optimizer_state,
+    moments_of,
     random_state,
     seed_random,
     set_random_state,
@@ -78,14 +77,10 @@ class Tally:
 
     def add(self, loss: Loss, tokens: int, slots: int) -> None:
         """Add one micro-batch."""
-        self.extend(Tally(loss.sum.detach(), loss.targets, tokens, slots))
-
-    def extend(self, other: "Tally") -> None:
-        """Add the sums of another tally."""
-        self.loss += other.loss
-        self.targets += other.targets
-        self.tokens += other.tokens
-        self.slots += other.slots
+        self.loss += loss.sum.detach()
+        self.targets += loss.targets
+        self.tokens += tokens
+        self.slots += slots
 
 
 class Learner:
@@ -170,6 +165,17 @@ class Learner:
         sizes = self.trained_parameters
         return max(self._phases, key=lambda phase: sizes[phase.number - 1])
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients and moments, over all ranks that share them."""
+        trained = [group["params"] for group in self.optimizer.param_groups]
+        moments: int = 2 * sum(weight.nbytes for group in trained for weight in group)
+        if isinstance(self.optimizer, MuonAdamW):  # its last group has one moment
+            moments -= sum(weight.nbytes for weight in trained[-1])
+        gradients: int = sum(weight.nbytes for group in trained for weight in group)
+        weights: int = sum(weight.nbytes for weight in self.model.parameters())
+        return weights + gradients + moments
+
     def compile(self, micro_batches: list[MicroBatch]) -> None:
         """Compile the model for the shapes of some micro-batches and for each phase's weights,
         without training on them."""
@@ -232,10 +238,6 @@ class Learner:
             self.precision.backward(loss.sum / self._config.step_slots)
         return loss
 
-    def drop_gradients(self) -> None:
-        """Discard the gradients of the current step."""
-        self.optimizer.zero_grad(set_to_none=True)
-
     def step(self, number: int, loss: Tensor, targets: Tensor) -> Tensor:
         """Update the weights from the gradients of a step.
 
@@ -280,7 +282,7 @@ class Learner:
         """The names of the weights in a checkpoint."""
         return kept_state(self.model, self._given)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return everything that the next step depends on, except the data. Only `step` changes the
         returned tensors: buffers, which a forward pass may change, are copied."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
@@ -294,18 +296,18 @@ class Learner:
         weights = kept_weights(self.model, self._given, checkpoint)
         make_moments(self.optimizer, self.model, checkpoint)
         state = checkpoint.read(self._state(weights), self._world)
-        self.precision.load_state_dict(state["scaler"])
-        set_random_state(state["random"], self._device)
+        self.precision.load_state_dict(part_of(state, "precision."))
+        set_random_state(part_of(state, "random."), self._device)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Overwrite the weights with a checkpoint's weights."""
         weights = kept_weights(self.model, self._given, checkpoint)
-        checkpoint.read({"model": weights}, self._world, only="model")
+        checkpoint.read(with_prefix("model.", weights), self._world, prefix="model.")
 
-    def _state(self, weights: State) -> dict[str, Any]:
+    def _state(self, weights: State) -> State:
         return {
-            "model": weights,
-            "optimizer": optimizer_state(self.optimizer, self.model),
-            "scaler": self.precision.state_dict(),
-            "random": random_state(self._device),
+            **with_prefix("model.", weights),
+            **with_prefix("optimizer.", moments_of(self.optimizer, self.model)),
+            **with_prefix("precision.", self.precision.state_dict()),
+            **with_prefix("random.", random_state(self._device)),
         }

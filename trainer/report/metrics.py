@@ -115,31 +115,24 @@ class Tracker(NamedTuple):
     """Sends or writes what is left."""
 
 
-def _open_tensorboard(_: str, config: TrainConfig) -> Tracker:
-    """Open event files in the run's folder. A thread of torch writes them."""
-    from torch.utils.tensorboard.writer import SummaryWriter
+def _open(name: TrackerName, config: TrainConfig) -> Tracker:
+    """Open a tracker. TensorBoard gets event files in the run's folder. `wandb` and `trackio` have
+    the same functions."""
+    if name == "tensorboard":
+        from torch.utils.tensorboard.writer import SummaryWriter
 
-    writer = SummaryWriter(str(config.run_dir / "tensorboard"))
+        writer = SummaryWriter(str(config.run_dir / "tensorboard"))
 
-    def log(values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
+        def log(values: dict[str, float], step: int) -> None:
+            for key, value in values.items():
+                writer.add_scalar(key, value, step)
 
-    return Tracker(log, writer.close)
-
-
-def _open_service(module: str, config: TrainConfig) -> Tracker:
-    """Open a run of `wandb`, or of `trackio`, which has the same functions."""
-    service = __import__(module)
-    run_id = _id_of(config.run_dir)
-    named = {"id": run_id, "dir": str(config.run_dir)} if module == "wandb" else {}
-    service.init(
-        project=os.environ.get(f"{module.upper()}_PROJECT", "tokenfeed"),
-        name=run_id,
-        config=config.as_dict(),
-        resume="allow",
-        **named,
-    )
+        return Tracker(log, writer.close)
+    service, run_id = __import__(name), _id_of(config.run_dir)
+    named = {"id": run_id, "dir": str(config.run_dir)} if name == "wandb" else {}
+    project = os.environ.get(f"{name.upper()}_PROJECT", "tokenfeed")
+    settings = config.as_dict()
+    service.init(project=project, name=run_id, config=settings, resume="allow", **named)
     return Tracker(lambda values, step: service.log(values, step=step), service.finish)
 
 
@@ -164,8 +157,7 @@ class Trackers:
         self._open: dict[str, Tracker] = {}
         for name in config.track if os.environ.get("RANK", "0") == "0" else ():
             with self._survived(name):
-                make = _open_tensorboard if name == "tensorboard" else _open_service
-                self._open[name] = make(name, config)
+                self._open[name] = _open(name, config)
 
     def log(self, line: dict[str, Any]) -> None:
         """Forward the numbers of a line of metrics.jsonl by name. Never raises."""

@@ -21,9 +21,8 @@ from tokenfeed.trainer.feeding.batch_policy import padding_remedy
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.metrics import MetricsFile
-from tokenfeed.trainer.sensors.gpu import GpuReading, device_name, device_uuid
-from tokenfeed.trainer.sensors.host import HostReading, MachineSampler
-from tokenfeed.trainer.sizing.recommended import epoch_of
+from tokenfeed.trainer.sensors.machine import GpuReading, HostReading, MachineReader, device_name
+from tokenfeed.trainer.sizing.recommended import epoch_of, knows_steps
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.report import main_cause
 from tokenfeed.trainer.stall.statistics import StepSeconds
@@ -75,7 +74,7 @@ class StepLog:
         """Return the line for the console. `steps` is the last step of the run."""
         parts = [
             f"step {self.step:>{len(str(steps))}}/{steps}",
-            "loss not finite" if self.loss is None else f"loss {self.loss:.4f}",
+            *([] if self.loss is None else [f"loss {self.loss:.4f}"]),
             f"lr {self.learning_rate:.2e}",
         ]
         if self.real_tokens_per_s is not None and self.stall is not None:
@@ -129,7 +128,7 @@ class ProgressLog:
         skipped: int,
     ) -> None:
         self._metrics, self._stall, self._learner, self._steps = metrics, stall, learner, steps
-        self._device, self._machine = device, MachineSampler(device_uuid(device))
+        self._device, self._machine = device, MachineReader(device)
         self._interval, self._first_skipped = self._empty_interval()
         self._skipped = skipped
         self.is_behind = False
@@ -150,10 +149,6 @@ class ProgressLog:
         is_first = ~norm.isfinite() & (self._first_skipped == 0)
         self._first_skipped = torch.where(is_first, step, self._first_skipped)
         self.is_behind = True
-
-    def close(self) -> None:
-        """End the thread of the sensors."""
-        self._machine.close()
 
     def write(
         self, step: int, tokens: int, source_tokens: dict[str, int], norm: Tensor
@@ -176,7 +171,7 @@ class ProgressLog:
         before, self._skipped = self._skipped, int(skipped)
         if in_a_row >= MOST_SKIPPED:
             return Skips(step - int(in_a_row) + 1, int(in_a_row))
-        reading = self._stall.read()
+        (gpu, host), reading = self._machine.read(), self._stall.read()
         window, self._reading = reading.since(self._reading), reading
         log = StepLog(
             step=step,
@@ -190,8 +185,8 @@ class ProgressLog:
             stall=window.fraction if window.steps else None,
             stall_causes={name: part for name, part in window.cause_fractions.items() if part},
             step_seconds=self._stall.latest_steps(),
-            gpu=self._machine.gpu,
-            host=self._machine.host,
+            gpu=gpu,
+            host=host,
         )
         if self._metrics:
             self._metrics.write(log.as_dict())
@@ -270,6 +265,11 @@ def log_beginning(
         learner.precision.name,
         device_name(device),
     )
+    _log.info(
+        "memory: %.2f GB for weights, gradients and moments%s, besides activations",
+        learner.state_bytes / 1e9,
+        ", divided among the ranks" if config.shard_model else "",
+    )
     _log.info("data: %s, %s tokens of %s", shown(config.shards), f"{train.tokens:,}", task.name)
     lost = train.tokens - round(epoch.tokens)
     if lost > 0:
@@ -280,11 +280,12 @@ def log_beginning(
             f"{lost:,}",
             100 * lost / train.tokens,
         )
+    epochs = f"; {config.steps / epoch.steps:.3g} epochs" if knows_steps(config, manifest) else ""
     _log.info(
-        "steps: %s%s of about %s tokens; %.3g epochs",
+        "steps: %s%s of about %s tokens%s",
         f"{step + 1:,} to " if step else "",
         f"{config.steps:,}",
         f"{round(epoch.tokens / epoch.steps):,}",
-        config.steps / epoch.steps,
+        epochs,
     )
     _log.info("run: %s", config.run_dir)

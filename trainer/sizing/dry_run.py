@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.facts import facts
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World, device_named
@@ -38,8 +37,6 @@ class DryRun:
     slots_per_step: int
     padding: float
     """Approximate fraction of token slots that will hold no token."""
-    shapes: dict[str, int]
-    """Micro-batches of an epoch by `rows x length`, the most frequent shapes only."""
     parameters: int
     trained_parameters: list[int]
     """Parameters that each phase trains."""
@@ -56,14 +53,10 @@ class DryRun:
     tokens_per_s_bound: float | None
     """Bound by the GPU's arithmetic. Good runs reach a third to a half of it."""
     hours_bound: float | None
-    checkpoints: int
     checkpoint_gib: float
-    disk_gib: float
-    """Size of the checkpoints that are kept: the latest ones and the best."""
 
     def summary(self) -> str:
         """Return the prediction in a few lines."""
-        shapes = ", ".join(f"{count:,} of {shape}" for shape, count in self.shapes.items())
         trained = memory = fits = speed = ""
         if set(self.trained_parameters) != {self.parameters}:
             listed = " then ".join(f"{count / 1e6:.3g}" for count in self.trained_parameters)
@@ -81,14 +74,13 @@ class DryRun:
             {
                 "steps": f"{self.steps:,} of {self.micro_batches_per_step} micro-batches, "
                 f"{self.slots_per_step:,} slots; {self.epochs:.2f} epochs, {self.tokens:,} tokens",
-                "batches": f"an epoch has {shapes}; padding {self.padding:.2%}",
+                "padding": f"{self.padding:.2%}",
                 "model": f"{self.parameters / 1e6:.1f} M parameters{trained}, "
                 f"{self.flops_per_token / 1e9:.3g} GFLOP a token ({FORMULA})",
                 "memory": f"{self.peak_gib:.2f} GiB at the peak, {self.precision}{memory}",
                 "fits": fits,
                 "speed": speed,
-                "disk": f"{self.checkpoints:,} checkpoints of {self.checkpoint_gib:.2f} GiB; "
-                f"those kept take {self.disk_gib:.2f} GiB",
+                "disk": f"{self.checkpoint_gib:.2f} GiB for each checkpoint",
             }
         )
 
@@ -109,8 +101,6 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
     flops = planned.flops_per_token()
     peak = planned.peak(config)
     bound = gpu.tflops * 1e12 / flops if gpu and gpu.tflops else None
-    state = planned.simulation.state_bytes
-    checkpoints = ceil_div(config.steps, config.save_every)
     return DryRun(
         steps=config.steps,
         epochs=epochs,
@@ -118,7 +108,6 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
         micro_batches_per_step=config.accumulation,
         slots_per_step=round(slots / config.steps),
         padding=1 - tokens / slots,
-        shapes=epoch.shapes,
         parameters=sum(p.numel() for p in planned.simulation.learner.model.parameters()),
         trained_parameters=planned.simulation.learner.trained_parameters,
         flops_per_token=flops,
@@ -130,7 +119,5 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
         fitting_micro_batch_tokens=planned.fitting(possible_sizes(config, planned.task)),
         tokens_per_s_bound=bound,
         hours_bound=tokens / bound / 3600 if bound else None,
-        checkpoints=checkpoints,
-        checkpoint_gib=state / GIB,
-        disk_gib=min(checkpoints, config.keep + 1) * state / GIB,
+        checkpoint_gib=planned.simulation.state_bytes / GIB,
     )

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenfeed.pipeline.arithmetic import round_up
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.config.values import flag_of
+from tokenfeed.trainer.config.values import check_multiple, flag_of
 from tokenfeed.trainer.feeding.batch_policy import (
     EpochShapes,
     is_packed,
@@ -133,23 +134,49 @@ def default_epochs(
 
 def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochShapes:
     """Estimate the steps and micro-batches of an epoch from the manifest."""
+    packed = is_packed(config, manifest)
     if config.micro_batch_tokens == "auto":  # a step has the same rows with any number
+        if packed and config.step_rows is None:
+            check_multiple(config, "step_tokens", "sequence_length")
         rows = (config.step_rows or 0) * config.sequence_length
         config = dataclasses.replace(config, micro_batch_tokens=rows or config.step_tokens)
     long_rows = long_rows_of(config, manifest)
-    packed = is_packed(config, manifest)
     policy = make_policy(config, packed=packed, on_gpu=on_gpu, long_rows=long_rows)
     return EpochShapes.of_split(manifest.split("train"), policy, config)
 
 
+def knows_steps(config: TrainConfig, manifest: Manifest) -> bool:
+    """Return whether the steps of an epoch do not depend on the order of rows in the data set."""
+    shuffled = config.order == "shuffled"
+    return shuffled or config.step_rows is not None or is_packed(config, manifest)
+
+
 def steps_of_epochs(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
     """Estimate the steps of whole epochs from the manifest. With --step-rows they
-    are exact for data of one window."""
+    are exact for data of one window.
+
+    Raises:
+        ConfigError: The number of steps depends on the order of rows in the data set.
+    """
+    if not knows_steps(config, manifest):
+        raise ConfigError(
+            "`--order`=file: how many steps an epoch of padded rows has depends on their order. "
+            "Give --steps, or --step-rows in place of --step-tokens."
+        )
     return max(1, round(epochs * epoch_of(config, manifest, on_gpu=on_gpu).steps))
 
 
 def steps_of_tokens(tokens: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
-    """Estimate the steps that train at least so many tokens, without padding."""
+    """Estimate the steps that train at least so many tokens, without padding.
+
+    Raises:
+        ConfigError: The number of steps depends on the order of rows in the data set.
+    """
+    if config.order == "file" and not is_packed(config, manifest):
+        raise ConfigError(
+            "`--tokens`: how many tokens a step of padded rows has depends on their order, which "
+            "is --order file. Give --steps."
+        )
     per_step = manifest.split("train").tokens / epoch_of(config, manifest, on_gpu=on_gpu).steps
     return max(1, math.ceil(tokens / per_step))
 
@@ -199,8 +226,7 @@ def _trained_tokens(config: TrainConfig, manifest: Manifest) -> float:
 
 def _evaluation_steps(manifest: Manifest, steps: int, trained: float) -> int:
     """Return the steps between evaluations that keep their share of the time."""
-    splits = manifest.splits
-    whole = splits["validation"].tokens if "validation" in splits else 0
+    whole = manifest.splits["validation"].tokens if "validation" in manifest.splits else 0
     wanted = max(1, min(whole, _ENOUGH_TOKENS))
     count = _between(_EVALUATIONS, int(_EVALUATION_SHARE * trained / wanted) - 1)
     return min(_MOST_EVERY, math.ceil(steps / count))
@@ -209,18 +235,13 @@ def _evaluation_steps(manifest: Manifest, steps: int, trained: float) -> int:
 def _evaluations(manifest: Manifest, steps: int, every: int, trained: float) -> dict[str, int]:
     """Return `eval_every` and `eval_tokens`. The test split is evaluated once, and may have as many
     tokens as all evaluations of the validation split."""
-    splits, count = manifest.splits, 1 + math.ceil(steps / every)
-    sizes = [
-        splits[name].tokens / often
-        for name, often in (("validation", 1), ("test", count))
-        if name in splits
-    ]
+    count = 1 + math.ceil(steps / every)
+    often = {"validation": 1, "test": count}
+    sizes = [manifest.splits[k].tokens / n for k, n in often.items() if k in manifest.splits]
+    most = max(1, min(_MOST_TOKENS, int(_EVALUATION_SHARE * trained / count)))
     if not any(sizes):
         return {}
-    most = max(1, min(_MOST_TOKENS, int(_EVALUATION_SHARE * trained / count)))
-    return (
-        {"eval_every": every} if most >= max(sizes) else {"eval_every": every, "eval_tokens": most}
-    )
+    return {"eval_every": every} | ({"eval_tokens": most} if most < max(sizes) else {})
 
 
 def _model(label: Column, train: SplitInfo) -> Choice:

@@ -19,14 +19,8 @@ from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.tasks.task import Task
 
-_MASKS = ("[MASK]", "<mask>", "<|mask|>")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 """A token of one byte, where characters that have no token are divided into bytes."""
-
-
-def mask_id(tokenizer: Tokenizer) -> int | None:
-    """Return the id of the mask token; None if the tokenizer has no mask token."""
-    return next((id for id in map(tokenizer.token_to_id, _MASKS) if id is not None), None)
 
 
 def token_bytes(tokenizer: Tokenizer) -> Tensor:

@@ -51,7 +51,6 @@ PROVED_ELSEWHERE = {
     "phases": "test_phases.py",  # of a file
     "mixing": "test_phases.py",
     "skip": "test_phases.py",
-    "init_from": "test_export.py",
     "compile": "test_compile.py",
     "export": "test_export.py",
     "track": "test_trackers.py",

@@ -3,15 +3,20 @@
 import dataclasses
 import itertools
 import math
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from support import ROOT
 from support.commands import call
+from support.data_sets import random_rows, write_rows
+from support.hub_models import LABELS
 from support.training import make_config, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -27,6 +32,7 @@ from tokenfeed.tools.train_settings import (
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import read_settings, setting_of
 from tokenfeed.trainer.feeding.batch_policy import make_policy
+from tokenfeed.trainer.loop.trainer import Trainer
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["mini", "hf:some/model", "module:factory"]),
@@ -244,6 +250,46 @@ def test_numbers_of_a_model_that_contradict_are_rejected(
     with pytest.raises(ConfigError, match=reason) as caught:
         told("--shards", shards, *words).check()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--epochs", 1, "--step-tokens", 2048), "`--order`=file: .* Give --steps, or --step-rows"),
+        (("--step-tokens", 2048), "`--order`=file: .* Give --steps"),
+        (("--tokens", 1000), "`--tokens`: .* --order file. Give --steps"),
+    ],
+)
+def test_budget_that_depends_on_the_order_of_a_file_is_rejected(
+    words: tuple[object, ...], reason: str, told: Any, shards: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        told("--shards", shards, "--order", "file", *words)
+    assert "\n" not in str(caught.value)
+    assert told("--shards", shards, "--order", "file", "--step-tokens", 2048, "--steps", 3)
+
+
+def test_epochs_of_a_sorted_file_have_every_row_as_often(told: Any, tmp_path: Path) -> None:
+    rows = random_rows(np.sort(np.arange(90) % 45 + 2), "tag", vocabulary_size=64)
+    shards = write_rows(
+        tmp_path / "shards", {"train": rows}, 64, task="tag", label_names=LABELS["tag"]
+    )
+    config = told("--shards", shards, "--order", "file", "--epochs", 2, "--step-rows", 10)
+    seen: Counter[int] = Counter()
+    with closing(Trainer(dataclasses.replace(config, run_dir=tmp_path / "run"))) as trainer:
+        due = config.steps * config.accumulation
+        for batch in itertools.islice(trainer.batches(), due):
+            seen.update(batch.rows.tolist())
+    assert seen == dict.fromkeys(range(90), 2)
+
+
+@pytest.mark.parametrize("size", ["auto", 1000])
+def test_step_that_rows_do_not_divide_is_named(size: object, told: Any, tmp_path: Path) -> None:
+    shards = write_labelled(tmp_path / "shards", "lm")
+    words = ("--step-tokens", 1000, "--sequence-length", 256, "--micro-batch-tokens", size)
+    named = "step-tokens" if size == "auto" else "micro-batch-tokens"
+    with pytest.raises(ConfigError, match=f"^`--{named}`: expected a multiple of --sequence"):
+        Trainer(told("--shards", shards, "--steps", 2, *words))
 
 
 OF_FILES = ("mixing", "phases", "skip")

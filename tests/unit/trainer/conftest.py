@@ -28,11 +28,3 @@ def store() -> Iterator[type[FaultyStore]]:
     """A store that does what the test says."""
     with faulty_store() as store:
         yield store
-
-
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies wait a hundredth of the time for a store that does not answer."""
-    from tokenfeed.trainer.checkpoints import uploader as uploads
-
-    monkeypatch.setattr(uploads, "RETRY_S", 0.03)

@@ -10,9 +10,7 @@ import pytest
 from support.checkpoints import (
     checkpoint,
     copy_of,
-    files_in,
     make_state,
-    names_in,
     refuse,
     save,
     saving_config,
@@ -27,8 +25,6 @@ from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import RemoteRun
 from tokenfeed.trainer.config.run_config import TrainConfig
 
-pytestmark = pytest.mark.usefixtures("hurried")
-
 
 def spoil(path: Path) -> None:
     file = path / "state-0.safetensors"
@@ -37,53 +33,26 @@ def spoil(path: Path) -> None:
     file.write_bytes(data)
 
 
-def test_auto_takes_the_one_before_a_damaged_one_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpoint(tmp_path, 1)
-    damaged = checkpoint(tmp_path, 2)
-    spoil(damaged)
-    assert download_newest(tmp_path, None)
-    assert Checkpoints.of_run(tmp_path).steps() == [1]
-    assert f"{damaged} is damaged (state-0.safetensors fails its checksum: " in caplog.text
-    assert names_in(tmp_path / "checkpoints") == ["step-00000001", "step-00000002.damaged"]
-
-
-def test_auto_takes_a_good_copy_instead_of_a_damaged_one(
-    tmp_path: Path, store: type[FaultyStore]
-) -> None:
-    checkpoint(tmp_path, 1)
-    path = checkpoint(tmp_path, 2)
-    copy_of(tmp_path, URL)
-    good = files_in(path)
+def test_a_damaged_checkpoint_ends_a_resume_in_one_line(few_rows: Path, tmp_path: Path) -> None:
+    config = saving_config(few_rows, tmp_path / "run", steps=2)
+    run(config)
+    path = Checkpoints.of_run(config.run_dir).path(2)
     spoil(path)
-    assert download_newest(tmp_path, URL)
-    assert Checkpoints.of_run(tmp_path).steps() == [1, 2]
-    assert files_in(path) == good
+    with pytest.raises(ResumeError, match=r"is damaged .* fails its checksum.* Delete") as error:
+        run(dataclasses.replace(config, resume="auto", steps=4))
+    assert str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
 
 
-def test_auto_takes_no_damaged_copy(
-    tmp_path: Path, store: type[FaultyStore], caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpoint(tmp_path, 1)
-    shutil.copytree(tmp_path, tmp_path / "other")
-    spoiled = checkpoint(tmp_path / "other", 2)
-    copy_of(tmp_path / "other", URL)
-    spoil(spoiled)
-    file = spoiled / "state-0.safetensors"
-    store.store[f"{URL}/checkpoints/{spoiled.name}/{file.name}"] = file.read_bytes()
-    assert download_newest(tmp_path, URL)
-    assert Checkpoints.of_run(tmp_path).steps() == [1]
-    assert f"{URL}: step 2 is damaged there" in caplog.text
-    assert RemoteRun(URL).steps() == [1]
-
-
-def test_where_all_are_damaged_auto_begins_nothing_anew(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, 1)
+def test_a_damaged_copy_leaves_no_checkpoint(tmp_path: Path, store: type[FaultyStore]) -> None:
+    path = checkpoint(tmp_path / "there", 2)
+    copy_of(tmp_path / "there", URL)
     spoil(path)
-    with pytest.raises(ResumeError, match="every checkpoint is damaged"):
-        download_newest(tmp_path, None)
-    assert path.exists()
+    name = f"{URL}/checkpoints/{path.name}"
+    store.store[f"{name}/state-0.safetensors"] = (path / "state-0.safetensors").read_bytes()
+    with pytest.raises(ResumeError, match=f"{name}: the checkpoint is damaged .* checksum"):
+        download_newest(tmp_path / "here", URL)
+    assert Checkpoints.of_run(tmp_path / "here").steps() == []
 
 
 def test_auto_does_not_begin_anew_where_the_url_does_not_answer(
@@ -126,7 +95,7 @@ def test_of_several_processes_that_a_launcher_starts_one_brings_the_checkpoint(
     run_dir = tmp_path / "run"
     with ThreadPoolExecutor(4) as pool:  # a file that is opened twice is locked as by two processes
         assert all(pool.map(lambda _: download_newest(run_dir, URL), range(4)))
-    assert len(gets) == 2
+    assert len(gets) == 1
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> TrainConfig:

@@ -27,6 +27,7 @@ from support.training import (
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.trainer.checkpoints.checkpoint_format import part_of
 from tokenfeed.trainer.config.run_config import PhaseSettings, StageSettings, TrainConfig
 from tokenfeed.trainer.config.schedule import learning_rate, phase_at, phases_of
 from tokenfeed.trainer.data.datasets import training_source
@@ -136,8 +137,8 @@ def test_stages_of_a_run_that_goes_on_with_moved_folders_count_each_token_once(
 
 
 def test_weights_that_stay_keep_their_moments_and_new_ones_begin(whole: dict[str, Path]) -> None:
-    groups = load_state(whole["adamw"], 4)["optimizer"]["weights"]
-    taken = {name: int(state["step"]) for group in groups for name, state in group.items()}
+    moments = part_of(load_state(whole["adamw"], 4), "optimizer.")
+    taken = {n.removesuffix(".step"): int(t) for n, t in moments.items() if n.endswith(".step")}
     assert {n for n, steps in taken.items() if steps == 4} == {n for n in taken if "norm" in n}
     assert {n for n, steps in taken.items() if steps == 1} == {n for n in taken if "norm" not in n}
 

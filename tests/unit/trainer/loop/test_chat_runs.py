@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed import pretokenize
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.trainer.loop.export import check_export
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
 PLAIN = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}\
@@ -91,31 +90,6 @@ def test_exports_have_the_template_of_the_shards(source: str, shards: Path, tmp_
     for messages in CONVERSATIONS:
         made = tokenizer.apply_chat_template(messages, return_dict=True)
         assert tuple(made["input_ids"]) in rows
-
-
-def test_export_names_data_with_other_templates(
-    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [{"messages": messages} for messages in CONVERSATIONS]
-    other, same = tmp_path / "other", tmp_path / "same"
-    for out, brief in ((other, False), (same, True)):
-        pretokenize(
-            rows,
-            out,
-            task="chat",
-            tokenizer=shards.parent / "tokenizer",
-            chat_template=shards.parent / "template.jinja",
-            template_argument={"brief": brief},
-            validation=0.2,
-        )
-    for mixed, is_named in ((other, True), (same, False)):
-        caplog.clear()
-        config = make_config(
-            {str(shards): 1.0, str(mixed): 1.0}, tmp_path / "run", export=tmp_path / "exported"
-        )
-        check_export(config)
-        named = f"{mixed} was made with another chat template than {shards}"
-        assert (named in caplog.text) == is_named
 
 
 def rows_of(shards: Path) -> set[tuple[int, ...]]:

@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import transformers
 from support.hub_models import LABELS, VOCABULARY, save_model, write_shards
@@ -106,8 +104,6 @@ def test_lora_is_refused_in_one_line_where_it_cannot_be(
         ({"from_scratch": True}, "--from-scratch"),
         ({"lora": 4, "from_scratch": True, "model": llama}, "--from-scratch"),
         ({"lora": 4, "lora_target": "nothing", "model": llama}, "--lora-target"),
-        ({"lora": 4, "lora_target": "q_proj,q_prok", "model": llama}, "`q_prok`"),
-        ({"lora": 4, "lora_target": "q_proj,", "model": llama}, "--lora-target"),
         ({"lora_target": "q_proj", "model": llama}, "Add --lora"),
         ({"lora_alpha": 8, "model": llama}, "--lora-alpha"),
     ):
@@ -276,32 +272,6 @@ def test_a_head_of_classes_is_trained_whole_and_exported_with_their_names(
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_another_task_keeps_the_body_and_gets_a_fresh_head(
-    classes: Path,
-    llama: str,
-    whole: dict[str, Path],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
-    for source in ("run", "model"):
-        caplog.clear()
-        begun = make_config(
-            classes,
-            tmp_path / f"after-{source}",
-            model=llama,
-            init_from=str(whole["all"] / source),
-            learning_rate=1e-12,
-            steps=1,
-        )
-        run(begun)
-        (line,) = [line for line in caplog.messages if line.startswith(str(whole["all"] / source))]
-        assert line.endswith("starts fresh: model.score.weight")
-        kept, taken = load_weights(whole["all"] / "run", 8), load_weights(begun.run_dir, 1)
-        name = "model.model.layers.1.mlp.up_proj.weight"
-        torch.testing.assert_close(kept[name], taken[name], rtol=0, atol=1e-6)
-
-
 def test_a_head_without_weights_is_saved_also_where_it_is_frozen(
     classes: Path, bert: str, tmp_path: Path
 ) -> None:
@@ -333,22 +303,3 @@ def test_adapters_come_first_and_then_everything(
     with torch.no_grad():
         got = load_exported(tmp_path / "model")(MicroBatch.of_ids(IDS, causal=True))
         torch.testing.assert_close(got, theirs(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_resume_does_not_read_the_initial_run_again(
-    documents: Path, llama: str, tmp_path: Path
-) -> None:
-    first = make_config(documents, tmp_path / "first", model=llama, steps=4)
-    run(first)
-    init = {"init_from": str(tmp_path / "first"), "steps": 4}
-    config = make_config(documents, tmp_path / "parts", model=llama, **LORA, **init)
-    run(dataclasses.replace(config, run_dir=tmp_path / "whole", export=tmp_path / "model"))
-    run(config, stop_after=2)
-    run(dataclasses.replace(first, steps=8, resume=True))
-    run(dataclasses.replace(config, resume=True, export=tmp_path / "again"))
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", 4)
-    one, other = (
-        safetensors.torch.load_file(tmp_path / name / "model.safetensors")
-        for name in ("model", "again")
-    )
-    assert all(torch.equal(other[name], value) for name, value in one.items())

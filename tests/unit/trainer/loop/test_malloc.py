@@ -5,8 +5,7 @@ import platform
 import pytest
 import torch
 
-from tokenfeed.trainer.loop import malloc as host_memory
-from tokenfeed.trainer.loop.malloc import keep_freed_memory
+from tokenfeed.trainer.loop.trainer import SET_BY_USER, keep_freed_memory
 
 
 @pytest.mark.parametrize(
@@ -16,7 +15,7 @@ from tokenfeed.trainer.loop.malloc import keep_freed_memory
 def test_elsewhere_and_where_the_user_has_set_it_nothing_is_touched(
     device: str, libc: str, set_by_user: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in host_memory.SET_BY_USER:
+    for name in SET_BY_USER:
         monkeypatch.delenv(name, raising=False)
     if set_by_user:
         monkeypatch.setenv(set_by_user, "x")

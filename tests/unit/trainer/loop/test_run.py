@@ -38,7 +38,7 @@ from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.report.progress_lines import StepLog, notes_on
-from tokenfeed.trainer.sensors.gpu import GpuReading
+from tokenfeed.trainer.sensors.machine import GpuReading
 from tokenfeed.trainer.stall import CAUSES
 from tokenfeed.trainer.tasks.registry import make_task
 
@@ -165,9 +165,9 @@ def test_run_says_what_it_trains_before_the_first_step(
     assert f"data: {counting}, {size:,} tokens of lm" in caplog.messages
     assert f"run: {tmp_path / 'run'}" in caplog.messages
     beginnings = [line.split(":")[0] for line in caplog.messages]
-    assert beginnings[:4] == ["model", "data", "steps", "run"]
+    assert beginnings[:5] == ["model", "memory", "data", "steps", "run"]
     assert "without the embedding), fp32 on cpu" in caplog.messages[0]
-    epochs = float(caplog.messages[2].split("; ")[1].removesuffix(" epochs"))
+    epochs = float(caplog.messages[3].split("; ")[1].removesuffix(" epochs"))
     assert epochs == pytest.approx(100 * 256 / size, rel=0.05)
 
 

@@ -16,7 +16,7 @@ from support.training import (
 from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.models.activation_checkpointing import recompute_layers
+from tokenfeed.trainer.models.build import recompute_layers
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 from tokenfeed.trainer.sizing.memory_model import PeakBytes
 

@@ -271,14 +271,6 @@ def test_damaged_weights_are_refused_in_one_line(tmp_path: Path, make_hub: MakeM
     weights.write_bytes(weights.read_bytes()[:-100])
     with refused("--model", "llama"):
         make_model(train_config(folder), head)
-    with refused("--init-from", "model.safetensors", "damaged"):
-        make_model(train_config(whole, init_from=str(folder)), head)
-    weights.unlink()
-    weights.mkdir()
-    with refused("--init-from", "model.safetensors", "damaged"):
-        make_model(train_config(whole, init_from=str(folder)), head)
-    with refused("--init-from"):
-        make_model(train_config(whole, init_from=""), head)
 
 
 def test_nothing_is_printed_while_a_model_loads(

@@ -159,7 +159,7 @@ def test_one_bad_number_in_one_gradient_leaves_no_trace(
     assert_same(training.content(), before)
     if precision_name == "fp16":
         state = expected.precision.state_dict()
-        state["scaler"]["scale"] = 2.0**15  # a skip halves the scale, and that is all
+        state["scale"][0] = 2.0**15  # a skip halves the scale, and that is all
         expected.precision.load_state_dict(state)
     for number in (3, 4):
         training.backward(number)
@@ -188,13 +188,13 @@ def test_a_first_step_that_is_skipped_leaves_an_optimizer_as_new(
 def test_an_overflow_in_fp16_halves_the_scale(optimizer_name: OptimizerName) -> None:
     training = Training("fp16", optimizer_name)
     training.backward(0)
-    scale = training.precision.state_dict()["scaler"]["scale"]
+    scale = training.precision.state_dict()["scale"][0]
     next(training.gradients())[0, 0] = torch.inf
     assert not training.step().isfinite()
-    assert training.precision.state_dict()["scaler"]["scale"] == scale / 2
+    assert training.precision.state_dict()["scale"][0] == scale / 2
     training.backward(1)
     training.step()
-    assert training.precision.state_dict()["scaler"]["scale"] == scale / 2
+    assert training.precision.state_dict()["scale"][0] == scale / 2
 
 
 @every_precision
@@ -242,31 +242,29 @@ def test_a_reading_of_skips_does_not_change_later() -> None:
 def test_a_scale_survives_a_checkpoint_and_one_of_another_precision_is_no_scale() -> None:
     half = Precision("fp16", CPU)
     state = half.state_dict()
-    state["scaler"]["scale"] = 512.0
+    state["scale"][0] = 512.0
     half.load_state_dict(state)
     resumed = Precision("fp16", CPU)
     resumed.load_state_dict(half.state_dict())
-    assert resumed.state_dict()["scaler"]["scale"] == 512.0
+    assert resumed.state_dict()["scale"][0] == 512.0
     Precision("bf16", CPU).load_state_dict(half.state_dict())
     resumed.load_state_dict(Precision("bf16", CPU).state_dict())
-    assert resumed.state_dict()["scaler"]["scale"] == 512.0
+    assert resumed.state_dict()["scale"][0] == 512.0
 
 
 @every_precision
-def test_sparse_and_missing_gradients_step_as_dense_and_none(
+def test_missing_gradients_step_as_none(
     precision_name: PrecisionName,
 ) -> None:
     training = Training(precision_name, "muon")
-    expected = Training(precision_name, "muon")
-    table = training.model[0]
-    assert isinstance(table, nn.Embedding)
-    table.sparse = True
+    bias = training.model[1].bias
+    assert isinstance(bias, nn.Parameter)
+    before = bias.detach().clone()
     for number in range(3):
-        for one in (training, expected):
-            one.backward(number)
-            one.model[1].bias.grad = None  # type: ignore[union-attr]
-        torch.testing.assert_close(training.step(1.0, 0.1), expected.step(1.0, 0.1))
-    torch.testing.assert_close(training.content(), expected.content())
+        training.backward(number)
+        bias.grad = None
+        assert training.step(1.0, 0.1).isfinite()
+    assert torch.equal(bias, before)
 
 
 @pytest.fixture
@@ -368,4 +366,4 @@ def test_half_precision_steps_like_fp32(name: PrecisionName) -> None:
     model, norm = step_in_parts(precision, [slice(0, 4)])
     assert norm == pytest.approx(expected, rel=0.05)
     assert all(p.dtype == torch.float32 for p in model.parameters())
-    assert bool(precision.state_dict()["scaler"]) == (name == "fp16")
+    assert ("scale" in precision.state_dict()) == (name == "fp16")

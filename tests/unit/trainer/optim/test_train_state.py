@@ -11,8 +11,9 @@ from support.training import make_config, run, write_counting
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.trainer.checkpoints.async_saver import Saver
+from tokenfeed.trainer.checkpoints.checkpoint_format import part_of
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
-from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.run_config import OptimizerName, TrainConfig
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.sizing.memory_model import PeakBytes
@@ -56,7 +57,7 @@ def moments_of(learner: Learner) -> list[torch.Tensor]:
 def test_state_dict_copies_buffers_and_no_weights(shards: Path, tmp_path: Path) -> None:
     learner = learner_of(make_config(shards, tmp_path))
     learner.model.register_buffer("seen", torch.zeros(1))
-    state = learner.state_dict()["model"]
+    state = part_of(learner.state_dict(), "model.")
     with torch.no_grad():
         for tensor in (*learner.model.parameters(), *learner.model.buffers()):
             tensor.fill_(3.0)
@@ -87,10 +88,23 @@ def test_each_update_follows_the_copy_of_the_last_save(
 
 
 def test_load_of_another_model_names_the_weight(shards: Path, tmp_path: Path) -> None:
-    save(tmp_path, 1, {"model": {"weight": torch.ones(2)}, "optimizer": {"weights": []}})
+    save(tmp_path, 1, {"model.weight": torch.ones(2)})
     learner = learner_of(make_config(shards, tmp_path))
     before = [weight.clone() for weight in learner.model.parameters()]
     with pytest.raises(ResumeError, match="other weights than this model"):
         learner.load(Checkpoints(tmp_path).open())
     now = learner.model.parameters()
     assert all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_bytes_are_those_of_weights_gradients_and_moments(
+    name: OptimizerName, shards: Path, tmp_path: Path
+) -> None:
+    learner = learner_of(make_config(shards, tmp_path, optimizer=name))
+    predicted, weights = learner.state_bytes, list(learner.model.parameters())
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    learner.optimizer.step()
+    moments = sum(tensor.nbytes for tensor in moments_of(learner) if tensor.dim())
+    assert predicted == 2 * sum(weight.nbytes for weight in weights) + moments

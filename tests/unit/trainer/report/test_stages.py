@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.trainer.report.stages import tokens_of_stages
+from tokenfeed.trainer.report.run_report import tokens_of_stages
 
 SHARES = st.floats(0, 1).map(lambda share: {"a": share, "b": 1 - share})
 COUNTS = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 90)), min_size=1, max_size=12)

@@ -1,20 +1,26 @@
 """Sensors against a driver that is played, and against what the system itself counts."""
 
-import contextlib
+import itertools
 import sys
-import threading
 import time
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from support.commands import call
-from support.processes import eventually
 
 from tokenfeed.tools import train
 from tokenfeed.tools.monitor import view
-from tokenfeed.trainer.sensors.gpu import GpuReading, GpuSensor, gpus_here
-from tokenfeed.trainer.sensors.host import HostReading, MachineSampler, read_host
+from tokenfeed.trainer.sensors import machine
+from tokenfeed.trainer.sensors.machine import (
+    GpuReading,
+    GpuSensor,
+    HostReading,
+    MachineReader,
+    gpus_here,
+    read_host,
+)
 
 
 class NvmlError(Exception):
@@ -116,23 +122,16 @@ def test_host_reading_has_the_work_since_the_one_before() -> None:
     assert 0 < found.memory_free_bytes < found.memory_total_bytes
 
 
-def test_sampler_keeps_latest_reading_and_outlives_failed_sensor(
+def test_reader_keeps_its_reading_for_a_while_and_outlives_a_failed_sensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    readings, may_fail = [host_of(cores=number) for number in range(1, 6)], threading.Event()
-
-    def read() -> HostReading:
-        if not readings:
-            may_fail.wait(30)
-            raise OSError("the driver has gone")
-        return readings.pop(0)
-
-    monkeypatch.setattr("tokenfeed.trainer.sensors.host.read_host", read)
-    with contextlib.closing(MachineSampler(None, every_s=0.001)) as sampler:
-        assert eventually(lambda: sampler.host == host_of(cores=5))
-        may_fail.set()
-        assert eventually(lambda: sampler.host is None)
-    assert not any(thread.name == "sampler" for thread in threading.enumerate())
+    readings = [host_of(cores=number) for number in range(1, 3)]
+    now = itertools.accumulate([0.0, 1.5, 1.0, 2.5, 100.0, 100.0])
+    monkeypatch.setattr(machine, "time", Box(monotonic=lambda: next(now)))
+    monkeypatch.setattr(machine, "read_host", lambda: readings.pop(0))
+    reader = MachineReader(torch.device("cpu"))
+    assert [reader.read() for _ in range(3)] == [(None, host_of(cores=n)) for n in (1, 1, 2)]
+    assert [reader.read() for _ in range(2)] == [(None, None)] * 2  # no reading is left
 
 
 def host_of(**changes: Any) -> HostReading:

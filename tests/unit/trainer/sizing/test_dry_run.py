@@ -28,7 +28,7 @@ def words(shards: Path, *more: str) -> tuple[str, ...]:
 
 @pytest.mark.slow
 def test_programs_and_people_read_what_a_run_will_take(shards: Path) -> None:
-    asked = ("--gpu", "H100", "--steps", "50", "--save-every", "5", "--keep", "4", "--json")
+    asked = ("--gpu", "H100", "--steps", "50", "--json")
     said = call(command.main, *words(shards, *asked))
     found = json.loads(said.stdout)
     assert found["steps"] == 50
@@ -37,12 +37,11 @@ def test_programs_and_people_read_what_a_run_will_take(shards: Path) -> None:
     assert found["fitting_micro_batch_tokens"] == 512
     assert found["tokens_per_s_bound"] == pytest.approx(989e12 / found["flops_per_token"])
     assert found["tokens"] <= 50 * 4 * 128
-    assert found["checkpoints"] == 10
-    assert found["disk_gib"] == pytest.approx((4 + 1) * found["checkpoint_gib"])
+    assert found["checkpoint_gib"] > 0
     assert not (shards.parent / "run").exists()
     lines = DryRun(**found).summary().splitlines()
     named = [line.split()[0] for line in lines]
-    assert named == ["steps", "batches", "model", "memory", "fits", "speed", "disk"]
+    assert named == ["steps", "padding", "model", "memory", "fits", "speed", "disk"]
     assert "6 N + 12 L C T" in lines[2]
     assert "79 GiB on H100" in lines[3]
 

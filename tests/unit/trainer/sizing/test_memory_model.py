@@ -156,7 +156,6 @@ def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(
     slots = sum(rows * length for rows, length in shapes)
     assert found.steps == pytest.approx(len(shapes), rel=0.1)
     assert found.slots == pytest.approx(slots, rel=0.05)
-    assert sum(found.shapes.values()) <= found.steps
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.batch_policy import (
     make_policy,
-    micro_batch_sizes,
     possible_sizes,
     shapes,
 )
@@ -59,8 +59,12 @@ def test_every_size_makes_the_same_step(
         micro_batch_tokens=2 * step * length,
         step_rows=2 * step if by_rows else None,
         compile=compiled,
+        batching="packed" if packed else "padded",
     )
-    sizes = micro_batch_sizes(config, packed=packed, longest=longest)
+    split = SimpleNamespace(longest_row=longest)
+    manifest = SimpleNamespace(split=lambda _: split)
+    task: Any = SimpleNamespace(head=SimpleNamespace(causal=packed), manifest=manifest)
+    sizes = possible_sizes(config, task)
     assert sizes == sorted(set(sizes))
     for size in sizes:
         changed = dataclasses.replace(config, micro_batch_tokens=size)

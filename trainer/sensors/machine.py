@@ -1,9 +1,14 @@
-"""One GPU by NVML: memory, utilization, power, temperature and clock."""
+"""The machine of a run: GPUs by NVML (memory, utilization, power, temperature and clock), and the
+use of cores and memory of the host.
+"""
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import psutil
 import torch
 
 from tokenfeed.pipeline.feeding.devices import accelerator
@@ -16,14 +21,8 @@ def device_name(device: torch.device) -> str:
     return str(accelerator(device).module.get_device_name(device))
 
 
-def device_uuid(device: torch.device) -> str | None:
-    """Return the UUID by which NVML finds a GPU; None for other devices."""
-    if device.type != "cuda":
-        return None
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
 T = TypeVar("T")
+_SECONDS_BETWEEN = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,16 +75,19 @@ class GpuSensor:
             return None
 
 
-def sensor_of(uuid: str) -> GpuSensor | None:
-    """Return the sensor of the GPU with a UUID of torch; None if NVML does not know it.
+def sensor_of(device: torch.device) -> GpuSensor | None:
+    """Return the sensor of a GPU; None for another device, or if NVML does not know it.
 
     torch and NVML number GPUs differently, so a number would not do.
     """
+    if device.type != "cuda":
+        return None
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        return GpuSensor(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        return GpuSensor(pynvml.nvmlDeviceGetHandleByUUID(uuid))
     except pynvml.NVMLError:
         return None
 
@@ -104,3 +106,50 @@ def gpus_here() -> list[GpuSensor]:
 
 def _thousandth(value: Any) -> float:
     return int(value) / 1e3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostReading:
+    """The host at one moment."""
+
+    cores: int
+    cores_busy: float
+    """Cores in use since the previous reading, by all processes: 1.5 is one core and a half. The
+    first reading of a process has 0."""
+    memory_free_bytes: int
+    """Available to new processes without swapping."""
+    memory_total_bytes: int
+
+
+def read_host() -> HostReading:
+    """Read the host."""
+    cores, memory = psutil.cpu_count() or 1, psutil.virtual_memory()
+    return HostReading(
+        cores=cores,
+        cores_busy=psutil.cpu_percent() / 100 * cores,
+        memory_free_bytes=memory.available,
+        memory_total_bytes=memory.total,
+    )
+
+
+class MachineReader:
+    """Reads the host and the GPU of a run at progress lines.
+
+    Reads at most every two seconds, since NVML takes milliseconds. Reads nothing more if a sensor
+    raises: a failed driver must not stop the training.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._sensor, self._next_s = sensor_of(device), -math.inf
+        self._latest: tuple[GpuReading | None, HostReading | None] = None, None
+
+    def read(self) -> tuple[GpuReading | None, HostReading | None]:
+        """Return the latest readings of GPU and host."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + _SECONDS_BETWEEN
+            try:
+                self._latest = self._sensor.read() if self._sensor else None, read_host()
+            except Exception:
+                self._latest, self._next_s = (None, None), math.inf
+        return self._latest
