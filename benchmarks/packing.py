@@ -61,9 +61,7 @@ def _tokenfeed(lengths: np.ndarray) -> tuple[float, int]:
     from tokenfeed.pipeline.planning.packing import pack
 
     started = time.perf_counter()
-    order = sort_by_length(lengths, 0)[::-1]
-    pieces, offsets = pack(lengths[order], CAPACITY)
-    bins = order[pieces]
+    bins, offsets = pack(sort_by_length(lengths, 0)[::-1], lengths, CAPACITY)
     seconds = time.perf_counter() - started
     assert len(np.unique(bins)) == len(lengths)
     assert np.add.reduceat(lengths[bins], offsets[:-1]).max() <= CAPACITY

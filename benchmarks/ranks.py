@@ -12,10 +12,20 @@ samplers get the same rows and about the same number of real tokens a step:
 
 Measured: real tokens a second of all ranks by the clock, one epoch, rounds interleaved; padding;
 and idle, the share of time that ranks wait for the slowest rank: 1 - mean / max over the ranks of
-the processor time of each step. Rows of the peers are in memory already. Refuted if tokenfeed is
-less than twice as fast as `random`, or idle for 2 percentage points more than the control.
+the work of each step, summed over steps. The work is measured in three ways:
 
-    python -m benchmarks.ranks [--ranks 2 4] [--rows 800] [--rounds 3]    # 5 minutes on 2 cores
+- clock: seconds of forward and backward pass. They contain waits for a core, because the ranks
+  share cores with each other and with everything else. Median of the rounds
+- processor: processor time of the same work. It contains no waits, but the noise of shared caches
+  and clock rates. All rounds have the same batches, so the least time of the rounds counts
+- operations: floating-point operations by the shape of the batch. They contain no noise: what
+  batches alone cost on ranks with equal hardware
+
+Rows of the peers are in memory already. Refuted if tokenfeed is less than twice as fast as
+`random`, idle for more than 2 % by operations, or idle for 2 percentage points more than the
+control by processor time.
+
+    python -m benchmarks.ranks [--ranks 2 4] [--rows 800] [--rounds 3]    # 4 minutes on 2 cores
 """
 
 import argparse
@@ -42,8 +52,11 @@ SAMPLERS = ("random", "sorted", "by length", "tokenfeed", "control")
 
 READING: dict[str, Any] = {"num_workers": 0, "epochs": 1, "seed": 0}
 
+WORK = ("clock", "processor", "operations")
+"""How the work of a step is measured."""
+
 Row = torch.Tensor
-Run = dict[str, float]
+Run = dict[str, Any]
 
 
 def main() -> None:
@@ -55,29 +68,43 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     results = []
-    print("| ranks | sampler | real tokens/s | of random | padding | idle |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(f"| ranks | sampler | real tokens/s | of random | padding | {' | '.join(WORK)} |")
+    print(f"| {' | '.join(['---'] * (5 + len(WORK)))} |")
     with tempfile.TemporaryDirectory() as folder:
         shards = write_rows(Path(folder), options.rows)
         for ranks in options.ranks:
             found = train(shards, options.rounds, ranks, Path(folder))
             base = median(run["tokens_s"] for run in found["random"])
             for name, runs in found.items():
-                of = {key: median(run[key] for run in runs) for key in runs[0]}
+                tokens_s = summary([run["tokens_s"] for run in runs], 0)
                 result = {
                     "ranks": ranks,
                     "sampler": name,
-                    "tokens_s": summary([run["tokens_s"] for run in runs], 0),
-                    "of_random": round(of["tokens_s"] / base, 2),
-                    "padding": round(of["padding"], 4),
-                    "idle": round(of["idle"], 4),
+                    "tokens_s": tokens_s,
+                    "of_random": round(tokens_s["median"] / base, 2),
+                    "padding": round(runs[0]["padding"], 4),
+                    "idle": idle([run["work"] for run in runs]),
                 }
                 results.append(result)
                 print(
-                    f"| {ranks} | {name} | {of['tokens_s']:,.0f} | {result['of_random']} "
-                    f"| {of['padding']:.1%} | {of['idle']:.1%} |"
+                    f"| {ranks} | {name} | {tokens_s['median']:,.0f} | {result['of_random']} "
+                    f"| {result['padding']:.1%} | "
+                    f"{' | '.join(f'{share:.1%}' for share in result['idle'].values())} |"
                 )
     print(f"written to {write_result('ranks', results, options.results)}")
+
+
+def idle(rounds: list[torch.Tensor]) -> dict[str, float]:
+    """Return the idle share by each measure of `WORK`, from the work of each round, shape (ranks,
+    steps, measures)."""
+
+    def share(work: torch.Tensor) -> float:
+        return 1 - float(work.mean(0).sum() / work.max(0).values.sum())
+
+    least = torch.stack(rounds).min(0).values
+    clock = median(share(work[..., 0]) for work in rounds)
+    shares = (clock, share(least[..., 1]), share(least[..., 2]))
+    return {name: round(each, 4) for name, each in zip(WORK, shares, strict=True)}
 
 
 def write_rows(folder: Path, rows: int) -> Path:
@@ -123,7 +150,8 @@ def _rank(rank: int, ranks: int, port: int, shards: str, rounds: int, folder: st
 
 
 def _epoch(batches: Iterator[tuple[torch.Tensor, torch.Tensor]], ranks: int) -> Run:
-    """Train on some batches; return real tokens a second, padding and idle, over all ranks."""
+    """Train on some batches; return real tokens a second and padding, over all ranks, and the work
+    of each rank and step, (ranks, steps, measures)."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     busy, counts, started = [], torch.zeros(2), 0.0  # counts: real tokens, slots
@@ -131,10 +159,11 @@ def _epoch(batches: Iterator[tuple[torch.Tensor, torch.Tensor]], ranks: int) -> 
         if step == 2:  # both warm-up steps are not counted
             dist.barrier()
             busy, counts, started = [], torch.zeros(2), time.perf_counter()
-        work_started = time.process_time()
+        begun = time.perf_counter(), time.process_time()
         labels = ids.masked_fill(mask == 0, -100)
         model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
-        busy.append(time.process_time() - work_started)
+        clock, processor = time.perf_counter() - begun[0], time.process_time() - begun[1]
+        busy.append((clock, processor, _operations(model, *ids.shape)))
         gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
@@ -146,12 +175,20 @@ def _epoch(batches: Iterator[tuple[torch.Tensor, torch.Tensor]], ranks: int) -> 
         counts += torch.tensor([float(mask.sum()), float(mask.numel())])
     seconds = time.perf_counter() - started
     dist.all_reduce(counts)
-    of_ranks = [torch.zeros(len(busy)) for _ in range(ranks)]
-    dist.all_gather(of_ranks, torch.tensor(busy))
-    work = torch.stack(of_ranks)
-    idle = 1 - float(work.mean(0).sum() / work.max(0).values.sum())
+    of_ranks = [torch.zeros(len(busy), len(WORK), dtype=torch.float64) for _ in range(ranks)]
+    dist.all_gather(of_ranks, torch.tensor(busy, dtype=torch.float64))
     tokens, slots = counts.tolist()
-    return {"tokens_s": tokens / seconds, "padding": 1 - tokens / slots, "idle": idle}
+    work = torch.stack(of_ranks)
+    return {"tokens_s": tokens / seconds, "padding": 1 - tokens / slots, "work": work}
+
+
+def _operations(model: Any, rows: int, length: int) -> float:
+    """Return the floating-point operations of forward and backward pass: 6 for each weight of a
+    matrix and token, and 12 for each layer, channel and pair of tokens of a row."""
+    embedding = model.get_input_embeddings().weight.numel()
+    weights = sum(weight.numel() for weight in model.parameters() if weight.ndim > 1) - embedding
+    pairs = model.config.num_hidden_layers * model.config.hidden_size * length
+    return float(rows * length * (6 * weights + 12 * pairs))
 
 
 def _model() -> Any:

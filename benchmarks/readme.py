@@ -267,7 +267,9 @@ def roofline_checks(results: list[Entry]) -> list[list[str]]:
 
 def ranks_table(results: list[Entry]) -> list[list[str]]:
     """Speed, padding and idle time of every sampler; the control is not compared."""
-    header = ["ranks", "sampler", "real tokens/s", "times random", "padding", "idle"]
+    idle = ("clock", "processor", "operations")
+    header = ["ranks", "sampler", "real tokens/s", "times random", "padding"]
+    header += [f"idle, {name}" for name in idle]
     return [
         header,
         *(
@@ -277,7 +279,7 @@ def ranks_table(results: list[Entry]) -> list[list[str]]:
                 "{median:,.0f} [{min:,.0f}, {max:,.0f}]".format(**entry["tokens_s"]),
                 NONE if entry["sampler"] == "control" else f"{entry['of_random']:.2f}",
                 f"{entry['padding']:.1%}",
-                f"{entry['idle']:.1%}",
+                *(f"{entry['idle'][name]:.1%}" for name in idle),
             ]
             for entry in results
         ),

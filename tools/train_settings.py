@@ -65,8 +65,8 @@ GROUPS = {
         *("config", "preset", "print_config", "dry_run", "gpu", "monitor_only"),
     ),
     "rarely needed": (
-        *("targets", "batching", "attention", "trainable", "lora_alpha"),
-        *("lora_target", "clip_norm", "beta1", "beta2", "epsilon"),
+        *("targets", "batching", "attention", "balance_attention", "trainable"),
+        *("lora_alpha", "lora_target", "clip_norm", "beta1", "beta2", "epsilon"),
         *("num_workers", "order", "cache_dir", "cache_bytes", "profile"),
     ),
 }

@@ -53,8 +53,9 @@ class StandIn(WindowReader):
     real: WindowReader
     num_batches: int
 
-    def __init__(self, sources: tuple[OpenedSplit, ...]) -> None:
+    def __init__(self, sources: tuple[OpenedSplit, ...], **options: Any) -> None:
         """The large data set's shards do not exist, so nothing of it is kept."""
+        self.columns = sources[0].manifest.columns
 
     def read(self, batches: np.ndarray, ahead: object = None) -> Window:
         """Decode real record batches."""
@@ -148,10 +149,10 @@ def turn_of_epoch(folder: Path, state: dict[str, Any]) -> float:
 def time_share(folder: Path, ranks: int) -> float:
     """Seconds that a window takes the last of so many ranks."""
     made = make_loader(folder, rank=ranks - 1, world_size=ranks)
-    job = made._job()
-    job.read(made.position)
+    maker = made._window_maker()
+    maker.make(made.position)
     started = time.perf_counter()
-    job.read(made.position)
+    maker.make(made.position)
     return time.perf_counter() - started
 
 

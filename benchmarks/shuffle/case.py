@@ -31,20 +31,12 @@ SAMPLES = 12
 
 
 def open_loader(settings: dict[str, Any], folder: Path) -> Any:
-    """A ShardLoader; of a mixture, `weights` has the folders and their weights, of stages, each."""
+    """A ShardLoader; of a mixture, `weights` has the folders and their weights."""
     import tokenfeed
 
     path: Any = folder
     if "weights" in settings:
         path = tokenfeed.Mixture({folder / name: w for name, w in settings["weights"].items()})
-    for stage in settings.get("stages", []):
-        ends = {
-            end: {folder / n: w for n, w in stage[end].items()}
-            for end in ("weights", "to")
-            if end in stage
-        }
-        path = [] if path == folder else path
-        path.append(tokenfeed.Stage(**stage | ends))
     return tokenfeed.ShardLoader(
         path,
         batching=getattr(tokenfeed, settings["policy"])(*settings["arguments"]),

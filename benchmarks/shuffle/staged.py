@@ -11,29 +11,40 @@ source that was not drawn before.
     wave    largest distance of the first corpus's share from the list's in a step of 4 M tokens,
             relative to the reference
 
-The loader and the reference have several seeds. The standard error of a ratio comes from the
-spread of the mean squares over the seeds. Refuted by a ratio above 1.1 or a wave above 2.
+The orders come from plans: the record batches of every window, with the lengths that the shards
+have, arranged by the policy. A test compares such an order with the rows that a loader delivers.
+The plans and the reference have several seeds. The standard error of a ratio comes from the spread
+of the mean squares over the seeds. The control is the reference with other seeds: its ratios show
+how far a ratio of 1 is measured from 1. Refuted by a ratio above 1.1 or a wave above 2.
 
-    python -m benchmarks.shuffle.staged && python -m benchmarks.readme
+    python -m benchmarks.shuffle.staged && python -m benchmarks.readme    # 4 minutes on 2 cores
 """
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.progress import track
 
 from benchmarks.protocol import RESULTS, write_result
-from benchmarks.shuffle.cases import load, make, ours, run
+from benchmarks.shuffle.cases import make
 from benchmarks.shuffle.corpora import Corpus
 from benchmarks.shuffle.metrics import Order, by_rows, shares
+from tokenfeed import Fixed, Packed, Padded, Stage
+from tokenfeed.pipeline.arithmetic import offsets_of, ranges
+from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.planning.batching import Spans, plan_window
+from tokenfeed.pipeline.planning.plan import Plan
+from tokenfeed.pipeline.planning.policy import Batching
 
-__all__ = ["CASES", "describe", "drawn", "expected"]
+__all__ = ["POLICIES", "Measured", "drawn", "expected", "planned", "rows_of_batches"]
 
 CORPORA = ("documents by source", "documents by date")
 FIRST, LAST, PART = (0.7, 0.3), (0.2, 0.8), 60_000_000
@@ -41,11 +52,12 @@ FIRST, LAST, PART = (0.7, 0.3), (0.2, 0.8), 60_000_000
 PARTS = ("before", "in", "after")
 STEPS = {"64k": 1 << 16, "0.5M": 1 << 19, "1M": 1 << 20}
 WAVE_STEP = 1 << 22
-CASES = (
-    ours("padded", 27, "Padded", 16_384),
-    ours("packed", 27, "Packed", 2048, 8),
-    ours("fixed", 27, "Fixed", 27),
-)
+POLICIES: dict[str, Batching] = {
+    "tokenfeed padded": Padded(16_384),
+    "tokenfeed packed": Packed(2048, 8),
+    "tokenfeed fixed": Fixed(27),
+}
+CONTROL = "rows at random"
 
 Entry = dict[str, Any]
 
@@ -59,11 +71,13 @@ def expected(tokens: np.ndarray, part: int) -> np.ndarray:
 def drawn(corpora: list[Corpus], part: int, seed: int) -> Order:
     """Rows at random, at the shares of the list; rows of the second corpus follow the first's."""
     rng = np.random.default_rng(seed)
-    means = [float(corpus.lengths.mean()) for corpus in corpora]
-    count = int(3 * part / min(means) * 1.2)
-    share = expected(np.arange(count) * 3 * part / count, part)
-    of_first = share / means[0] / (share / means[0] + (1 - share) / means[1])
-    is_second = rng.random(count) >= of_first
+    first, second = (1 / float(corpus.lengths.mean()) for corpus in corpora)  # rows a token
+    tokens = np.linspace(0, 3 * part, 100_001)
+    share = expected(tokens, part)
+    rows_so_far = offsets_of(np.diff(tokens) * (share * first + (1 - share) * second)[:-1])
+    count = int(rows_so_far[-1] * 1.05)
+    share = expected(np.interp(np.arange(count), rows_so_far, tokens), part)
+    is_second = rng.random(count) >= share * first / (share * first + (1 - share) * second)
     rows = np.empty(count, np.int64)
     for number, corpus in enumerate(corpora):
         own = is_second == number
@@ -74,41 +88,83 @@ def drawn(corpora: list[Corpus], part: int, seed: int) -> Order:
     return by_rows(rows[:stop], lengths, 27)
 
 
-def distances(order: Order, groups: np.ndarray, step: int, part: int) -> np.ndarray:
-    """Share of each group in each step, less its share in the list, (steps, groups)."""
-    found = shares(order, groups, step)
-    kinds = found.shape[1] // 2
-    first = expected((np.arange(len(found)) + 0.5) * step, part)
-    due = np.repeat(np.stack([first, 1 - first], axis=1) / kinds, kinds, axis=1)
-    return np.asarray(found - due)
+def rows_of_batches(sources: tuple[OpenedSplit, ...]) -> np.ndarray:
+    """Rows of each record batch, counted over all sources, shape (K,), int64."""
+    return np.array(
+        [
+            len(reader.read(number)[0])
+            for source in sources
+            for info in source.split.shards
+            for reader in [ShardReader.open(source.store, source.manifest, info)]
+            for number in range(info.batches)
+        ]
+    )
 
 
-def describe(orders: list[Order], corpora: list[Corpus], part: int) -> Entry:
-    """Ratios before, in and after the change, each with its standard error, and the wave.
+def planned(plan: Plan, lengths: np.ndarray, rows: np.ndarray) -> Order:
+    """What a loader with one rank delivers in an epoch of a plan, without padding.
 
-    `orders` has the order of each seed.
+    `lengths` are the tokens of each row, and `rows` the rows of each record batch, over all
+    sources.
     """
-    groups = np.concatenate([corpora[0].groups, corpora[1].groups + corpora[0].groups.max() + 1])
-    both = orders, [drawn(corpora, part, seed) for seed in range(len(orders))]
-    found: Entry = {name: {} for name in PARTS}
-    for name, step in STEPS.items():
-        apart = [[distances(each, groups, step, part) ** 2 for each in of] for of in both]
-        for number, of_part in enumerate(PARTS):
-            steps = slice(number * part // step, (number + 1) * part // step)
-            found[of_part][name] = ratio(*([each[steps].mean() for each in of] for of in apart))
-    half = int(groups.max() + 1) // 2
-    step = min(WAVE_STEP, part // 8)
-    waves = [
-        np.mean([np.abs(distances(each, groups, step, part)[:, :half].sum(1)).max() for each in of])
-        for of in both
-    ]
-    return found | {"wave": float(f"{waves[0] / waves[1]:.3g}")}
+    parts, sizes = [], []
+    begins = offsets_of(rows)
+    for window in range(plan.num_windows):
+        batches = plan.order.window(0, window)
+        numbers = ranges(begins[batches], rows[batches])
+        batching, draw = plan.batching_of(window), plan.order.draw(0, window)
+        of_rows = lengths[numbers]
+        made = plan_window(of_rows, batching, step_size=plan.micro_batches_per_step, draw=draw)
+        spans = Spans.from_plan(made, numbers, of_rows)
+        whole = np.ones(len(numbers), np.bool_) if spans.starts is None else spans.starts == 0
+        parts.append((spans.numbers, spans.lengths.astype(np.int64), whole))
+        sizes.append(np.diff(made.batch_piece_offsets))
+    numbers, tokens, whole = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return Order(numbers, tokens, whole, offsets_of(np.concatenate(sizes)), int(tokens.sum()))
 
 
-def ratio(ours_: list[float], theirs: list[float]) -> dict[str, float]:
+class Measured:
+    """Mean squares of the distances of some orders from the list, one order for each seed."""
+
+    def __init__(self, corpora: list[Corpus], part: int) -> None:
+        first, second = (corpus.groups for corpus in corpora)
+        self._groups = np.concatenate([first, second + first.max() + 1])
+        self._part = part
+        self._squares: dict[tuple[str, str], list[float]] = {}
+        self._waves: list[float] = []
+
+    def add(self, order: Order) -> None:
+        """Add the order of a seed."""
+        for name, step in STEPS.items():
+            squares = self._distances(order, step) ** 2
+            for number, part in enumerate(PARTS):
+                steps = slice(number * self._part // step, (number + 1) * self._part // step)
+                self._squares.setdefault((part, name), []).append(float(squares[steps].mean()))
+        apart = self._distances(order, min(WAVE_STEP, self._part // 8))
+        half = apart.shape[1] // 2
+        self._waves.append(float(np.abs(apart[:, :half].sum(1)).max()))
+
+    def compared(self, reference: "Measured") -> Entry:
+        """Ratios before, in and after the change, each with its standard error, and the wave."""
+        found: Entry = {part: {} for part in PARTS}
+        for (part, name), squares in self._squares.items():
+            found[part][name] = ratio(squares, reference._squares[part, name])
+        wave = np.mean(self._waves) / np.mean(reference._waves)
+        return found | {"wave": float(f"{wave:.3g}")}
+
+    def _distances(self, order: Order, step: int) -> np.ndarray:
+        """Share of each group in each step, less its share in the list, (steps, groups)."""
+        found = shares(order, self._groups, step)
+        kinds = found.shape[1] // 2
+        first = expected((np.arange(len(found)) + 0.5) * step, self._part)
+        due = np.repeat(np.stack([first, 1 - first], axis=1) / kinds, kinds, axis=1)
+        return np.asarray(found - due)
+
+
+def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
     """Root of the ratio of the means of two samples, and its standard error."""
-    value = np.sqrt(np.mean(ours_) / np.mean(theirs))
-    errors = [np.std(each, ddof=1) / np.mean(each) / len(each) ** 0.5 for each in (ours_, theirs)]
+    value = np.sqrt(np.mean(ours) / np.mean(theirs))
+    errors = [np.std(each, ddof=1) / np.mean(each) / len(each) ** 0.5 for each in (ours, theirs)]
     error = value * np.hypot(*errors) / 2  # of a root: half of the relative error
     return {"ratio": round(float(value), 3), "error": round(float(error), 3)}
 
@@ -116,29 +172,38 @@ def ratio(ours_: list[float], theirs: list[float]) -> dict[str, float]:
 def measured(options: argparse.Namespace) -> Iterator[Entry]:
     made = [make(options.data, name, options.scale) for name in CORPORA]
     corpora, folders = [corpus for corpus, _ in made], [folder / "shards" for _, folder in made]
-    part = int(PART * options.scale)
-    names = [str(folder.relative_to(options.data)) for folder in folders]
-    first, last = (dict(zip(names, weights, strict=True)) for weights in (FIRST, LAST))
+    part, seeds = int(PART * options.scale), options.seeds
+    first, last = (dict(zip(folders, weights, strict=True)) for weights in (FIRST, LAST))
     stages = [
-        {"weights": first, "until_tokens": part},
-        {"weights": first, "to": last, "until_tokens": 2 * part},
-        {"weights": last, "until_tokens": 3 * part},
+        Stage(first, until_tokens=part),
+        Stage(first, to=last, until_tokens=2 * part),
+        Stage(last, until_tokens=3 * part),
     ]
-    for case in CASES:
-        print(f"stages: {case.name}", file=sys.stderr, flush=True)
-        orders = []
-        for seed in range(options.seeds):
-            settings = json.dumps(case.settings | {"stages": stages, "seed": seed})
-            run(sys.executable, "ours", settings, options.data, 1, options.data / "order")
-            orders.append(load(options.data / "order-0.npz"))
-        yield {"case": case.name, **describe(orders, corpora, part)}
+    sources = open_splits(folders, "train")
+    lengths = np.concatenate([corpus.lengths for corpus in corpora])
+    rows = rows_of_batches(sources)
+    plan_of = partial(
+        Plan.from_splits, sources, stages, split="train", micro_batches_per_step=1, shuffle=True
+    )
+    reference = Measured(corpora, part)
+    for seed in track(range(seeds), "reference"):
+        reference.add(drawn(corpora, part, seed))
+    for name in (*POLICIES, CONTROL):
+        ours = Measured(corpora, part)
+        for seed in track(range(seeds), name):
+            if name == CONTROL:
+                ours.add(drawn(corpora, part, seeds + seed))
+            else:
+                plan = plan_of(POLICIES[name], window_tokens=None, seed=seed)
+                ours.add(planned(plan, lengths, rows))
+        yield {"case": name, **ours.compared(reference)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, help="keep the data here, and use what is there")
     parser.add_argument("--scale", type=float, default=1.0, help="of the data; for a quick try")
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=64)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

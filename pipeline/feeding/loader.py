@@ -136,7 +136,8 @@ class ShardLoader:
                 and sorting, for a curriculum. `shuffle` is ignored.
             skip: Rows that no loss counts, such as a damaged record: folder or URL -> ranges (first
                 row, row after the last) of the split. `explain` returns row numbers. The rows stay
-                in their batches, without targets, so the order does not change. The state has them.
+                in their batches, without targets, so the order does not change. None: the ranges of
+                a loaded state.
             epochs: Number of epochs in a pass. None repeats forever. A list of stages is one epoch;
                 without an end it repeats its data sets forever.
             micro_batches_per_step: Micro-batches of one optimizer step, over all ranks (of a
@@ -553,16 +554,13 @@ class ShardLoader:
     def _plan_for(self, saved: SavedState) -> Plan:
         """Return the plan for a state: its steps are as large as those of the run that saved it,
         unless the caller of this loader set a size."""
-        step_size = saved.plan.micro_batches_per_step if self._step_size is None else None
-        data, now = tuple(saved.plan.data), self._plan
-        if data not in self._opened or now.stages:
+        data, step_size = tuple(saved.plan.data), self._step_size
+        if data not in self._opened or self._plan.stages:
             sources = self._open(data)
             data = tuple(source.manifest.fingerprint for source in sources)
             self._opened[data] = sources
         if step_size is None:
-            if data == now.data and not now.stages:
-                return now
-            step_size = now.micro_batches_per_step
+            step_size = saved.plan.micro_batches_per_step
         return self._make_plan(self._opened[data], micro_batches_per_step=step_size)
 
     def _go_on_from(self, delivered: Delivered) -> None:

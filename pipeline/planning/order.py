@@ -20,9 +20,10 @@ state. Torch-free, no I/O.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from math import gcd
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -154,6 +155,8 @@ class Draw:
     """Number of the epoch in its cycle."""
     num_windows: int
     """Windows of the epoch."""
+    is_even: bool = False
+    """Whether short and long steps follow each other evenly, or in random order."""
 
 
 class Stretch(NamedTuple):
@@ -190,8 +193,6 @@ class SourceOrder(ABC):
     seed: int
     shuffle: bool
     """False: every reading has the record batches in file order."""
-    strides: ClassVar[bool]
-    """Whether the strata of a round come in strides, or in random order; see `_stratified`."""
     keeps_rows: bool = field(default=False, kw_only=True)
     """Whether a window has its record batches in the order of reading, for `order`="file"."""
 
@@ -200,12 +201,13 @@ class SourceOrder(ABC):
         """Return the first place of a source in a window, and the place after the last."""
 
     @abstractmethod
-    def rounds_of(self, source: int, reading: int) -> int:
-        """Return the number of windows that a reading takes, at its rate where it begins."""
+    def _shuffled(self, source: int, epoch: int, places: np.ndarray) -> np.ndarray:
+        """Return the record batches of a source at some places, shape (K,), int64."""
 
     @abstractmethod
-    def key_of(self, source: int, epoch: int) -> int:
-        """Return the key of the permutations of a source."""
+    def _places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
+        """Return the places of record batches of a source in one reading: the inverse of
+        `_shuffled`."""
 
     def window(self, epoch: int, window: int) -> np.ndarray:
         """Return the record batches of a window, counted over all sources, shape (K,), int64.
@@ -217,45 +219,25 @@ class SourceOrder(ABC):
         for source, first in enumerate(accumulate(self.sizes[:-1], initial=0)):
             start, stop = self.places(source, window)
             if stop > start:
-                batches = self._batches(source, epoch, start, stop)
+                places = np.arange(start, stop)
+                if self.shuffle:
+                    batches = self._shuffled(source, epoch, places)
+                else:
+                    batches = places % self.sizes[source]
                 parts.append(first + (batches if self.keeps_rows else np.sort(batches)))
         return np.concatenate(parts)
 
     def places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
         """Return the places of record batches of a source in one reading."""
-        size = self.sizes[source]
         if not self.shuffle:
-            return reading * size + batches
-        rounds, key = self.rounds_of(source, reading), self.key_of(source, epoch)
-        return places_at(batches, size, rounds, key, reading, strides=self.strides)
-
-    def _batches(self, source: int, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Return the record batches of a source at places `start` to `stop` - 1.
-
-        Example with size 5 and places 3 to 6: places 3 and 4 of reading 0, then places 0 and 1 of
-        reading 1.
-        """
-        places, size = np.arange(start, stop), self.sizes[source]
-        if not self.shuffle:
-            return places % size
-        key = self.key_of(source, epoch)
-        readings = range(start // size, (stop - 1) // size + 1)
-        rounds = np.array([self.rounds_of(source, reading) for reading in readings])
-        of_place = rounds[places // size - readings[0]]
-        batches = np.empty(len(places), np.int64)
-        for num_rounds in np.unique(rounds).tolist():  # one, unless the stage has changed
-            chosen = of_place == num_rounds
-            batches[chosen] = batches_at(
-                places[chosen], size, num_rounds, key, strides=self.strides
-            )
-        return batches
+            return reading * self.sizes[source] + batches
+        return self._places_of(source, epoch, reading, batches)
 
 
 @dataclass(frozen=True)
 class EpochOrder(SourceOrder):
     """The order of a data set or a mixture. All epochs have the same phases."""
 
-    strides: ClassVar[bool] = False
     phases: tuple[MixturePhase, ...]
     """The phases of an epoch, in order; a single source has one phase."""
 
@@ -284,9 +266,13 @@ class EpochOrder(SourceOrder):
         key = derive_key(self.seed, epoch, window)
         return Draw(key, cycle_key, cycle_epoch, self.num_windows)
 
-    def key_of(self, source: int, epoch: int) -> int:
-        """Return the key of the permutations of a source in an epoch."""
-        return derive_key(self.seed, epoch, source)
+    def _shuffled(self, source: int, epoch: int, places: np.ndarray) -> np.ndarray:
+        size, rounds = self.sizes[source], self._rounds_of(source)
+        return batches_at(places, size, rounds, derive_key(self.seed, epoch, source))
+
+    def _places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
+        size, rounds = self.sizes[source], self._rounds_of(source)
+        return places_at(batches, size, rounds, derive_key(self.seed, epoch, source), reading)
 
     def places(self, source: int, window: int) -> tuple[int, int]:
         """Return the first place of a source in a window, and the place after the last.
@@ -313,7 +299,7 @@ class EpochOrder(SourceOrder):
             first += phase.num_windows
         return windows
 
-    def rounds_of(self, source: int, reading: int) -> int:
+    def _rounds_of(self, source: int) -> int:
         """Return the number of windows that read a source once, at the rate of its first phase."""
         size = self.sizes[source]
         windows, batches = next(
@@ -324,9 +310,7 @@ class EpochOrder(SourceOrder):
         return min(size, max(1, round(size * windows / batches)))
 
 
-def batches_at(
-    places: np.ndarray, size: int, num_rounds: int, key: int, *, strides: bool
-) -> np.ndarray:
+def batches_at(places: np.ndarray, size: int, num_rounds: int, key: int) -> np.ndarray:
     """Return the record batches of a source at some places of its order, shape (K,), int64.
 
     Reading r of the source has the places from r * size on, and a permutation of its own.
@@ -334,42 +318,26 @@ def batches_at(
     reading, place = np.divmod(places, size)
     keys = next_keys(key, reading)
     offset = derive_keys(keys, 3) % np.uint64(size)  # every reading has other strata
-    batches: np.ndarray = _stratified(place, size, num_rounds, keys, strides=strides)
+    batches: np.ndarray = _stratified(place, size, num_rounds, keys)
     return (batches + offset.astype(np.int64)) % size
 
 
 def places_at(
-    batches: np.ndarray, size: int, num_rounds: int, key: int, reading: int, *, strides: bool
+    batches: np.ndarray, size: int, num_rounds: int, key: int, reading: int
 ) -> np.ndarray:
     """Return the places of record batches in one reading: the inverse of `batches_at`."""
     keys = next_keys(key, reading)
     offset = int(derive_keys(keys, 3)[0] % np.uint64(size))
     values = (batches - offset) % size
-    return reading * size + _unstratified(values, size, num_rounds, keys, strides=strides)
+    return reading * size + _unstratified(values, size, num_rounds, keys)
 
 
-def _stride(count: int) -> int:
-    """Return a number near 0.618 * count without a common divisor.
-
-    Its multiples modulo `count` visit every number once. Consecutive ones lie evenly in the range,
-    however many. Example: 5 of 8 gives 0 5 2 7 4 1 6 3.
-    """
-    stride = max(1, count * (_GOLDEN >> 32) >> 32)
-    while gcd(stride, count) > 1:
-        stride += 1
-    return stride
-
-
-def _stratified(
-    places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray, *, strides: bool
-) -> np.ndarray:
+def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray) -> np.ndarray:
     """Permute range(size) so that every round, a run of places, has one value of each stratum.
 
     Round r has the places from size * r // num_rounds on. A stratum is `num_rounds` consecutive
     values. The last stratum may be shorter, and then only some rounds have a value of it. A window
-    may end inside a round, or be longer, so the order of the strata matters too. With `strides` it
-    is the same in all rounds, and any places in a row have values from all parts of the range.
-    Otherwise every round has a random order.
+    may end inside a round, or be longer, so every round has its strata in a random order.
 
     Example with size 7 and 3 rounds: strata 0 1 2 | 3 4 5 | 6, and rounds of places 0 1 | 2 3 |
     4 5 6. With one key, places 0 to 6 have the values 3 2 | 4 1 | 6 5 0. Only the last round has a
@@ -380,7 +348,6 @@ def _stratified(
         size: Length of the permuted range.
         num_rounds: Number of rounds, at most `size`.
         keys: 64-bit key of each place, shape (K,), uint64. Every key gives another permutation.
-        strides: The order of the strata in a round.
 
     Returns:
         The value at each place, shape (K,), int64.
@@ -392,10 +359,7 @@ def _stratified(
     for count in np.unique(sizes).tolist():  # at most two different sizes
         chosen = sizes == count
         key, nth = derive_keys(keys[chosen], 0), (places - begins)[chosen]
-        if strides:
-            strata[chosen] = (_start(key, count) + nth * _stride(count)) % count
-        else:
-            strata[chosen] = permute(nth, count, derive_keys(key, rounds[chosen]))
+        strata[chosen] = permute(nth, count, derive_keys(key, rounds[chosen]))
     full = size // num_rounds
     values = np.empty(len(places), np.int64)
     is_full = strata < full
@@ -407,14 +371,7 @@ def _stratified(
     return made
 
 
-def _start(keys: np.ndarray, count: int) -> np.ndarray:
-    """Return a random stratum for each key, shape (K,), int64."""
-    return (keys % np.uint64(count)).astype(np.int64)
-
-
-def _unstratified(
-    values: np.ndarray, size: int, num_rounds: int, keys: np.ndarray, *, strides: bool
-) -> np.ndarray:
+def _unstratified(values: np.ndarray, size: int, num_rounds: int, keys: np.ndarray) -> np.ndarray:
     """Invert `_stratified`: return the places of values. `keys` has the one key of them
     all."""
     strata, values = np.divmod(values, num_rounds)
@@ -431,9 +388,73 @@ def _unstratified(
     for count in np.unique(sizes).tolist():  # at most two different sizes
         chosen = sizes == count
         key = derive_keys(keys, 0)
-        if strides:
-            nth = (strata[chosen] - _start(key, count)) * pow(_stride(count), -1, count) % count
-        else:
-            nth = unpermute(strata[chosen], count, derive_keys(key, rounds[chosen]))
+        nth = unpermute(strata[chosen], count, derive_keys(key, rounds[chosen]))
         places[chosen] = begins[chosen] + nth
     return places
+
+
+_NEIGHBOURS = 16
+"""Values of a block whose order `evenly` shuffles."""
+_TRIED = 8
+"""Numbers on each side of 0.618 * size among which `_stride` chooses."""
+
+
+def evenly(places: np.ndarray, size: int, key: int) -> np.ndarray:
+    """Return the values at some places of an endless order of range(size), shape (K,), int64.
+
+    Any places in a row have values from all parts of the range, however many they are. Reading r
+    has the places from r * size on, and every value once: strides of about 0.618 * size from a
+    random value on. Then the values of every block of 16 neighbours change their places, so that
+    the same values do not meet in every reading. Example with size 8, a stride of 5 and blocks
+    of 2, from the value 3:
+
+        strides             3 0 5 2 7 4 1 6
+        blocks shuffled     2 1 5 3 6 4 0 7
+    """
+    reading, place = np.divmod(places, size)
+    keys = next_keys(key, reading)
+    begins = (derive_keys(keys, 0) % np.uint64(size)).astype(np.int64)
+    return _in_blocks(permute, (begins + place * _stride(size)) % size, size, keys)
+
+
+def evenly_inverse(values: np.ndarray, size: int, key: int, reading: int) -> np.ndarray:
+    """Return the places of values in one reading: the inverse of `evenly`."""
+    keys = next_keys(key, np.full(len(values), reading))
+    begins = (derive_keys(keys, 0) % np.uint64(size)).astype(np.int64)
+    strides = _in_blocks(unpermute, values, size, keys) - begins
+    places: np.ndarray = reading * size + strides * pow(_stride(size), -1, size) % size
+    return places
+
+
+def _in_blocks(
+    network: Callable[[np.ndarray, int, np.ndarray], np.ndarray],
+    values: np.ndarray,
+    size: int,
+    keys: np.ndarray,
+) -> np.ndarray:
+    """Permute the values of each block of neighbours, with one key per value. The last block may be
+    shorter."""
+    made, block = np.empty(len(values), np.int64), values // _NEIGHBOURS
+    whole = size // _NEIGHBOURS
+    for width, chosen in ((_NEIGHBOURS, block < whole), (size % _NEIGHBOURS, block == whole)):
+        of_block, nth = block[chosen], values[chosen] % _NEIGHBOURS
+        of_key = derive_keys(derive_keys(keys[chosen], 1), of_block)
+        made[chosen] = of_block * _NEIGHBOURS + network(nth, width, of_key)
+    return made
+
+
+@lru_cache(maxsize=1 << 14)
+def _stride(size: int) -> int:
+    """Return a number near 0.618 * size without a common divisor, whose multiples modulo `size` lie
+    evenly: the terms of the continued fraction of their ratio have a small sum."""
+    near = size * (_GOLDEN >> 32) >> 32
+    tried = range(max(1, near - _TRIED), near + _TRIED + 1)
+    return min((n for n in tried if gcd(n, size) == 1), key=lambda n: _sum_of_terms(n, size))
+
+
+def _sum_of_terms(number: int, size: int) -> int:
+    total = 0
+    while number:
+        total += size // number
+        number, size = size % number, number
+    return total

@@ -15,6 +15,7 @@ language models, arXiv 2404.10830. Pure: numpy in, numpy out.
 """
 
 from bisect import bisect_left, bisect_right, insort
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -22,16 +23,17 @@ import numpy as np
 from tokenfeed.pipeline.arithmetic import ceil_div, offsets_of, ranges
 
 
-def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+def pack(pieces: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack pieces into as few bins as best-fit-decreasing finds.
 
     Args:
-        lengths: Piece lengths, descending, shape (P,), every value in [1, capacity].
+        pieces: Numbers of the pieces, the longest first, shape (P,).
+        lengths: Their lengths in any order, shape (P,), every value in [1, capacity].
         capacity: Tokens per bin.
 
     Returns:
-        The pieces in bin order, shape (P,), int64; and the offsets of the bins into them, shape
-        (S + 1,), int64.
+        The pieces in bin order, shape (P,); and the offsets of the bins into them, shape (S + 1,),
+        int64.
 
     Cost: O(D log D) Python steps for D distinct lengths, plus O(P) vector operations.
     """
@@ -40,7 +42,7 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     distinct = np.flatnonzero(counts)[::-1]
     for length, count in zip(distinct.tolist(), counts[distinct].tolist(), strict=True):
         bins.place(length, count)
-    return bins.deal()
+    return bins.deal(pieces)
 
 
 def concatenate(
@@ -136,6 +138,10 @@ def crop(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np
     return used, np.array(order), np.array(offsets)
 
 
+_BLOCK = 1 << 15
+"""Pieces that `OpenBins.deal` places together, so that its arrays stay in the cache."""
+
+
 class _Group(NamedTuple):
     """A range of bins with consecutive numbers and the same number of pieces."""
 
@@ -183,18 +189,23 @@ class OpenBins:
             self._keep(room, first + full + partly, bins - full - partly, filled)
             count -= full * each + rest
 
-    def deal(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pieces in bin order and the offsets of the bins; see `pack`."""
+    def deal(self, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pieces, given in the order of placing, in bin order, and the offsets of the
+        bins."""
         first, bins, each, filled = np.array(self.placed, np.int64).reshape(-1, 4).T
-        filled_bins = ranges(first, bins)  # each bin once per record that fills it
-        each, filled = np.repeat(each, bins), np.repeat(filled, bins)
-        sizes = np.zeros(self._num_bins, np.int64)
-        np.add.at(sizes, filled_bins, each)
-        offsets = offsets_of(sizes)
-        places = ranges(offsets[filled_bins] + filled, each)
-        order = np.empty(len(places), np.int64)
-        order[places] = np.arange(len(places))
-        return order, offsets
+        change = np.zeros(self._num_bins + 1, np.int64)  # of the sizes, from bin to bin
+        np.add.at(change, first, each)
+        np.subtract.at(change, first + bins, each)
+        offsets = offsets_of(np.cumsum(change[:-1]))
+        dealt, ends = np.empty_like(pieces), np.cumsum(bins * each)
+        blocks = np.searchsorted(ends, np.arange(0, len(pieces), _BLOCK), side="right")
+        for start, stop in pairwise([*np.unique(blocks).tolist(), len(ends)]):
+            of = slice(start, stop)
+            filled_bins = ranges(first[of], bins[of])  # each bin once per record that fills it
+            begins = offsets[filled_bins] + np.repeat(filled[of], bins[of])
+            places = ranges(begins, np.repeat(each[of], bins[of]))
+            dealt[places] = pieces[ends[stop - 1] - len(places) : ends[stop - 1]]
+        return dealt, offsets
 
     def _fill(self, first: int, bins: int, each: int, filled: int, room: int) -> None:
         if bins:

@@ -8,7 +8,7 @@ devices. Torch-free.
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from os import PathLike
 from typing import Annotated, Literal, NamedTuple, Self, get_args
@@ -45,6 +45,8 @@ from tokenfeed.pipeline.planning.stages import (
 _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
 """Smallest and largest default window in tokens. The smallest has about 128 record batches, so it
 mixes rows of 128 places of the corpus."""
+_LEAST_OF_STAGES = 3 << 22
+"""Smallest default window of a list of stages."""
 _WINDOW_ROWS = 400_000
 """Largest number of rows of the smallest default window, because rows cost time and memory too."""
 _WINDOW_STEPS = 256
@@ -119,9 +121,9 @@ class Plan:
     """What ends an epoch of a mixture."""
     given: str = ""
     """Name of the list of stages as the user gave it, before `reweigh` or a resume changed it."""
-    skip: Mapping[str, list[tuple[int, int]]] = field(default_factory=dict)
+    skip: Mapping[str, list[tuple[int, int]]] | None = None
     """Rows that no loss counts: ranges (first row, row after the last) of each source, by
-    fingerprint."""
+    fingerprint. None: the ranges of a state that is loaded."""
 
     @classmethod
     def from_splits(
@@ -198,7 +200,7 @@ class Plan:
             window_tokens or 0,
             exhausted,
             given,
-            _ranges(skip, opened),
+            None if skip is None else _ranges(skip, opened),
         )
         if keeps_rows:
             for policy in {batching, *(stage.batching for stage in plan.stages)}:
@@ -215,19 +217,11 @@ class Plan:
         """Whether an epoch ends."""
         return self.order.num_windows < ENDLESS
 
-    def with_skip(self, skip: Mapping[str, list[tuple[int, int]]]) -> Self:
-        """Return this plan, which also skips the given rows."""
-        both = {
-            data: sorted({*self.skip.get(data, []), *skip.get(data, [])})
-            for data in dict.fromkeys((*self.skip, *skip))
-        }
-        return replace(self, skip=both)
-
     def is_skipped(self, rows: np.ndarray) -> np.ndarray:
         """Return which rows no loss counts. `rows` are numbers over all sources, any shape."""
         found = np.zeros(rows.shape, np.bool_)
         starts = dict(zip(self.data, (0, *self.row_ends), strict=False))
-        for data, ranges in self.skip.items():
+        for data, ranges in (self.skip or {}).items():
             for first, stop in ranges if data in starts else ():
                 found |= (rows >= starts[data] + first) & (rows < starts[data] + stop)
         return found
@@ -308,7 +302,11 @@ class Plan:
                 "only, and not with `num_streams`. Use the same list."
             )
         windows = position.window + (position.micro_batch > 0)
-        plan = self.with_stages(going_on(self.stages, theirs, windows, names))
+        stages = going_on(self.stages, theirs, windows, names)
+        try:
+            plan = self.with_stages(stages)
+        except ConfigError as error:
+            raise ResumeError(f"cannot resume: {error}") from error
         if position.window == plan.num_windows:
             position = Position(1, 0, 0)
         return plan, position
@@ -325,8 +323,8 @@ class Plan:
         order = self.order
         assert isinstance(order, StagedOrder)
         batch_tokens = _batch_tokens(order.data, order.tokens, order.sizes)
-        for number, stage in enumerate(stages, 1):
-            _check_length(stage, batch_tokens, number)
+        for stage in stages:
+            _check_length(stage, batch_tokens)
         data = tuple(dict.fromkeys((*data_of(stages), *self.data)))  # a later edit may use the rest
         at = [self.data.index(each) for each in data]
         rows = np.diff(self.row_ends, prepend=0)[at]
@@ -371,7 +369,7 @@ class Plan:
             order.seed,
             order.shuffle,
             order="file" if order.keeps_rows else None,
-            skip=dict(self.skip) or None,
+            skip=dict(self.skip or {}) or None,
         )
         if isinstance(order, StagedOrder):
             stages = [stage.settings(self.batching) for stage in order.stages]
@@ -391,8 +389,9 @@ def default_window_tokens(
     weights: Sequence[float],
     batching: Batching,
     step_size: int,
+    least: int = _LEAST_WINDOW_TOKENS,
 ) -> int:
-    """Return the default tokens of a window.
+    """Return the default tokens of a window, about `least` or more.
 
     A window has 256 steps, so that rows in a step have similar lengths. For a mixture it has at
     least 5 record batches of every source, so that each source has about the same share in every
@@ -407,7 +406,7 @@ def default_window_tokens(
         math.ceil(_WINDOW_BATCHES * source.tokens / source.batches / share)
         for source, share in zip(sources, proportions(weights), strict=True)
     )
-    least = min(_LEAST_WINDOW_TOKENS, int(_WINDOW_ROWS * mean_tokens))
+    least = min(least, int(_WINDOW_ROWS * mean_tokens))
     return max(least, wanted, min(of_sources, _MOST_FOR_SOURCES))
 
 
@@ -431,6 +430,11 @@ def _planned(
                 f"stage {number - 1} has no end, so stage {number} never begins. Set "
                 "`until_tokens`."
             )
+        if stage.until_tokens is not None and stage.until_tokens <= begins:
+            raise ConfigError(
+                f"stage {number} ends at token {stage.until_tokens:,}, but begins at {begins:,}. "
+                "Raise `until_tokens`, which counts from the beginning of the run."
+            )
         made = PlannedStage(
             begins,
             stage.until_tokens,
@@ -445,7 +449,7 @@ def _planned(
             TargetRule.from_setting(made.targets, next(iter(by_data.values())).manifest.columns)
         _check_fit(tuple(by_data[data] for data in made.weights), made.batching)
         planned.append(_with_window(made, by_data, step_size))
-        _check_length(planned[-1], batch_tokens, number)
+        _check_length(planned[-1], batch_tokens)
         begins = made.until
     return tuple(planned)
 
@@ -473,7 +477,9 @@ def _with_window(
     if not tokens:
         last = stage.to or stage.weights
         weights = [max(weight, last[data]) for data, weight in stage.weights.items()]
-        tokens = default_window_tokens(sources, weights, stage.batching, step_size)
+        tokens = default_window_tokens(
+            sources, weights, stage.batching, step_size, _LEAST_OF_STAGES
+        )
     batch_tokens = {
         data: Fraction(opened[data].tokens, opened[data].batches) for data in stage.weights
     }
@@ -487,20 +493,16 @@ def _batch_tokens(
     return dict(zip(data, map(Fraction, tokens, sizes), strict=True))
 
 
-def _check_length(stage: PlannedStage, batch_tokens: Mapping[str, Fraction], number: int) -> None:
+def _check_length(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> None:
     """Check that every window of a stage has record batches."""
     if stage.until is None:
         return
-    if stage.until <= stage.begins:
-        raise ConfigError(
-            f"stage {number} ends at token {stage.until:,}, but begins at {stage.begins:,}. Raise "
-            "`until_tokens`, which counts from the beginning of the run."
-        )
     least, length = least_tokens(stage, batch_tokens), stage.until - stage.begins
     if length < least:
         raise ConfigError(
-            f"stage {number} has {length:,} tokens, from {stage.begins:,} to {stage.until:,}: too "
-            f"few. With these weights a record batch may need {least:,}. Raise `until_tokens`."
+            f"the stage from token {stage.begins:,} to {stage.until:,} has too few tokens, "
+            f"{length:,}. With these weights a record batch may need {least:,}. Raise "
+            "`until_tokens`."
         )
 
 
@@ -517,11 +519,11 @@ def _refuse_copies(sources: Iterable[OpenedSplit]) -> None:
 
 
 def _ranges(
-    skip: Mapping[StorePath, Iterable[tuple[int, int]]] | None, opened: Mapping[object, OpenedSplit]
+    skip: Mapping[StorePath, Iterable[tuple[int, int]]], opened: Mapping[object, OpenedSplit]
 ) -> dict[str, list[tuple[int, int]]]:
     """Return the rows to skip by fingerprint. `opened` has the data set of each place."""
     found = {}
-    for folder, ranges in (skip or {}).items():
+    for folder, ranges in skip.items():
         source = opened.get(place_of(folder))
         if source is None:
             names = ", ".join(each.name for each in opened.values())

@@ -262,13 +262,12 @@ class Packed(Batching):
     ) -> tuple[Pieces, tuple[np.ndarray, np.ndarray]]:
         cut = cut_rows(lengths, self.longest_piece)
         longest_first = sort_by_length(cut.lengths, draw.key if draw else None)[::-1]
+        lengths = cut.lengths
         if self.long_rows == "truncate":
             begins = np.zeros(len(cut.lengths), np.bool_)
             begins[cut.beginnings] = True
-            longest_first = longest_first[begins[longest_first]]
-        sizes = cut.lengths[longest_first] + self._added
-        packed, sequence_offsets = pack(sizes, self.sequence_length)
-        return cut, (longest_first[packed], sequence_offsets)
+            longest_first, lengths = longest_first[begins[longest_first]], lengths[begins]
+        return cut, pack(longest_first, lengths + self._added, self.sequence_length)
 
     def _crop(
         self, lengths: np.ndarray, draw: Draw | None

@@ -14,7 +14,7 @@ import numpy as np
 from tokenfeed.pipeline.arithmetic import ceil_div, offsets_of, ranges
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.length_bands import steps_by_length
-from tokenfeed.pipeline.planning.order import Draw, mix64
+from tokenfeed.pipeline.planning.order import Draw, evenly, mix64
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,9 @@ class ByLength(Batching):
         if isinstance(kept, np.ndarray):
             pieces = kept[pieces]
         if draw:
-            order = random_order(len(step_offsets) - 1, draw.key ^ 2)
+            count, key = len(step_offsets) - 1, draw.key ^ 2
+            even = evenly(np.arange(count), count, key) if draw.is_even else None
+            order = random_order(count, key) if even is None else even
             pieces, step_offsets = regroup(pieces, step_offsets, order)
         return Arranged(cut, pieces, step_offsets)
 

@@ -17,8 +17,8 @@ so its share is exact to one record batch at any time. Windows lie between multi
 and has between half and one and a half times as many.
 
 Everything at a window depends on the stages up to this window only, never on later ones. That is
-why the future of a list can change. Two details follow from this rule. The strata of a reading of a
-source are cut for the rate of the stage in which the reading begins. And the width of the length
+why the future of a list can change. So the order of a source does not depend on its share: any of
+its record batches in a row lie evenly in the source (`order.evenly`). And the width of the length
 bands comes from the sources and `window_tokens` of a stage. Torch-free, no I/O.
 """
 
@@ -31,7 +31,7 @@ from itertools import accumulate
 from math import ceil, lcm
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,7 +42,15 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import canonical
 from tokenfeed.pipeline.format.store import Store, StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture, proportions
-from tokenfeed.pipeline.planning.order import CYCLE, Draw, SourceOrder, Stretch, derive_key
+from tokenfeed.pipeline.planning.order import (
+    CYCLE,
+    Draw,
+    SourceOrder,
+    Stretch,
+    derive_key,
+    evenly,
+    evenly_inverse,
+)
 from tokenfeed.pipeline.planning.policies import describe, policy_of
 from tokenfeed.pipeline.planning.policy import Batching
 
@@ -282,7 +290,6 @@ class StagedOrder(SourceOrder):
     An epoch is one pass through the list. A list without an end has one epoch.
     """
 
-    strides: ClassVar[bool] = True
     data: tuple[str, ...]
     """Fingerprint of each source. The order of a source depends on it, not on other sources."""
     tokens: tuple[int, ...]
@@ -341,7 +348,8 @@ class StagedOrder(SourceOrder):
         tokens = sum(self.tokens[source] for source in self._rates[number].of)
         num_windows = max(_LEAST_WINDOWS, round(tokens / self.stages[number].window_tokens))
         cycle_key = derive_key(self.seed, epoch, window, CYCLE)
-        return Draw(derive_key(self.seed, epoch, window), cycle_key, 0, num_windows)
+        key = derive_key(self.seed, epoch, window)
+        return Draw(key, cycle_key, 0, num_windows, is_even=True)
 
     def windows_of(self, source: int, places: np.ndarray) -> np.ndarray:
         """Return about the window of each place in a source's order; -1 for a place without one.
@@ -361,15 +369,11 @@ class StagedOrder(SourceOrder):
             windows[chosen] = self.first_windows[number] + np.minimum(nth, stage.num_windows - 1)
         return windows
 
-    def rounds_of(self, source: int, reading: int) -> int:
-        """Return the number of windows that read a source once, at the rate of the stage in which
-        the reading begins."""
-        size = self.sizes[source]
-        number = bisect_right(self._begin_places[source], reading * size) - 1
-        while source not in self._rates[number].of:  # the stages after this one read no more of it
-            number -= 1
-        per_token = self._per_token(source, self._rates[number].shares[source])
-        return min(size, max(1, round(size / (per_token * self.stages[number].window_tokens))))
+    def _shuffled(self, source: int, epoch: int, places: np.ndarray) -> np.ndarray:
+        return evenly(places, self.sizes[source], self._key_of(source, epoch))
+
+    def _places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
+        return evenly_inverse(batches, self.sizes[source], self._key_of(source, epoch), reading)
 
     def _given(self, number: int, source: int, tokens: int) -> int:
         """Return the record batches that a source has given at a place in a stage."""
@@ -389,7 +393,7 @@ class StagedOrder(SourceOrder):
         """Return the number of the stage of a window."""
         return bisect_right(self.first_windows, window) - 1
 
-    def key_of(self, source: int, epoch: int) -> int:
+    def _key_of(self, source: int, epoch: int) -> int:
         """Return the key of the permutations of a source. It does not depend on other sources."""
         return derive_key(self.seed, epoch, int(self.data[source], 16))
 

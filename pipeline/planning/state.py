@@ -18,7 +18,7 @@ from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
 from tokenfeed.pipeline.planning.policies import described_policy
 
-_VERSION, _STAGED_VERSION = 3, 4
+_VERSION, _STAGED_VERSION = 3, 5
 """Version of the row order without and with stages. A change of the order changes it, because the
 same position then has other rows before it."""
 _WORD = (1 << 64) - 1
@@ -103,24 +103,14 @@ class Delivered:
                 f"cannot resume: {whose[0]} has a list of stages, but {whose[1]} has none, and the "
                 "order of rows is another one. Pass the same data, or start a new run."
             )
+        _check_settings(plan, theirs, names)
         if plan.stages:
             of_data = dict(zip(plan.data, names, strict=False))
             plan, position = plan.going_on(theirs, position, of_data)
             counted = dict(zip(theirs.data, tokens, strict=False))
             tokens = tuple(counted.get(data, 0) for data in plan.data)
-        plan = plan.with_skip(theirs.skip or {})
-        settings = plan.settings()
-        if plan.stages:  # compared by `going_on`
-            theirs = msgspec.structs.replace(
-                theirs, data=settings.data, stages=settings.stages, batching=settings.batching
-            )
-        if difference := first_difference(settings, theirs):
-            name, our, their = difference
-            where = f" (fingerprint of {', '.join(names)})" if name == "data" and names else ""
-            raise ResumeError(
-                f"cannot resume: the state was saved with {name}={their!r}, this loader has "
-                f"{name}={our!r}{where}. Use the same setting, or start a new run."
-            )
+        if plan.skip is None:
+            plan = replace(plan, skip=theirs.skip)
         if position.window >= plan.num_windows or len(tokens) != len(plan.data):
             raise ResumeError(
                 f"cannot resume: the plan has no {position} with {len(tokens)} sources. Use the "
@@ -183,6 +173,22 @@ def first_difference(ours: PlanSettings, theirs: PlanSettings) -> tuple[str, obj
         if name not in _TO_MAKE_AGAIN and _meaning(name, our) != _meaning(name, their):
             return name, our, their
     return None
+
+
+def _check_settings(plan: Plan, theirs: PlanSettings, names: Sequence[str]) -> None:
+    """Compare the settings of a plan and of a state. `Plan.going_on` compares stages."""
+    settings = plan.settings()
+    if plan.stages:
+        theirs = msgspec.structs.replace(
+            theirs, data=settings.data, stages=settings.stages, batching=settings.batching
+        )
+    if difference := first_difference(settings, theirs):
+        name, our, their = difference
+        where = f" (fingerprint of {', '.join(names)})" if name == "data" and names else ""
+        raise ResumeError(
+            f"cannot resume: the state was saved with {name}={their!r}, this loader has "
+            f"{name}={our!r}{where}. Use the same setting, or start a new run."
+        )
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

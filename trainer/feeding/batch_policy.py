@@ -76,7 +76,13 @@ def make_policy(
     """
     if packed:
         check_multiple(config, "micro_batch_tokens", "sequence_length")
-        return Packed(config.sequence_length, config.rows, long_rows=long_rows, fill=config.compile)
+        return Packed(
+            config.sequence_length,
+            config.rows,
+            long_rows=long_rows,
+            fill=config.compile,
+            balance_attention=config.balance_attention,
+        )
     multiple_of = _multiple_of(config, on_gpu=on_gpu)
     if config.step_rows is not None:
         return Fixed(config.rows, multiple_of=multiple_of, fill=config.compile)

@@ -1,6 +1,7 @@
 """The measure of mixing says what it should of orders that are known."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,11 @@ from benchmarks.shuffle.metrics import (
     shares,
 )
 from benchmarks.shuffle.peers import PEERS
+from benchmarks.shuffle.staged import drawn, expected, planned, rows_of_batches
+from tokenfeed import Packed, Padded, ShardLoader, Stage
+from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.planning.plan import Plan
+from tokenfeed.pipeline.planning.policy import Batching
 
 ROWS = 40_000
 STEP = "64k"
@@ -127,6 +133,43 @@ def test_labels_drawn_at_random_have_the_binomial_variance_and_sorted_ones_that_
     apart = label_variance(by_rows(np.argsort(labels), lengths, 16), labels)
     assert random == pytest.approx(1, abs=0.1)
     assert apart == pytest.approx(16, rel=0.02)
+
+
+@pytest.mark.parametrize("batching", [Padded(2048), Packed(256, 4)], ids=str)
+def test_order_of_a_planned_list_is_the_order_that_a_loader_delivers(
+    tmp_path: Path, batching: Batching
+) -> None:
+    corpora = [CORPORA["2,000 documents"](1.0), CORPORA["a small source"](0.1)]
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder, corpus in zip(folders, corpora, strict=True):
+        write_shards(folder, corpus)
+    first, second = folders
+    list_ = [
+        Stage({first: 2, second: 1}, until_tokens=600_000),
+        Stage({first: 2, second: 1}, to={second: 1}, until_tokens=1_500_000),
+    ]
+    options: Any = {"batching": batching, "window_tokens": 300_000, "seed": 3}
+    with ShardLoader(list_, num_workers=0, **options) as loader:
+        found = delivered(loader)
+    sources = open_splits(folders, "train")
+    options |= {"split": "train", "shuffle": True, "micro_batches_per_step": 1}
+    plan = Plan.from_splits(sources, list_, **options)
+    lengths = np.concatenate([corpus.lengths for corpus in corpora])
+    order = planned(plan, lengths, rows_of_batches(sources))
+    for name in ("rows", "tokens", "whole", "batches"):
+        assert np.array_equal(getattr(order, name), getattr(found, name))
+
+
+def test_random_rows_follow_the_shares_of_the_list() -> None:
+    """The lengths differ, so shares of rows and shares of tokens differ too."""
+    corpora = [Corpus(np.full(9_000, length), np.zeros(9_000, np.int64)) for length in (40, 10)]
+    order = drawn(corpora, part := 60_000, seed=0)
+    ends = np.cumsum(order.tokens)
+    edges = np.searchsorted(ends, np.linspace(0, 3 * part, 13))
+    of_first = np.append(0, np.cumsum(order.tokens * (order.rows < 9_000)))[edges]
+    found = np.diff(of_first) / np.diff(np.append(0, ends)[edges])
+    due = expected(np.linspace(0, 3 * part, 13)[:-1] + part / 8, part)
+    assert found == pytest.approx(due, abs=0.05)
 
 
 @pytest.mark.parametrize("policy", [("Padded", 2048), ("Packed", 256, 4), ("Fixed", 16)])

@@ -376,7 +376,7 @@ def test_lists_that_mean_nothing_are_refused_in_one_line(folders: list[Path]) ->
     assert "a list of stages" in refusal_of([])
     assert "stage 1 has no end, so stage 2 never begins" in refusal_of([endless, endless])
     assert "stage 2 ends at token 9,000, but begins at 9,000" in refusal_of([ending, ending])
-    assert "stage 1 has 10 tokens, from 0 to 10: too few" in refusal_of(
+    assert "the stage from token 0 to 10 has too few tokens, 10. With" in refusal_of(
         [Stage({first: 1}, until_tokens=10)]
     )
     for make, message in (
@@ -437,9 +437,27 @@ def test_a_past_that_differs_is_refused_with_the_place_and_both_values(
     assert "the state has a list of stages, but this loader has none" in refused(second)
     assert "seed=0" in refused(list_, seed=1)
     assert "`window_tokens` is" in refused(list_, window_tokens=3_000)
+    assert "micro_batches_per_step=2, this" in refused(
+        list_, micro_batches_per_step=4, window_tokens=3_000
+    )
     unaltered = open_loader([one, two, Stage({third: 1})], SMALL, **OPTIONS)
     unaltered.load_state_dict(state)
     assert [stage.until_tokens for stage in unaltered.stages] == [9_000, 20_000, None]
+
+
+def test_rest_of_a_stage_that_is_too_short_is_refused_with_its_tokens(folders: list[Path]) -> None:
+    first, second, *_ = folders
+    with open_loader([Stage({first: 1}, until_tokens=20_000)], SMALL, **OPTIONS) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    stop = edges_of(state)[0][1]
+    shorter = [
+        Stage({first: 1}, until_tokens=stop + 10),
+        Stage({first: 1, second: 1}, until_tokens=40_000),
+    ]
+    message = rf"cannot resume: the stage from token {stop:,} to {stop + 10:,} has too few tokens"
+    with pytest.raises(ResumeError, match=message):
+        open_loader(shorter, SMALL, **OPTIONS).load_state_dict(state)
 
 
 def test_reweighing_is_refused_where_it_means_nothing(

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ def test_only_labels_of_skipped_rows_change(
         batching = Fixed(3)
     rows = random_rows(np.array(lengths), task)
     plan, reader = plan_in_memory([rows], batching, micro_batches_per_step=2)
-    skipped = plan.with_skip({"memory": [(first, first + count) for first, count in ranges]})
+    skip = {"memory": [(first, first + count) for first, count in ranges]}
+    skipped = replace(plan, skip=skip)
     bad = {row for first, count in ranges for row in range(first, first + count)}
     rule = TargetRule("assistant") if KINDS in rows.per_token else None
     for rank in range(world_size):
@@ -106,9 +109,26 @@ def test_state_keeps_skipped_rows_for_any_ranks(folder: Path) -> None:
     whole = plain.run()
     assert joined([first, second]) == joined([plain])
     assert whole["digest"] == end["digest"]
-    resumed = open_loader(folder, Padded(700))
-    resumed.load_state_dict(open_loader(folder, Padded(700), skip={folder: [(3, 5)]}).state_dict())
-    assert not learned(resumed) & {3, 4}
+
+
+def test_resumed_loader_skips_its_own_ranges_or_those_of_the_state(folder: Path) -> None:
+    def rest(state: dict[str, Any], skip: Any) -> set[int]:
+        loader = open_loader(folder, Padded(700), skip=skip)
+        loader.load_state_dict(state)
+        return learned(loader)
+
+    plain, skipping = (
+        open_loader(folder, Padded(700), skip=skip) for skip in (None, {folder: [(3, 5), (7, 390)]})
+    )
+    for loader in (plain, skipping):
+        assert len(list(islice(loader, 4))) == 4
+    every = rest(plain.state_dict(), None)
+    state = skipping.state_dict()
+    assert rest(state, None) == every - {3, 4, *range(7, 390)}
+    assert rest(state, {folder: [(7, 390)]}) == every - {*range(7, 390)}
+    assert rest(state, {}) == every
+    skipping.load_state_dict(plain.state_dict())
+    assert learned(skipping) == every - {3, 4, *range(7, 390)}
 
 
 def test_skipped_rows_of_a_stage_are_counted_by_data_set(

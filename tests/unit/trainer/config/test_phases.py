@@ -244,12 +244,13 @@ def test_order_skipped_rows_and_lengths_of_a_file_reach_the_loader(
 def test_mixing_that_contradicts_itself_is_refused(folder: Path, tmp_path: Path) -> None:
     code = str(folder / "code")
     ending, endless = StageSettings(shards=code, until_tokens=9_000), StageSettings(shards=code)
-    longer = StageSettings(shards=code, sequence_length=64)
+    longer, uneven = (StageSettings(shards=code, sequence_length=n) for n in (64, 24))
     for settings, message in (
         ({"mixing": (ending,)}, "`mixing`: the last stage goes on until the last step"),
         ({"mixing": (endless, endless)}, "stage 1 has no end"),
         ({"mixing": (longer,)}, "`mixing`: a stage has sequence_length 64, but the run has 32"),
         ({"mixing": (longer,), "step_rows": 8}, "needs steps of a number of tokens"),
+        ({"mixing": (uneven,)}, "a stage has sequence_length 24, which does not divide --micro-"),
     ):
         with pytest.raises(ConfigError, match=message):
             run(make_config(folder / "code", tmp_path, **settings))

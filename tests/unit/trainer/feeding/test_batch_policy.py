@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.training import LONGEST, RUNS, make_config
 
+from tokenfeed import Packed
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batch_policy import (
@@ -42,6 +43,16 @@ def test_packing_is_advised_where_it_is_taken_and_would_change_something(
     config = make_config(every_task / settings.pop("shards"), tmp_path, **settings)
     is_padded = config.batching == "padded"
     assert ("--batching packed" in remedy(config)) == (is_padded and takes_packing(config))
+
+
+def test_balanced_attention_needs_packed_rows(every_task: Path, tmp_path: Path) -> None:
+    packed = make_config(every_task / "lm", tmp_path, balance_attention=True)
+    policy = SplitLoaders(packed, task_of(packed, CPU), CPU).policy
+    assert isinstance(policy, Packed)
+    assert policy.balance_attention
+    padded = dataclasses.replace(packed, batching="padded")
+    with pytest.raises(ConfigError, match="`--balance-attention`: the rows of this run are padded"):
+        SplitLoaders(padded, task_of(padded, CPU), CPU)
 
 
 def test_what_is_advised_instead_means_less_padding(every_task: Path, tmp_path: Path) -> None:
