@@ -135,7 +135,8 @@ def _file_system(place: Path) -> str:
 
 def has_remote(sources: tuple[OpenedSplit, ...]) -> bool:
     """Return whether any source is in a store."""
-    return any(isinstance(source.store, RangedStore) for source in sources)
+    stores = {type(source.store): source.store for source in sources}  # a mixture may have 1,000
+    return any(isinstance(store, RangedStore) for store in stores.values())
 
 
 def cache_for(

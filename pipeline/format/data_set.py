@@ -137,14 +137,14 @@ def _facts_of_rows(manifest: Manifest) -> dict[str, Any]:
 
 def _refuse_repetition(opened: tuple[OpenedSplit, ...]) -> None:
     """Check that every path appears once, because sources are reported by path."""
-    seen: dict[str, str] = {}
+    seen: dict[str, OpenedSplit] = {}
     for source in opened:
-        if first := seen.get(_place(source)):
+        first = seen.setdefault(_place(source), source)
+        if first is not source:
             raise ConfigError(
-                f"{first} and {source.name} are the same folder: a mixture takes each one once. "
-                "Raise its weight instead."
+                f"{first.name} and {source.name} are the same folder: a mixture takes each one "
+                "once. Raise its weight instead."
             )
-        seen[_place(source)] = source.name
 
 
 def _place(source: OpenedSplit) -> str:

@@ -131,10 +131,10 @@ def _deviations(
     stretch."""
     read = zip(sources, plan.order.stretches[0].batches, strict=True)
     of_window = [source.tokens * batches / source.batches for source, batches in read]
-    found = []
+    found, whole = [], sum(of_window)
     for source, tokens in zip(sources, of_window, strict=True):
         is_mixed = not tokens or plan.order.num_windows == 1
-        step_tokens = STEP_TOKENS * tokens / sum(of_window)
+        step_tokens = STEP_TOKENS * tokens / whole
         ratio = 1.0 if is_mixed else _deviation(source, tokens, step_tokens)
         found.append((ratio, tokens, source))
     return found
@@ -142,11 +142,11 @@ def _deviations(
 
 def _deviation(source: OpenedSplit, window_tokens: float, step_tokens: float) -> float:
     """Return the deviation of one source, from its tokens in a window and in a step."""
-    lengths = likely_lengths(source.split, min(_SAMPLE, source.rows)).astype(np.float64)
-    by_chance = _TENTH * (1 - _TENTH) * (lengths**2).sum() / lengths.sum() / step_tokens
     strata = source.batches * window_tokens / source.tokens
     if strata >= source.batches or step_tokens < source.tokens / source.batches:
         return 1.0  # a window has the whole source, or a step less than one record batch
+    lengths = likely_lengths(source.split, min(_SAMPLE, source.rows)).astype(np.float64)
+    by_chance = _TENTH * (1 - _TENTH) * (lengths**2).sum() / lengths.sum() / step_tokens
     windows = max(1.0, step_tokens / window_tokens)
     by_strata = (
         min(1 / 3 / strata**2, _TENTH * (1 - _TENTH)) / windows
