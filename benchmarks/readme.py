@@ -279,7 +279,7 @@ def ranks_table(results: list[Entry]) -> list[list[str]]:
                 "{median:,.0f} [{min:,.0f}, {max:,.0f}]".format(**entry["tokens_s"]),
                 NONE if entry["sampler"] == "control" else f"{entry['of_random']:.2f}",
                 f"{entry['padding']:.1%}",
-                *(f"{entry['idle'][name]:.1%}" for name in idle),
+                *(f"{entry['idle'][name]:.1%}" if name in entry["idle"] else NONE for name in idle),
             ]
             for entry in results
         ),

@@ -203,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, help="keep the data here, and use what is there")
     parser.add_argument("--scale", type=float, default=1.0, help="of the data; for a quick try")
-    parser.add_argument("--seeds", type=int, default=64)
+    parser.add_argument("--seeds", type=int, default=48)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
