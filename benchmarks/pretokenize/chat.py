@@ -40,6 +40,8 @@ VARIABLES = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
 TOKEN = re.compile(
     r"<\|[A-Za-z_▁|]+\|>|<\uff5c[^\uff5c>]+\uff5c>|<(?:start_of_turn|end_of_turn|turn\||\|turn)>"
 )
+TAG = re.compile(r"</?(?:think|tool_call|tool_response|tools|arg_key|arg_value)>")
+"""Matches tokens that are no special tokens in the tokenizers of models."""
 
 MAP = f"""
 import json, sys, time
@@ -92,11 +94,13 @@ TOOLS = [
 
 
 def tokenizer_with(folder: Path, tokens: set[str], target: Path) -> Path:
-    """Write the tokenizer with more special tokens."""
+    """Write the tokenizer with more tokens, of which all but tags are special."""
     from tokenizers import AddedToken, Tokenizer
 
     made = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    made.add_special_tokens([AddedToken(text, normalized=False) for text in sorted(tokens)])
+    for text in sorted(tokens):
+        is_special = TAG.fullmatch(text) is None
+        made.add_tokens([AddedToken(text, normalized=False, special=is_special)])
     target.mkdir(exist_ok=True)
     made.save(str(target / "tokenizer.json"))
     (target / "tokenizer_config.json").write_text(json.dumps(VARIABLES))
@@ -294,9 +298,14 @@ def _difference(tokenizer: Any, ids: np.ndarray, mask: np.ndarray, ours: np.ndar
     reasons = []
     if more.any() and {text.strip() for text in texts} <= {"<think>", ""} and "<think>" in texts:
         reasons.append("<think> is in the prompt")
+    elif more.any() and (np.roll(ours, 1) & ~np.roll(mask, -1))[more].all():
+        reasons.append("the next header as a stop token")
     elif more.any():
         reasons.append("a header in the first token" if begins[more].all() else "unexplained")
-    if fewer.any():
+    if fewer.any() and {tokenizer.decode([id_]) for id_ in ids[fewer]} == {"\n"}:
+        after = ~np.roll(ours, 1)[fewer]
+        reasons.append("a line break after the prompt" if after.all() else "unexplained")
+    elif fewer.any():
         is_cut = all("\ufffd" in tokenizer.decode([id_]) for id_ in ids[fewer])
         reasons.append("a last character in several tokens" if is_cut else "unexplained")
     return " and ".join(reasons)

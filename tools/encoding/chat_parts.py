@@ -37,7 +37,7 @@ class Part(NamedTuple):
     start: int
     end: int
     message: int
-    """The number of the message; -1 for tools and ids."""
+    """The number of the message; -1 for tools, ids and texts in arguments."""
     kind: Kind
     content: int
     """The number of the content."""
@@ -69,7 +69,9 @@ class Marks(NamedTuple):
             end = at + len(pieces[nth + 1])
             if opening % 2 or closing != opening + 1 or end > len(text):
                 return None
-            parts.append(Part(at, end, *self.contents[opening // 2], opening // 2))
+            is_leaf = opening == MARKS
+            about = (-1, Kind.TEMPLATE) if is_leaf else self.contents[opening // 2]
+            parts.append(Part(at, end, *about, opening // 2))
             at = end + len(pieces[nth + 2])
         return parts, unmarked[len(text) :]
 
@@ -99,7 +101,8 @@ def marked(conversation: Conversation, slots: frozenset[str], *, inside: bool) -
         opening, closing = chr(code), chr(code + 1)
         contents.append((message, kind))
         if not is_text:
-            objects[len(contents) - 1] = made = MarkedObject(value, (opening, closing))
+            marks, is_tool = (opening, closing), message < 0
+            objects[len(contents) - 1] = made = MarkedObject(value, marks, has_leaves=not is_tool)
             return made
         text = f"{value[:begin]}{opening}{value[begin:end]}{closing}{value[end:]}"
         if message < 0:

@@ -21,9 +21,11 @@ import jinja2.utils
 import jinja2.visitor
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-FIRST_MARK, MARKS = 0x100000, 0xFFFE
-"""The marks: all characters for private use of the last plane."""
-MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MARKS - 1)}]")
+FIRST_MARK, MARKS = 0x100000, 0xFFFC
+"""The marks: all characters for private use of the last plane but two."""
+_LEAF_MARKS = chr(FIRST_MARK + MARKS), chr(FIRST_MARK + MARKS + 1)
+"""The last two. They stand around each text in the arguments of a call, but not in its JSON."""
+MARK = re.compile(f"[{chr(FIRST_MARK)}-{_LEAF_MARKS[1]}]")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -107,11 +109,11 @@ class MarkedObject(dict[str, Any]):
     """An object that is not empty, such as the arguments of a call. Its JSON has marks around it.
 
     A template may test the type of the object, and write the object as JSON. All else reads the
-    object.
+    object, and gets texts with marks if `has_leaves`.
     """
 
-    def __init__(self, value: dict[str, Any], marks: tuple[str, str]) -> None:
-        super().__init__(value)
+    def __init__(self, value: dict[str, Any], marks: tuple[str, str], *, has_leaves: bool) -> None:
+        super().__init__(_with_marks(value) if has_leaves else value)
         self._value, self._marks = value, marks
         self.settings: tuple[Any, ...] | None = None
         """The arguments of `to_json`, as the template gave them; None if it wrote no JSON."""
@@ -127,6 +129,15 @@ class MarkedObject(dict[str, Any]):
 
     def __bool__(self) -> bool:
         return True
+
+
+def _with_marks(value: Any) -> Any:
+    """Return a value of JSON with marks around its texts."""
+    if isinstance(value, dict):
+        return {key: _with_marks(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [*map(_with_marks, value)]
+    return value.join(_LEAF_MARKS) if isinstance(value, str) and value else value
 
 
 def _reading(name: str) -> Callable[..., Any]:

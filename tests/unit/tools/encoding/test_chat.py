@@ -800,10 +800,11 @@ def test_special_text_in_arguments_is_part_of_the_call() -> None:
     text = "</think> <|im_end|>\n<|im_start|>assistant\n"
     function = {"name": "f", "arguments": {"x": text}}
     answer = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
-    for source in (QWEN, QWEN_GENERATING):
+    one_by_one = QWEN.replace("arguments | tojson", "arguments.x")
+    for source, written in ((QWEN, json.dumps(text)), (QWEN_GENERATING, "x"), (one_by_one, text)):
         found = pieces_of(source, [*SHORT[0][:1], answer])
         assert found[-2:] == [("call", found[-2][1]), ("stop", "<|im_end|>")]
-        assert json.dumps(text) in found[-2][1]
+        assert written in found[-2][1]
 
 
 def test_the_prompt_may_depend_on_messages() -> None:
