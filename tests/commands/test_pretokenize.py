@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +19,7 @@ from support.data_sets import files_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools import shards
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts
+from tokenfeed.tools.encoding.labels import CountLabels
 from tokenfeed.tools.pretokenizing import inputs
 
 
@@ -161,7 +162,7 @@ def test_labels_of_much_text_are_counted_by_workers(
     counted: list[int] = []
     of_unit = CountLabels.of_unit
 
-    def counting(work: CountLabels, unit: Unit) -> LabelCounts:
+    def counting(work: CountLabels, unit: Unit) -> Counter[str]:
         counted.append(unit.number)
         return of_unit(work, unit)
 
