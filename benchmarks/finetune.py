@@ -4,7 +4,8 @@ A small Qwen2 trains on conversations with lognormal lengths (median 100 tokens,
 2,048), on one thread, in fp32. These lengths are an assumption, not those of a data set. `padded 8`
 is the batch of `transformers` and TRL: 8 random conversations, padded to the longest; `padded 16`
 and `padded 32` have more. `by length` sorts 8 of them as `group_by_length` does. `packed` is
-`Packed(2048, 1)` of tokenfeed, and `bucketed` is `Padded(2048)`. All have the same ids and labels.
+`Packed(2048, 1)` of tokenfeed, with the attention that `train` gives models of `transformers`, and
+`packed, sdpa` with their own. `bucketed` is `Padded(2048)`. All have the same ids and labels.
 The figures are real tokens per processor second over whole steps: loader, forward, backward, AdamW.
 The loss of all rows is compared between the batches.
 
@@ -28,6 +29,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from benchmarks.protocol import summary, write_result
 from tokenfeed import Fixed, Packed, Padded, ShardLoader, pretokenize
 from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.trainer.data.attention import Reach, separation
+from tokenfeed.trainer.data.micro_batch import Shaper
+from tokenfeed.trainer.models.hf_attention import ATTENTION_NAME
 
 MEDIAN, SIGMA, LONGEST = 100, 1.2, 2048
 WORDS = np.array([f"w{number}" for number in range(900)])
@@ -96,9 +100,23 @@ def messages(draw: np.random.Generator, length: int) -> list[dict[str, str]]:
     return [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
 
 
-def packed(shards: Path) -> Iterator[tuple[Any, int]]:
+def packed_by_mask(shards: Path) -> Iterator[tuple[Any, int]]:
     """Yield packed batches of one epoch."""
     yield from batches_of(shards, Packed(LONGEST, 1))
+
+
+def packed(shards: Path) -> Iterator[tuple[Any, int]]:
+    """Yield packed batches of one epoch, with the scope of attention."""
+    shape = Shaper(
+        causal=True,
+        apart=True,
+        separation=separation(torch.device("cpu"), torch.float32, compiled=False),
+    )
+    with ShardLoader(shards, batching=Packed(LONGEST, 1), num_workers=0, epochs=1) as loader:
+        for batch in loader:
+            names = ("input_ids", "labels", "position_ids")
+            scopes = {Reach(causal=True, window=None): shape(batch).scope}
+            yield {name: batch[name] for name in names} | {"scopes": scopes}, batch.num_tokens
 
 
 def bucketed(shards: Path) -> Iterator[tuple[Any, int]]:
@@ -147,11 +165,12 @@ LOADERS = {
     "by length": lambda shards: padded(shards, by_length=True),
     "one by one": alone,
     "packed": packed,
+    "packed, sdpa": packed_by_mask,
     "bucketed": bucketed,
 }
 
 
-def make_model() -> Any:
+def make_model(name: str) -> Any:
     """Return a Qwen2 of about 5 M parameters, always with the same weights."""
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
@@ -162,13 +181,14 @@ def make_model() -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=LONGEST,
+        attn_implementation=ATTENTION_NAME if name == "packed" else "sdpa",
     )
     return transformers.Qwen2ForCausalLM(config)
 
 
 def tokens_per_second(shards: Path, name: str) -> float:
     """Return real tokens per processor second over one epoch, without the first step."""
-    model = make_model()
+    model = make_model(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens, start = 0, 0.0
     for step, (batch, num_tokens) in enumerate(LOADERS[name](shards)):
@@ -184,7 +204,7 @@ def tokens_per_second(shards: Path, name: str) -> float:
 @torch.no_grad()
 def total_loss(shards: Path, name: str) -> float:
     """Return the summed loss of all rows under the first weights."""
-    model = make_model().eval()
+    model = make_model(name).eval()
     return sum(
         float(model(**batch, num_items_in_batch=1).loss) for batch, _ in LOADERS[name](shards)
     )

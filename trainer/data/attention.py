@@ -1,7 +1,8 @@
 """Attention: which slots attend to each other, and by which kernel.
 
-On a GPU in half precision, documents are separated by their ends (`varlen_attn`), at no cost.
-Elsewhere a mask separates them. A mask takes B x T x T bytes and excludes the fastest kernel.
+On a GPU in half precision, documents are separated by their ends (`varlen_attn`), at no cost. On a
+CPU, each document is a call of its own. Elsewhere a mask separates documents: it takes B x T x T
+bytes, excludes the fastest kernel, and products of all pairs of slots are computed.
 
 Shapes: B rows, T slots, H heads, K width of a head, S segments.
 """
@@ -9,8 +10,9 @@ Shapes: B rows, T slots, H heads, K width of a head, S segments.
 import importlib.util
 import logging
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +25,9 @@ _FLASH_3 = "flash_attn_interface"
 _VARLEN_TAKES_GROUPS = TorchVersion(torch.__version__) >= "2.12"
 
 _log = logging.getLogger(__name__)
+
+Separation = Literal["mask", "ends", "calls"]
+"""What separates packed documents: a mask, `varlen_attn`, or a call for each document."""
 
 
 class Reach(NamedTuple):
@@ -50,7 +55,8 @@ class Scope:
     """Offsets of segments in the flattened batch, with its end: shape (S + 1,), int32."""
     longest: Tensor | None = None
     """With `cu_seqlens`: no elements, and the length of the longest segment as its first size. A
-    compiled model takes sizes of tensors as variables, and numbers as constants."""
+    compiled model takes sizes of tensors as variables, and numbers as constants. None: each segment
+    is a call of its own."""
     window: int | None = None
     """With `cu_seqlens`: how many slots back a slot attends, and forward unless causal. None: no
     limit."""
@@ -109,8 +115,18 @@ def size_only(length: int, device: torch.device) -> Tensor:
     return torch.empty((max(length, 2), 0), device=device)
 
 
-def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `varlen_attn` works: CUDA of Ampere or later, half precision, torch 2.11."""
+def separation(device: torch.device, dtype: torch.dtype, *, compiled: bool) -> Separation:
+    """Return what separates documents fastest.
+
+    `varlen_attn` needs CUDA of Ampere or later, half precision, and torch 2.11. A compiled model
+    would be compiled again for every number of calls.
+    """
+    if device.type == "cpu" and not compiled:
+        return "calls"
+    return "ends" if _has_varlen(device, dtype) else "mask"
+
+
+def _has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
@@ -137,7 +153,7 @@ def choose_flash_attention(device: torch.device, dtype: torch.dtype, *, drops: b
         return
     if attention.current_flash_attention_impl() is not None:  # chosen for another model
         attention.restore_flash_attention_impl()
-    if not has_varlen(device, dtype) or torch.cuda.get_device_capability(device)[0] != _HOPPER:
+    if not _has_varlen(device, dtype) or torch.cuda.get_device_capability(device)[0] != _HOPPER:
         return
     version = 2
     if not drops and importlib.util.find_spec(_FLASH_3) is not None:
@@ -166,9 +182,11 @@ def attend(
         value_BHTK: Values, with as many heads as the keys.
         scope: Which slots attend to each other. With a mask and `cu_seqlens`, both say the same.
         scale: Factor of the products. Default: 1 / sqrt(K).
-        dropout: Share of weights set to 0. Needs a mask if there are `cu_seqlens`.
+        dropout: Share of weights set to 0. Needs a mask if there is `longest`.
     """
     repeats = query_BHTK.shape[1] // key_BHTK.shape[1]
+    if scope.cu_seqlens is not None and scope.longest is None:
+        return _attend_one_by_one(query_BHTK, key_BHTK, value_BHTK, scope, scale, dropout)
     if scope.cu_seqlens is not None and not dropout:
         return _attend_segments(query_BHTK, key_BHTK, value_BHTK, scope, scale, repeats)
     if repeats > 1 and not _takes_groups(query_BHTK, scope):
@@ -228,6 +246,32 @@ def _attend_segments(
     )
     assert isinstance(mixed, Tensor)
     return mixed.view(len(query_BHTK), -1, *mixed.shape[1:]).transpose(1, 2)
+
+
+def _attend_one_by_one(
+    query_BHTK: Tensor,
+    key_BHTK: Tensor,
+    value_BHTK: Tensor,
+    scope: Scope,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Call the kernel for each segment: this computes no products between segments."""
+    assert scope.cu_seqlens is not None
+    sizes = np.diff(scope.cu_seqlens.numpy()).tolist()
+    parts = (part.transpose(1, 2).flatten(0, 1) for part in (query_BHTK, key_BHTK, value_BHTK))
+    mixed = []
+    for segment in zip(*(torch.split(part, sizes) for part in parts), strict=True):
+        length = len(segment[0])
+        within = Scope(scope.causal)
+        if scope.window is not None and scope.window < length - 1:
+            reach = Reach(scope.causal, scope.window)
+            within = Scope(scope.causal, _near(reach, length, query_BHTK.device)[None, None])
+        query, key, value = (part.transpose(0, 1)[None] for part in segment)
+        out = attend(query, key, value, within, scale=scale, dropout=dropout)
+        mixed.append(out[0].transpose(0, 1))
+    rows, _, length, _ = query_BHTK.shape
+    return torch.cat(mixed).view(rows, length, *mixed[0].shape[1:]).transpose(1, 2)
 
 
 def _near(reach: Reach, length: int, device: torch.device) -> Tensor:

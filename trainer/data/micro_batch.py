@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenfeed.pipeline.feeding.batch import ATTENTION_MASK, POSITION_IDS, Batch
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, TOKEN_TYPE_IDS, no_target
 from tokenfeed.pipeline.windows.rank_slice import TARGETS
-from tokenfeed.trainer.data.attention import Scope, row_ends, size_only
+from tokenfeed.trainer.data.attention import Scope, Separation, row_ends, size_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class Shaper:
     is the next label."""
     apart: bool
     """Whether packed documents are separate. Otherwise attention crosses them within a row."""
-    varlen: bool
-    """Whether attention takes the ends of documents instead of a mask."""
+    separation: Separation
+    """What separates packed documents. `ends` also separate tokens from padding."""
     compiled: bool = False
     """Whether the model is compiled. Then batches are filled up with rows of padding."""
 
@@ -114,7 +114,7 @@ class Shaper:
         if self.causal:
             return Scope(causal=True)
         mask_BHTT = is_token_BT[:, None, None, :]
-        if not self.varlen:
+        if self.separation != "ends":
             return Scope(causal=False, mask_BHTT=mask_BHTT)
         rows, length = is_token_BT.shape
         ends = row_ends(rows, length, is_token_BT.device)
@@ -126,8 +126,9 @@ class Shaper:
         if not self.apart:
             return Scope(causal=self.causal)
         ends = batch.cu_seqlens
-        if self.varlen:
-            longest = size_only(batch.max_seqlen, ends.device)
+        if self.separation != "mask":
+            by_ends = self.separation == "ends"
+            longest = size_only(batch.max_seqlen, ends.device) if by_ends else None
             return Scope(causal=self.causal, cu_seqlens=ends, longest=longest)
         segment_BT = batch.document_ids
         mask_BHTT = segment_BT[:, None, :, None] == segment_BT[:, None, None, :]

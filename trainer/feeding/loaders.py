@@ -17,6 +17,7 @@ from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.plan import RowOrder
 from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.trainer.config.run_config import RowRanges, TrainConfig
+from tokenfeed.trainer.data.attention import Separation
 from tokenfeed.trainer.data.datasets import shown, source_of, training_source
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.feeding.batch_policy import (
@@ -42,7 +43,7 @@ class SplitLoaders:
         task: Task,
         device: torch.device,
         *,
-        varlen: bool = False,
+        separation: Separation = "mask",
         on_gpu: bool | None = None,
     ) -> None:
         """
@@ -50,7 +51,7 @@ class SplitLoaders:
             config: Settings of the batching.
             task: Its preferences apply where a setting is auto.
             device: The device that batches are moved to.
-            varlen: Whether attention takes the ends of documents instead of a mask.
+            separation: What separates packed documents.
             on_gpu: Whether padded lengths must suit tensor cores. Default: unless `device` is a
                 CPU.
 
@@ -66,7 +67,7 @@ class SplitLoaders:
         self.shape = Shaper(
             causal=task.head.causal,
             apart=is_apart(config, task),
-            varlen=varlen,
+            separation=separation,
             compiled=config.compile,
         )
         """Makes micro-batches from the batches of the loaders."""

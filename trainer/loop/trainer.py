@@ -39,7 +39,7 @@ from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.schedule import phase_at, phases_of
-from tokenfeed.trainer.data.attention import has_varlen
+from tokenfeed.trainer.data.attention import separation
 from tokenfeed.trainer.data.datasets import training_source
 from tokenfeed.trainer.distributed.world import StepSync, World, device_named
 from tokenfeed.trainer.feeding.batch_policy import is_packed
@@ -102,8 +102,8 @@ class Trainer:
         self.config = config
         self.task = task_of(config, self.device)
         precision = Precision(config.precision, self.device)
-        varlen = has_varlen(self.device, precision.dtype)
-        self.loaders = SplitLoaders(config, self.task, self.device, varlen=varlen)
+        apart_by = separation(self.device, precision.dtype, compiled=config.compile)
+        self.loaders = SplitLoaders(config, self.task, self.device, separation=apart_by)
         self.learner = Learner(config, self.task, precision, self.device, self.world)
         self.phases = phases_of(config)
         self.phase = self.phases[0]

@@ -65,7 +65,7 @@ def _attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # What `transformers` calls a window counts the slot itself.
     scope = scopes[Reach(bool(causal), None if sliding_window is None else sliding_window - 1)]
-    if scope.cu_seqlens is not None and scope.mask_BHTT is None and dropout:
+    if scope.longest is not None and scope.mask_BHTT is None and dropout:
         raise ConfigError(
             f"`--model`: {layer} sets {dropout:.0%} of its attention weights to 0, and packed rows "
             "on a GPU cannot. Add --dropout 0 or --batching padded."

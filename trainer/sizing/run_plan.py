@@ -14,7 +14,7 @@ import torch
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config.run_config import PrecisionName, TrainConfig
-from tokenfeed.trainer.data.attention import knows_ends
+from tokenfeed.trainer.data.attention import Separation, knows_ends
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.batch_policy import EpochShapes, possible_sizes
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
@@ -150,6 +150,7 @@ class RunPlan:
     def _loaders(self, config: TrainConfig) -> SplitLoaders:
         """Return the loaders of a run on the GPU, which deliver to the host."""
         fast = self._gpu is not None and self._gpu.precision == "bf16"
-        varlen = fast and self.precision != "fp32" and knows_ends()
+        by_ends = fast and self.precision != "fp32" and knows_ends()
         on_gpu = self._gpu is not None
-        return SplitLoaders(config, self.task, _CPU, varlen=varlen, on_gpu=on_gpu)
+        separation: Separation = "ends" if by_ends else "mask"
+        return SplitLoaders(config, self.task, _CPU, separation=separation, on_gpu=on_gpu)

@@ -43,7 +43,7 @@ lengths = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 
 
 @given(st.lists(lengths, min_size=1, max_size=3), st.booleans(), st.booleans(), windows)
-def test_mask_and_ends_reach_the_same_slots(
+def test_mask_ends_and_calls_reach_the_same_slots(
     rows: list[list[int]], task_is_causal: bool, layer_is_causal: bool, window: int | None
 ) -> None:
     """And these are the slots of the document that the layer sees."""
@@ -63,8 +63,10 @@ def test_mask_and_ends_reach_the_same_slots(
     by_mask = Scope(task_is_causal, mask_BHTT).narrowed(reach, segment_BT)
     by_ends = Scope(task_is_causal, cu_seqlens=ends, longest=size_only(length, ends.device))
     by_ends = by_ends.narrowed(reach, segment_BT)
+    by_calls = Scope(task_is_causal, cu_seqlens=ends).narrowed(reach, segment_BT)
     got = attend(query, key, value, by_mask)
-    torch.testing.assert_close(attend(query, key, value, by_ends), got, rtol=1e-4, atol=1e-5)
+    for scope in (by_ends, by_calls):
+        torch.testing.assert_close(attend(query, key, value, scope), got, rtol=1e-4, atol=1e-5)
     seen = Reach(task_is_causal or layer_is_causal, window)
     visible = torch.tensor([[sees(q, k, seen) for k in range(length)] for q in range(length)])
     whole = [query, *(part.repeat_interleave(HEADS // GROUPS, 1) for part in (key, value))]

@@ -26,6 +26,7 @@ from torch import nn
 from tokenfeed import Packed, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import MOST_SHAPES, PhaseSettings, TrainConfig
+from tokenfeed.trainer.data.attention import Separation
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.feeding.batch_policy import make_policy, shapes
 from tokenfeed.trainer.loop.evaluation import Evaluator
@@ -156,9 +157,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
     torch._dynamo.reset()
 
 
-def documents(folder: Path, *, varlen: bool) -> list[MicroBatch]:
+def documents(folder: Path, separation: Separation) -> list[MicroBatch]:
     """Packed micro-batches with documents of other lengths each, of one shape."""
-    shape = Shaper(causal=True, apart=True, varlen=varlen, compiled=True)
+    shape = Shaper(causal=True, apart=True, separation=separation, compiled=True)
     batching = Packed(LONGEST, batch_size=3, fill=True)
     with ShardLoader(folder, batching=batching, epochs=1, num_workers=0) as loader:
         return [shape(batch) for batch in loader]
@@ -171,7 +172,7 @@ def test_packed_documents_of_any_length_share_a_graph(
 ) -> None:
     calls = varlen_on_cpu.register()
     folder = write_labelled(tmp_path / "shards", "complete", count=60)
-    by_ends, by_mask = documents(folder, varlen=True), documents(folder, varlen=False)
+    by_ends, by_mask = documents(folder, "ends"), documents(folder, "mask")
     model, plain = small_model(make_head()), small_model(make_head())
     plain.load_state_dict(model.state_dict())
     compile_model(model, 1)

@@ -80,7 +80,7 @@ def shown(
     folder: Path, batching: Packed | Padded, head: Head
 ) -> Iterator[tuple[Batch, MicroBatch]]:
     """Three batches, and what a model is shown of them."""
-    shape = Shaper(causal=head.causal, apart=True, varlen=False)
+    shape = Shaper(causal=head.causal, apart=True, separation="mask")
     settings = {"batching": batching, "epochs": 1, "device": "cpu", "num_workers": 0}
     with ShardLoader(folder, **settings) as loader:
         for batch in itertools.islice(loader, 3):

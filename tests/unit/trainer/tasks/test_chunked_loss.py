@@ -69,7 +69,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Task, Mic
     for way in WAYS:
         folder = write_labelled(tmp_path_factory.mktemp(way) / "shards", way)
         task = make_task(make_config(folder, folder), Manifest.read(folder), CPU)
-        shape = Shaper(causal=task.head.causal, apart=True, varlen=False)
+        shape = Shaper(causal=task.head.causal, apart=True, separation="mask")
         with ShardLoader(folder, batching=Packed(32, batch_size=8), num_workers=0) as loader:
             found[way] = task, shape(next(iter(loader)))
     return found

@@ -64,7 +64,7 @@ def gradients(
     """Those of one epoch, as the loop weighs them."""
     model = model_of(task).double()
     filled = bool(batching.rows_to_fill(8))
-    shape = Shaper(causal=task.head.causal, apart=True, varlen=False, compiled=filled)
+    shape = Shaper(causal=task.head.causal, apart=True, separation="mask", compiled=filled)
     targets = torch.zeros(())
     for rank in range(ranks):
         place = {"rank": rank, "world_size": ranks} if ranks > 1 else {}
@@ -109,7 +109,7 @@ def test_filled_up_packed_batches_are_of_one_shape(folders: dict[Task, Path]) ->
     batching = Packed(64, batch_size=3, fill=True)
     unfilled = gradients(task, folders["tag"], Packed(64, batch_size=3))
     assert_equal(gradients(task, folders["tag"], batching), unfilled)
-    shape = Shaper(causal=False, apart=True, varlen=True, compiled=True)
+    shape = Shaper(causal=False, apart=True, separation="ends", compiled=True)
     with ShardLoader(folders["tag"], batching=batching, epochs=1, num_workers=0) as loader:
         for batch in loader:
             scope = shape(batch).scope
@@ -131,7 +131,7 @@ def test_no_gradient_reaches_what_only_the_prompts_hold(tmp_path: Path) -> None:
     task = task_of(folder)
     with ShardLoader(folder, batching=Packed(32, batch_size=2), epochs=1, num_workers=0) as loader:
         for batch in loader:
-            micro_batch = Shaper(causal=True, apart=True, varlen=False)(batch)
+            micro_batch = Shaper(causal=True, apart=True, separation="mask")(batch)
             logits = torch.zeros((*micro_batch.ids_BT.shape, VOCABULARY), requires_grad=True)
             loss = task.loss_of(logits, micro_batch)
             loss.sum.backward()  # type: ignore[no-untyped-call]
@@ -174,7 +174,7 @@ def test_rows_with_one_label_are_neither_packed_nor_cut(
 
 def test_a_document_never_changes_what_another_one_gives(folders: dict[Task, Path]) -> None:
     for causal in (True, False):
-        shape = Shaper(causal=causal, apart=True, varlen=False)
+        shape = Shaper(causal=causal, apart=True, separation="mask")
         folder = folders["lm" if causal else "tag"]
         task = task_of(folder)
         model = model_of(task).eval()
