@@ -10,6 +10,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 import struct
 import time
 from collections.abc import Iterator
@@ -70,6 +71,34 @@ def atomic_write(path: Path, data: bytes) -> None:
     """Write a small file whole or not at all; see `atomic_file`."""
     with atomic_file(path) as file:
         file.write(data)
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder to fill. After the block, it is synced and renamed to `folder`.
+
+    If the block raises, nothing is left. What a killed process left is removed. An empty folder of
+    this name is replaced.
+    """
+    folder = folder.absolute()
+    temporary = folder.with_name(folder.name + TEMPORARY_SUFFIX)
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            if path.is_dir():
+                sync_folder(path)
+            else:
+                with _naming(path), path.open("rb") as file:
+                    os.fsync(file.fileno())
+        if folder.exists():
+            folder.rmdir()
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
+        raise
+    sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -7,11 +7,8 @@ for `nanogpt` and `llm.c`, the ends of rows.
 """
 
 import json
-import os
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, Literal
@@ -26,7 +23,7 @@ from tokenfeed.pipeline.format.manifest import Manifest, read_checked
 from tokenfeed.pipeline.format.rows import Rows, record_batch
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD, shard_schema, token_dtype
 from tokenfeed.pipeline.format.shard import ShardReader
-from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
+from tokenfeed.pipeline.format.storage import atomic_folder
 from tokenfeed.pipeline.format.store import Store, local_path, open_store
 from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.jobs.crew import Progress
@@ -107,7 +104,7 @@ def export_data_set(path: str, folder: Path, to: Format, split: str | None = Non
     kind = FORMATS[to]
     shards = [(name, info) for name in names for info in manifest.splits[name].shards]
     sizes = [info.bytes for _, info in shards]
-    with _whole_folder(folder) as temporary, ExitStack() as files, Bar(sizes) as bar:
+    with atomic_folder(folder) as temporary, ExitStack() as files, Bar(sizes) as bar:
         writers = {name: kind(temporary, name, store, manifest, files) for name in names}
         for name, info in shards:
             reader = ShardReader.open(store, manifest, info)
@@ -128,28 +125,6 @@ def export_data_set(path: str, folder: Path, to: Format, split: str | None = Non
         left_out=[] if kind.keeps_columns else [column.name for column in manifest.columns],
         seconds=round(time.perf_counter() - started, 3),
     )
-
-
-@contextmanager
-def _whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `folder`, which takes this name at the end of the block."""
-    folder = folder.absolute()
-    temporary = folder.with_name(f"{folder.name}{TEMPORARY_SUFFIX}")
-    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                with file.open("rb") as opened:
-                    os.fsync(opened.fileno())
-        if folder.exists():
-            folder.rmdir()  # it is empty
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_folder(folder.parent)
 
 
 class _Writer:

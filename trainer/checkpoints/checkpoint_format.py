@@ -10,7 +10,6 @@ whatever number of ranks has written them.
 
 import json
 import math
-import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ import xxhash
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.format.storage import file_xxh3, sync_folder
+from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.trainer.checkpoints.tensor_file import is_sharded_tensor, stored_form
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import State, World
@@ -281,13 +280,9 @@ def write_content(
     tensors: Mapping[str, Kind],
     files: dict[str, str],
 ) -> None:
-    """Write checkpoint.json, the last file of a checkpoint, and sync the folder."""
+    """Write checkpoint.json, the last file of a checkpoint."""
     content = _Content(version=_VERSION, meta=meta, files=files, tensors=dict(tensors))
-    with open(folder / CONTENT_FILE, "wb") as file:
-        file.write(_sealed(asdict(content)))
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(folder)
+    (folder / CONTENT_FILE).write_bytes(_sealed(asdict(content)))
 
 
 def files_of(data: bytes) -> list[str]:

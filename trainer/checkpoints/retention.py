@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_folder
 from tokenfeed.trainer.checkpoints.checkpoint_format import Best, Checkpoint, CheckpointMeta
 from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER
 
@@ -134,17 +134,9 @@ class Checkpoints:
 
         An existing checkpoint of this step is replaced. If the block raises, nothing changes.
         """
-        final, temporary = self.path(step), self.temporary(step)
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            temporary.mkdir(parents=True)
+        with atomic_folder(self.path(step)) as temporary:
             yield temporary
-            shutil.rmtree(final, ignore_errors=True)
-            temporary.rename(final)
-            sync_folder(self._folder)
-        except Exception:
-            shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
-            raise
+            shutil.rmtree(self.path(step), ignore_errors=True)
 
     def delete_old(self, keep: int) -> None:
         """Delete all but the latest `keep` checkpoints and the best one.

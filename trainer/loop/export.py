@@ -19,9 +19,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,7 @@ from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Manifest
-from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
+from tokenfeed.pipeline.format.storage import atomic_folder
 from tokenfeed.trainer.checkpoints.checkpoint_format import with_prefix
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -125,7 +122,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     given = given_weights(model, config)
     weights = with_prefix("model.", kept_weights(model, given, checkpoint))
     checkpoint.read(weights, prefix="model.")
-    with _complete_or_absent(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         _write_weights(temporary, model, about, config)
         files = _tokenizer_files(config, manifest, task.head)
         _write_texts(temporary, about, _with_template(config, files))
@@ -176,31 +173,9 @@ def _write_weights(folder: Path, model: nn.Module, about: Exported, config: Trai
 
 
 def _write_texts(folder: Path, about: Exported, texts: dict[str, bytes]) -> None:
-    """Write the other files, and wait until all are on the disk."""
+    """Write the other files."""
     for name, content in (texts | {EXPORT_FILE: _json(dataclasses.asdict(about))}).items():
         (folder / name).write_bytes(content)
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            sync_folder(path)
-        else:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _complete_or_absent(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to fill. Rename it to `folder` unless the block raises."""
-    temporary = folder.with_name(folder.name + TEMPORARY_SUFFIX)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        sync_folder(temporary)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_folder(folder.parent)
 
 
 def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dict[str, bytes]:

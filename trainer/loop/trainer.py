@@ -470,7 +470,8 @@ class Trainer:
         become the best one. The evaluation comes before the checkpoint, which records the best
         step. If the run is to stop, it saves first, and the resumed run evaluates.
         """
-        metrics = self._known_metrics("validation")
+        is_again = self.step == self.began_at
+        metrics = self._known_metrics("validation") if is_again else {}
         if not metrics:
             with self.stall.cause("evaluation"):
                 metrics = self.evaluator.evaluate("validation", self.step, self.metrics)

@@ -219,7 +219,7 @@ def test_a_failed_export_leaves_nothing_and_can_be_repeated(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "sync_folder", refuse)
+        patch.setattr(export, "open_tokenizer", refuse)
         with pytest.raises(OSError, match="disk full"):
             run(config)
     assert list((tmp_path / "out").iterdir()) == []
