@@ -196,6 +196,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator["SimulatedCuda"]:
         yield cuda
 
 
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loader workers are forks, of which `test_workers.py` and others start programs: these import
+    for a quarter of a second."""
+    from support.processes import fork_workers
+
+    fork_workers(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set of several shards, both splits, with one reject; only to be read."""

@@ -21,6 +21,8 @@ from tokenfeed.pipeline.feeding import transfer
 
 TOO_EARLY = "unregister while it is copied from"
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_refused_page_lock_warns_once_and_changes_no_batch(

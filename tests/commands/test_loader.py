@@ -35,6 +35,9 @@ from tokenfeed.pipeline.planning.policy import Batching
 LENGTHS = realistic_lengths()
 
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
+
 @pytest.mark.parametrize("batching", POLICIES, ids=str)
 def test_an_epoch_is_every_token_exactly_once_with_any_workers(
     folder: Path, batching: Batching

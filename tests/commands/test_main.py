@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support import ROOT
+from support import ROOT, warm
 from support.commands import call
 
 from tokenfeed.pipeline.feeding import cores
@@ -15,8 +15,7 @@ from tokenfeed.tools import doctor
 
 
 def tokenfeed(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tokenfeed", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    return warm.run(["-m", "tokenfeed", *words], cwd=cwd)
 
 
 @pytest.mark.slow

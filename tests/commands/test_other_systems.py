@@ -7,8 +7,8 @@ from support import warm
 
 FORGET = """
 import sys
-for name in [name for name in sys.modules if name.partition(".")[0] == "tokenfeed"]:
-    del sys.modules[name]
+from support import warm
+warm.forget("tokenfeed")
 """
 """A warm process has imported tokenfeed. It is imported again, on the other system."""
 

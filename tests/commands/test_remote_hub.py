@@ -4,15 +4,13 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support import PROGRAMS
+from support import PROGRAMS, warm
 from support.corpora import texts
 from support.data_sets import files_of
 from support.hub_server import HubServer, hub_server
@@ -40,13 +38,7 @@ def started(hub: HubServer, home: Path, *words: object, expect: int = 0) -> str:
         "HF_HUB_OFFLINE": "0",
         "HF_TOKEN": hub.token or "none",
     }
-    result = subprocess.run(
-        [sys.executable, *map(str, words)],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    result = warm.run(words, env=os.environ | settings, timeout=100)
     assert result.returncode == expect, result.stderr
     assert not re.search("hunter2|Traceback", result.stdout + result.stderr)
     return result.stdout if expect == 0 else result.stderr

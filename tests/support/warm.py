@@ -34,6 +34,7 @@ _context.set_forkserver_preload(
         *("numpy", "pyarrow.ipc", "msgspec", "safetensors.torch", "tokenizers", "yaml"),
         *("transformers.trainer", "transformers.models.llama.modeling_llama"),
         *("awkward", "gigatoken", "rich.console", "rich.progress", "rich.table"),
+        *("pandas", "datasets", "hypothesis", "peft", "lightning.pytorch", "accelerate"),
         *("tokenfeed.tools.pretokenizing.make", "tokenfeed.tools.pretokenizing.options"),
         *("tokenfeed.tools.data_sets.append", "tokenfeed.tools.data_sets.command"),
         *("tokenfeed.tools.report", "tokenfeed.tools.train", "tokenfeed.trainer.loop.run"),
@@ -44,16 +45,46 @@ _context.set_forkserver_preload(
 _ADDRESS = "TOKENFEED_TESTS_FORK_SERVER"
 
 
+_AS_NEW = """
+from huggingface_hub import constants
+from support import warm
+constants.HF_HUB_OFFLINE = False  # the warm process is offline
+warm.forget("support")  # pytest rewrites its assertions when it is imported
+"""
+"""What a test process runs first."""
+
+
 def share() -> None:
-    """Start the warm process now, for this process and the test processes that it starts."""
+    """Start the warm process now, for this process and the test processes that it starts. These
+    are forks of the warm process, too: each would need ten seconds of a core for imports."""
+    from execnet import gateway_io
+
+    class Gateway(gateway_io.Popen2IOMaster):
+        """A test process."""
+
+        def __init__(self, args: list[str], execmodel: Any) -> None:
+            pipe = subprocess.PIPE
+            self.popen = Popen(["-c", _AS_NEW + args[-1]], stdin=pipe, stdout=pipe)
+            super(gateway_io.Popen2IOMaster, self).__init__(
+                self.popen.stdin, self.popen.stdout, execmodel=execmodel
+            )
+
     _ensure_running()
     os.environ[_ADDRESS] = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    gateway_io.Popen2IOMaster = Gateway  # type: ignore[misc]
+
+
+def forget(package: str) -> None:
+    """Have a package imported anew."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
 
 
 def _ensure_running() -> None:
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     address = os.environ.get(_ADDRESS)
-    if address and server._forkserver_address is None:  # the process that started it watches it
+    is_watched = server._forkserver_pid is not None or "ensure_running" in vars(server)
+    if address and not is_watched:  # the process that started it watches it
         server._forkserver_address = address
         server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
         server.ensure_running = resource_tracker.ensure_running
@@ -185,6 +216,8 @@ def _become(
     os.environ.update(env)
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in env
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    if env.get("HF_HUB_OFFLINE") == "0":
+        forget("huggingface_hub")  # it reads the environment when it is imported
     os.chdir(cwd)
     try:
         _execute(words)
