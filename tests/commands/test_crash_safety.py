@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import COMMAND, error_of, records_in, run, run_json
+from support import warm
+from support.commands import COMMAND, begin, error_of, records_in, run, run_json
 from support.corpora import texts, write_ballast, write_long_corpus
 from support.data_sets import files_of
+from support.processes import children_of, eventually
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.jobs.run_records import RunRecords
@@ -42,9 +44,8 @@ def test_a_killed_run_continues_to_the_same_bytes(
 
 def _kill_when_recorded(out: Path, units: int, *arguments: object) -> None:
     """Kill the parent process alone; its workers must notice by themselves."""
-    process = subprocess.Popen(
-        [*COMMAND, *map(str, (*arguments, out))], stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    words = [*COMMAND[1:], *arguments, out]
+    process = warm.Popen(words, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 60
     while len(records_in(out)) < units:
         assert process.poll() is None, "it ended before it could be killed"
@@ -80,15 +81,9 @@ def test_an_interruption_ends_in_one_line_and_leaves_no_process(
 ) -> None:
     write_long_corpus(corpus)
     out = tmp_path / "out"
-    process = subprocess.Popen(
-        [*COMMAND, str(corpus), str(out), "--tokenizer", str(tokenizer), "--shard-size", "50KB"],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while not (out / "train").exists() or not list((out / "train").iterdir()):
-        assert process.poll() is None
-        time.sleep(0.01)
+    words = (corpus, out, "--tokenizer", tokenizer, "--shard-size", "50KB")
+    process = begin(out, *words, stderr=subprocess.PIPE, start_new_session=True)
+    assert eventually(lambda: any((out / "train").iterdir()))
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + number
@@ -104,15 +99,9 @@ def test_a_killed_worker_is_an_error_and_no_hang(
 ) -> None:
     write_long_corpus(corpus)
     out = tmp_path / "out"
-    process = subprocess.Popen(
-        [*COMMAND, str(corpus), str(out), "--tokenizer", str(tokenizer), "--workers", "1"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not (out / "train").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    for worker in (pid for server in _children(process.pid) for pid in _children(server)):
+    words = (corpus, out, "--tokenizer", tokenizer, "--workers", 1)
+    process = begin(out, *words, stderr=subprocess.PIPE)
+    for worker in (pid for server in children_of(process.pid) for pid in children_of(server)):
         os.kill(worker, signal.SIGKILL)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -121,19 +110,12 @@ def test_a_killed_worker_is_an_error_and_no_hang(
     assert f", at unit 0, {corpus}/" in line
 
 
-def _children(pid: int) -> list[int]:
-    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-
 def test_only_the_parent_hears_ctrl_c(corpus: Path, tmp_path: Path, tokenizer: Path) -> None:
     write_long_corpus(corpus)
     out = tmp_path / "out"
-    process = subprocess.Popen([*COMMAND, str(corpus), str(out), "--tokenizer", str(tokenizer)])
-    while not (out / "train").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    servers = [pid for pid in _children(process.pid) if _children(pid)]
-    below = [*servers, *(pid for server in servers for pid in _children(server))]
+    process = begin(out, corpus, out, "--tokenizer", tokenizer)
+    servers = [pid for pid in children_of(process.pid) if children_of(pid)]
+    below = [*servers, *(pid for server in servers for pid in children_of(server))]
     blocked = [
         int(line.split()[1], 16)
         for pid in below
@@ -248,9 +230,8 @@ def test_fifty_kills_at_random_moments_change_no_byte(
 
 def _run_for(seconds: float, *arguments: object) -> bool:
     """Run the command and kill it, alone or with its workers; False if it was done before."""
-    process = subprocess.Popen(
-        [*COMMAND, *map(str, arguments)], stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    words = [*COMMAND[1:], *arguments]
+    process = warm.Popen(words, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -90,7 +90,7 @@ def damage(folder: Path, first: int, count: int, num_workers: int = 0) -> dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 100), pytest.param(100, 1900, marks=pytest.mark.long)]
+    ("first", "count"), [(0, 50), pytest.param(50, 1950, marks=pytest.mark.long)]
 )
 def test_damages_are_named_or_change_nothing(folder: Path, first: int, count: int) -> None:
     outcomes = damage(folder, first, count)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.commands import COMMAND, error_of, records_in, run
 from support.corpora import (
     random_texts,
@@ -28,8 +29,8 @@ def test_a_killed_run_continues_only_with_the_same_standard_input(
     options = ("--tokenizer", tokenizer, "--shard-size", "100KB", "--workers", 1)
     out = tmp_path / "out"
     with open(tmp_path / "a.jsonl", "rb") as file:
-        command = [*COMMAND, "-", str(out), *map(str, options)]
-        process = subprocess.Popen(command, stdin=file, stderr=subprocess.DEVNULL)
+        words = [*COMMAND[1:], "-", out, *options]
+        process = warm.Popen(words, stdin=file, stderr=subprocess.DEVNULL)
         while len(records_in(out)) < 2:
             assert process.poll() is None, "it ended before it could be killed"
             time.sleep(0.005)

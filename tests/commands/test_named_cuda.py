@@ -66,7 +66,9 @@ ATTENTION = {
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory, every_task: Path) -> dict[str, Seen]:
+def seen(
+    tmp_path_factory: pytest.TempPathFactory, every_task: Path, pytestconfig: pytest.Config
+) -> dict[str, Seen]:
     """What each case did; one process runs them all, since importing torch takes the longest."""
     folder = tmp_path_factory.mktemp("named_cuda")
     cases = {
@@ -76,9 +78,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory, every_task: Path) -> dict[str
     for name in HUB:
         hub = cases[name].pop("hub")
         cases[name]["model"] = f"hf:{save_model(folder / hub, 'CausalLM', hub)}"
+    assert pytestconfig.cache
+    library = named_cuda.build(pytestconfig.cache.mkdir("named_cuda"))
     program = [sys.executable, "-W", "error", str(PROGRAMS / "on_named_cuda.py")]
     ended = subprocess.run(
-        [*program, str(named_cuda.build(folder)), json.dumps(cases)],
+        [*program, str(library), json.dumps(cases)],
         capture_output=True,
         text=True,
         timeout=300,

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import psutil
 import pytest
-from support.commands import COMMAND
+from support.commands import COMMAND, begin
 from support.corpora import write_ballast, write_long_corpus
 from support.data_sets import files_of
 from support.pretokenizing import make
@@ -205,14 +205,7 @@ def test_an_interruption_of_the_imports_is_one_line(number: signal.Signals) -> N
 def test_a_second_interruption_adds_no_line(corpus: Path, tmp_path: Path, tokenizer: Path) -> None:
     write_long_corpus(corpus)
     out = tmp_path / "out"
-    process = subprocess.Popen(
-        [*COMMAND, str(corpus), str(out), "--tokenizer", str(tokenizer)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not (out / "train").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
+    process = begin(out, corpus, out, "--tokenizer", tokenizer, stderr=subprocess.PIPE)
     for _ in range(3):
         process.send_signal(signal.SIGINT)
         time.sleep(0.001)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.commands import COMMAND, run, start
 from support.corpora import texts, write_ballast
 from support.data_sets import files_of
@@ -48,7 +49,7 @@ def test_a_killed_command_from_store_to_store_is_continued_by_the_same(
 
 def kill_when_recorded(remote: Remote, units: int, *arguments: object) -> None:
     """Kill the command alone when it has recorded so many units; its workers end by themselves."""
-    process = subprocess.Popen([*COMMAND, *map(str, arguments)], stderr=subprocess.DEVNULL)
+    process = warm.Popen([*COMMAND[1:], *arguments], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while sum("/.parts/0" in name for name in list(remote.server.objects)) < units:
         assert process.poll() is None, "it ended before it could be killed"

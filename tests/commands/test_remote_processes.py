@@ -73,8 +73,7 @@ def test_a_child_that_dies_is_one_line(remote: Remote, monkeypatch: pytest.Monke
 
 def test_a_child_ends_with_its_parent(remote: Remote) -> None:
     remote.proxy.always = Fault("503")
-    command = [sys.executable, PROGRAMS / "remote_program.py", "read", remote.store.name]
-    with subprocess.Popen(command) as parent:
+    with warm.Popen([PROGRAMS / "remote_program.py", "read", remote.store.name]) as parent:
         while not remote.proxy.seen:
             time.sleep(0.01)
         (child,) = children_of(parent.pid)
@@ -100,9 +99,8 @@ def test_a_copy_that_is_interrupted_in_an_outage_ends(
     copy_data_set(str(documents), remote.store.name)
     remote.proxy.match, remote.proxy.always = ".arrow", Fault("503")
     remote.proxy.seen.clear()
-    command = [sys.executable, "-m", "tokenfeed.tools.shards", "copy"]
-    command += [remote.store.name, str(tmp_path / "out")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as copying:
+    words = ["-m", "tokenfeed.tools.shards", "copy", remote.store.name, tmp_path / "out"]
+    with warm.Popen(words, stderr=subprocess.PIPE) as copying:
         while sum(".arrow" in line for line in remote.proxy.seen) < 8:
             time.sleep(0.01)
         copying.send_signal(signal.SIGINT)

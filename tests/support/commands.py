@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,15 @@ def start(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[st
     result = warm.run([*COMMAND[1:], *arguments], env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert result.returncode == expect, result.stderr
     return result
+
+
+def begin(out: Path, *arguments: object, **options: Any) -> warm.Popen:
+    """Start a process of `pretokenize`, and return when it has made the folder of its shards."""
+    process = warm.Popen([*COMMAND[1:], *arguments], **options)
+    while not (out / "train").exists():
+        assert process.poll() is None, "it ended too early"
+        time.sleep(0.01)
+    return process
 
 
 def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:

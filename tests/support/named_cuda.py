@@ -13,12 +13,16 @@ work is done at once: their use is another proof (`races`). Kernels and memory a
 import contextlib
 import ctypes
 import importlib.util
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import xxhash
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _CAPABILITY = (9, 0)
@@ -36,15 +40,21 @@ def why_not() -> str | None:
 
 
 def build(folder: Path) -> Path:
-    """Compile the library against the torch that is installed; some seconds."""
-    torch_folder, library = _torch_folder(), folder / "libnamed_cuda.so"
-    search = [
-        f"-I{torch_folder}/include",
-        f"-L{torch_folder}/lib",
-        f"-Wl,-rpath,{torch_folder}/lib",
-    ]
-    command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", str(_SOURCE), "-o", str(library)]
-    subprocess.run([*command, *search, "-lc10", "-ltorch_cpu"], check=True)
+    """Compile the library against the torch that is installed, unless `folder` has it already: it
+    takes a dozen seconds."""
+    torch_folder = _torch_folder()
+    key = _SOURCE.read_bytes() + str(torch_folder).encode() + version("torch").encode()
+    library = folder / f"named_cuda-{xxhash.xxh3_64_hexdigest(key)}.so"
+    if not library.exists():
+        search = [
+            f"-I{torch_folder}/include",
+            f"-L{torch_folder}/lib",
+            f"-Wl,-rpath,{torch_folder}/lib",
+        ]
+        made = library.with_suffix(f".{os.getpid()}")
+        command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", str(_SOURCE), "-o", str(made)]
+        subprocess.run([*command, *search, "-lc10", "-ltorch_cpu"], check=True)
+        made.replace(library)
     return library
 
 

@@ -117,7 +117,7 @@ class Popen(subprocess.Popen[str]):
         self,
         words: Sequence[object],
         *,
-        stdin: int = subprocess.DEVNULL,
+        stdin: int | IO[Any] = subprocess.DEVNULL,
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
         env: Mapping[str, str] | None = None,
