@@ -1,5 +1,6 @@
 """The folders map to one import name, layers point one way, and light things stay light."""
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 from support import ROOT
 from support.commands import call
 from support.hub_models import write_shards
+from support.training import make_config, run
 
 from tokenfeed.pipeline.format.manifest import FileInfo
 from tokenfeed.pipeline.planning.policies import Padded
@@ -49,6 +51,48 @@ def test_planning_reading_workers_and_commands_import_no_torch() -> None:
         files = (ROOT / "pipeline" / room).glob("[a-z]*.py")
         modules += [f"tokenfeed.pipeline.{room}.{path.stem}" for path in files]
     subprocess.run([sys.executable, "-c", IMPORT_EACH, *modules], check=True)
+
+
+RUN_COMMAND = """
+import sys
+from importlib import import_module
+sys.argv = sys.argv[1:]
+try: import_module(f"tokenfeed.tools.{sys.argv[0]}").main()
+finally: assert not {"torch", "datasets"} & sys.modules.keys()
+"""
+
+
+@pytest.fixture(scope="module")
+def run_dir(lm_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run."""
+    folder = tmp_path_factory.mktemp("run")
+    run(make_config(lm_rows, folder, steps=1))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("pretokenize --help", 0, ("CORPUS... OUT", "--tokenizer", "Default: 32768.", "--json")),
+        ("train --help", 0, ("--micro-batch-tokens",)),
+        ("train --shards nowhere", 1, ()),
+        ("report .", 0, ("trained",)),
+    ],
+)
+def test_commands_that_train_nothing_import_no_torch(
+    words: str, code: int, said: tuple[str, ...], run_dir: Path
+) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", RUN_COMMAND, *words.split()],
+        cwd=run_dir,
+        env=os.environ | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == code, result.stderr
+    assert all(each in result.stdout for each in said)
+    errors = result.stderr.splitlines()
+    assert not code or (len(errors) == 1 and errors[0].startswith("error: ") and not result.stdout)
 
 
 def test_the_loader_needs_neither_tokenizers_nor_datasets(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -99,26 +98,6 @@ def test_bad_input_is_one_line_and_writes_nothing(
         with mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):  # else it is asked twice
             assert words in error_of(*arguments, expect=code), arguments
         assert not out.exists(), arguments
-
-
-def test_help_needs_no_torch() -> None:
-    script = (
-        "import runpy, sys, atexit\n"
-        "atexit.register(lambda: print('torch' in sys.modules, 'datasets' in sys.modules))\n"
-        "sys.argv = ['pretokenize', '--help']\n"
-        "runpy.run_module('tokenfeed.tools.pretokenize', run_name='__main__')\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-    )
-    *lines, heavy = result.stdout.splitlines()
-    assert heavy.endswith("False False"), heavy
-    assert "usage" in lines[0]
-    for words in ("CORPUS... OUT", "--tokenizer", "Default: 32768.", "--json"):
-        assert words in result.stdout
 
 
 def test_no_process_of_a_run_imports_pandas(

@@ -5,7 +5,6 @@ import functools
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -153,31 +152,6 @@ def test_the_command_prints_progress_and_summary(counting: Path, tmp_path: Path)
         "stall",
         "report",
     ]
-
-
-def test_the_help_of_the_command_needs_no_torch() -> None:
-    code = (
-        "import sys; sys.argv = ['train', '--help']\n"
-        "from tokenfeed.tools.train import main\n"
-        "try: main()\n"
-        "finally: assert 'torch' not in sys.modules"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "--micro-batch-tokens" in result.stdout
-
-
-def test_missing_shards_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    code = (
-        f"import sys; sys.argv = ['train', '--shards', {str(tmp_path / 'nowhere')!r}]\n"
-        "from tokenfeed.tools.train import main\n"
-        "try: main()\n"
-        "finally: assert 'torch' not in sys.modules"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
 
 
 def test_killed_run_without_checkpoint_says_how_to_start_again(
