@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,20 @@ LACKING = named_cuda.why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(LACKING is not None, reason=str(LACKING))]
 
 Seen = dict[str, Any]
+
+LIKE_OTHERS = {"complete padded", "chat packed", "chat padded", "pairs padded", "tag packed"}
+"""Attention and head of each are those of another run: `make test-long` has them."""
+
+
+def cases(names: Iterable[Any]) -> list[Any]:
+    """Cases, and those like others marked as long; of each its name or a run and a precision."""
+    marked = []
+    for each in names:
+        values = (each,) if isinstance(each, str) else each
+        is_long = any(values[0].startswith(run) for run in LIKE_OTHERS)
+        marked.append(pytest.param(*values, marks=[pytest.mark.long] * is_long))
+    return marked
+
 
 NARROW = {"bf16": "bfloat16", "fp16": "float16"}
 NARROW_RUNS = [
@@ -67,19 +82,21 @@ ATTENTION = {
 
 @pytest.fixture(scope="module")
 def seen(
-    tmp_path_factory: pytest.TempPathFactory, every_task: Path, pytestconfig: pytest.Config
+    tmp_path_factory: pytest.TempPathFactory, every_task: Path, request: pytest.FixtureRequest
 ) -> dict[str, Seen]:
     """What each case did; one process runs them all, since importing torch takes the longest."""
     folder = tmp_path_factory.mktemp("named_cuda")
+    wanted = " ".join(item.name.replace("-", " ") for item in request.session.items)
     cases = {
         name: settings | {"shards": str(every_task / settings["shards"])}
         for name, settings in (CASES | HUB | FAULTS).items()
+        if not name.startswith(tuple(LIKE_OTHERS)) or f"[{name}]" in wanted
     }
     for name in HUB:
         hub = cases[name].pop("hub")
         cases[name]["model"] = f"hf:{save_model(folder / hub, 'CausalLM', hub)}"
-    assert pytestconfig.cache
-    library = named_cuda.build(pytestconfig.cache.mkdir("named_cuda"))
+    assert request.config.cache
+    library = named_cuda.build(request.config.cache.mkdir("named_cuda"))
     program = [sys.executable, "-W", "error", str(PROGRAMS / "on_named_cuda.py")]
     ended = subprocess.run(
         [*program, str(library), json.dumps(cases)],
@@ -102,14 +119,14 @@ def dtypes(seen: Seen, *operators: str) -> set[str]:
     return {kind for kinds in found for kind in kinds}
 
 
-@pytest.mark.parametrize("case", CASES | HUB)
+@pytest.mark.parametrize("case", cases(CASES | HUB))
 def test_steps_run_on_a_gpu_and_wait_for_nothing(seen: dict[str, Seen], case: str) -> None:
     assert "error" not in seen[case], seen[case]["error"]
     assert waits_of_steps(seen[case]) == []
     assert {cause for _, cause in seen[case]["waits"]} == {"log", "evaluation"}
 
 
-@pytest.mark.parametrize(("run", "precision"), NARROW_RUNS)
+@pytest.mark.parametrize(("run", "precision"), cases(NARROW_RUNS))
 def test_products_are_narrow_and_what_is_kept_is_not(
     seen: dict[str, Seen], run: str, precision: str
 ) -> None:
@@ -119,7 +136,7 @@ def test_products_are_narrow_and_what_is_kept_is_not(
     assert case["weights"] == case["moments"] == ["cuda:0 float32"]
 
 
-@pytest.mark.parametrize(("run", "precision"), NARROW_RUNS)
+@pytest.mark.parametrize(("run", "precision"), cases(NARROW_RUNS))
 def test_attention_is_by_the_kernel_that_fits(
     seen: dict[str, Seen], run: str, precision: str
 ) -> None:
@@ -149,7 +166,7 @@ def test_fp16_scales_its_gradients_and_bf16_has_no_need_to(seen: dict[str, Seen]
     assert "_amp_update_scale_" not in seen["lm packed bf16"]["operators"]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "fp32"])
+@pytest.mark.parametrize("case", cases(case for case in CASES if case != "fp32"))
 def test_the_memory_of_steps_on_a_gpu_is_as_predicted_without_one(
     seen: dict[str, Seen], case: str, every_task: Path
 ) -> None:

@@ -4,8 +4,11 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,7 +32,9 @@ def hub() -> Iterator[HubServer]:
         yield hub
 
 
-def started(hub: HubServer, home: Path, *words: object, expect: int = 0) -> str:
+def started(
+    hub: HubServer, home: Path, *words: object, expect: int = 0, run: Any = warm.run
+) -> str:
     """What a program printed for which this server is the Hub."""
     settings = {
         "HF_ENDPOINT": f"http://127.0.0.1:{hub.port}",
@@ -38,7 +43,7 @@ def started(hub: HubServer, home: Path, *words: object, expect: int = 0) -> str:
         "HF_HUB_OFFLINE": "0",
         "HF_TOKEN": hub.token or "none",
     }
-    result = warm.run(words, env=os.environ | settings, timeout=100)
+    result = run(words, env=os.environ | settings)
     assert result.returncode == expect, result.stderr
     assert not re.search("hunter2|Traceback", result.stdout + result.stderr)
     return result.stdout if expect == 0 else result.stderr
@@ -92,8 +97,14 @@ def put_data(hub: HubServer) -> None:
     hub.token = "a secret: hunter2"
 
 
-def pretokenize(hub: HubServer, home: Path, *words: object, expect: int = 0) -> str:
-    return started(hub, home, "-m", "tokenfeed.tools.pretokenize", *words, expect=expect)
+def pretokenize(hub: HubServer, home: Path, *words: object, **how: Any) -> str:
+    return started(hub, home, "-m", "tokenfeed.tools.pretokenize", *words, **how)
+
+
+def run_cold(words: list[object], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """`datasets` reads the environment when it is imported, and cannot be imported anew."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
 
 
 def test_repository_files_are_read_by_ranges_at_a_commit(
@@ -138,8 +149,10 @@ def test_hub_data_set_is_that_of_its_commit_on_every_machine(
     hub.token = ""
     out, words = tmp_path / "out", ("--tokenizer", tokenizer, "--validation", 0)
     for part in ("0/2", "1/2"):
-        pretokenize(hub, tmp_path / part[0], "hub:owner/name@v1", out, *words, "--part", part)
-    done = pretokenize(hub, tmp_path / "2", "hub:owner/name@v1", out, *words, "--finish", "--json")
+        given = ("hub:owner/name@v1", out, *words, "--part", part)
+        pretokenize(hub, tmp_path / part[0], *given, run=run_cold)
+    given = ("hub:owner/name@v1", out, *words, "--finish", "--json")
+    done = pretokenize(hub, tmp_path / "2", *given, run=run_cold)
     assert json.loads(done)["documents"] == 60
 
 

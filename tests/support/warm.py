@@ -34,7 +34,7 @@ _context.set_forkserver_preload(
         *("numpy", "pyarrow.ipc", "msgspec", "safetensors.torch", "tokenizers", "yaml"),
         *("transformers.trainer", "transformers.models.llama.modeling_llama"),
         *("awkward", "gigatoken", "rich.console", "rich.progress", "rich.table"),
-        *("pandas", "datasets", "hypothesis", "peft", "lightning.pytorch", "accelerate"),
+        *("pandas", "datasets", "peft", "lightning.pytorch", "accelerate"),
         *("tokenfeed.tools.pretokenizing.make", "tokenfeed.tools.pretokenizing.options"),
         *("tokenfeed.tools.data_sets.append", "tokenfeed.tools.data_sets.command"),
         *("tokenfeed.tools.report", "tokenfeed.tools.train", "tokenfeed.trainer.loop.run"),
@@ -57,7 +57,7 @@ warm.forget("support")  # pytest rewrites its assertions when it is imported
 def share() -> None:
     """Start the warm process now, for this process and the test processes that it starts. These
     are forks of the warm process, too: each would need ten seconds of a core for imports."""
-    from execnet import gateway_io
+    from execnet import gateway_base, gateway_io
 
     class Gateway(gateway_io.Popen2IOMaster):
         """A test process."""
@@ -65,9 +65,8 @@ def share() -> None:
         def __init__(self, args: list[str], execmodel: Any) -> None:
             pipe = subprocess.PIPE
             self.popen = Popen(["-c", _AS_NEW + args[-1]], stdin=pipe, stdout=pipe)
-            super(gateway_io.Popen2IOMaster, self).__init__(
-                self.popen.stdin, self.popen.stdout, execmodel=execmodel
-            )
+            ends = self.popen.stdin, self.popen.stdout
+            gateway_base.Popen2IO.__init__(self, *ends, execmodel=execmodel)
 
     _ensure_running()
     os.environ[_ADDRESS] = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
