@@ -26,7 +26,9 @@ from tokenfeed.tools.corpus.records import FieldKind, Fields, shown_names
 
 _BLOCK_BYTES = 1 << 22
 _BATCH_RECORDS = 1000
-"""Rows of a table that are in memory as Python objects."""
+"""Rows that are encoded together."""
+_SCALARS = {FieldKind.TEXT, FieldKind.LABEL, FieldKind.NUMBER}
+"""Kinds whose values are not lists or dicts."""
 
 
 class Spooled(NamedTuple):
@@ -114,8 +116,8 @@ def stdin_blocks() -> Iterator[bytes]:
 def json_lines(name: str, records: object, fields: Fields) -> Iterator[bytes]:
     """Yield records as blocks of JSON Lines, with only the given fields.
 
-    A record that lacks a field keeps the names of its other fields, for the reject. Each record is
-    encoded at once, because an iterator may use its dict again.
+    A record that lacks a field keeps the names of its other fields, for the reject. Records with
+    lists or dicts are encoded at once, because an iterator may use these objects again.
 
     Args:
         name: Name of the records in errors.
@@ -131,32 +133,38 @@ def json_lines(name: str, records: object, fields: Fields) -> Iterator[bytes]:
             are yielded first.
     """
     number, needed, first = 0, _needed(fields), next(iter(fields))
-    lines = bytearray()
+    most_rows = _BATCH_RECORDS if _SCALARS.issuperset(fields.values()) else 1
+    rows: list[dict[str, Any]] = []
+    num_characters, lines = 0, bytearray()
     try:
         for record in _records(name, records, fields):
             if isinstance(record, str):
-                row: dict[str, Any] = {first: record}
-            elif isinstance(record, Mapping):
+                rows.append({first: record})
+                num_characters += len(record)
+            elif isinstance(record, (dict, Mapping)):
                 row = {field: _text(record[field]) for field in fields if field in record}
                 if not row or not needed <= row.keys():
                     row = dict.fromkeys(map(str, record)) | row
+                rows.append(row)
+                num_characters += len(text) if isinstance(text := row.get(first), str) else 0
             elif hasattr(record, "__arrow_c_stream__") or hasattr(record, "__arrow_c_array__"):
-                for rows in _rows(name, record, fields):
-                    _append(lines, name, number, rows)
-                    number += len(rows)
+                number = _append(lines, name, number, rows)
+                for some in _rows(name, record, fields):
+                    number = _append(lines, name, number, some)
                     if len(lines) >= _BLOCK_BYTES:
                         yield bytes(lines)
                         lines.clear()
-                continue
             else:
+                number = _append(lines, name, number, rows)
                 raise CorpusError(
                     f"{name}, record {number}: is {_kind(record)}, expected a dict or a text."
                 )
-            _append(lines, name, number, [row])
-            number += 1
+            if len(rows) >= most_rows or num_characters >= _BLOCK_BYTES:
+                number, num_characters = _append(lines, name, number, rows), 0
             if len(lines) >= _BLOCK_BYTES:
                 yield bytes(lines)
                 lines.clear()
+        _append(lines, name, number, rows)
     except CorpusError:
         yield bytes(lines)
         raise
@@ -247,13 +255,26 @@ def _text(value: Any) -> Any:
     return value
 
 
-def _append(lines: bytearray, name: str, number: int, rows: list[dict[str, Any]]) -> None:
-    """Append rows as JSON Lines. `number` is the number of the first one."""
+def _append(lines: bytearray, name: str, number: int, rows: list[dict[str, Any]]) -> int:
+    """Move rows to the end of JSON Lines.
+
+    Args:
+        lines: The JSON Lines.
+        name: Name of the records in errors.
+        number: The number of the first row.
+        rows: The rows. The list is empty afterwards.
+
+    Returns:
+        The number of the next row.
+    """
     try:
         lines += _ENCODER.encode_lines(rows)
     except (TypeError, ValueError, OverflowError, RecursionError):
         for at, row in enumerate(rows):
             lines += _line(name, number + at, row)
+    number += len(rows)
+    rows.clear()
+    return number
 
 
 def _line(name: str, number: int, row: dict[str, Any]) -> bytes:
