@@ -1,7 +1,6 @@
 """Conversations: the messages of a record in the layout that templates read, and their contents."""
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -116,7 +115,6 @@ def _from_share_gpt(raw: Message, name: str) -> Message:
 SLOTS = frozenset(("ids", "tools", "arguments"))
 """What can be a content, beside texts and the names of functions: ids of calls, tools, and
 arguments of calls."""
-_THOUGHT = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
 Write = Callable[[Any, int, Kind], Any]
 """Takes a content, the number of its message, and its kind. Returns what stands in its place.
 
@@ -134,14 +132,19 @@ def replaced_tools(
 
 
 def replaced(message: Message, number: int, write: Write, slots: frozenset[str]) -> Message:
-    """Return a message with other contents."""
+    """Return a message with other contents. White space around thinking is not part of them."""
 
     def content(text: str) -> str:
-        if kind is not Kind.TEXT or not (match := _THOUGHT.fullmatch(text)):
+        before, _, after = text.partition("<think>")
+        inner, closing, rest = after.partition("</think>")
+        if kind is not Kind.TEXT or before.strip() or not closing:
             return str(write(text, number, kind))
-        opening, thinking, closing, rest = match.groups()
-        thinking = write(thinking, number, Kind.THINKING)
-        return f"{opening}{thinking}{closing}{write(rest, number, kind)}"
+        thinking, answer = inner.strip(), rest.lstrip()
+        spaces = inner.split(thinking) if thinking else [inner, ""]
+        marked = write(thinking, number, Kind.THINKING)
+        closing += rest[: len(rest) - len(answer)]
+        opening = f"{before}<think>{spaces[0]}"
+        return f"{opening}{marked}{spaces[1]}{closing}{write(answer, number, kind)}"
 
     def call(given: Any) -> Any:
         if not isinstance(given, dict):
