@@ -169,6 +169,32 @@ def test_a_record_that_cannot_be_used_is_rejected_and_the_rest_goes_on(tmp_path:
     assert {reject["file"] for reject in made.rejects} == {"records"}
 
 
+def test_a_conversation_that_is_nested_too_deeply_is_one_reject(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    (tmp_path / "chat.jinja").write_text(
+        "{% for message in messages %}{{ message | tojson }}{% endfor %}"
+    )
+    deep: Any = functools.reduce(lambda inner, _: {"a": inner}, range(700), 1)
+    calls = ([{"function": {"name": "f", "arguments": each}}] for each in ({}, deep, {}))
+    records = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": call}]}
+        for call in calls
+    ]
+    made = tokenfeed.pretokenize(
+        records,
+        tmp_path / "out",
+        task="chat",
+        tokenizer=tokenizer,
+        chat_template=tmp_path / "chat.jinja",
+        validation=0,
+    )
+    assert made.summary.documents == 2
+    assert [(each["record"], each["reason"]) for each in made.rejects] == [
+        (1, "is nested too deeply")
+    ]
+
+
 USED_UP = (row for row in list[Any]())
 assert not [*USED_UP]
 

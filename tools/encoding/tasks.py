@@ -739,6 +739,8 @@ class ChatEncoder(TaskEncoder):
                 rendered[-1], numbers[-1] = made, of_messages
             except Unusable as reason:
                 unusable[row] = str(reason)
+            except RecursionError:
+                unusable[row] = "is nested too deeply"
         texts = [b"".join(each.pieces) for each in rendered]
         ids = encode(texts)
         tokens = TokensOfPieces(rendered, *self.places.starts(texts, ids))
