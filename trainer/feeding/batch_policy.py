@@ -22,7 +22,7 @@ from tokenfeed.pipeline.arithmetic import ceil_div, round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import column_of
-from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
+from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.estimates import likely_lengths
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
@@ -209,18 +209,11 @@ class EpochShapes:
         lengths = likely_lengths(split, sampled)
         order = random_order(sampled, config.seed) if config.order == "file" else None
         plan = plan_window(lengths, policy, step_size=config.accumulation, draw=draw, rows=order)
-        rows, longest = _shapes(plan, policy)
+        longest = np.maximum.reduceat(plan.cut.lengths[plan.pieces], plan.batch_piece_offsets[:-1])
+        slots = np.diff(plan.batch_offsets) * round_up(longest, policy.multiple_of)
         times = split.rows / sampled
         return cls(
             steps=times * (len(plan.step_offsets) - 1),
-            slots=times * int((rows * longest).sum()),
+            slots=times * int(slots.sum()),
             tokens=split.tokens * int(plan.cut.lengths[plan.pieces].sum()) / int(lengths.sum()),
         )
-
-
-def _shapes(plan: WindowPlan, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and padded length of each micro-batch, two arrays of shape (M,)."""
-    rows = np.diff(plan.batch_offsets)
-    lengths = plan.cut.lengths[plan.pieces]
-    longest = np.maximum.reduceat(lengths, plan.batch_piece_offsets[:-1])
-    return rows, round_up(longest, policy.multiple_of)

@@ -18,12 +18,14 @@ come from a checkpoint, so a finished run can be exported at any time.
 import contextlib
 import dataclasses
 import json
-import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import safetensors.torch
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -48,23 +50,48 @@ from tokenfeed.trainer.models.starcoder2 import (
     starcoder2_config,
     to_starcoder2,
 )
-from tokenfeed.trainer.models.transformer import SIZES, Transformer
-from tokenfeed.trainer.models.weights import (
-    EXPORT_FILE,
-    Exported,
-    given_weights,
-    kept_weights,
-    tokens_of,
-)
+from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
+from tokenfeed.trainer.models.weights import given_weights, kept_weights
 from tokenfeed.trainer.tasks.registry import make_task
 
-_WEIGHTS = "model.safetensors"
+_WEIGHTS, _ABOUT = "model.safetensors", "tokenfeed.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _HUB = "hf:"
 _CPU = torch.device("cpu")
 
 
-_log = logging.getLogger(__name__)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """The content of tokenfeed.json in an exported folder."""
+
+    model: str
+    """tiny, mini, ...; MODULE:FACTORY; or hf: for a model of `transformers`."""
+    size: ModelSize | None
+    """The size of a built-in model; None for other models."""
+    head: Head
+    task: str
+    step: int
+    """The step of the weights."""
+    metrics: dict[str, float]
+    """Metrics of the validation split at that step."""
+    shards: str
+    """Fingerprint of the data set."""
+
+    @classmethod
+    def of(cls, folder: Path) -> "Exported | None":
+        """Read a folder; None if another program wrote it.
+
+        Raises:
+            ConfigError: tokenfeed.json is damaged.
+        """
+        path = folder / _ABOUT
+        if not path.exists():
+            return None
+        try:
+            # json first: msgspec rejects an infinite loss
+            return msgspec.convert(json.loads(path.read_bytes()), cls)
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: is damaged ({error}). Export again.") from error
 
 
 def check_export(config: TrainConfig) -> None:
@@ -174,7 +201,7 @@ def _write_weights(folder: Path, model: nn.Module, about: Exported, config: Trai
 
 def _write_texts(folder: Path, about: Exported, texts: dict[str, bytes]) -> None:
     """Write the other files."""
-    for name, content in (texts | {EXPORT_FILE: _json(dataclasses.asdict(about))}).items():
+    for name, content in (texts | {_ABOUT: _json(dataclasses.asdict(about))}).items():
         (folder / name).write_bytes(content)
 
 
@@ -226,3 +253,8 @@ def _with_template(config: TrainConfig, files: dict[str, bytes]) -> dict[str, by
 
 def _json(content: dict[str, Any]) -> bytes:
     return json.dumps(content, indent=1).encode() + b"\n"
+
+
+def tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the tokens of a tokenizer by id."""
+    return {id: token for token, id in tokenizer.get_vocab().items()}

@@ -1,4 +1,4 @@
-"""Weights of a model: which are trained, which a checkpoint keeps, and loading from earlier runs.
+"""Weights of a model: which are trained, and which a checkpoint keeps.
 
 A run trains the weights whose names match a pattern; the others stay as they are. A checkpoint
 keeps the weights that cannot be read again: weights that training changes, and weights that were
@@ -7,60 +7,17 @@ name.
 """
 
 import difflib
-import json
-import logging
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
-from tokenizers import Tokenizer
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint, part_of, unshared
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.distributed.world import State
-from tokenfeed.trainer.models.transformer import ModelSize
 
-EXPORT_FILE = "tokenfeed.json"
 _NEAREST = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
-    """The content of tokenfeed.json in an exported folder; see `loop.export`."""
-
-    model: str
-    """tiny, mini, ...; MODULE:FACTORY; or hf: for a model of `transformers`."""
-    size: ModelSize | None
-    """The size of a built-in model; None for other models."""
-    head: Head
-    task: str
-    step: int
-    """The step of the weights."""
-    metrics: dict[str, float]
-    """Metrics of the validation split at that step."""
-    shards: str
-    """Fingerprint of the data set."""
-
-    @classmethod
-    def of(cls, folder: Path) -> "Exported | None":
-        """Read a folder; None if another program wrote it.
-
-        Raises:
-            ConfigError: tokenfeed.json is damaged.
-        """
-        path = folder / EXPORT_FILE
-        if not path.exists():
-            return None
-        try:
-            # json first: msgspec rejects an infinite loss
-            return msgspec.convert(json.loads(path.read_bytes()), cls)
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: is damaged ({error}). Export again.") from error
 
 
 def trainable_names(model: nn.Module, pattern: str | None) -> frozenset[str]:
@@ -115,9 +72,6 @@ def product_weights(model: nn.Module) -> dict[str, int]:
     }
 
 
-_log = logging.getLogger(__name__)
-
-
 def given_weights(model: nn.Module, config: TrainConfig) -> frozenset[str]:
     """The names of weights that come with the model of a run, and that it never trains: its
     checkpoints leave them out. To be asked of a model as it was made."""
@@ -158,8 +112,3 @@ def kept_weights(model: nn.Module, given: Collection[str], checkpoint: Checkpoin
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else "x".join(map(str, shape)) or "a number"
-
-
-def tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the tokens of a tokenizer by id."""
-    return {id: token for token, id in tokenizer.get_vocab().items()}

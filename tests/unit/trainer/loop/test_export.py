@@ -19,8 +19,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop import evaluation, export
-from tokenfeed.trainer.loop.export import load_exported
-from tokenfeed.trainer.models.weights import Exported
+from tokenfeed.trainer.loop.export import Exported, load_exported
 from tokenfeed.trainer.report.run_report import Report
 
 IDS = torch.randint(2, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(2))
