@@ -6,13 +6,12 @@ them. No shard is opened here. Torch-free.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import is_kept
-from tokenfeed.pipeline.format.store import LocalStore, Store, StorePath, open_store
+from tokenfeed.pipeline.format.store import Store, StorePath, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,6 @@ def open_splits(
     opened = tuple(_open(path, split, versions) for path in paths)
     for other in opened[1:]:
         refuse_difference((opened[0].name, opened[0].manifest), (other.name, other.manifest))
-    _refuse_repetition(opened)
     return opened
 
 
@@ -133,21 +131,3 @@ def _facts_of_rows(manifest: Manifest) -> dict[str, Any]:
         "template around texts": manifest.tokenizer.special_tokens_added,
         "chat template": manifest.chat_template and manifest.chat_template.xxh3,
     }
-
-
-def _refuse_repetition(opened: tuple[OpenedSplit, ...]) -> None:
-    """Check that every path appears once, because sources are reported by path."""
-    seen: dict[str, OpenedSplit] = {}
-    for source in opened:
-        first = seen.setdefault(_place(source), source)
-        if first is not source:
-            raise ConfigError(
-                f"{first.name} and {source.name} are the same folder: a mixture takes each one "
-                "once. Raise its weight instead."
-            )
-
-
-def _place(source: OpenedSplit) -> str:
-    """Return one string for all paths of a folder."""
-    store = source.store
-    return str(Path(store.root).resolve()) if isinstance(store, LocalStore) else source.name

@@ -159,7 +159,13 @@ class Plan:
         keeps_rows = checks.choice("order", order, get_args(RowOrder)) == "file"
         seed, shuffle = checks.seed(seed), checks.flag("shuffle", shuffle) and not keeps_rows
         ordered: EpochOrder | StagedOrder
-        opened = dict(zip(map(place_of, paths_of(data)), sources, strict=True))
+        opened: dict[object, OpenedSplit] = {}
+        for path, source in zip(paths_of(data), sources, strict=True):
+            if (first := opened.setdefault(place_of(path), source)) is not source:
+                raise ConfigError(
+                    f"{first.name} and {source.name} are the same folder: a mixture takes each one "
+                    "once. Raise its weight instead."
+                )
         weights: tuple[float, ...] = (1.0,)
         exhausted: Exhausted = "continue"
         given = ""

@@ -35,6 +35,7 @@ SETTINGS: dict[str, Any] = {
 }
 PROVED_ELSEWHERE = {
     "from_scratch": "test_hf_model.py",
+    "balance_attention": "test_batch_policy.py",
     "cache_dir": "test_node_cache.py",  # of shards in a store
     "cache_bytes": "test_node_cache.py",
     "lora": "test_hf_runs.py",
