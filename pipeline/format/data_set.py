@@ -129,5 +129,6 @@ def _facts_of_rows(manifest: Manifest) -> dict[str, Any]:
         "end id": manifest.tokenizer.end_id,
         "way to encode special tokens in text": manifest.tokenizer.special_tokens_in_text,
         "template around texts": manifest.tokenizer.special_tokens_added,
+        "number of conversations in a row": 1 + ("chosen" in (manifest.fields or {})),
         "chat template": manifest.chat_template and manifest.chat_template.xxh3,
     }

@@ -182,6 +182,11 @@ def test_append_of_conversations_uses_the_stored_template_and_fields(tmp_path: P
     given = (*given, "--template-argument", "mark=!")
     run(tmp_path / "a.jsonl", tmp_path / "out", *given)
     run(tmp_path / "b.jsonl", tmp_path / "out", "--append", "--validation", 0)
+    pair = {"prompt": "ask", "chosen": "x", "rejected": "y"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
+    named = ("--task", "chat", "--field", "prompt=prompt", "chosen=chosen", "rejected=rejected")
+    said = error_of(tmp_path / "pairs.jsonl", tmp_path / "out", "--append", *named, expect=2)
+    assert "one number of conversations in a row" in said
     given = (*given, "--field", "prompt=prompt", "completion=completion")
     run(tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "whole", *given)
     assert corpus_rows(tmp_path / "out") == corpus_rows(tmp_path / "whole")
