@@ -218,21 +218,13 @@ def test_bad_records_are_rejected_by_line_and_the_others_go_on(tmp_path: Path) -
         assert words in reason
 
 
-def pack_streams(ending: str, pieces: list[bytes]) -> list[bytes]:
-    """Each piece as a stream with a checksum of its own."""
-    pack = PACK[ending]
-    if ending == "zst":
-        pack = zstandard.ZstdCompressor(write_checksum=True).compress
-    return list(map(pack, pieces))
-
-
 @pytest.mark.parametrize("ending", PACK)
-def test_damage_in_an_archive_costs_what_is_not_verified(tmp_path: Path, ending: str) -> None:
+def test_a_damaged_archive_is_one_reject(tmp_path: Path, ending: str) -> None:
     texts = [os.urandom(60).hex() for _ in range(900)]
-    lines = [json_lines(texts[start : start + 300]) for start in (0, 300, 600)]
-    cut = len(lines[0]) - 5  # the last line of the first stream ends in the second
-    pieces = [lines[0][:cut], lines[0][cut:] + lines[1], lines[2]]
-    streams = pack_streams(ending, pieces)
+    pack = (
+        zstandard.ZstdCompressor(write_checksum=True).compress if ending == "zst" else PACK[ending]
+    )
+    streams = [pack(json_lines(texts[start : start + 300])) for start in (0, 300, 600)]
     path = tmp_path / f"a.jsonl.{ending}"
     draw = random.Random(0)
     for place in [*draw.sample(range(16, len(streams[1])), 20), None]:
@@ -242,11 +234,9 @@ def test_damage_in_an_archive_costs_what_is_not_verified(tmp_path: Path, ending:
         else:
             damaged[place] ^= 1 << draw.randrange(8)
         path.write_bytes(streams[0] + damaged + (b"" if place is None else streams[2]))
-        *documents, reject = read(path)
-        assert documents == [Document(i, text.encode()) for i, text in enumerate(texts[:299])]
+        (reject,) = read(path)
         assert isinstance(reject, Reject)
-        assert reject.record == 299
-        assert "cannot be read from here on" in reject.reason
+        assert (reject.record, reject.reason[:14]) == (0, "cannot be read")
 
 
 def test_unusable_files_are_one_reject_each(tmp_path: Path) -> None:

@@ -84,7 +84,10 @@ def test_a_file_without_stages_is_refused(folders: list[Path], tmp_path: Path) -
         ShowPlan(file=file, ranks=3, streams=2).run()
     with pytest.raises(ConfigError, match=r"missing\.yaml: No such file or directory"):
         ShowPlan(file=tmp_path / "missing.yaml").run()
-    for folder, words in ((folders[0], "stage 1 has 100 tokens"), ("gone", "gone/manifest.json")):
+    for folder, words in (
+        (folders[0], "the stage from token 0 to 100"),
+        ("gone", "gone/manifest.json"),
+    ):
         file.write_text(f"mixing: [{{shards: {folder}, until_tokens: 100}}, {{shards: {folder}}}]")
         with pytest.raises(ConfigError, match=rf"plain\.yaml: mixing: {words}"):
             ShowPlan(file=file).run()
