@@ -90,7 +90,10 @@ def write_manifest(real: Path, large: Path, kind: str, rows: int) -> int:
     )
     total = per_shard["rows"] * num_shards
     ledger = replace(manifest.ledger, read=total, written=total, empty=0, rejected=0)
-    splits = {"train": replace(split, shards=shards)}
+    histogram = np.array(split.length_histogram) * total // split.rows
+    histogram[histogram.argmax()] += total - histogram.sum()
+    large_split = replace(split, shards=shards, length_histogram=tuple(histogram.tolist()))
+    splits = {"train": large_split}
     large.mkdir(exist_ok=True)
     replace(manifest, splits=splits, ledger=ledger).write(large)
     return num_shards
