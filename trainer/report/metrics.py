@@ -14,22 +14,40 @@ import secrets
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.storage import atomic_write, hold
 from tokenfeed.trainer.config.run_config import METRICS_FILE, TrackerName, TrainConfig
+from tokenfeed.trainer.stall.statistics import StepSeconds
 
 
-class _Line(TypedDict):
-    """The fields of a line that are read again."""
+class _Gpu(msgspec.Struct, frozen=True):
+    memory_bytes: float | None = None
+    power_watts: float | None = None
+
+
+class _Sample(msgspec.Struct, frozen=True):
+    prompt: str
+    text: str
+
+
+class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a line of metrics.jsonl that are read again."""
 
     step: int
-    loss: NotRequired[float]
-    validation_loss: NotRequired[float | None]
-    skipped_steps: NotRequired[int]
+    loss: float | None = None
+    validation_loss: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    skipped_steps: int = 0
+    real_tokens_per_s: float | None = None
+    stall_causes: dict[str, float] | None = None
+    step_seconds: StepSeconds | None = None
+    gpu: _Gpu | None = None
+    samples: list[_Sample] | None = None
 
 
 class MetricsFile:
@@ -92,7 +110,7 @@ class MetricsFile:
     def _parse(self, number: int, line: bytes) -> dict[str, Any]:
         try:
             values: dict[str, Any] = json.loads(line)
-            msgspec.convert(values, _Line)
+            msgspec.convert(values, MetricsLine)
         except (ValueError, RecursionError) as error:  # such as 10,000 brackets
             raise ResumeError(
                 f"{self._path}: line {number} is not a metrics record ({error}). Delete that line."

@@ -10,38 +10,13 @@ import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
+from tokenfeed.trainer.report.metrics import MetricsLine
 from tokenfeed.trainer.report.plots import Series
 from tokenfeed.trainer.report.run_report import Report, decode_json
 from tokenfeed.trainer.stall.report import StallReport
-from tokenfeed.trainer.stall.statistics import StepSeconds
 
 _LARGEST = 1e100
 """Larger values are left out of plots: arithmetic with them would overflow."""
-
-
-class _Gpu(msgspec.Struct, frozen=True):
-    memory_bytes: float | None = None
-    power_watts: float | None = None
-
-
-class _Sample(msgspec.Struct, frozen=True):
-    prompt: str
-    text: str
-
-
-class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a line of metrics.jsonl that the page shows."""
-
-    step: int
-    loss: float | None = None
-    validation_loss: float | None = None
-    learning_rate: float | None = None
-    gradient_norm: float | None = None
-    real_tokens_per_s: float | None = None
-    stall_causes: dict[str, float] | None = None
-    step_seconds: StepSeconds | None = None
-    gpu: _Gpu | None = None
-    samples: list[_Sample] | None = None
 
 
 class _LoopReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

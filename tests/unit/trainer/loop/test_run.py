@@ -38,6 +38,7 @@ from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.report.progress_lines import StepLog, notes_on
+from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.sensors.machine import GpuReading
 from tokenfeed.trainer.stall import CAUSES
 from tokenfeed.trainer.tasks.registry import make_task
@@ -126,6 +127,22 @@ def test_stop_during_first_evaluation_ends_before_training(
     assert "start it again without --resume" in report.summary()
     assert "the evaluation of validation was stopped" in caplog.text
     assert read_metrics(tmp_path / "run", "validation_loss") == {}
+
+
+def test_killed_run_reports_steps_until_its_checkpoint(counting: Path, tmp_path: Path) -> None:
+    steps = iter(range(1, 9))
+
+    def kill() -> bool:
+        if next(steps) == 7:
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make_config(counting, tmp_path, save_every=4), bool, kill)
+    report = Report.of_run(tmp_path)
+    assert report is not None
+    assert (report.finished, report.steps) == (False, 4)
+    assert report.loss_last == read_metrics(tmp_path, "loss")[4]
 
 
 def test_stop_during_test_evaluation_is_made_up_on_resume(tmp_path: Path) -> None:
