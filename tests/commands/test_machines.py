@@ -86,51 +86,40 @@ def wait_for_shards(out: Path, process: subprocess.Popen[str], number: int = 1) 
         time.sleep(0.01)
 
 
+CLUSTERS = {
+    "dask": ("distributed", DASK, "DASK_SCHEDULER_ADDRESS", 150),
+    "ray": ("ray", RAY, "RAY_ADDRESS", 600),
+}
+"""The package of each runner, its program, the variable with its address, and lines of input."""
+
+
 @pytest.mark.long
-@pytest.mark.skipif(not find_spec("distributed"), reason="needs dask's distributed")
-def test_a_dask_cluster_that_loses_a_worker_gives_the_bytes_of_one_command(
-    big: Path, tmp_path: Path, tokenizer: Path
+@pytest.mark.parametrize("runner", CLUSTERS)
+def test_a_cluster_that_loses_a_worker_gives_the_bytes_of_one_command(
+    runner: str, big: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
-    write_long_corpus(big, 150)
+    """A worker of Dask is killed, a node of Ray removed."""
+    package, code, variable, lines = CLUSTERS[runner]
+    if not find_spec(package):
+        pytest.skip(f"needs {package}")
+    write_long_corpus(big, lines)
     options = ("--tokenizer", tokenizer, *SHARDS)
     run(big, tmp_path / "plain", *options, "--workers", 1)
     out = tmp_path / "out"
-    with program(tmp_path, DASK) as cluster:
-        address, worker, _ = line_of(cluster).split()
+    with program(tmp_path, code) as cluster:
+        address, *workers = line_of(cluster).split()
         process = subprocess.Popen(
-            [*COMMAND, *map(str, (big, out, *options, "--runner", "dask"))],
-            env=os.environ | {"DASK_SCHEDULER_ADDRESS": address},
+            [*COMMAND, *map(str, (big, out, *options, "--runner", runner))],
+            env=os.environ | {variable: address},
             stdout=subprocess.DEVNULL,
             text=True,
         )
         wait_for_shards(out, process)
-        os.kill(int(worker), signal.SIGKILL)
-        assert process.poll() is None, "it ended before"
-        assert process.wait(100) == 0
-    assert files_of(out) == files_of(tmp_path / "plain")
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not find_spec("ray"), reason="needs ray")
-def test_a_ray_cluster_that_loses_a_node_gives_the_bytes_of_one_command(
-    big: Path, tmp_path: Path, tokenizer: Path
-) -> None:
-    write_long_corpus(big, 600)
-    options = ("--tokenizer", tokenizer, *SHARDS)
-    run(big, tmp_path / "plain", *options, "--workers", 1)
-    out = tmp_path / "out"
-    with program(tmp_path, RAY) as cluster:
-        address = line_of(cluster)
-        process = subprocess.Popen(
-            [*COMMAND, *map(str, (big, out, *options, "--runner", "ray"))],
-            env=os.environ | {"RAY_ADDRESS": address},
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        wait_for_shards(out, process)
-        assert cluster.stdin
-        print(file=cluster.stdin, flush=True)
-        assert line_of(cluster) == "removed"
+        if workers:
+            os.kill(int(workers[0]), signal.SIGKILL)
+        else:
+            print(file=cluster.stdin, flush=True)
+            assert line_of(cluster) == "removed"
         assert process.poll() is None, "it ended before"
         assert process.wait(200) == 0
     assert files_of(out) == files_of(tmp_path / "plain")

@@ -9,41 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from support.sleeping import Sleeping, Tiny, sleep, slept
+from torch.utils.data import DataLoader
 
 from tokenfeed.trainer import StallMeter, StallReport
 
 WARMUP = 2
 
 
-slept: list[float] = []
-"""Seconds of each sleep of this process: on a busy machine it takes longer than was asked for."""
-
-
 @pytest.fixture(autouse=True)
 def no_sleeps() -> None:
     slept.clear()
-
-
-def sleep(seconds: float) -> None:
-    began = time.perf_counter()
-    time.sleep(seconds)
-    slept.append(time.perf_counter() - began)
-
-
-class Sleeping(Dataset[dict[str, torch.Tensor]]):
-    """Items that take their time."""
-
-    def __init__(self, count: int, milliseconds: float) -> None:
-        self._count, self._seconds = count, milliseconds / 1e3
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        sleep(self._seconds)
-        ids = torch.arange(8)
-        return {"input_ids": ids, "labels": ids}
 
 
 def timed(batches: Iterable[Any]) -> Iterator[Any]:
@@ -123,17 +99,6 @@ def test_so_is_one_with_workers_as_far_as_they_do_not_hide_it() -> None:
     stall = hidden.report().stall
     assert stall is not None
     assert stall < 0.2
-
-
-class Tiny(torch.nn.Module):
-    """A model that learns nothing much."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(8))
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (self.weight * input_ids).square().mean()}
 
 
 @pytest.mark.slow

@@ -31,6 +31,8 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+        *("torch.distributed.tensor.experimental", "tokenfeed.trainer.distributed.replicas"),
+        *("jinja2", "numpy.ma"),
         *("numpy", "pyarrow.ipc", "msgspec", "safetensors.torch", "tokenizers", "yaml"),
         *("transformers.trainer", "transformers.models.llama.modeling_llama"),
         *("awkward", "gigatoken", "rich.console", "rich.progress", "rich.table"),

@@ -8,40 +8,13 @@ import dataclasses
 import json
 import os
 import sys
-import time
-from typing import Any
 
 import torch
 import transformers
 from support.programs.ranked_training import free_port
-from torch.utils.data import Dataset
+from support.sleeping import Sleeping, Tiny
 
 from tokenfeed.integrations.transformers import StallCallback
-
-
-class Sleeping(Dataset[dict[str, torch.Tensor]]):
-    """Items that take their time."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        time.sleep(self._seconds)
-        return {"input_ids": torch.arange(8), "labels": torch.arange(8)}
-
-
-class Tiny(torch.nn.Module):
-    """A model that takes the number of targets, so that the Trainer sums it over ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(8))
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, Any]:
-        return {"loss": (self.weight * input_ids).square().mean()}
 
 
 def main(folder: str, seconds: float) -> None:
@@ -61,7 +34,10 @@ def main(folder: str, seconds: float) -> None:
         disable_tqdm=True,
     )
     transformers.Trainer(
-        model=Tiny(), args=arguments, train_dataset=Sleeping(seconds * rank), callbacks=[stall]
+        model=Tiny(),
+        args=arguments,
+        train_dataset=Sleeping(100, 1e3 * seconds * rank),
+        callbacks=[stall],
     ).train()
     torch.distributed.destroy_process_group()
     if rank:
