@@ -8,7 +8,7 @@ import json
 import lzma
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,8 +24,6 @@ from support.object_server import (
     Fault,
     Remote,
     StoredObject,
-    as_own_process,
-    remote_store,
     set_google,
 )
 from support.pretokenizing import make
@@ -39,13 +37,6 @@ from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
 
 pytest.importorskip("obstore")
-
-
-@pytest.fixture
-def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
-    as_own_process(monkeypatch)
-    with remote_store(monkeypatch) as remote:
-        yield remote
 
 
 @pytest.fixture(scope="module")

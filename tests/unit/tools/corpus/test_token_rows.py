@@ -6,7 +6,7 @@ import gzip
 import json
 import os
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_sets import rows_in
-from support.object_server import Remote, as_own_process, remote_store
+from support.object_server import Remote
 from support.token_rows import Rows, write_datatrove, write_litdata
 from tokenizers import Tokenizer, models
 from xxhash import xxh3_64_hexdigest
@@ -198,11 +198,3 @@ def test_files_of_a_bucket_have_their_index_beside_them(
         source = f"s3://{remote.prefix}/{('ds/0.ds', 'lit/chunk-0-0.bin')[number]}"
         with pytest.raises(TokenfeedError, match="names, sizes and times of the input files"):
             rows_of(source, tmp_path / f"out{number}", words, shard_size="1KB")
-
-
-@pytest.fixture
-def remote() -> Iterator[Remote]:
-    pytest.importorskip("obstore")
-    with pytest.MonkeyPatch.context() as patch, remote_store(patch) as remote:
-        as_own_process(patch)
-        yield remote

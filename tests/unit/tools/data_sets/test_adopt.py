@@ -2,7 +2,7 @@
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_sets import lists_of, random_rows, rows_in, write_rows
-from support.object_server import Remote, as_own_process, remote_store
+from support.object_server import Remote
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -327,14 +327,6 @@ def test_damage_before_adopting_is_refused_or_keeps_all_tokens(
         victim.write_bytes(good)
         shutil.rmtree(out, ignore_errors=True)
     assert refused > number // 10
-
-
-@pytest.fixture
-def remote() -> Iterator[Remote]:
-    pytest.importorskip("obstore")
-    with pytest.MonkeyPatch.context() as patch, remote_store(patch) as remote:
-        as_own_process(patch)
-        yield remote
 
 
 @pytest.mark.parametrize("to", ENDINGS)

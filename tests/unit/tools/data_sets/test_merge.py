@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import xxhash
 from support.commands import call, run
 from support.data_sets import corpus_rows, files_of, grown_by
-from support.object_server import Remote, as_own_process, remote_store
+from support.object_server import Remote
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import CHECKSUM_KEY, Manifest, canonical
@@ -89,14 +89,6 @@ def test_merge_places_splits_that_the_first_set_lacks(make: Make, tmp_path: Path
         assert shard.first_source == 1
         assert shard.file != shard.named
     assert corpus_rows(tmp_path / "out") == corpus_rows(one) + corpus_rows(other)
-
-
-@pytest.fixture
-def remote() -> Iterator[Remote]:
-    pytest.importorskip("obstore")
-    with pytest.MonkeyPatch.context() as monkeypatch, remote_store(monkeypatch) as remote:
-        as_own_process(monkeypatch)
-        yield remote
 
 
 def test_merged_set_reads_the_same_from_a_store(

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.corpora import texts
 from support.data_sets import files_of
 from support.false_engine import false_engine, sampled_document
-from support.object_server import FAULTS, Fault, Remote, as_own_process, remote_store
+from support.object_server import FAULTS, Fault, Remote
 from support.pretokenizing import CarelessExecutor, make, on_cluster, part, with_fast_engine
 from tokenizers import Tokenizer
 
@@ -47,13 +47,6 @@ def undisturbed(
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     assert make(lines, out, tokenizer, validation=0.1).units >= 3
     return files_of(out)
-
-
-@pytest.fixture
-def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
-    as_own_process(monkeypatch)
-    with remote_store(monkeypatch) as remote:
-        yield remote
 
 
 def url_of(remote: Remote) -> str:
