@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import yaml
 from support import ROOT, warm
+from support.commands import SMALL
 
 import tokenfeed
 from tokenfeed.tools.data_sets.command import COMMANDS
@@ -37,15 +38,6 @@ ROOMS, MORE_ROOMS = ("pipeline/format",), ("pipeline", "tools")
 """Whose source files are the corpus, cut into documents: every run of a page reads all of it, so it
 is small, but for the long ones, which want several windows."""
 PIECE_LINES = 12
-SMALL = """
-from tokenfeed.tools.encoding import training
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize
-from tokenfeed.trainer.sizing import recommended
-training._MIN_FREQUENCY = 20
-recommended._LEAST_STEPS = 20
-SIZES["tiny"] = SIZES["shallow"] = ModelSize(layers=1, width=32, heads=2)
-"""
-"""Makes vocabularies, the default model and the default steps of `train` smaller."""
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?"
     r"(?P<indent>^ *)```(?P<language>\w*)(?: title=\"(?P<title>[\w.]+)\")?\n"

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from pyarrow import feather
 from support import ROOT, warm
+from support.commands import SMALL
 
 from tokenfeed import Manifest, Packed, Padded, ShardLoader
 
@@ -235,10 +236,11 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 
 
 def test_notebook_trains_a_model_and_shows_its_report(tmp_path: Path) -> None:
-    bin = str(Path(sys.executable).parent)
-    env = os.environ | ENVIRONMENT | {"PATH": f"{bin}:{os.environ['PATH']}"}
+    commands = tmp_path / "bin"
+    env = os.environ | ENVIRONMENT | {"PATH": f"{commands}:{os.environ['PATH']}"}
     program = ["-c", NOTEBOOK, EXAMPLES / "quickstart.ipynb"]
-    done = warm.run(program, cwd=tmp_path, env=env)
+    with warm.serve_commands(commands, SMALL):
+        done = warm.run(program, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     shown = re.search(r"^shown: (.*)$", done.stdout, re.MULTILINE)
     assert shown

@@ -27,6 +27,7 @@ from support.object_server import (
 import tokenfeed
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.tools import doctor, report, shards, train
+from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 
 pytest.importorskip("obstore")
 SECRET = "hunter2"
@@ -114,8 +115,9 @@ def run_pretokenize() -> None:
 
 @pytest.mark.slow
 def test_train_and_report_keep_signatures_secret(
-    server: ObjectServer, documents: Path, tmp_path: Path
+    server: ObjectServer, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(SIZES, "tiny", ModelSize(layers=1, width=32, heads=2))
     said, folder, fresh = Said(), tmp_path / "run", f"X-Amz-Signature={SECRET}-again"
     serve(server, documents, "one")
     serve(server, documents, "two")

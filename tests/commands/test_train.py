@@ -185,7 +185,7 @@ WITH_UPLOADS = 16
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [30, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [20, pytest.param(60, marks=pytest.mark.long)])
 def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(
     kills: int, tmp_path: Path, write_dataset: Callable[..., Path]
 ) -> None:
