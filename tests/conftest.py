@@ -198,11 +198,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator["SimulatedCuda"]:
 
 @pytest.fixture
 def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loader workers are forks, of which `test_workers.py` and others start programs: these import
-    for a quarter of a second."""
-    from support.processes import fork_workers
+    """Loader workers are forks. In `test_workers.py` and others they are programs."""
+    from support.processes import FORKING
 
-    fork_workers(monkeypatch)
+    monkeypatch.setattr("tokenfeed.pipeline.feeding.worker_process.subprocess", FORKING)
 
 
 @pytest.fixture(scope="session")

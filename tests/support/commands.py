@@ -24,14 +24,18 @@ from tokenfeed.tools.shell import console
 
 COMMAND = [sys.executable, "-m", "tokenfeed.tools.pretokenize"]
 SMALL = """
+from support.processes import FORKING
+from tokenfeed.pipeline.feeding import worker_process
 from tokenfeed.tools.encoding import training
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 from tokenfeed.trainer.sizing import recommended
+worker_process.subprocess = FORKING
 training._MIN_FREQUENCY = 20
 recommended._LEAST_STEPS = 20
 SIZES["tiny"] = SIZES["shallow"] = ModelSize(layers=1, width=32, heads=2)
 """
-"""Makes vocabularies, the default model and the default steps of `train` smaller."""
+"""Makes vocabularies, the default model and the default steps of `train` smaller, and forks loader
+workers."""
 
 
 def start(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:

@@ -16,9 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from tokenfeed.pipeline.feeding import worker, worker_process
+from tokenfeed.pipeline.feeding import worker
 
 
 def children_of(pid: int | str) -> list[int]:
@@ -70,10 +68,9 @@ def _close_all_but(kept: set[int]) -> None:
                 os.close(int(name))
 
 
-def fork_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork loader workers instead of starting programs, which import for a quarter of a second."""
-    like = SimpleNamespace(Popen=ForkedWorker, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(worker_process, "subprocess", like)
+FORKING = SimpleNamespace(Popen=ForkedWorker, TimeoutExpired=subprocess.TimeoutExpired)
+"""What `worker_process` takes for `subprocess` to fork loader workers: a program would import for a
+quarter of a second."""
 
 
 def run_script(
