@@ -6,7 +6,6 @@ parts, and the same command after a kill, read the plan instead of the corpus.
 
 import contextlib
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -202,37 +201,31 @@ class Inputs:
         Reads the beginnings of files from all parts of the corpus, until a record is usable.
 
         Raises:
-            CorpusError: 10,000 records are rejected for the same reason.
+            CorpusError: The first 10,000 records are rejected.
         """
         sources = self.corpus.sources
         each = max(_PROBED_RECORDS // len(sources), _PROBED_RECORDS // _PROBED_FILES)
         stride = ceil_div(len(sources), _PROBED_FILES)
         spread = (source for start in range(stride) for source in sources[start::stride])
-        rejects: list[tuple[str, int, str]] = []
-        reasons: set[str] = set()
+        first, num_rejects = "", 0
         for source in spread:
             num_records = 0
             for records in _first_records(source, self.task.fields):
                 unusable = self.task.unusable(records.fields)
                 if len(unusable) < len(records):
                     return
-                found = [
-                    *records.rejects,
-                    *(Reject(int(records.numbers[at]), why) for at, why in unusable.items()),
-                ]
-                num_records += len(found)
-                for record, reason in found:
-                    reasons.add(_kind_of(reason))
-                    rejects.append((source.name, record, reason))
-                if len(reasons) > 1:
-                    return
-                if num_records >= each or len(rejects) >= _PROBED_RECORDS:
+                others = (Reject(int(records.numbers[at]), why) for at, why in unusable.items())
+                for record, reason in (*records.rejects, *others):
+                    remedy = self.task.remedy(reason)
+                    first = first or f"{source.name}, record {record}: {reason}.{remedy}"
+                    num_records += 1
+                if num_records >= each or num_rejects + num_records >= _PROBED_RECORDS:
                     break
-            if len(rejects) >= _PROBED_RECORDS:
-                name, record, reason = rejects[0]
+            num_rejects += num_records
+            if num_rejects >= _PROBED_RECORDS:
                 raise CorpusError(
-                    f"no usable document: the first {len(rejects):,} records are all rejected for "
-                    f"one reason, like {name}, record {record}: {reason}.{self.task.remedy(reason)}"
+                    f"no usable document: the first {num_rejects:,} records are all rejected, like "
+                    f"{first}"
                 )
 
 
@@ -277,11 +270,6 @@ def _check_columns(sources: Sequence[InputFile], named: dict[str, str]) -> None:
                 f"`--field` {own}={name}: no input file has a column `{name}`; the last one has: "
                 f"{shown_names(names)}. Correct the name, or leave it out."
             )
-
-
-def _kind_of(reason: str) -> str:
-    """Return a reason without the parts that differ between records."""
-    return re.sub(r"\d+|'.*'", "", reason.partition(";")[0])
 
 
 def _counted(
