@@ -14,6 +14,7 @@ in contents only. See `ChatTemplate.render`.
 
 import functools
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,7 @@ from tokenfeed.tools.encoding.chat_messages import (
     replaced_tools,
 )
 from tokenfeed.tools.encoding.chat_parts import (
+    BLANK,
     Layout,
     Part,
     Range,
@@ -220,12 +222,13 @@ class ChatTemplate:
             return None
         watch = _watch(self.source) if is_watched else None
         found: tuple[list[Part], str] | None = None
-        uses: list[Use] | None = []
+        prompted, uses = text, list[Use]() if watch else None
         for prompt in (False,) if self._has_generation else (True, False):
             again = None
             with suppress(Unusable):
                 rendered, _ = self._render(made.conversation, prompt=prompt, watch=watch)
                 again = made.parts(rendered, text, whole=not prompt)
+                prompted = MARK.sub("", rendered) if prompt else prompted
             noted = watch.end() if watch else None
             uses = None if again is None or noted is None or uses is None else uses + noted
             found = found or again
@@ -234,6 +237,7 @@ class ChatTemplate:
         if found is None:
             return None
         parts, added = found
+        added = added or self._instead(text, parts, prompted)
         present = {(part.message, part.kind) for part in parts}
         missing = [each for each in {*made.contents} if each not in present and each[1]]
         thinking = sum(kind is Kind.THINKING for _, kind in missing)
@@ -246,6 +250,20 @@ class ChatTemplate:
             settings = {n: each.settings for n, each in made.objects.items() if each.settings}
             of_shape = _Uses(tuple({repr(use): use for use in uses}.values()), settings)
         return _Found(parts, parts, added, (thinking, len(missing) - thinking), inside, of_shape)
+
+    def _instead(self, text: str, parts: list[Part], prompted: str) -> str:
+        """Return the prompt that replaces the end of the text, as in Phi-3.
+
+        Returns an empty text unless a stop token, which follows a content, precedes the prompt: in
+        gpt-oss, the prompt replaces this token too.
+        """
+        same = len(os.path.commonprefix([text, prompted]))  # noqa: RUF071 - of characters
+        cut = (m.start() for m in self.special.finditer(prompted) if m.start() < same < m.end())
+        same = next(cut, same)
+        before = blanked(text, parts)[:same].rstrip()
+        stop = max(filter(before.endswith, self.special_tokens), key=len, default="")
+        is_stopped = stop and before.removesuffix(stop).rstrip().endswith(BLANK)
+        return prompted[same:] if is_stopped else ""
 
     def _by_prefix(self, conversation: Conversation, text: str) -> list[Range]:
         """Find what the assistant says by rendering the conversation up to each message.

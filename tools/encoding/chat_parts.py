@@ -23,7 +23,7 @@ from tokenfeed.pipeline.format.kinds import BEGINS, Kind
 from tokenfeed.tools.encoding.chat_messages import Conversation, Message, replaced, replaced_tools
 from tokenfeed.tools.encoding.jinja_sandbox import FIRST_MARK, MARK, MARKS, MarkedObject
 
-_BLANK = "\0"
+BLANK = "\0"
 """Stands for each character of a content. It is no white space, and in no special token."""
 _END_OF_THOUGHT = re.compile(r".*</think>\s*", re.DOTALL)
 
@@ -120,7 +120,7 @@ def blanked(text: str, parts: list[Part]) -> str:
     """Return a text of the same length in which contents are blank."""
     pieces, at = [], 0
     for part in parts:
-        pieces += [text[at : part.start], _BLANK * (part.end - part.start)]
+        pieces += [text[at : part.start], BLANK * (part.end - part.start)]
         at = part.end
     return "".join([*pieces, text[at:]])
 

@@ -835,6 +835,16 @@ def test_the_prompt_may_depend_on_messages() -> None:
         ]
 
 
+def test_a_prompt_may_replace_the_end_of_the_text() -> None:
+    """As with Phi-3: the end token follows a conversation without a prompt."""
+    source = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+    messages = [*SHORT[0], *SHORT[1]]
+    assert [text for kind, text in pieces_of(source, messages) if kind in ("text", "stop")] == [
+        *("answer 0", "<|im_end|>"),
+        *("answer 1<|im_end|>\n", "</s>"),
+    ]
+
+
 @pytest.mark.parametrize("name", ["generating", "llama", "qwen", "qwen, generating"])
 def test_template_is_watched_once_for_each_shape(
     name: str, monkeypatch: pytest.MonkeyPatch
