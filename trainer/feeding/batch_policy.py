@@ -6,7 +6,7 @@ step, and a micro-batch with too few rows is filled up: all shapes are known bef
 Example: --sequence-length 100 --micro-batch-tokens 1024 --compile makes 64 rows of length 16, 32
 rows of length 32, ..., 10 rows of length 96, 9 rows of length 112.
 
-`EpochShapes` estimates the steps and micro-batches of an epoch from the manifest alone: it draws
+`EpochEstimate` estimates the steps and micro-batches of an epoch from the manifest alone: it draws
 rows with the lengths in the manifest, then cuts, sorts and packs them as one window. Imports no
 torch.
 """
@@ -188,7 +188,7 @@ _MOST_ROWS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class EpochShapes:
+class EpochEstimate:
     """Estimated figures of an epoch."""
 
     steps: float

@@ -21,7 +21,7 @@ from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import check_multiple, flag_of
 from tokenfeed.trainer.feeding.batch_policy import (
-    EpochShapes,
+    EpochEstimate,
     is_packed,
     long_rows_of,
     make_policy,
@@ -132,7 +132,7 @@ def default_epochs(
     return _between(_EPOCHS, epochs)
 
 
-def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochShapes:
+def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochEstimate:
     """Estimate the steps and micro-batches of an epoch from the manifest."""
     packed = is_packed(config, manifest)
     if config.micro_batch_tokens == "auto":  # a step has the same rows with any number
@@ -142,7 +142,7 @@ def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochS
         config = dataclasses.replace(config, micro_batch_tokens=rows or config.step_tokens)
     long_rows = long_rows_of(config, manifest)
     policy = make_policy(config, packed=packed, on_gpu=on_gpu, long_rows=long_rows)
-    return EpochShapes.of_split(manifest.split("train"), policy, config)
+    return EpochEstimate.of_split(manifest.split("train"), policy, config)
 
 
 def knows_steps(config: TrainConfig, manifest: Manifest) -> bool:

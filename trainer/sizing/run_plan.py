@@ -16,7 +16,7 @@ from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config.run_config import PrecisionName, TrainConfig
 from tokenfeed.trainer.data.attention import Separation, knows_ends
 from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.feeding.batch_policy import EpochShapes, possible_sizes
+from tokenfeed.trainer.feeding.batch_policy import EpochEstimate, possible_sizes
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.sensors.gpu_models import Gpu, identify_gpu
 from tokenfeed.trainer.sizing.memory_model import SimulatedStep
@@ -122,9 +122,9 @@ class RunPlan:
         self._policy = loaders.policy
         self.simulation = SimulatedStep(config, self.task, self.precision, loaders.first())
 
-    def epoch(self) -> EpochShapes:
+    def epoch(self) -> EpochEstimate:
         """Return the steps and micro-batches of an epoch."""
-        return EpochShapes.of_split(self.task.manifest.split("train"), self._policy, self._config)
+        return EpochEstimate.of_split(self.task.manifest.split("train"), self._policy, self._config)
 
     def flops_per_token(self) -> float:
         """Return the floating-point operations to train one token, in rows of full length."""

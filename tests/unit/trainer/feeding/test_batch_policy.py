@@ -11,7 +11,7 @@ from tokenfeed import Packed
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batch_policy import (
-    EpochShapes,
+    EpochEstimate,
     is_packed,
     make_policy,
     padding_remedy,
@@ -70,5 +70,5 @@ def waste(config: TrainConfig) -> float:
     policy = make_policy(config, packed=is_packed(config, task.manifest), on_gpu=False)
     split = task.manifest.split("train")
     one_batch = dataclasses.replace(config, step_tokens=config.micro_batch_slots)
-    epoch = EpochShapes.of_split(split, policy, one_batch)
+    epoch = EpochEstimate.of_split(split, policy, one_batch)
     return 1 - epoch.tokens / epoch.slots

@@ -15,7 +15,7 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.feeding.batch_policy import (
-    EpochShapes,
+    EpochEstimate,
     is_packed,
     make_policy,
     possible_sizes,
@@ -149,14 +149,12 @@ def test_weights_that_are_not_trained_cost_two_operations_less(every_task: Path)
 
 
 @pytest.mark.parametrize("way", RUNS)
-def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(
-    way: str, every_task: Path
-) -> None:
+def test_estimate_of_an_epoch_is_near_what_is_delivered(way: str, every_task: Path) -> None:
     settings = RUNS[way] | {"micro_batch_tokens": 128, "step_tokens": 128}
     config = make_config(every_task / settings.pop("shards"), every_task / "run", **settings)
     manifest = Manifest.read(config.shards)
     policy = make_policy(config, packed=is_packed(config, manifest), on_gpu=False)
-    found = EpochShapes.of_split(manifest.split("train"), policy, config)
+    found = EpochEstimate.of_split(manifest.split("train"), policy, config)
     with ShardLoader(config.shards, batching=policy, num_workers=0) as loader:
         shapes = [tuple(batch["input_ids"].shape) for batch in loader]
     slots = sum(rows * length for rows, length in shapes)
