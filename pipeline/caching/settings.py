@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.caching.eviction import Budget
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.data_set import OpenedSplit
+from tokenfeed.pipeline.format.data_set import OpenedSplit, has_remote
 from tokenfeed.pipeline.format.read_errors import error_line
 from tokenfeed.pipeline.format.store import FetchingStore, RangedStore
 from tokenfeed.pipeline.planning.plan import Plan
@@ -131,12 +131,6 @@ def _file_system(place: Path) -> str:
         return ""
     around = [mount for mount in reversed(mounts) if resolved.is_relative_to(mount.mountpoint)]
     return max(around, key=lambda mount: len(mount.mountpoint)).fstype if around else ""
-
-
-def has_remote(sources: tuple[OpenedSplit, ...]) -> bool:
-    """Return whether any source is in a store."""
-    stores = {type(source.store): source.store for source in sources}  # a mixture may have 1,000
-    return any(isinstance(store, RangedStore) for store in stores.values())
 
 
 def cache_for(

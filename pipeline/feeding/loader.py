@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.arithmetic import round_up
-from tokenfeed.pipeline.caching.settings import cache_for, has_remote
+from tokenfeed.pipeline.caching.settings import cache_for
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, BatchForm
 from tokenfeed.pipeline.feeding.cores import cores_per_rank
@@ -30,7 +30,7 @@ from tokenfeed.pipeline.feeding.feed import Feed, Tuner
 from tokenfeed.pipeline.feeding.placement import resolve_ranks, resolve_workers
 from tokenfeed.pipeline.feeding.stats import Stats
 from tokenfeed.pipeline.feeding.window_source import make_in_worker
-from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
+from tokenfeed.pipeline.format.data_set import OpenedSplit, has_remote, open_splits
 from tokenfeed.pipeline.format.kinds import TargetRule, Targets
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED

@@ -11,7 +11,7 @@ from typing import Any, Self
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import is_kept
-from tokenfeed.pipeline.format.store import Store, StorePath, open_store
+from tokenfeed.pipeline.format.store import RangedStore, Store, StorePath, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,12 @@ def open_splits(
     for other in opened[1:]:
         refuse_difference((opened[0].name, opened[0].manifest), (other.name, other.manifest))
     return opened
+
+
+def has_remote(sources: tuple[OpenedSplit, ...]) -> bool:
+    """Return whether any source is in a store."""
+    stores = {type(source.store): source.store for source in sources}  # a mixture may have 1,000
+    return any(isinstance(store, RangedStore) for store in stores.values())
 
 
 def _open(path: StorePath, split: str, versions: Collection[str]) -> OpenedSplit:

@@ -298,12 +298,13 @@ def tokens_by_source(
     Returns:
         Shape (rounds, sources), int64.
     """
-    first = plan.batch_piece_offsets[
-        rounds.starts
-    ]  # first piece of each round; the last round has the rest
-    tokens = np.empty((len(rounds.starts), len(row_ends)), np.int64)
-    source = np.searchsorted(row_ends, spans.numbers, side="right") if len(row_ends) > 1 else 0
-    for number in range(len(row_ends)):
-        own = np.where(source == number, spans.lengths, 0) if len(row_ends) > 1 else spans.lengths
-        tokens[:, number] = np.add.reduceat(own, first, dtype=np.int64)
-    return tokens
+    first = plan.batch_piece_offsets[rounds.starts]  # piece; the last round has the rest
+    if len(row_ends) == 1:
+        return np.add.reduceat(spans.lengths, first, dtype=np.int64)[:, None]
+    numbers, lengths = spans.numbers[first[0] :], spans.lengths[first[0] :]
+    shape = len(first), len(row_ends)
+    sizes = np.diff(first, append=len(spans.numbers))
+    cells = np.repeat(np.arange(shape[0]) * shape[1], sizes)
+    cells += np.searchsorted(row_ends, numbers, side="right")
+    tokens = np.bincount(cells, lengths, shape[0] * shape[1])  # floats, exact up to 2**53
+    return tokens.astype(np.int64).reshape(shape)

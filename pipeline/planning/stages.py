@@ -30,7 +30,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import ceil, lcm
 from os import PathLike
-from pathlib import Path
+from os.path import realpath
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -150,7 +150,7 @@ def paths_of(data: StorePath | Mixture | Sequence[Stage]) -> list[StorePath]:
 def place_of(folder: StorePath) -> object:
     """Return the place of a data set, equal for all ways to write the path of a folder."""
     if isinstance(folder, str | PathLike) and "://" not in str(folder):
-        return Path(folder).resolve()
+        return realpath(folder)
     return folder
 
 

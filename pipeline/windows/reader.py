@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import offsets_of, ranges
-from tokenfeed.pipeline.format.data_set import OpenedSplit
+from tokenfeed.pipeline.format.data_set import OpenedSplit, has_remote
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS
 from tokenfeed.pipeline.format.shard import ShardReader
@@ -202,7 +202,7 @@ class WindowReader:
         self._batch_starts = offsets_of(np.array([source.batches for source in sources]))
         self._row_starts = offsets_of(np.array([source.rows for source in sources])).tolist()
         self._remote: Remote | None = None
-        if any(isinstance(source.store, RangedStore) for source in sources):
+        if has_remote(sources):
             from tokenfeed.pipeline.windows import remote_batches
 
             self._remote = remote_batches.Remote(cache)
