@@ -185,7 +185,7 @@ RUNS: list[dict[str, tuple[Any, Holds]]] = [
         "clip_norm": (0.25, lambda seen: seen.clipped == {0.25}),
         "precision": ("bf16", lambda seen: seen.report["precision"] == "bf16"),
         "step_tokens": (512, lambda seen: {len(step) for step in seen.batches} == {4}),
-        "attention": ("documents", lambda seen: seen.batches[0][0].scope.mask_BHTT is not None),
+        "attention": ("documents", lambda seen: seen.batches[0][0].scope.cu_seqlens is not None),
         "eval_every": (2, lambda seen: [*seen.told("validation_loss")] == [0, 2, 4]),
         "eval_tokens": (128, lambda seen: seen.evaluated == 1),
         "save_every": (3, lambda seen: seen.saved == [3, 4]),
@@ -209,7 +209,7 @@ RUNS: list[dict[str, tuple[Any, Holds]]] = [
         "shards": ("{lm_rows}", lambda seen: seen.report["vocabulary_size"] == 64),
     },
     {
-        "attention": ("rows", lambda seen: seen.batches[0][0].scope.mask_BHTT is None),
+        "attention": ("rows", lambda seen: seen.batches[0][0].scope.cu_seqlens is None),
         "micro_batch_tokens": (64, lambda seen: seen.shapes == {(2, 32)}),
         "min_learning_rate": (0.001, lambda seen: seen.rates[-1] == 0.001),
         "keep": (2, lambda seen: seen.saved == [3, 4]),
