@@ -148,6 +148,8 @@ class Layout:
     """The number of the message of each span, from 0; -1 if it is not certain."""
     counts: tuple[int, ...]
     """What users should know, by `COUNTS`."""
+    are_contents: np.ndarray
+    """Whether each piece is a known content, or a part of one, shape (P,), bool."""
 
 
 COUNTS = ("no_stop", "unmarked", "unproved", "removed_thinking", "removed_text")
@@ -156,7 +158,8 @@ COUNTS = ("no_stop", "unmarked", "unproved", "removed_thinking", "removed_text")
 
 _NO_PIECES = np.empty((0, 2), np.int64)
 EMPTY = Layout(
-    (), np.zeros(1, np.int64), np.zeros(1, np.uint8), _NO_PIECES, _NO_PIECES, (), (0,) * 5
+    *((), np.zeros(1, np.int64), np.zeros(1, np.uint8), _NO_PIECES, _NO_PIECES, (), (0,) * 5),
+    np.zeros(0, np.bool_),
 )
 """The layout of an empty text."""
 
@@ -222,6 +225,32 @@ class TokensOfPieces:
         tokens, stop = tokens[tokens < len(starts)], stop[tokens < len(starts)]
         kinds[tokens[starts[tokens] < stop]] |= BEGINS
         return kinds, counts
+
+    def overlapping(self, tokens: np.ndarray, text: bytes) -> dict[int, str]:
+        """Return which of some tokens have characters of a content, and these tokens' texts.
+
+        A token may take the white space around its text, which does not count.
+
+        Args:
+            tokens: Numbers of tokens, shape (C,).
+            text: The text of all conversations.
+        """
+        contents = np.concatenate([each.are_contents for each in self._layouts])
+        before = offsets_of(contents.astype(np.int64))
+
+        def overlap(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+            first = np.searchsorted(self._places, starts, "right") - 1
+            found: np.ndarray = before[np.searchsorted(self._places, ends)] > before[first]
+            return found
+
+        found = {}
+        for token in tokens[overlap(self._starts[tokens], self._ends[tokens])].tolist():
+            start, end = self._starts[token], self._ends[token]
+            word = text[start:end]
+            start, end = end - len(word.lstrip()), start + len(word.rstrip())
+            if overlap(np.array([start]), np.array([end]))[0]:
+                found[token] = word.strip().decode()
+        return found
 
     def numbers(self, of_messages: list[list[float]]) -> np.ndarray:
         """Return for each token the number of the message that its first character belongs to.
@@ -380,12 +409,16 @@ def laid_out(
         spans.append((start, end))
         owners.append(turn)
     edges = {0, len(text), *starts, *chain(*messages), *chain(*spans)}
-    edges |= {edge for part in contents for edge in part[:2]}
+    edges |= {edge for part in (*parts, *contents) for edge in part[:2]}
     places = sorted(edges)
     number = {place: nth for nth, place in enumerate(places)}
     whole = (part for part in contents if number[part.end] == number[part.start] + 1)
     content_at = {number[part.start]: part.content for part in whole}
     pieces = [text[start:end].encode() for start, end in pairwise(places)]
+
+    are_contents = np.zeros(len(pieces), np.bool_)
+    for part in parts:
+        are_contents[number[part.start] : number[part.end]] = True
 
     def pieces_at(ranges: list[Range]) -> np.ndarray:
         found = [number[place] for place in chain(*ranges)]
@@ -399,6 +432,7 @@ def laid_out(
         pieces_at(spans),
         tuple(owners),
         (no_stop, unmarked, *missing),
+        are_contents,
     )
     return Rendered(layout, pieces)
 

@@ -222,7 +222,7 @@ def _filled(value: Any, contents: list[str]) -> Any:
     return "".join(contents[each] if isinstance(each, int) else each for each in value)
 
 
-_KEEPING_FILTERS = {"default", "d", "string", "safe"}
+_KEEPING_FILTERS = {"default", "d", "string"}
 """Filters that return a content as it is."""
 _LIST_FILTERS = {"default", "d", "length", "count", "list", "first", "last", "map", "select"}
 _LIST_FILTERS |= {"reject", "selectattr", "rejectattr", "items", "join", "reverse"}
@@ -238,13 +238,14 @@ class Watch:
     def __init__(self, source: str) -> None:
         """Compile the template."""
         self._uses: list[Use] | None = []
+        self._is_given_up = False
         self.template = _WatchedEnvironment(self).from_string(source)
 
     def end(self) -> list[Use] | None:
         """Return what the text depends on since the last call, beside the contents themselves;
         None if it may depend on contents in any way."""
         uses, self._uses = self._uses, []
-        return uses
+        return None if self._is_given_up else uses
 
     def has_marks(self, value: Any) -> bool:
         """Return whether a JSON value contains the content of a message."""
@@ -266,6 +267,10 @@ class Watch:
     def give_up(self) -> None:
         """Note that the text may depend on contents in any way."""
         self._uses = None
+
+    def give_up_always(self) -> None:
+        """Note that every text of the template may depend on contents in any way."""
+        self._is_given_up = True
 
     def ask(self, text: str, method: str, *arguments: Any) -> Any:
         """Call a method of a text with marks, and note the result."""
@@ -354,6 +359,7 @@ class _WatchedEnvironment(_Environment):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
+        self.optimized = False  # filters of constants would run when the template is compiled
         for name, function in self.filters.items():
             self.filters[name] = self._noting(name, function, self._filtered)
         for name, function in self.tests.items():
@@ -361,8 +367,10 @@ class _WatchedEnvironment(_Environment):
         self.filters |= {" compare": self._compare, " cut": self._cut, " key": self._key}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        """Parse a template; see `_Operators`."""
+        """Parse a template; see `_Operators`. With autoescape, output depends on characters."""
         tree: jinja2.nodes.Template = _Operators().visit(super()._parse(source, name, filename))
+        if tree.find(jinja2.nodes.EvalContextModifier):
+            self._watch.give_up_always()
         return tree
 
     def _compare(self, left: Any, operation: str, right: Any) -> bool:
@@ -417,19 +425,30 @@ class _WatchedEnvironment(_Environment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """See `SandboxedEnvironment`."""
         watch, owner = __self._watch, getattr(__obj, "__self__", None)
-        given = [*args, *(kwargs[name] for name in kwargs if not name.startswith("_"))]
-        if watch.is_marked(owner) and not kwargs.keys() - {"_loop_vars", "_block_vars"}:
-            if type(owner) is str:
-                return watch.ask(owner, __obj.__name__, *args)
+        named = {key: kwargs[key] for key in kwargs if key not in ("_loop_vars", "_block_vars")}
+        if type(owner) is str and watch.is_marked(owner) and not named:
+            return watch.ask(owner, __obj.__name__, *args)
+        if __self._may_read(__obj, args, named):
             watch.give_up()
-        elif isinstance(__obj, _Dict) or __obj is _Namespace:
-            if watch.has_marks([each for each in args if not isinstance(each, dict)]):
-                watch.give_up()  # pairs, whose keys may be contents
-        elif not isinstance(__obj, jinja2.runtime.Macro) and (
-            watch.has_marks(given) or (isinstance(owner, list) and watch.has_marks(owner))
-        ):
-            watch.give_up()
-        return super().call(__context, __obj, *args, **kwargs)
+        return __self._without_markup(super().call(__context, __obj, *args, **kwargs))
+
+    def _may_read(self, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Return whether a function may read contents, in its owner or in its arguments."""
+        if isinstance(function, jinja2.runtime.Macro):
+            return False  # its body is watched
+        if isinstance(function, _Dict) or function is _Namespace:
+            # A dict copies its keys, which have no marks. The keys of pairs may have some.
+            return self._watch.has_marks([each for each in args if not isinstance(each, dict)])
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+        if isinstance(owner, dict | jinja2.runtime.LoopContext | _Generation):
+            owner = None  # a dict returns its values, a MarkedObject notes it
+        return self._watch.has_marks([owner, *args, *named.values()])
+
+    def _without_markup(self, value: Any) -> Any:
+        """Return a value. `Markup` escapes the contents to which it is added."""
+        if hasattr(value, "__html__"):
+            self._watch.give_up()
+        return value
 
     def _noting(self, name: str, function: Any, note: Callable[..., None]) -> Any:
         skipped = hasattr(function, "jinja_pass_arg")
@@ -437,7 +456,7 @@ class _WatchedEnvironment(_Environment):
         @functools.wraps(function)
         def noted(*args: Any, **kwargs: Any) -> Any:
             note(name, args[skipped], [*args[1 + skipped :], *kwargs.values()])
-            return function(*args, **kwargs)
+            return self._without_markup(function(*args, **kwargs))
 
         return noted
 

@@ -25,6 +25,9 @@ class TokenPlaces:
         self._json_bytes = json_bytes
         content = msgspec.json.decode(json_bytes)
         self._lengths = _byte_lengths(content) if _is_byte_level(content) else None
+        added = content.get("added_tokens") or []
+        self.added = {token["content"]: int(token["id"]) for token in added}
+        """The ids of added tokens, such as special tokens."""
 
     @cached_property
     def _reference(self) -> Tokenizer:
