@@ -52,7 +52,7 @@ Targets = str | Collection[str] | Callable[[np.ndarray], np.ndarray]
 """Which tokens of a conversation are targets.
 
     "assistant"       everything the assistant says, with its stop tokens
-    "last"            the same, but only in the last message of the assistant
+    "last"            the same, but only in the last message of the assistant that has tokens
     "all"             every token; the kinds are not read
     {"text", "call"}  tokens of these kinds, also written "text,call". "text" and "call" include
                       the stop tokens.

@@ -184,10 +184,14 @@ class ChatTemplate:
 
         Marks stand around a content, or inside its outer white space for templates that trim.
         Objects are in the text as JSON. If their marks change the text, fewer contents are marked.
+        If the text has the characters of marks, other characters for private use replace them.
         The places of contents do not depend on earlier conversations: only `shared` and `uses` do.
         """
-        if MARK.search(text):
-            return None
+        if marks := sorted({*MARK.findall(text)}):
+            others = (each for each in map(chr, range(0xF0000, 0xFFFFE)) if each not in text)
+            table = dict(zip(map(ord, marks), others, strict=False))
+            found = self._found(_translated(conversation, table), text.translate(table))
+            return found and found._replace(uses=None)
         known, of_shapes = self._known, self._known.slots
         fewer = [SLOTS]
         if conversation.tools is not None or any(len(m) > 2 for m in conversation.messages):
@@ -343,6 +347,18 @@ class _Found(NamedTuple):
     """Whether a content is without its outer white space."""
     uses: _Uses | None
     """None if the text may depend on contents in other ways."""
+
+
+def _translated(value: Any, table: dict[int, str]) -> Any:
+    """Return a conversation, or a part of it, with other characters."""
+    if isinstance(value, Conversation):
+        parts = _translated([value.messages, value.tools, value.arguments], table)
+        return Conversation(*parts)
+    if isinstance(value, dict):
+        return {key.translate(table): _translated(each, table) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_translated(each, table) for each in value]
+    return value.translate(table) if isinstance(value, str) else value
 
 
 @functools.cache

@@ -66,11 +66,19 @@ def read_messages(value: Any) -> list[Message]:
     return [_message(raw, f"message {number}") for number, raw in enumerate(value, 1)]
 
 
+def asks(prompt: str, message: Message) -> bool:
+    """Return whether a message of the user has the text of a prompt."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    return message["role"] == "user" and (content or "").strip() == prompt.strip()
+
+
 def _message(raw: Any, name: str) -> Message:
     if not isinstance(raw, dict):
         raise Unusable(f"has {name} that is {type(raw).__name__}, expected role and content")
     message = raw
-    if None in raw.values():
+    if None in raw.values():  # as in transformers
         message = {key: value for key, value in raw.items() if value is not None}
     if "role" not in message and "from" in message:
         message = _from_share_gpt(message, name)

@@ -47,7 +47,7 @@ from tokenfeed.pipeline.format.schema import (
 )
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Unusable
 from tokenfeed.tools.encoding.chat import ChatTemplate
-from tokenfeed.tools.encoding.chat_messages import Conversation, read_messages, replaced
+from tokenfeed.tools.encoding.chat_messages import Conversation, asks, read_messages, replaced
 from tokenfeed.tools.encoding.chat_parts import COUNTS, EMPTY, Rendered, TokensOfPieces
 from tokenfeed.tools.encoding.fim import FIM_ROWS, FillInMiddle
 from tokenfeed.tools.encoding.labels import Labels
@@ -845,8 +845,10 @@ class ChatEncoder(TaskEncoder):
                 more = read_messages(value)
                 if is_text and role == "assistant" and not messages:
                     raise Unusable("is a text without a prompt, expected a list of messages")
-            # What follows a prompt may be a whole conversation, which begins with the prompt.
-            is_whole = prompt_is_text and more[0]["role"] != "assistant"
+                # What follows a prompt may be a whole conversation, which has the prompt.
+                is_whole = prompt_is_text and more[0]["role"] != "assistant"
+                if is_whole and not any(asks(messages[0]["content"], each) for each in more):
+                    raise Unusable("begins with another message, but none is the prompt")
             repeats = is_whole or more[: len(messages)] == messages
             messages = more if repeats else messages + more
             prompt_is_text = role == "user" and is_text

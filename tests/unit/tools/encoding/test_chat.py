@@ -80,6 +80,11 @@ _QWEN = """{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role 
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 QWEN = _QWEN.replace("BEGIN", "").replace("END", "")
 QWEN_GENERATING = _QWEN.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
+JOINING = CHATML.replace(
+    "message.content +",
+    "(message.content | map(attribute='text') | join if message.content is "
+    "not string else message.content) +",
+)
 INST = """{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}\
 {{ ' ' + m.content + '</s>' }}{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}\
 {% endfor %}"""
@@ -491,6 +496,19 @@ def test_a_chosen_conversation_that_has_the_prompt_does_not_repeat_it(
     assert texts_of(tmp_path / "out") == texts_of(tmp_path / "alone")
 
 
+def test_a_completion_that_lacks_the_prompt_is_rejected(tmp_path: Path, tokenizer: Path) -> None:
+    other = [{"role": "user", "content": "other"}, {"role": "assistant", "content": "A"}]
+    pairs = [{"prompt": text, "completion": other} for text in ("lost", " other\n")]
+    make(pairs, tmp_path / "out", tokenizer)
+    (reject,) = map(json.loads, (tmp_path / "out" / "rejects.jsonl").read_text().splitlines())
+    reason = "begins with another message, but none is the prompt"
+    assert (reject["line"], reject["reason"]) == (1, f"field `completion` {reason}")
+    asked = [{"prompt": text, "chosen": other, "rejected": other} for text in ("lost", "other")]
+    make(asked, tmp_path / "asked", tokenizer)
+    (reject,) = map(json.loads, (tmp_path / "asked" / "rejects.jsonl").read_text().splitlines())
+    assert (reject["line"], reject["reason"]) == (1, f"chosen: field `chosen` {reason}")
+
+
 def test_bad_records_are_rejected_one_by_one(tmp_path: Path, tokenizer: Path) -> None:
     deep = '{"name": "f", "arguments": ' + "[" * 2000 + "]" * 2000 + "}"
     bad: dict[str, list[Message]] = {
@@ -852,6 +870,47 @@ def test_special_text_in_arguments_is_part_of_the_call() -> None:
         assert written in found[-2][1]
 
 
+def test_special_text_in_keys_of_arguments_is_part_of_the_call() -> None:
+    arguments = {"<|im_end|>": "z", "</think>": "<|im_start|>assistant\n", "x": 2}
+    function = {"name": "f", "arguments": arguments}
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    pairs = "{% for k, v in call.function.arguments.items() %}{{ k ~ v }}{% endfor %}"
+    source = QWEN.replace("{{ call.function.arguments | tojson }}", pairs)
+    assert source != QWEN
+    found = pieces_of(source, [*SHORT[0][:1], answer])
+    assert found[-2:] == [("call", found[-2][1]), ("stop", "<|im_end|>")]
+    assert "<|im_end|>z</think>" in found[-2][1]
+
+
+@pytest.mark.parametrize("source", [GENERATING, QWEN, JOINING])
+def test_characters_for_private_use_are_characters(source: str) -> None:
+    """Contents that have the characters of marks are found as other contents are."""
+    messages = [
+        {"role": "user", "content": "q\U00100001 \U0010fffd\U000f0000"},
+        {"role": "assistant", "content": "write \U00100000</think> here"},
+    ]
+    found = pieces_of(source, messages)
+    assert ("user", messages[0]["content"]) in found
+    private = re.compile("[\U000f0000-\U0010fffd]")
+    plain = [{**m, "content": private.sub("x", m["content"])} for m in messages]
+    expected = pieces_of(source, plain)
+    assert [(kind, private.sub("x", text)) for kind, text in found] == expected
+    made = [Conversation(each) for each in (plain, messages, plain)]
+    assert_rendered_as_alone(source, made)
+
+
+def test_null_contents_are_those_of_transformers() -> None:
+    function = {"name": "f", "arguments": {"x": 1}}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    messages = [*SHORT[0][:1], call, *SHORT[0][:1], *SHORT[1][1:]]
+    for content in ("m.content", "m.content or ''", "(m.content is defined) | string"):
+        source = GENERATING.replace("message.content +", f"({content}) ~").replace("message", "m")
+        source = source.replace("m in ms", "m in messages")
+        samples = encode(source, [messages])
+        ids = peer().apply_chat_template(messages, chat_template=source, return_dict=True)
+        assert samples.per_token["input_ids"].values.tolist() == ids["input_ids"]
+
+
 def test_the_prompt_may_depend_on_messages() -> None:
     """As with Qwen3 and `/no_think`: an empty thought is in the prompt, and not learnt."""
     header = "{{ '<|im_start|>assistant\n' }}"
@@ -918,13 +977,6 @@ def test_an_encoder_is_the_same_in_another_process() -> None:
     here = task.encode(values, engine.encode, Template((), (), ()))
     there = pickle.loads(pickle.dumps(task)).encode(values, engine.encode, Template((), (), ()))
     assert here.per_token == there.per_token
-
-
-JOINING = CHATML.replace(
-    "message.content +",
-    "(message.content | map(attribute='text') | join if message.content is "
-    "not string else message.content) +",
-)
 
 
 @pytest.mark.parametrize("seen", ["alone", "after others", "unproved"])
