@@ -31,7 +31,7 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.stages import Stage
+from tokenfeed.pipeline.planning.stages import Stage, paths_of
 from tokenfeed.trainer.stall import StallReport
 
 _OF_READING = ("num_workers", "timeout", "cache_dir", "cache_bytes")
@@ -57,34 +57,37 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         Args:
             path: See `ShardLoader`.
             batching: See `ShardLoader`.
-            validation: The split to validate on. None: do not validate.
+            validation: The split of all data sets to validate on. None: do not validate.
             settings: Other settings of `ShardLoader`, for training. Validation uses only
                 `num_workers`, `timeout`, `cache_dir` and `cache_bytes`.
         """
         super().__init__()
         self._path, self._batching, self._settings = path, batching, settings
         self._validation = validation
-        self._state: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._read_state: Callable[[], dict[str, Any]] | None = None
         self._loaders: list[ShardLoader] = []
 
     def train_dataloader(self) -> Any:
         """Make the training loader. torch.distributed is initialized at this point."""
-        loader = self._loader(**self._settings)
-        if self._state:
-            loader.load_state_dict(self._state)
+        loader = self._loader(self._path, **self._settings)
+        if state := self._state:
+            loader.load_state_dict(state)
         return _Steps(loader, self.trainer)
 
     def val_dataloader(self) -> Any:
-        """Make a loader of the validation split, in file order. Every validation starts anew."""
+        """Make a loader of the validation split, in file order. Every validation starts anew, and
+        reads every row of every data set once, whatever the weights of training are."""
         if not self._validation:
             return []
         kept = {name: self._settings[name] for name in _OF_READING if name in self._settings}
-        return self._loader(split=self._validation, shuffle=False, **kept)
+        data = Mixture(dict.fromkeys(paths_of(self._path), 1.0), exhausted="continue")
+        return self._loader(data, split=self._validation, shuffle=False, **kept)
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Return the batch, which is on the device already, and store the state of its step."""
         if isinstance(batch, Step):
-            self._state = batch.state
+            self._read_state = batch.read_state
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,7 +96,7 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Store a loaded state. Lightning calls `train_dataloader` after this."""
-        self._state = state_dict["loader"]
+        self._loaded, self._read_state = state_dict["loader"], None
 
     def teardown(self, stage: str) -> None:
         """Stop the workers."""
@@ -101,11 +104,16 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
             loader.close()
         self._loaders.clear()
 
-    def _loader(self, **settings: Any) -> ShardLoader:
+    @property
+    def _state(self) -> dict[str, Any] | None:
+        """The state after the last trained step; before the first step, the loaded state."""
+        return self._read_state() if self._read_state else self._loaded
+
+    def _loader(self, data: StorePath | Mixture | Sequence[Stage], **settings: Any) -> ShardLoader:
         if self.trainer is None:
             raise ConfigError("ShardDataModule: has no trainer yet. Pass it to `Trainer.fit`.")
         device = self.trainer.strategy.root_device
-        loader = ShardLoader(self._path, batching=self._batching, device=device, **settings)
+        loader = ShardLoader(data, batching=self._batching, device=device, **settings)
         self._loaders.append(loader)
         return loader
 

@@ -12,8 +12,9 @@ the step. Here each loss is a sum over its targets, divided by the targets of th
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +39,15 @@ class Step:
     divisor: torch.Tensor
     """Targets of the step over all ranks, at least 1, divided by the number of ranks, because DDP
     and FSDP average the gradients of the ranks. Shape (), float32, on the loader's device."""
-    state: dict[str, Any]
-    """The loader's state after this step. Save it with a checkpoint of the step, because a
-    framework may have fetched the next step already."""
+    read_state: Callable[[], dict[str, Any]]
+    """Returns `state`, and holds no batches."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The loader's state after this step, with the stages that `reweigh` has changed until now.
+        Save it with a checkpoint of the step, because a framework may have fetched the next step
+        already."""
+        return self.read_state()
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.batches)
@@ -94,8 +101,25 @@ def _steps(
             charged = meter or watching.get()
             with charged.cause("communication") if charged else contextlib.nullcontext():
                 divisor = _divisor(batches, loader, group)
-            yield Step(tuple(batches), divisor, loader.state_dict())
+            read_state = partial(_state_now, loader, loader.state_dict())
+            yield Step(tuple(batches), divisor, read_state)
             batches = []
+
+
+def _state_now(loader: ShardLoader, after_step: dict[str, Any]) -> dict[str, Any]:
+    """Return the state after a step, with the present list of stages.
+
+    `reweigh` changes only windows that the loader has not begun, so both lists have the same past.
+    After `load_state_dict` and `rewind`, the state after the step stays as it was.
+    """
+    now = loader.state_dict()
+    before, plan = after_step["plan"], now["plan"]
+    place = ("epoch", "window", "micro_batch")
+    has_gone_on = [now[each] for each in place] >= [after_step[each] for each in place]
+    if plan == before or not has_gone_on or plan.get("given") != before.get("given"):
+        return after_step
+    counted = dict(zip(before["data"], after_step["tokens"], strict=True))
+    return after_step | {"plan": plan, "tokens": [counted[data] for data in plan["data"]]}
 
 
 def _check_group(ranks: int, group: "dist.ProcessGroup | None") -> None:

@@ -56,6 +56,13 @@ class ShardTrainerMixin:
                     f"`{name}`: the loader delivers to {loader.device}, and the Trainer trains on "
                     f"{self.args.device}. Make the loader with `device=args.device`."
                 )
+        for name, loader in named.items():
+            if isinstance(loader, ShardLoader) and not loader.has_end:
+                raise ConfigError(
+                    f"`{name}`: the loader has no end, so an evaluation would not end. Make it "
+                    "with `epochs`=1, and of several data sets with "
+                    "Mixture(..., exhausted='continue')."
+                )
         self.args.ignore_data_skip = True  # the loader continues at its position
         if isinstance(self.train_dataset, ShardLoader):
             self.add_callback(_LoaderState(self.train_dataset))  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ docs/how-it-works.md follows one batch through these files.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -35,11 +35,11 @@ from tokenfeed.pipeline.format.kinds import TargetRule, Targets
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.pipeline.format.store import StorePath, open_store
-from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, unmixed
+from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, uneven, unmixed
 from tokenfeed.pipeline.planning.mixture import Mixture
-from tokenfeed.pipeline.planning.plan import Plan, Position, RowOrder
+from tokenfeed.pipeline.planning.plan import Plan, Position, RowOrder, listed_ranges
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.stages import Stage, paths_of, place_of
+from tokenfeed.pipeline.planning.stages import Stage, by_place, paths_of, place_of
 from tokenfeed.pipeline.planning.state import (
     Delivered,
     SavedState,
@@ -101,7 +101,7 @@ class ShardLoader:
         seed: int = 0,
         shuffle: bool = True,
         order: RowOrder = "shuffled",
-        skip: Mapping[StorePath, Sequence[tuple[int, int]]] | None = None,
+        skip: Mapping[StorePath, Iterable[tuple[int, int]]] | None = None,
         epochs: int | None = 1,
         micro_batches_per_step: int | None = None,
         window_tokens: int | None = None,
@@ -205,7 +205,7 @@ class ShardLoader:
             seed=seed,
             shuffle=shuffle,
             order=order,
-            skip=skip,
+            skip=None if skip is None else listed_ranges(skip),
             stream=self._ranks.stream,
             num_streams=self._ranks.num_streams,
         )
@@ -237,8 +237,9 @@ class ShardLoader:
         self._epoch = 0
         """Epoch with which the loops of a split that begins anew start."""
         self._length: int | None = None
-        if warning := unmixed(plan, sources):
-            warnings.warn(warning, stacklevel=2)
+        for warning in (unmixed(plan, sources), uneven(plan, sources)):
+            if warning:
+                warnings.warn(warning, stacklevel=2)
 
     @property
     def manifest(self) -> Manifest:
@@ -343,6 +344,12 @@ class ShardLoader:
         self._delivery.go_on_from(delivered)
         self._is_resumed = True
         return self
+
+    @property
+    def has_end(self) -> bool:
+        """Whether a pass ends. It does not with `epochs=None`, and with a last stage without
+        `until_tokens`."""
+        return self.epochs is not None and self._plan.has_end
 
     def __len__(self) -> int:
         """Number of batches in a pass. It is known only if an epoch is one window and always has
@@ -476,8 +483,9 @@ class ShardLoader:
             weights: Folder or URL of a data set of the list -> share of the tokens.
 
         Raises:
-            ConfigError: The loader has no stages, the weights are of other data sets, or the
-                present stage changes its weights linearly.
+            ConfigError: The loader has no stages, the weights are of other data sets, the present
+                stage changes its weights linearly, or its last window has begun, so that nothing
+                is left to change. The list stays as it is.
         """
         if not self._plan.stages:
             raise ConfigError(
@@ -486,14 +494,14 @@ class ShardLoader:
         opened = {source.manifest.fingerprint: source for source in self._sources}
         of_name = {source.name: data for data, source in opened.items()}
         of_place = {place_of(path): of_name[open_store(path).name] for path in self._paths}
-        by_data = {}
-        for folder, weight in Mixture(weights).weights.items():
+        checked = Mixture(weights).weights
+        for folder in checked:
             if place_of(folder) not in of_place:
                 raise ConfigError(
                     f"`reweigh`: {open_store(folder).name} is in no stage of this loader. Its data "
                     f"sets are {', '.join(of_name)}."
                 )
-            by_data[of_place[place_of(folder)]] = weight
+        by_data = {of_place[place]: weight for place, weight in by_place(checked).items()}
         before = self._delivery.delivered
         plan = before.plan.reweighed(by_data, before.position, opened)
         self._go_on_from(before.with_plan(plan))

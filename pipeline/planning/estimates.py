@@ -124,6 +124,39 @@ def unmixed(plan: Plan, sources: tuple[OpenedSplit, ...]) -> str | None:
     )
 
 
+_LEAST_BATCHES = 64
+"""Record batches of a data set of which `uneven` warns: in a smaller one, little depends on them.
+"""
+_UNEVEN = 0.5
+"""Coefficient of variation at which `uneven` warns."""
+
+
+def uneven(plan: Plan, sources: tuple[OpenedSplit, ...]) -> str | None:
+    """Return a warning if weights cannot be exact, because a source has record batches of very
+    different sizes; else None.
+
+    The manifest has the tokens and record batches of each shard, so batches of a shard count as
+    equal.
+    """
+    if len(sources) == 1:
+        return None
+    for source in sources:
+        if source.batches < _LEAST_BATCHES:
+            continue
+        shards = [(each.tokens, each.batches) for each in source.split.shards if each.batches]
+        tokens, batches = np.array(shards, np.float64).T
+        mean = tokens.sum() / batches.sum()
+        variance = (batches * (tokens / batches - mean) ** 2).sum() / batches.sum()
+        if np.sqrt(variance) > _UNEVEN * mean:
+            return (
+                f"the record batches of {source.name} have very different sizes, as after `shards "
+                "merge` of many small data sets. Every record batch counts as the average one, so "
+                "the shares of the data sets deviate from their weights. Run `pretokenize` on all "
+                "its files together."
+            )
+    return None
+
+
 def _deviations(
     plan: Plan, sources: tuple[OpenedSplit, ...]
 ) -> list[tuple[float, float, OpenedSplit]]:

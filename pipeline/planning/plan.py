@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from os import PathLike
-from typing import Annotated, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 import msgspec
 import numpy as np
@@ -65,6 +65,7 @@ class Position(NamedTuple):
     """Number of delivered micro-batches of the window."""
 
 
+_SKIP = "a dict from folders to lists of ranges, such as {'out/': [(3, 5)]}"
 RowOrder = Literal["shuffled", "file"]
 """Order of rows: planned by a seed, or exactly that of the data set."""
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -140,7 +141,7 @@ class Plan:
         order: RowOrder = "shuffled",
         stream: int = 0,
         num_streams: int = 1,
-        skip: Mapping[StorePath, Iterable[tuple[int, int]]] | None = None,
+        skip: Mapping[StorePath, Iterable[Any]] | None = None,
     ) -> Self:
         """Make the plan of some data. `sources` are the opened `paths_of(data)`. See `ShardLoader`
         for the other arguments.
@@ -267,10 +268,14 @@ class Plan:
                 "`reweigh`: the list of stages was read to its end, and only its future may "
                 "change. Resume with a longer list."
             )
-        window = position.window + (position.micro_batch > 0)
-        if window >= order.num_windows:
-            return self  # the list ends before another window begins
-        now = order.stage_of(window)
+        now, window = order.stage_of(position.window), position.window
+        window += position.micro_batch > 0
+        if window >= order.num_windows or order.stage_of(window) is not now:
+            raise ConfigError(
+                f"`reweigh`: the present stage ends at token {now.until:,}, and its last window "
+                "has begun, so nothing of it is left to change. Call `reweigh` after that, or edit "
+                "the list and resume."
+            )
         new = replace(now, weights=weights, to=None, window_tokens=self.window_tokens)
         new = _with_window(new, opened, self.micro_batches_per_step)
         _check_fit(tuple(opened[data] for data in weights), new.batching)
@@ -395,9 +400,10 @@ def default_window_tokens(
     weights: Sequence[float],
     batching: Batching,
     step_size: int,
-    least: int = _LEAST_WINDOW_TOKENS,
+    *,
+    is_staged: bool = False,
 ) -> int:
-    """Return the default tokens of a window, about `least` or more.
+    """Return the default tokens of a window.
 
     A window has 256 steps, so that rows in a step have similar lengths. For a mixture it has at
     least 5 record batches of every source, so that each source has about the same share in every
@@ -406,12 +412,17 @@ def default_window_tokens(
     """
     rows = sum(source.rows for source in sources)
     mean_tokens = sum(source.tokens for source in sources) / rows
+    shares = proportions(weights)
     tokens = batching.tokens_per_batch(mean_tokens)
     wanted = min(_WINDOW_STEPS * step_size * tokens, _MOST_WINDOW_TOKENS)
     of_sources = max(
         math.ceil(_WINDOW_BATCHES * source.tokens / source.batches / share)
-        for source, share in zip(sources, proportions(weights), strict=True)
+        for source, share in zip(sources, shares, strict=True)
     )
+    if is_staged:
+        parts = zip(sources, shares, strict=True)
+        mean_tokens = 1 / float(sum(share * each.rows / each.tokens for each, share in parts))
+    least = _LEAST_OF_STAGES if is_staged else _LEAST_WINDOW_TOKENS
     least = min(least, int(_WINDOW_ROWS * mean_tokens))
     return max(least, wanted, min(of_sources, _MOST_FOR_SOURCES))
 
@@ -483,9 +494,7 @@ def _with_window(
     if not tokens:
         last = stage.to or stage.weights
         weights = [max(weight, last[data]) for data, weight in stage.weights.items()]
-        tokens = default_window_tokens(
-            sources, weights, stage.batching, step_size, _LEAST_OF_STAGES
-        )
+        tokens = default_window_tokens(sources, weights, stage.batching, step_size, is_staged=True)
     batch_tokens = {
         data: Fraction(opened[data].tokens, opened[data].batches) for data in stage.weights
     }
@@ -524,11 +533,25 @@ def _refuse_copies(sources: Iterable[OpenedSplit]) -> None:
             )
 
 
+def listed_ranges(skip: object) -> dict[StorePath, list[Any]]:
+    """Return `skip` with lists, because a plan may be made several times.
+
+    Raises:
+        ConfigError: `skip` is not a dict from folders to several ranges.
+    """
+    if not isinstance(skip, Mapping):
+        raise checks.refusal("skip", skip, _SKIP)
+    for ranges in skip.values():
+        if not isinstance(ranges, Iterable) or isinstance(ranges, str | bytes):
+            raise checks.refusal("skip", skip, _SKIP)
+    return {folder: list(ranges) for folder, ranges in skip.items()}
+
+
 def _ranges(
-    skip: Mapping[StorePath, Iterable[tuple[int, int]]], opened: Mapping[object, OpenedSplit]
+    skip: Mapping[StorePath, Iterable[Any]], opened: Mapping[object, OpenedSplit]
 ) -> dict[str, list[tuple[int, int]]]:
     """Return the rows to skip by fingerprint. `opened` has the data set of each place."""
-    found = {}
+    found: dict[str, list[tuple[int, int]]] = {}
     for folder, ranges in skip.items():
         source = opened.get(place_of(folder))
         if source is None:
@@ -536,9 +559,10 @@ def _ranges(
             raise ConfigError(
                 f"`skip`: {folder} is no data set of this loader. Its data sets are {names}."
             )
-        pairs = []
+        pairs = found.setdefault(source.manifest.fingerprint, [])
         for given in ranges:
-            edges = [checks.as_int(edge) for edge in given] if isinstance(given, Sequence) else []
+            is_pair = isinstance(given, Sequence | np.ndarray) and np.shape(given) == (2,)
+            edges = [checks.as_int(edge) for edge in given] if is_pair else []
             first, stop = edges if len(edges) == 2 else (None, None)
             if first is None or stop is None or not 0 <= first < stop <= source.rows:
                 raise ConfigError(
@@ -546,7 +570,6 @@ def _ranges(
                     f"last), of rows 0 to {source.rows - 1:,}."
                 )
             pairs.append((first, stop))
-        found[source.manifest.fingerprint] = pairs
     return found
 
 

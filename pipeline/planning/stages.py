@@ -112,14 +112,15 @@ def _both_ends(
             raise checks.refusal(name, given, "a dict from folders to weights")
     assert isinstance(weights, Mapping)
     assert isinstance(to, Mapping)
-    folders = dict.fromkeys([*weights, *to])
-    ends = []
+    placed = []
+    folders: dict[object, StorePath] = {}
     for given in (weights, to):
         positive = {folder: weight for folder, weight in given.items() if weight != 0}
-        checked = Mixture(positive).weights
-        ends.append({folder: checked.get(folder, 0.0) for folder in folders})
-    first, last = ends
-    never = [folder for folder in folders if not first[folder] and not last[folder]]
+        placed.append(by_place(Mixture(positive).weights))
+        for folder in given:
+            folders.setdefault(place_of(folder), folder)
+    first, last = ({folders[at]: end.get(at, 0.0) for at in folders} for end in placed)
+    never = [folder for folder in first if not first[folder] and not last[folder]]
     if never:
         raise ConfigError(f"the weight of {never[0]} is 0 at both ends of a stage. Leave it out.")
     return first, last
@@ -152,6 +153,20 @@ def place_of(folder: StorePath) -> object:
     if isinstance(folder, str | PathLike) and "://" not in str(folder):
         return realpath(folder)
     return folder
+
+
+def by_place(weights: Mapping[StorePath, float]) -> dict[object, float]:
+    """Return weights by the place of each data set.
+
+    Raises:
+        ConfigError: A data set is named twice.
+    """
+    found: dict[object, float] = {}
+    for folder, weight in weights.items():
+        if place_of(folder) in found:
+            raise ConfigError(f"{folder}: is in one stage twice. Add up its weights.")
+        found[place_of(folder)] = weight
+    return found
 
 
 _Weight = Annotated[float, msgspec.Meta(ge=0)]
@@ -313,8 +328,11 @@ class StagedOrder(SourceOrder):
         found = []
         for first, stage, rates in zip(self.first_windows, self.stages, self._rates, strict=True):
             average = [0.0] * len(self.sizes)
+            tokens = float(stage.window_tokens)
+            if stage.until is not None:
+                tokens = (stage.until - stage.begins) / stage.num_windows
             for source, share in rates.shares.items():
-                average[source] = self._per_token(source, share) * stage.window_tokens
+                average[source] = self._per_token(source, share) * tokens
             found.append(Stretch(first, stage.num_windows, tuple(average)))
         return tuple(found)
 
@@ -476,13 +494,13 @@ def reweighed(order: StagedOrder, window: int, new: PlannedStage) -> tuple[Plann
     number = order.stages.index(stage)
     before, after = order.stages[:number], order.stages[number + 1 :]
     new = replace(new, begins=begins, until=stage.until)
-    if begins == stage.begins:
-        return (*before, new, *after)
     if stage.to is not None:
         raise ConfigError(
             f"`reweigh` at token {begins:,}: the weights change linearly until token "
             f"{stage.until:,}. Call it after that, or edit the list and resume."
         )
+    if begins == stage.begins:
+        return (*before, new, *after)
     return (*before, replace(stage, until=begins), new, *after)
 
 
@@ -536,8 +554,8 @@ def _check_past(
     The lists are compared between the ends of their stages, because one list may have cut a stage
     of the other in two.
     """
-    edges = {stage.begins for stage in (*ours, *past) if stage.begins < stop}
-    for begins in sorted(edges):
+    edges = {edge for stage in (*ours, *past) for edge in (stage.begins, stage.until or ENDLESS)}
+    for begins in sorted(edge for edge in edges if edge < stop):
         theirs = _stage_at(past, begins)
         mine = _stage_at(ours, begins)
         if mine is None or theirs is None:

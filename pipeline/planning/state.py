@@ -73,12 +73,15 @@ class Delivered:
 
     def state(self) -> dict[str, Any]:
         """Return the saved state, a JSON-serialisable dict."""
+        has_stages = bool(self.plan.stages)
+        last = {"last_epoch_tokens": list(self.last_epoch_tokens)}
         return {
-            "version": _STAGED_VERSION if self.plan.stages else _VERSION,
+            "version": _STAGED_VERSION if has_stages else _VERSION,
             "plan": msgspec.to_builtins(self.plan.settings()),
             **self.position._asdict(),
             "digest": f"{self.digest:016x}",
             "tokens": list(self.tokens),
+            **(last if has_stages and self.last_epoch_tokens else {}),
         }
 
     @classmethod
@@ -96,7 +99,7 @@ class Delivered:
         """
         saved = state if isinstance(state, SavedState) else SavedState.checked(state)
         position, theirs = Position(saved.epoch, saved.window, saved.micro_batch), saved.plan
-        tokens = tuple(saved.tokens)
+        tokens, last = tuple(saved.tokens), tuple(saved.last_epoch_tokens)
         if (theirs.stages is not None) != bool(plan.stages):
             whose = ("this loader", "the state") if plan.stages else ("the state", "this loader")
             raise ResumeError(
@@ -107,8 +110,10 @@ class Delivered:
         if plan.stages:
             of_data = dict(zip(plan.data, names, strict=False))
             plan, position = plan.going_on(theirs, position, of_data)
-            counted = dict(zip(theirs.data, tokens, strict=False))
-            tokens = tuple(counted.get(data, 0) for data in plan.data)
+            if position.epoch < saved.epoch:  # the list was read to its end, and is longer now
+                tokens, last = last or tokens, ()
+            tokens = _moved(tokens, theirs.data, plan.data)
+            last = _moved(last, theirs.data, plan.data) if last else ()
         if plan.skip is None:
             plan = replace(plan, skip=theirs.skip)
         if position.window >= plan.num_windows or len(tokens) != len(plan.data):
@@ -116,12 +121,17 @@ class Delivered:
                 f"cannot resume: the plan has no {position} with {len(tokens)} sources. Use the "
                 "state of this run, or start a new run."
             )
-        return cls(plan, position, digest=int(saved.digest, 16), tokens=tokens)
+        return cls(plan, position, int(saved.digest, 16), tokens, last)
 
     def with_plan(self, plan: Plan) -> "Delivered":
         """Return the same rows as delivered by a plan with the same past."""
-        counted = dict(zip(self.plan.data, self.tokens, strict=True))
-        return replace(self, plan=plan, tokens=tuple(counted[data] for data in plan.data))
+        return replace(self, plan=plan, tokens=_moved(self.tokens, self.plan.data, plan.data))
+
+
+def _moved(tokens: Sequence[int], data: Sequence[str], wanted: Sequence[str]) -> tuple[int, ...]:
+    """Return the tokens of each source for sources in another order; 0 for a new source."""
+    counted = dict(zip(data, tokens, strict=False))
+    return tuple(counted.get(each, 0) for each in wanted)
 
 
 class SavedState(msgspec.Struct, frozen=True):
@@ -134,6 +144,9 @@ class SavedState(msgspec.Struct, frozen=True):
     micro_batch: _Count
     digest: _Digest
     tokens: list[_Count]
+    last_epoch_tokens: list[_Count] = []
+    """With stages: tokens of each source in the list, if it was read to its end. A longer list goes
+    on counting from them."""
 
     @classmethod
     def checked(cls, state: object) -> Self:
@@ -184,6 +197,8 @@ def _check_settings(plan: Plan, theirs: PlanSettings, names: Sequence[str]) -> N
         )
     if difference := first_difference(settings, theirs):
         name, our, their = difference
+        if name == "shuffle" and settings.order != theirs.order:  # which has set `shuffle`
+            name, our, their = "order", settings.order or "shuffled", theirs.order or "shuffled"
         where = f" (fingerprint of {', '.join(names)})" if name == "data" and names else ""
         raise ResumeError(
             f"cannot resume: the state was saved with {name}={their!r}, this loader has "

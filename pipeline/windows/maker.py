@@ -81,7 +81,8 @@ class WindowMaker:
         pieces, cut = planned.pieces[chosen], planned.cut
         rows = pieces if cut.cut_from is None else cut.cut_from[pieces]
         if self.row_map is not None:
-            window = self.row_map.apply(window, np.unique(rows), epoch, nth)
+            name_of = self.reader.name_of_row
+            window = self.row_map.apply(window, np.unique(rows), epoch, nth, name_of)
         per_token = {
             TARGETS if role_of(name) == "target" else name: take(values, cut.offsets, pieces)
             for name, values in window.rows.per_token.items()

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -201,6 +201,7 @@ class WindowReader:
         only = None if whole_rows else wanted
         self._batch_starts = offsets_of(np.array([source.batches for source in sources]))
         self._row_starts = offsets_of(np.array([source.rows for source in sources])).tolist()
+        self._names = [source.name for source in sources]
         self._remote: Remote | None = None
         if has_remote(sources):
             from tokenfeed.pipeline.windows import remote_batches
@@ -241,6 +242,12 @@ class WindowReader:
         firsts, sizes = np.array(numbers).T
         return Window(rows, ranges(firsts, sizes))
 
+    def name_of_row(self, number: int) -> str:
+        """Return the name of a row in messages, from its number over all sources."""
+        source = bisect_right(self._row_starts, number) - 1
+        of_source = f" of {self._names[source]}" if len(self._names) > 1 else ""
+        return f"row {number - self._row_starts[source]}{of_source}"
+
     def _opened(
         self, sources: tuple[OpenedSplit, ...], only: tuple[str, ...] | None
     ) -> "list[LocalBatches | RemoteBatches]":
@@ -271,8 +278,11 @@ class WindowReader:
 
     def _decoded(self, batches: np.ndarray) -> Iterator[tuple[Rows, int]]:
         for source, numbers in self._by_source(batches):
-            for rows, first_row in self._sources[source].read(numbers):
-                yield rows, first_row + self._row_starts[source]
+            # a source of few record batches may repeat them very often in a window of a mixture
+            times = [(number, sum(1 for _ in same)) for number, same in groupby(numbers)]
+            decoded = self._sources[source].read([number for number, _ in times])
+            for (rows, first_row), (_, count) in zip(decoded, times, strict=True):
+                yield from repeat((rows, first_row + self._row_starts[source]), count)
 
     def _by_source(self, batches: np.ndarray) -> Iterator[tuple[int, list[int]]]:
         """Yield runs of record batches of one source: the source, and their numbers in it."""

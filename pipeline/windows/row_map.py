@@ -55,7 +55,14 @@ class RowMap:
             raise refusal("map", function, "a function of a row's columns and a Generator, or None")
         return cls(function, vocabulary_size, seed)
 
-    def apply(self, window: Window, rows: np.ndarray, epoch: int, number: int) -> Window:
+    def apply(
+        self,
+        window: Window,
+        rows: np.ndarray,
+        epoch: int,
+        number: int,
+        name_of: Callable[[int], str],
+    ) -> Window:
         """Return the window with changed rows.
 
         Args:
@@ -63,6 +70,7 @@ class RowMap:
             rows: Which of its rows to change, shape (K,); other rows stay as they are.
             epoch: Number of the epoch.
             number: Number of the window in the epoch.
+            name_of: Returns the name of a row for messages, from its number over all sources.
 
         Raises:
             ConfigError: The function raised an error, changed the number of tokens, or returned
@@ -75,22 +83,23 @@ class RowMap:
         bounds = offsets_of(window.rows.lengths)
         for row in rows.tolist():
             place = slice(bounds[row], bounds[row + 1])
-            name = int(window.numbers[row])
-            rng = np.random.default_rng(derive_key(self.seed, _MAP, epoch, number, name))
+            row_number = int(window.numbers[row])
+            name = name_of(row_number)
+            rng = np.random.default_rng(derive_key(self.seed, _MAP, epoch, number, row_number))
             try:
                 row_columns = {key: _wide(columns[key][place]) for key in given}
                 changed = self.function(row_columns, rng)
             except Exception as error:
                 shown = " ".join(str(error).split())
                 raise ConfigError(
-                    f"`map`: the function failed on row {name}: {type(error).__name__}: {shown}"
+                    f"`map`: the function failed on {name}: {type(error).__name__}: {shown}"
                 ) from error
             self._write(changed, columns, place, name, has_new_labels=TARGETS not in given)
             returned.add(frozenset(changed))
             if len(returned) > 1:
                 raise ConfigError(
                     f"`map`: the function returned {', '.join(sorted(changed)) or 'no column'} for "
-                    f"row {name}, and other columns for the row before. Return the same columns "
+                    f"{name}, and other columns for the row before. Return the same columns "
                     "for every row."
                 )
         if not any(TARGETS in keys for keys in (given, *returned)):
@@ -102,26 +111,26 @@ class RowMap:
         changed: Mapping[str, np.ndarray],
         columns: dict[str, np.ndarray],
         place: slice,
-        name: int,
+        name: str,
         *,
         has_new_labels: bool,
     ) -> None:
         """Write the returned columns of a row."""
         if not isinstance(changed, Mapping):
             raise ConfigError(
-                f"`map`: the function returned {type(changed).__name__} for row {name}. Return a "
+                f"`map`: the function returned {type(changed).__name__} for {name}. Return a "
                 f"dict of columns, such as {{{INPUT_IDS!r}: ids}}."
             )
         for key, values in changed.items():
             if key not in columns:
                 raise ConfigError(
-                    f"`map`: the function returned an unknown column {key!r} for row {name}. Rows "
+                    f"`map`: the function returned an unknown column {key!r} for {name}. Rows "
                     f"have {', '.join(columns)}."
                 )
             values, tokens = np.asarray(values), place.stop - place.start
             if values.shape != (tokens,):
                 raise ConfigError(
-                    f"`map`: row {name} has {tokens} tokens, but the function returned `{key}` of "
+                    f"`map`: {name} has {tokens} tokens, but the function returned `{key}` of "
                     f"shape {values.shape}. It must keep the number of tokens, by which rows are "
                     "planned: truncate what is too long, and leave room when you pretokenize."
                 )
@@ -135,7 +144,7 @@ class RowMap:
             checked = np.where(values == IGNORED, 0, values) if key == TARGETS else values
             if values.dtype.kind not in kinds or checked.min() < least or checked.max() > most:
                 raise ConfigError(
-                    f"`map`: the function returned wrong `{key}` for row {name}: {values.dtype} "
+                    f"`map`: the function returned wrong `{key}` for {name}: {values.dtype} "
                     f"from {values.min()} to {values.max()}. Expected {expected} from {least} to "
                     f"{most}{f', or {IGNORED}' if key == TARGETS else ''}."
                 )

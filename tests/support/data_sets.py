@@ -176,6 +176,10 @@ class MemoryReader(WindowReader):
         ]
         return Window(Rows.concatenate([self._batches[n] for n in chosen]), np.concatenate(numbers))
 
+    def name_of_row(self, number: int) -> str:
+        """All rows are of one source."""
+        return f"row {number}"
+
 
 def order_of_one(num_batches: int, num_windows: int, *, seed: int, shuffle: bool) -> EpochOrder:
     """The order of a single source."""

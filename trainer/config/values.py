@@ -95,7 +95,8 @@ def setting_of(kind: Any, value: Any, where: str) -> Any:
             folder: setting_of(AboveZero, weight, f"{where}: the weight of {public(folder)}")
             for folder, weight in value.items()
         }
-    if value in ("", {}) and expected(kind) != "text":  # the path "" is the working directory
+    is_empty = value == "" or (value == {} and Shards in kinds)  # `skip: {}` skips no rows
+    if is_empty and expected(kind) != "text":  # the path "" is the working directory
         raise empty(kind, where)
     if isinstance(value, str) and Bytes in kinds and (size := bytes_meant(value)) is not None:
         value = size

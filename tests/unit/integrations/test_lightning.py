@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from support.data_sets import WriteDataset
 
-from tokenfeed import Fixed
+from tokenfeed import Fixed, Mixture, Stage
 from tokenfeed.pipeline.errors import ConfigError
 
 pytestmark = [
@@ -82,6 +84,24 @@ def test_lightning_validation_sees_same_rows_each_time(
     expected = list(range(400)) if limit is None else sanity
     assert [sorted(rows) for rows in validations] == [expected] * 3
     assert all(rows[:16] == sanity for rows in validations)
+
+
+@pytest.mark.parametrize("kind", ["stages", "mixture"])
+def test_lightning_validation_reads_every_data_set_once(
+    both_splits: Path, write_dataset: WriteDataset, tmp_path: Path, kind: str
+) -> None:
+    from tokenfeed.integrations.lightning import ShardDataModule
+
+    part = np.arange(500) % 997 + 1, np.full(50, 10)
+    other = write_dataset(tmp_path / "other", {"train": part, "validation": part}, 1000)
+    data: Any = [Stage({both_splits: 1}, until_tokens=2_000), Stage({other: 3, both_splits: 1})]
+    if kind == "mixture":
+        data = Mixture({both_splits: 1, other: 99})
+    model = new_model()
+    trainer(tmp_path, max_steps=2, val_check_interval=1, num_sanity_val_steps=0).fit(
+        model, ShardDataModule(data, validation="validation", **BATCHES)
+    )
+    assert [sorted(rows) for rows in model.validations] == [list(range(450))] * 2
 
 
 def test_stall_callback_after_exception_fits_again(both_splits: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from support.hub_models import config_of, write_shards
 
-from tokenfeed import Packed, Padded, ShardLoader
+from tokenfeed import Packed, Padded, ShardLoader, Stage
 from tokenfeed.integrations.transformers import ShardTrainer, StallCallback
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 
@@ -46,6 +46,15 @@ def test_trainer_evaluates_the_same_rows_each_time(shards: Path, tmp_path: Path)
         eval_dataset=open_split(shards, "validation", epochs=1, shuffle=False),
     )
     assert losses == [fresh.evaluate()["eval_loss"]] * 2
+
+
+def test_evaluation_without_an_end_is_refused(shards: Path, tmp_path: Path) -> None:
+    endless = open_split(shards, "validation")
+    with pytest.raises(ConfigError, match="`eval_dataset`: the loader has no end"):
+        trainer(tmp_path, open_split(shards), eval_dataset=endless)
+    named = {"endless": open_split([Stage({shards: 1})], "validation", epochs=1)}  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="`endless`: the loader has no end"):
+        trainer(tmp_path, open_split(shards), eval_dataset=named)
 
 
 def test_trainer_takes_packed_batches(shards: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.data_sets import VOCABULARY_SIZE, plan_in_memory, random_rows
 from support.delivery import MakeDataset, open_loader, realistic_lengths, small_batches, spans
 
-from tokenfeed import Packed, Padded, ShardLoader
+from tokenfeed import Mixture, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import IGNORED, Task
 from tokenfeed.pipeline.planning.plan import Position
@@ -198,6 +198,21 @@ def test_wrong_function_is_refused_in_a_line(
     with pytest.raises(ConfigError, match=message) as caught:
         next(iter(open_loader(folder, map=function)))
     assert "\n" not in str(caught.value)
+
+
+def test_failure_on_a_row_of_a_mixture_names_its_data_set(
+    folder: Path, make_dataset: MakeDataset
+) -> None:
+    other = make_dataset([3777] * 5, num_shards=1)
+    mixture: Any = Mixture({folder: 1, other: 1})
+
+    def failing_on_other(columns: Columns, rng: np.random.Generator) -> Columns:
+        if len(columns["input_ids"]) == 3777:
+            raise ValueError("no luck")
+        return columns
+
+    with pytest.raises(ConfigError, match=rf"failed on row [0-4] of {other}: ValueError: no luck"):
+        next(iter(open_loader(mixture, map=failing_on_other)))
 
 
 def test_labels_of_rows_with_a_class_are_refused() -> None:

@@ -148,6 +148,23 @@ def test_skipped_rows_of_a_stage_are_counted_by_data_set(
     assert learned(without) == seen - {199, *range(200, 210)}
 
 
+def test_ranges_may_be_arrays_generators_and_of_two_spellings(folder: Path) -> None:
+    plain = open_loader(folder, Padded(700))
+    state = plain.state_dict()
+    every = learned(plain)
+    once = ((first, first + 1) for first in (3, 4))
+    skip = {folder: np.array([[7, 9]]), f"{folder}/../{folder.name}": once}
+    loader = open_loader(folder, Padded(700), skip=skip)
+    loader.load_state_dict(state)
+    assert learned(loader) == every - {3, 4, 7, 8}
+
+
+@pytest.mark.parametrize("skip", [5, [(1, 2)], {"out/": 5}, {"out/": "1-2"}], ids=str)
+def test_other_forms_of_skip_are_refused(folder: Path, skip: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^`skip`=.*: expected a dict from folders to lists"):
+        open_loader(folder, skip=skip)
+
+
 @pytest.mark.parametrize(
     "ranges", [[(5, 5)], [(-1, 3)], [(0, 401)], [(0.5, 3)], [7], [(1, 2, 3)]], ids=str
 )

@@ -288,6 +288,21 @@ def test_a_file_says_phases_and_their_steps_are_the_run_s(
     assert begun.phases == config.phases
 
 
+def test_a_file_may_remove_all_skipped_rows(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.yaml"
+    for skip in ({str(folder / "code"): [[1, 3]]}, {}):
+        file.write_text(yaml.safe_dump({"shards": str(folder / "code"), "skip": skip}))
+        command = ["train", "--config", str(file), "--run-dir", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", command)
+        config = parse_config()
+        config.write()
+        begun = TrainConfig.of_run(tmp_path)
+        assert begun is not None
+        assert begun.skip == config.skip == dict.fromkeys(skip, ((1, 3),))
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
