@@ -34,9 +34,9 @@ class ShardDataLoader(BaseDataLoader):  # type: ignore[misc]  # untyped
         seed: int = 42
         shuffle: bool = True
         repeat: bool = True
-        """False: one epoch with every row of every data set once, as validation of the whole split
-        takes it. All ranks have equally many batches; a rank without rows gets a batch without
-        labels."""
+        """False: one epoch, as validation of the whole split takes it. All ranks have equally many
+        batches; a rank without rows gets a batch without labels. An epoch of several data sets has
+        every row at least once, and every row exactly once in a split other than `train`."""
         whole_documents: bool = False
         """True: best fit, which cuts only documents that are longer than a row."""
         num_workers: int | None = None
@@ -65,10 +65,9 @@ class ShardDataLoader(BaseDataLoader):  # type: ignore[misc]  # untyped
             )
         path: Any = config.path
         split = not config.whole_documents
+        once = not config.repeat and config.split != "train"
         self._loader = ShardLoader(
-            Mixture(path, "repeat" if config.repeat else "continue")
-            if isinstance(path, dict)
-            else path,
+            Mixture(path, "continue" if once else "repeat") if isinstance(path, dict) else path,
             batching=Packed(max_context_length, rows, split=split, fill=True),
             split=config.split,
             num_workers="auto" if config.num_workers is None else config.num_workers,

@@ -72,10 +72,10 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_counting(tmp_path_factory.mktemp("titan") / "counting", LENGTHS)
 
 
-def write_counting(folder: Path, lengths: list[int], first: int = 1) -> Path:
+def write_counting(folder: Path, lengths: list[int], first: int = 1, split: str = "train") -> Path:
     ids = np.arange(first, first + sum(lengths))
     rows = rows_of_ids(ids, np.asarray(lengths), VOCABULARY)
-    return write_rows(folder, {"train": rows}, VOCABULARY)
+    return write_rows(folder, {split: rows}, VOCABULARY)
 
 
 @pytest.fixture
@@ -185,6 +185,15 @@ def test_mixture_delivers_shares_and_all_rows(opened: Open, tmp_path: Path) -> N
     of_large = [id for id in delivered if id <= 10_000]
     assert sorted(of_large) == list(range(1, 4801))
     assert len(of_large) / len(delivered) == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_validation_of_a_mixture_delivers_all_rows_once(opened: Open, tmp_path: Path) -> None:
+    split = "validation"
+    large = write_counting(tmp_path / "large", [8] * 60, split=split)
+    small = write_counting(tmp_path / "small", [8] * 10, first=10_001, split=split)
+    weights = {str(large): 1.0, str(small): 99.0}
+    delivered = real(plain(opened(weights, repeat=False, split=split)))
+    assert sorted(delivered) == [*range(1, 481), *range(10_001, 10_081)]
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), None])
