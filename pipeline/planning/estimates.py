@@ -160,9 +160,10 @@ def uneven(plan: Plan, sources: tuple[OpenedSplit, ...]) -> str | None:
 def _deviations(
     plan: Plan, sources: tuple[OpenedSplit, ...]
 ) -> list[tuple[float, float, OpenedSplit]]:
-    """Return the deviation of each source, and its tokens in an average window of the first
-    stretch."""
-    read = zip(sources, plan.order.stretches[0].batches, strict=True)
+    """Return the deviation of each source, and its tokens in an average window of the longest
+    stretch. A stage may be shorter than a window, and then `window_tokens` matters little."""
+    longest = max(plan.order.stretches, key=lambda each: each.num_windows * sum(each.batches))
+    read = zip(sources, longest.batches, strict=True)
     of_window = [source.tokens * batches / source.batches for source, batches in read]
     found, whole = [], sum(of_window)
     for source, tokens in zip(sources, of_window, strict=True):

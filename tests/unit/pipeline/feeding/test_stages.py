@@ -435,6 +435,12 @@ def test_targets_of_a_stage_select_its_labels_and_are_resumed(tmp_path: Path) ->
             open_loader([replace(plain[0], targets=wrong)], Fixed(4))  # type: ignore[arg-type]
 
 
+def test_short_first_stage_does_not_count_as_poorly_mixed(folders: list[Path]) -> None:
+    list_ = [Stage({folders[3]: 1}, until_tokens=1_500), Stage({folders[3]: 1})]
+    with open_loader(list_, SMALL, window_tokens=None) as loader:  # type: ignore[arg-type]
+        assert loader.stats().mixing == 1.0  # and no warning, which would be an error
+
+
 def test_record_batches_of_very_different_sizes_are_warned_of(
     folders: list[Path], tmp_path: Path
 ) -> None:
