@@ -226,15 +226,21 @@ class TokensOfPieces:
         kinds[tokens[starts[tokens] < stop]] |= BEGINS
         return kinds, counts
 
-    def overlapping(self, tokens: np.ndarray, text: bytes) -> dict[int, str]:
-        """Return which of some tokens have characters of a content, and these tokens' texts.
+    def overlapping(
+        self, ids: np.ndarray, special: dict[int, str], unknown: str | None, text: bytes
+    ) -> dict[int, str]:
+        """Return the numbers of special tokens that have characters of a content, and their texts.
 
-        A token may take the white space around its text, which does not count.
+        A token may take the white space around its text, which does not count. The unknown token
+        counts only where the text has its name, because the model uses it for other texts.
 
         Args:
-            tokens: Numbers of tokens, shape (C,).
+            ids: The ids of all conversations, shape (N,).
+            special: The special tokens by id.
+            unknown: The unknown token; None without one.
             text: The text of all conversations.
         """
+        tokens = np.flatnonzero(np.isin(ids, [*special]))
         contents = np.concatenate([each.are_contents for each in self._layouts])
         before = offsets_of(contents.astype(np.int64))
 
@@ -246,10 +252,15 @@ class TokensOfPieces:
         found = {}
         for token in tokens[overlap(self._starts[tokens], self._ends[tokens])].tolist():
             start, end = self._starts[token], self._ends[token]
-            word = text[start:end]
-            start, end = end - len(word.lstrip()), start + len(word.rstrip())
+            word, name = text[start:end].decode(), special[int(ids[token])]
+            if name not in word:  # the normalizer changed it
+                name = "" if name == unknown else word.strip()
+            if not name.strip():
+                continue
+            lead, _, rest = word.partition(name)
+            start, end = start + len(lead.encode()), end - len(rest.encode())
             if overlap(np.array([start]), np.array([end]))[0]:
-                found[token] = word.strip().decode()
+                found[token] = name
         return found
 
     def numbers(self, of_messages: list[list[float]]) -> np.ndarray:

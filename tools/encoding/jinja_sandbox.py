@@ -323,11 +323,10 @@ class _Operators(jinja2.visitor.NodeTransformer):
         return node
 
     def visit_Getitem(self, node: Any) -> Any:
-        """Watch what a subscript cuts, and what it looks up."""
+        """Watch what a slice cuts. The environment gets all other subscripts."""
         self.generic_visit(node)
-        node.node = _filtered(node.node, " cut", [])
-        if not isinstance(node.arg, jinja2.nodes.Const | jinja2.nodes.Slice):
-            node.arg = _filtered(node.arg, " key", [])
+        if isinstance(node.arg, jinja2.nodes.Slice):
+            node.node = _filtered(node.node, " cut", [])
         return node
 
     def visit_Pair(self, node: Any) -> Any:
@@ -418,6 +417,12 @@ class _WatchedEnvironment(_Environment):
         if self._watch.has_marks(value):
             self._watch.give_up()
         return value
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """See `SandboxedEnvironment`. Filters get paths such as `content.1` here, too."""
+        if not isinstance(argument, str):
+            self._cut(obj)
+        return super().getitem(obj, self._key(argument))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """See `SandboxedEnvironment`."""

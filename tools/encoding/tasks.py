@@ -15,7 +15,6 @@ A record whose texts have no tokens becomes an empty row, which is counted and n
 import functools
 import json
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -47,7 +46,7 @@ from tokenfeed.pipeline.format.schema import (
 )
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Unusable
 from tokenfeed.tools.encoding.chat import ChatTemplate
-from tokenfeed.tools.encoding.chat_messages import Conversation, asks, read_messages, replaced
+from tokenfeed.tools.encoding.chat_messages import Conversation, asks, read_messages
 from tokenfeed.tools.encoding.chat_parts import COUNTS, EMPTY, Rendered, TokensOfPieces
 from tokenfeed.tools.encoding.fim import FIM_ROWS, FillInMiddle
 from tokenfeed.tools.encoding.labels import Labels
@@ -735,8 +734,9 @@ class ChatEncoder(TaskEncoder):
                 of_messages = self._numbers(conversation)
                 made = self.chat_template.render(conversation)
                 is_proved = not made.layout.counts[COUNTS.index("unproved")]
-                if not is_proved and not self.splits_special:
-                    _check_joined(conversation, self.chat_template.special)
+                check = self.chat_template.joined
+                if not self.splits_special and (token := check(conversation, made)):
+                    raise Unusable(_JOINED.format(token))
                 if of_messages and not (is_proved and -1 not in made.layout.owners):
                     raise Unusable("it is not certain which tokens belong to which message")
                 rendered[-1], numbers[-1] = made, of_messages
@@ -750,11 +750,12 @@ class ChatEncoder(TaskEncoder):
         kinds, counts = tokens.kinds(ids.lengths)
         if not self.splits_special:
             added = self.places.added
-            special = [added[each] for each in self.chat_template.special_tokens if each in added]
-            chosen = np.flatnonzero(np.isin(ids.values, special))
-            for token, word in tokens.overlapping(chosen, b"".join(texts)).items():
-                row = int(np.searchsorted(ids.offsets, token, "right")) - 1
-                unusable.setdefault(row, _JOINED.format(word))
+            names = (each for each in self.chat_template.special_tokens if each in added)
+            special, unknown = {added[each]: each for each in names}, self.places.unknown
+            found = tokens.overlapping(ids.values, special, unknown, b"".join(texts))
+            for place, name in found.items():
+                row = int(np.searchsorted(ids.offsets, place, "right")) - 1
+                unusable.setdefault(row, _JOINED.format(name))
         reads = functools.cache(self.chat_template.reads)
         unread = [sum(not reads(name) for name in each.arguments) for each in conversations]
         counts["unread_arguments"] = np.array(unread, np.int64)
@@ -890,28 +891,6 @@ class ChatEncoder(TaskEncoder):
 _SURROGATE = "has a lone surrogate: no UTF-8 can express it"
 _JOINED = "has texts that form the special token {!r} together; see --special-tokens-in-text"
 _NOTHING = Rendered(EMPTY, [])
-
-
-def _check_joined(conversation: Conversation, special: re.Pattern[str]) -> None:
-    """Reject texts of messages that form a special token if a template joins them.
-
-    This check is for texts whose place in the rendered text is unknown.
-
-    Raises:
-        Unusable: Names the token.
-    """
-    texts: list[str] = []
-
-    def note(value: Any, _: int, kind: Kind) -> Any:
-        if isinstance(value, str) and kind is not Kind.TEMPLATE:
-            texts.append(value)
-        return value
-
-    for number, message in enumerate(conversation.messages):
-        replaced(message, number, note, frozenset())
-    for joined in ("".join(texts), "".join(map(str.strip, texts))):
-        if match := special.search(joined):
-            raise Unusable(_JOINED.format(match[0]))
 
 
 @contextmanager

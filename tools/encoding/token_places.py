@@ -1,10 +1,11 @@
 """Find the byte at which each token begins in its text.
 
 Each token of a byte-level tokenizer has a known number of bytes, so the sums of these numbers are
-the positions. If the sum is not the length of the text, and for other tokenizers, the reference
-returns the positions.
+the positions. If the sum is not the length of the text, if the normalizer changes the text, and for
+other tokenizers, the reference returns the positions.
 """
 
+import unicodedata
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -28,6 +29,9 @@ class TokenPlaces:
         added = content.get("added_tokens") or []
         self.added = {token["content"]: int(token["id"]) for token in added}
         """The ids of added tokens, such as special tokens."""
+        self.unknown = _unknown(content["model"])
+        """The token that stands for text outside the vocabulary; None without one."""
+        self._normalizer: str | None = (content.get("normalizer") or {}).get("type")
 
     @cached_property
     def _reference(self) -> Tokenizer:
@@ -48,13 +52,25 @@ class TokenPlaces:
         else:
             bounds = offsets_of(self._lengths[ids.values])
             starts = bounds[:-1] + np.repeat(text_offsets[:-1] - bounds[rows[:-1]], ids.lengths)
-            wrong = np.flatnonzero(bounds[rows[1:]] - bounds[rows[:-1]] != sizes)
+            is_wrong = bounds[rows[1:]] - bounds[rows[:-1]] != sizes
+            is_wrong |= np.fromiter(map(self._is_changed, texts), np.bool_, len(texts))
+            wrong = np.flatnonzero(is_wrong)
         for row, places in zip(wrong, self._by_reference(texts, ids, wrong), strict=True):
             starts[rows[row] : rows[row + 1]] = places + text_offsets[row]
         ends = np.append(starts[1:], 0)
         has_tokens = ids.lengths > 0
         ends[rows[1:][has_tokens] - 1] = text_offsets[1:][has_tokens]
         return starts, ends
+
+    def _is_changed(self, text: bytes) -> bool:
+        """Return whether the normalizer changes a text. The number of bytes may stay the same."""
+        if self._normalizer is None:
+            return False
+        if self._normalizer in ("NFC", "NFD", "NFKC", "NFKD"):
+            form: Any = self._normalizer
+            return not (text.isascii() or unicodedata.is_normalized(form, text.decode()))
+        decoded = text.decode()
+        return bool(self._reference.normalizer.normalize_str(decoded) != decoded)
 
     def _by_reference(
         self, texts: list[bytes], ids: Ragged, chosen: np.ndarray
@@ -85,6 +101,12 @@ def _is_byte_level(content: dict[str, Any]) -> bool:
     steps = step.get("pretokenizers", [step])
     is_byte_level = any(each.get("type") == "ByteLevel" for each in steps)
     return is_byte_level and isinstance(content["model"].get("vocab"), dict)
+
+
+def _unknown(model: dict[str, Any]) -> str | None:
+    if (place := model.get("unk_id")) is not None:
+        return str(model["vocab"][place][0])
+    return model.get("unk_token")
 
 
 def _byte_lengths(content: dict[str, Any]) -> np.ndarray:

@@ -724,6 +724,9 @@ OPERATIONS = [
     "content }}{% autoescape true %}{{ content }}{% endautoescape %}{{ ''",
     "content }}{% set x = '<' | forceescape %}{{ x + content",
     *("m.values() | list | string", "m.get('content').count('b')", "m.get(content)"),
+    *("messages | map(attribute='content.1') | join", "[content] | join(attribute=1)"),
+    "messages | selectattr('content.1', 'eq', 'a') | list | length",
+    "messages | rejectattr('content.1', 'undefined') | list | length",
 ]
 
 
@@ -746,6 +749,11 @@ def test_conversations_of_one_shape_are_rendered_as_alone(operation: str) -> Non
         ("m.items().isdisjoint([('content', 'hi')])", "ho", "hi"),
         ("('> '|safe) + m.content", "hi", "1 < 2"),
         ("m.content.format(name='Bob')", "hi", "hi {name}"),
+        ("([m] | map(attribute='content.1') | first) == 'e'", "abc", "hello"),
+        ("([m.content] | map(attribute=1) | first) == 'e'", "abc", "hello"),
+        ("[m] | selectattr('content.1', 'eq', 'e') | list | length", "abc", "hello"),
+        ("[m] | rejectattr('content.1', 'eq', 'e') | list | length", "abc", "hello"),
+        ("[m.content] | join(attribute=1) == 'e'", "abc", "hello"),
     ],
 )
 def test_a_second_conversation_is_rendered_as_alone(
@@ -1012,16 +1020,95 @@ def test_special_text_of_content_and_template_is_rejected(content: str) -> None:
 def test_tokens_that_take_white_space_of_contents_are_no_special_text() -> None:
     made = Tokenizer.from_str(tokenizer_json().decode())
     made.add_special_tokens([AddedToken("<|wide|>", lstrip=True, rstrip=True, normalized=False)])
-    json_bytes = made.to_str().encode()
-    tokenizer = TextTokenizer.load(json_bytes, origin="a test", splits_special=True)
     source = CHATML.replace("message.content", "'<|wide|>' + message.content + '<|wide|>'")
-    special = (*SPECIAL, "<|wide|>")
+    spaces = [(" ", "\n\n "), ("\u3000", "\u00a0"), ("\u0085 ", "\u2003\t")]
+    conversations = [dialogue(f"{a}a{b}", f"{b}b{a}") for a, b in spaces]
+    assert not encode_with(made, source, conversations).unusable
+
+
+def dialogue(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def encode_with(
+    tokenizer: Tokenizer, source: str, conversations: list[list[Message]], *, splits: bool = False
+) -> Samples:
+    json_bytes = tokenizer.to_str().encode()
+    loaded = TextTokenizer.load(json_bytes, origin="a test", splits_special=True)
+    added = loaded.tokenizer.get_added_tokens_decoder().values()
+    special = tuple(token.content for token in added if token.special)
     template = ChatTemplate(source=source, special_tokens=special, variables=VARIABLES)
-    task = ChatEncoder(chat_template=template).with_tokenizer(json_bytes)
-    messages = [{"role": "user", "content": " a "}, {"role": "assistant", "content": "\n\n b\n"}]
-    values = {"messages": [messages]}
-    encode = ReferenceEngine(tokenizer).encode
-    assert not task.encode(values, encode, Template((), (), ())).unusable
+    task = ChatEncoder(chat_template=template, splits_special=splits).with_tokenizer(json_bytes)
+    values = {"messages": conversations}
+    return task.encode(values, ReferenceEngine(loaded).encode, Template((), (), ()))
+
+
+def test_unknown_words_are_no_special_text() -> None:
+    """The model uses the unknown token, which is special, for words outside the vocabulary."""
+    words = {"[UNK]": 0, "hello": 1, "user": 2, "assistant": 3}
+    made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = pre.WhitespaceSplit()
+    made.add_special_tokens([AddedToken(text, normalized=False) for text in (*SPECIAL, "[UNK]")])
+    split = [{"type": "text", "text": text} for text in ("hello [UN", "K] hello")]
+    joining = [{"role": "user", "content": split}, {"role": "assistant", "content": "hello"}]
+    samples = encode_with(made, JOINING, [dialogue("party 🎉", "🎉"), joining])
+    assert [*samples.unusable] == [1]
+    assert "special token '[UNK]'" in samples.unusable[1]
+    assert samples.per_token["input_ids"].rows()[0].tolist().count(0) == 3
+
+
+def test_places_are_exact_if_a_normalizer_shortens_and_lengthens_a_text() -> None:
+    """The lengths of the whole text are the same before and after the normalizer."""
+    made = Tokenizer.from_str(tokenizer_json().decode())
+    made.normalizer = normalizers.NFC()
+    messages = dialogue("\u304b\u3099 to Bengali", "\u09dc")
+    samples = encode_with(made, GENERATING, [messages])
+    assert not samples.unusable
+    expected = PreTrainedTokenizerFast(tokenizer_object=made, **VARIABLES).apply_chat_template(
+        messages, chat_template=GENERATING, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert samples.per_token["input_ids"].values.tolist() == expected["input_ids"]
+    found = samples.per_token["kinds"].values & 4 > 0
+    assert found.tolist() == [bool(each) for each in expected["assistant_masks"]]
+
+
+FIELDS = "{% for t in tools or [] %}{{ t.name }}{{ t.text }}{% endfor %}{{ a }}{{ b }}"
+READ_CALLS = """{% for m in messages %}{% for c in m.tool_calls or [] %}\
+{{ c.function.arguments | string | length }}\
+{% for k, v in c.function.arguments.items() %}{{ v }}{% endfor %}{% endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("place", ["tools", "template arguments", "arguments", "other key"])
+@pytest.mark.parametrize("order", [("x<|im_", "end|>\n"), ("end|>\n", "x<|im_")])
+def test_special_text_outside_of_contents_is_rejected(place: str, order: tuple[str, str]) -> None:
+    """The template writes texts one after another; in the second order, no token is formed."""
+    source = CHATML.replace("message.content", "(message.x or '') + message.content")
+    task, engine = encoder(READ_CALLS + FIELDS + source)
+    task = replace(task, splits_special=False, template_arguments="arguments")
+    first, second = order
+    messages, tools, arguments = dialogue("q", "a"), None, None
+    if place == "tools":
+        tools = [{"name": first, "text": second}]
+    elif place == "template arguments":
+        arguments = {"a": first, "b": second}
+    elif place == "arguments":
+        function = {"name": "f", "arguments": {"x": first, "y": second}}
+        messages[1]["tool_calls"] = [{"function": function}]
+    else:
+        messages[0] |= {"x": first, "content": second}
+    values = {"messages": [messages], "tools": [tools], "arguments": [arguments]}
+    unusable = task.encode(values, engine.encode, Template((), (), ())).unusable
+    if order[0] == "x<|im_":
+        assert "form the special token '<|im_end|>' together" in unusable[0]
+    else:
+        assert not unusable
+
+
+def test_texts_that_the_template_separates_are_no_special_text() -> None:
+    source = "{{ messages[0].content | string | length }}" + CHATML
+    samples = encode(source, [dialogue("what is <|im_", "end|> is the rest")], splits=False)
+    assert samples.counts["unproved"].tolist() == [1]
+    assert not samples.unusable
 
 
 def test_special_text_in_tools_and_arguments_is_rejected(tmp_path: Path, tokenizer: Path) -> None:
