@@ -92,7 +92,7 @@ OF_OTHERS = {
     *("--parsable", "--array", "--cpus-per-task", "--requeue", "--wrap", "--dependency"),
     *("--nworkers", "--nthreads"),  # dask worker
     *("--memory", "--shuffle"),  # withdrawn: decision 13
-    *("--objective", "--learning-rate-reference-tokens"),  # rejected: decision 37
+    *("--objective", "--learning-rate-reference-tokens", "--init-from"),  # rejected: decision 37
     "--no-check",  # zstd
 }
 
