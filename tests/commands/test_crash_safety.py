@@ -189,6 +189,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
     result = subprocess.run(
         [*COMMAND, *map(str, (corpus, out, *options))],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},  # Python would leave cut .pyc files
         capture_output=True,
         text=True,
     )

@@ -75,6 +75,7 @@ def test_a_child_ends_with_its_parent(remote: Remote) -> None:
     remote.proxy.always = Fault("503")
     with warm.Popen([PROGRAMS / "remote_program.py", "read", remote.store.name]) as parent:
         while not remote.proxy.seen:
+            assert parent.poll() is None
             time.sleep(0.01)
         (child,) = children_of(parent.pid)
         parent.send_signal(signal.SIGKILL)
