@@ -170,8 +170,10 @@ def test_a_record_that_cannot_be_used_is_rejected_and_the_rest_goes_on(tmp_path:
 
 
 def test_a_conversation_that_is_nested_too_deeply_is_one_reject(
-    tmp_path: Path, tokenizer: Path
+    tmp_path: Path, tokenizer: Path, request: pytest.FixtureRequest
 ) -> None:
+    request.addfinalizer(functools.partial(sys.setrecursionlimit, sys.getrecursionlimit()))
+    sys.setrecursionlimit(1000)  # Python's default, which some libraries raise
     (tmp_path / "chat.jinja").write_text(
         "{% for message in messages %}{{ message | tojson }}{% endfor %}"
     )
