@@ -243,7 +243,8 @@ class Manifest:
     chat_template: FileInfo | None = None
     """chat_template.jinja: the template that wrote the conversations; None for other tasks."""
     fields: dict[str, str] | None = None
-    """The user's names of the fields of conversations, by what they are; None for other tasks."""
+    """The field of the records that has each part of a conversation, such as "messages"; None for
+    other tasks."""
     counts: dict[str, Count] | None = None
     """What users should know of the conversations, by name; None for other tasks."""
     versions: tuple[VersionInfo, ...] | None = None

@@ -52,7 +52,7 @@ class UnigramWords:
         """The node that each piece has reached."""
         edges: list[np.ndarray] = []
         """For each new node, its parent * _WIDTH + the code of a character."""
-        num_nodes, ends = 1, np.zeros(len(pieces), np.int64)
+        num_nodes = 1
         for depth in range(int(lengths.max())):
             longer = np.flatnonzero(lengths > depth)
             keys = nodes[longer] * _WIDTH + codes[starts[longer] + depth]
@@ -60,13 +60,12 @@ class UnigramWords:
             nodes[longer] = num_nodes + place
             edges.append(new)
             num_nodes += len(new)
-        ends = nodes
         self._next = np.zeros(num_nodes * _WIDTH, np.int32)
         """The node behind a node and a code, or 0."""
         self._next[np.concatenate(edges)] = np.arange(1, num_nodes)
         self._piece_of = np.full(num_nodes, -1, np.int32)
         """The piece that ends at a node, or -1."""
-        self._piece_of[ends] = np.arange(len(pieces))
+        self._piece_of[nodes] = np.arange(len(pieces))
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> Self | None:
