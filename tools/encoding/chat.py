@@ -482,7 +482,7 @@ def _named(problem: str) -> Iterator[None]:
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise Unusable(f"{problem}: {reason[:200]}") from None
-    except (AttributeError, RecursionError, OverflowError) as error:
+    except (AssertionError, AttributeError, RecursionError) as error:
         raise Unusable(f"{problem}: {type(error).__name__}") from None
 
 

@@ -100,8 +100,16 @@ def to_json(
     """Write a value as the filter `tojson` of transformers does."""
     if isinstance(value, MarkedObject):
         return value.to_json(ensure_ascii, indent, separators, sort_keys)
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    separators = separators and (separators[0], separators[1])
+    return _encoder(ensure_ascii, indent, separators, sort_keys).encode(value)
+
+
+@functools.lru_cache
+def _encoder(
+    ensure_ascii: bool, indent: int | None, separators: tuple[str, str] | None, sort_keys: bool
+) -> json.JSONEncoder:
+    return json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

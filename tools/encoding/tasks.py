@@ -781,14 +781,10 @@ class ChatEncoder(TaskEncoder):
             except Unusable as reason:
                 conversations.append(Conversation([]))
                 unusable[row] = str(reason)
-        if all(self.texts(values)) and not self._has_special(conversations):
+        if not self._has_special(conversations):
             return conversations, unusable
-        for row, (text, conversation) in enumerate(
-            zip(self.texts(values), conversations, strict=True)
-        ):
+        for row, conversation in enumerate(conversations):
             try:
-                if not text:
-                    raise Unusable(_SURROGATE)
                 self._check_special(conversation)
             except Unusable as reason:
                 unusable.setdefault(row, str(reason))

@@ -6,6 +6,7 @@ parts, and the same command after a kill, read the plan instead of the corpus.
 
 import contextlib
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 from tokenfeed.tools.corpus.read_records import UnverifiedError, read_records
-from tokenfeed.tools.corpus.records import Fields, Records, Reject, shown_names
+from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, Reject, shown_names
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
 from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
@@ -31,6 +32,8 @@ from tokenfeed.tools.jobs.crew import local_crew
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.pretokenizing.append import Onto
 from tokenfeed.tools.pretokenizing.options import Options
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_VALIDATION, _VALIDATION_BYTES = 0.01, 40_000_000
 """Share of the text for validation, and its largest size in bytes (about 10 M tokens)."""
@@ -87,6 +90,12 @@ class Inputs:
         )
         if isinstance(task, ChatEncoder) and options.field:
             _check_columns(corpus.sources, options.fields)
+            for own in task.extras.keys() & options.fields.keys():
+                name = options.fields[own]
+                if not _can_read(corpus.sources, {name: FieldKind.JSON}):
+                    logger.warning(
+                        "`--field` %s=%s: the first records have no field `%s`", own, name, name
+                    )
         elif isinstance(task, ChatEncoder):
             stored: dict[str, Any] | None = onto.manifest.fields if onto else None
             if stored:

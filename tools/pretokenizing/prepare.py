@@ -242,7 +242,7 @@ def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
     variables = {k: v for k, v in variables.items() if isinstance(v, str)}
     added = tokenizer.tokenizer.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special} | {*variables.values()}
-    known = {*tokenizer.tokenizer.get_vocab(with_added_tokens=True)}
+    known = (text for text in special if tokenizer.tokenizer.token_to_id(text) is not None)
     if unknown := sorted({*_TOKEN.findall(source)} - {token.content for token in added}):
         logger.warning(
             "the chat template writes %s, but the tokenizer has no such token: a model learns the "
@@ -251,7 +251,7 @@ def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
         )
     template = ChatTemplate(
         source=source,
-        special_tokens=tuple(sorted(special & known)),
+        special_tokens=tuple(sorted(known)),
         variables=variables | arguments,
     )
     if unread := [name for name in options.template_arguments if not template.reads(name)]:

@@ -1136,6 +1136,27 @@ def test_a_named_column_that_no_table_has_is_rejected(tmp_path: Path, tokenizer:
     assert "`--field` tools=tols: no input file has a column `tols`; the last" in failed.stderr
 
 
+def test_a_named_field_that_no_first_record_has_is_a_warning(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    rows = [{"messages": SHORT[0]}, {"messages": SHORT[0], "tools": TOOLS}]
+    for name, is_warned in (("tols", True), ("tools", False)):
+        given = ("--field", "messages=messages", f"tools={name}")
+        done = make(rows, tmp_path / name, tokenizer, *given)
+        warning = f"`--field` tools={name}: the first records have no field `{name}`"
+        assert (warning in done.stderr) == is_warned
+
+
+def test_a_record_on_which_a_filter_of_a_template_fails_is_rejected(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    template = tmp_path / "short.jinja"
+    template.write_text(QWEN.replace("m.content", "m.content | truncate(2)"))
+    rows = [{"messages": conversation} for conversation in SHORT]
+    failed = make(rows, tmp_path / "out", tokenizer, "--chat-template", template, expect=1)
+    assert "record 0: the template fails: AssertionError" in failed.stderr
+
+
 def test_a_template_may_get_its_date_as_an_argument(tmp_path: Path, tokenizer: Path) -> None:
     template = tmp_path / "dated.jinja"
     template.write_text(
