@@ -18,7 +18,7 @@ that state would skip a step. Here the state travels with its step, and the modu
     Trainer(..., callbacks=[StallCallback()])    # any module, any data: where does its time go?
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,28 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         self._validation = validation
         self._loaded: dict[str, Any] | None = None
         self._read_state: Callable[[], dict[str, Any]] | None = None
+        self._training: ShardLoader | None = None
         self._loaders: list[ShardLoader] = []
 
     def train_dataloader(self) -> Any:
         """Make the training loader. torch.distributed is initialized at this point."""
-        loader = self._loader(self._path, **self._settings)
+        self._training = loader = self._loader(self._path, **self._settings)
         if state := self._state:
             loader.load_state_dict(state)
         return _Steps(loader, self.trainer)
+
+    def reweigh(self, weights: Mapping[StorePath, float]) -> None:
+        """Change the weights of the present stage, for example by the losses of a validation.
+
+        See `ShardLoader.reweigh`. Every rank must call this after the same step. The step that
+        Lightning has fetched in advance stays as it is. Checkpoints have the change.
+
+        Raises:
+            ConfigError: There is no training loader yet, or the weights cannot change.
+        """
+        if self._training is None:
+            raise ConfigError("`reweigh`: training has not begun. Call it from a hook or a step.")
+        self._training.reweigh(weights)
 
     def val_dataloader(self) -> Any:
         """Make a loader of the validation split, in file order. Every validation starts anew, and
@@ -103,6 +117,7 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         for loader in self._loaders:
             loader.close()
         self._loaders.clear()
+        self._training = None
 
     @property
     def _state(self) -> dict[str, Any] | None:

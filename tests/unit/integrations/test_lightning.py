@@ -31,12 +31,17 @@ def new_model(fails_at: int | None = None) -> Any:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(()))
             self.validations: list[list[int]] = []
+            self.trained: list[list[int]] = []
             self.fails_at = fails_at
+            self.weights: Any = None
 
         def training_step(self, step: Any, index: int) -> None:
-            """Train nothing."""
+            """Train nothing. Change the weights of the data sets in the third step, if asked to."""
             if index == self.fails_at:
                 raise ValueError("a loss of the user's")
+            self.trained += [batch.rows.tolist() for batch in step]
+            if self.weights and index == 2:
+                self.trainer.datamodule.reweigh(self.weights)
             self.manual_backward(self.weight * 0.0)
             self.optimizers().step()
 
@@ -102,6 +107,32 @@ def test_lightning_validation_reads_every_data_set_once(
         model, ShardDataModule(data, validation="validation", **BATCHES)
     )
     assert [sorted(rows) for rows in model.validations] == [list(range(450))] * 2
+
+
+def test_reweighed_lightning_run_resumes_from_its_checkpoint(
+    both_splits: Path, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    from tokenfeed.integrations.lightning import ShardDataModule
+
+    other = write_dataset(
+        tmp_path / "other", {"train": (np.arange(4000) % 997 + 1, np.full(400, 10))}, 1000
+    )
+    stages = [Stage({both_splits: 1, other: 1}, until_tokens=8_000)]
+    whole, first, rest = new_model(), new_model(), new_model()
+    whole.weights = first.weights = {other: 1}
+    trainer(tmp_path, max_steps=60).fit(whole, ShardDataModule(stages, **BATCHES))
+    stopped = trainer(tmp_path, max_steps=3)
+    stopped.fit(first, ShardDataModule(stages, **BATCHES))
+    stopped.save_checkpoint(tmp_path / "reweighed.ckpt")
+    trainer(tmp_path, max_steps=60).fit(
+        rest, ShardDataModule(stages, **BATCHES), ckpt_path=tmp_path / "reweighed.ckpt"
+    )
+    assert first.trained + rest.trained == whole.trained
+    of_other = [sum(row >= 400 for row in rows) / len(rows) for rows in whole.trained]
+    assert 0.2 < np.mean(of_other[:12]) < 0.8
+    assert np.mean(of_other[13:]) == 1
+    with pytest.raises(ConfigError, match="training has not begun"):
+        ShardDataModule(stages, **BATCHES).reweigh({other: 1})
 
 
 def test_stall_callback_after_exception_fits_again(both_splits: Path, tmp_path: Path) -> None:
