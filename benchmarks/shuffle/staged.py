@@ -114,7 +114,13 @@ def planned(plan: Plan, lengths: np.ndarray, rows: np.ndarray) -> Order:
         numbers = ranges(begins[batches], rows[batches])
         batching, draw = plan.batching_of(window), plan.order.draw(0, window)
         of_rows = lengths[numbers]
-        made = plan_window(of_rows, batching, step_size=plan.micro_batches_per_step, draw=draw)
+        made = plan_window(
+            of_rows,
+            batching,
+            step_size=plan.micro_batches_per_step,
+            draw=draw,
+            parts=plan.parts(0, window, numbers),
+        )
         spans = Spans.from_plan(made, numbers, of_rows)
         whole = np.ones(len(numbers), np.bool_) if spans.starts is None else spans.starts == 0
         parts.append((spans.numbers, spans.lengths.astype(np.int64), whole))

@@ -19,19 +19,20 @@ state. Torch-free, no I/O.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import gcd
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
 _ROUNDS = 6
 CYCLE = 8
 """Epochs after which the strata of bands get new random starts; see `length_bands`."""
-_GOLDEN = 0x9E3779B97F4A7C15
-_WORD = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+"""0.618 * 2**64."""
+WORD = (1 << 64) - 1
 BLOCK = 1 << 13
 """Words that fit into a core's cache during several passes."""
 
@@ -56,14 +57,14 @@ def derive_key(*parts: int) -> int:
     """Return a 64-bit key from integers (seed, epoch, window, ...). Their order matters."""
     key = 0
     for part in parts:
-        key = _mix_one((key + _GOLDEN + part) & _WORD)
+        key = _mix_one((key + GOLDEN + part) & WORD)
     return key
 
 
 def _mix_one(value: int) -> int:
     """Return `mix64` of one integer, in pure Python: a tenth of the time."""
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _WORD
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _WORD
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & WORD
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & WORD
     return value ^ value >> 31
 
 
@@ -138,7 +139,7 @@ def derive_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
 def next_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
     """Return `derive_key(*parts, part)`, where `keys` are the keys of `parts`; for many of them."""
     sums = np.atleast_1d(np.asarray(keys, np.uint64)) + np.asarray(part, np.uint64)
-    made: np.ndarray = mix64(sums + np.uint64(_GOLDEN))
+    made: np.ndarray = mix64(sums + np.uint64(GOLDEN))
     return made
 
 
@@ -157,6 +158,11 @@ class Draw:
     """Windows of the epoch."""
     is_even: bool = False
     """Whether short and long steps follow each other evenly, or in random order."""
+
+    def of_part(self, nth: int) -> Self:
+        """Return the random keys of one part of the window."""
+        keys = derive_key(self.key, nth), derive_key(self.cycle_key, nth)
+        return replace(self, key=keys[0], cycle_key=keys[1])
 
 
 class Stretch(NamedTuple):
@@ -447,7 +453,7 @@ def _in_blocks(
 def _stride(size: int) -> int:
     """Return a number near 0.618 * size without a common divisor, whose multiples modulo `size` lie
     evenly: the terms of the continued fraction of their ratio have a small sum."""
-    near = size * (_GOLDEN >> 32) >> 32
+    near = size * (GOLDEN >> 32) >> 32
     tried = range(max(1, near - _TRIED), near + _TRIED + 1)
     return min((n for n in tried if gcd(n, size) == 1), key=lambda n: _sum_of_terms(n, size))
 

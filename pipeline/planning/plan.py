@@ -40,13 +40,14 @@ from tokenfeed.pipeline.planning.stages import (
     place_of,
     planned_stages,
     reweighed,
+    saved_stages,
 )
 
 _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
 """Smallest and largest default window in tokens. The smallest has about 128 record batches, so it
 mixes rows of 128 places of the corpus."""
-_LEAST_OF_STAGES = 3 << 22
-"""Smallest default window of a list of stages."""
+_LEAST_OF_STAGES, _MOST_ROWS_OF_STAGES = 3 << 22, 1_600_000
+"""Smallest default window of a list of stages, and the rows that it has at most."""
 _WINDOW_ROWS = 400_000
 """Largest number of rows of the smallest default window, because rows cost time and memory too."""
 _WINDOW_STEPS = 256
@@ -75,13 +76,13 @@ class PlanSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     """The settings that define a plan, as in a saved state."""
 
     data: list[str]
-    split: str
     batching: str
     micro_batches_per_step: Annotated[int, msgspec.Meta(ge=1, le=checks.MOST)]
-    stream: Annotated[int, msgspec.Meta(ge=0)]
-    num_streams: _Positive
+    split: str
     seed: int
-    shuffle: bool
+    stream: Annotated[int, msgspec.Meta(ge=0)] = 0
+    num_streams: _Positive = 1
+    shuffle: bool = True
     weights: list[Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]] | None = None
     phases: list[list[int]] | None = None
     """Record batches of each source in each phase."""
@@ -243,6 +244,14 @@ class Plan:
         order = self.order
         return order.stage_of(window).targets if isinstance(order, StagedOrder) else None
 
+    def parts(self, epoch: int, window: int, numbers: np.ndarray) -> np.ndarray | None:
+        """Return the part of each row of a window; see `StagedOrder.parts`. `numbers` are the rows
+        of the window, over all sources, shape (R,)."""
+        if not isinstance(self.order, StagedOrder):
+            return None
+        sources = np.searchsorted(self.row_ends, numbers, side="right")
+        return self.order.parts(epoch, window, sources)
+
     def reweighed(
         self, weights: Mapping[str, float], position: Position, opened: Mapping[str, OpenedSplit]
     ) -> Self:
@@ -297,7 +306,7 @@ class Plan:
         Raises:
             ResumeError: The lists of stages differ before the position.
         """
-        theirs = planned_stages(saved.stages or [], saved.batching)
+        theirs = planned_stages(saved.stages or [], saved.data, saved.batching)
         if saved.given == self.given:  # the saved list is this one, and what became of it
             if missing := [data for data in data_of(theirs) if data not in self.data]:
                 raise ResumeError(
@@ -372,18 +381,18 @@ class Plan:
         order = self.order
         settings = PlanSettings(
             list(self.data),
-            self.split,
             describe(self.batching),
             self.micro_batches_per_step,
+            self.split,
+            order.seed,
             self.stream,
             self.num_streams,
-            order.seed,
             order.shuffle,
             order="file" if order.keeps_rows else None,
             skip=dict(self.skip or {}) or None,
         )
         if isinstance(order, StagedOrder):
-            stages = [stage.settings(self.batching) for stage in order.stages]
+            stages = saved_stages(order.stages, self.data, self.batching)
             return msgspec.structs.replace(settings, stages=stages, given=self.given)
         return msgspec.structs.replace(
             settings,
@@ -419,12 +428,13 @@ def default_window_tokens(
         math.ceil(_WINDOW_BATCHES * source.tokens / source.batches / share)
         for source, share in zip(sources, shares, strict=True)
     )
+    of_sources, least = min(of_sources, _MOST_FOR_SOURCES), _LEAST_WINDOW_TOKENS
     if is_staged:
         parts = zip(sources, shares, strict=True)
         mean_tokens = 1 / float(sum(share * each.rows / each.tokens for each, share in parts))
-    least = _LEAST_OF_STAGES if is_staged else _LEAST_WINDOW_TOKENS
-    least = min(least, int(_WINDOW_ROWS * mean_tokens))
-    return max(least, wanted, min(of_sources, _MOST_FOR_SOURCES))
+        least, most = _LEAST_OF_STAGES, int(_MOST_ROWS_OF_STAGES * mean_tokens)
+        wanted, of_sources = min(wanted, most), min(of_sources, most)
+    return max(min(least, int(_WINDOW_ROWS * mean_tokens)), wanted, of_sources)
 
 
 def _planned(

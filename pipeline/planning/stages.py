@@ -10,7 +10,7 @@ where the stage before left it, and no row comes twice before the source was rea
 The progress of a run is counted in tokens: every record batch counts as many as the source has on
 average. At a progress of t tokens, a source has given the record batches up to
 
-    floor(tokens of the source so far / tokens of its average record batch)
+    floor(tokens of the source so far / tokens of its average record batch + a random part)
 
 so its share is exact to one record batch at any time. Windows lie between multiples of
 `window_tokens` from the beginning of their stage; the last window of a stage ends with the stage,
@@ -44,6 +44,8 @@ from tokenfeed.pipeline.format.store import Store, StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture, proportions
 from tokenfeed.pipeline.planning.order import (
     CYCLE,
+    GOLDEN,
+    WORD,
     Draw,
     SourceOrder,
     Stretch,
@@ -58,6 +60,10 @@ ENDLESS = 1 << 62
 """Number of windows of a list whose last stage has no end."""
 _SCALE = 20
 """Tokens of a source are counted in parts of 2**-20 token: whole numbers for any weights."""
+_SURE_BATCHES = 64
+"""See `least_tokens`."""
+_MOST_PARTS, _PART_CHANGE = 8, Fraction(1, 25)
+"""A window is divided into parts of which no share changes by more than this, but at most 8."""
 _LEAST_WINDOWS = 2
 """An epoch of one window has length bands of its own, for rows that come again in every epoch."""
 
@@ -170,18 +176,22 @@ def by_place(weights: Mapping[StorePath, float]) -> dict[object, float]:
 
 
 _Weight = Annotated[float, msgspec.Meta(ge=0)]
-_Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 61)]
 
 
 class SavedStage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A stage in a saved state."""
+    """A stage in a saved state, as its differences from the stage before."""
 
     until: _Tokens | None
-    weights: dict[_Fingerprint, _Weight]
-    window_tokens: _Tokens
-    to: dict[_Fingerprint, _Weight] | None = None
+    weights: list[_Weight] | None = None
+    """In the order of the plan's data sets, up to the last one above 0. None: the weights at the
+    end of the stage before."""
+    to: list[_Weight] | None = None
+    """Like `weights`. None: the weights stay."""
+    window_tokens: _Tokens | None = None
+    """None: as in the stage before."""
     batching: str | None = None
+    """None: as in the stage before, or as the plan's policy."""
     targets: str | None = None
 
 
@@ -214,43 +224,76 @@ class PlannedStage:
             return self.until
         return self.begins + nth * self.window_tokens
 
-    def settings(self, default: Batching) -> SavedStage:
-        """Return what defines the stage after its beginning. The policy is left out if it is
-        `default`."""
-        batching = None if self.batching == default else describe(self.batching)
-        to = None if self.to is None else dict(self.to)
-        weights = dict(self.weights)
-        return SavedStage(self.until, weights, self.window_tokens, to, batching, self.targets)
+
+def saved_stages(
+    stages: Sequence[PlannedStage], data: Sequence[str], batching: Batching
+) -> list[SavedStage]:
+    """Return stages for a saved state. `batching` is the policy of the plan."""
+    saved: list[SavedStage] = []
+    last: list[float] | None = None
+    window_tokens = 0
+    for stage in stages:
+        weights = _listed(stage.weights, data)
+        to = None if stage.to is None else _listed(stage.to, data)
+        saved.append(
+            SavedStage(
+                stage.until,
+                None if weights == last else weights,
+                to,
+                None if stage.window_tokens == window_tokens else stage.window_tokens,
+                None if stage.batching == batching else describe(stage.batching),
+                stage.targets,
+            )
+        )
+        last, window_tokens, batching = to or weights, stage.window_tokens, stage.batching
+    return saved
 
 
-def planned_stages(saved: Sequence[SavedStage], batching: str) -> tuple[PlannedStage, ...]:
-    """Return the stages of a saved plan. `batching` is the policy of a stage without one.
+def _listed(weights: Mapping[str, float], data: Sequence[str]) -> list[float]:
+    """Return weights in the order of the data sets, without zeros at the end."""
+    listed = [weights.get(each, 0.0) for each in data]
+    while listed and not listed[-1]:
+        listed.pop()
+    return listed
+
+
+def planned_stages(
+    saved: Sequence[SavedStage], data: Sequence[str], batching: str
+) -> tuple[PlannedStage, ...]:
+    """Return the stages of a saved plan: the inverse of `saved_stages`.
 
     Raises:
         ResumeError: The list is damaged.
     """
     stages: list[PlannedStage] = []
     begins: int | None = 0
+    last: list[float] = []
+    window_tokens = 0
     for number, each in enumerate(saved, 1):
-        ends = [each.weights] if each.to is None else [each.weights, each.to]
-        makes_sense = all(sum(end.values()) > 0 and end.keys() == ends[0].keys() for end in ends)
+        weights = last if each.weights is None else each.weights
+        ends = [weights] if each.to is None else [weights, each.to]
+        window_tokens = each.window_tokens or window_tokens
+        makes_sense = all(sum(end) > 0 and len(end) <= len(data) for end in ends) and window_tokens
         if begins is None or (each.until or ENDLESS) <= begins or not makes_sense:
             raise ResumeError(
                 f"cannot resume: stage {number} of the state is damaged. Use an unchanged state."
             )
-        policy = policy_of(each.batching or batching)
+        batching = each.batching or batching
+        whole = [[*end, *[0.0] * (len(data) - len(end))] for end in ends]
+        used = [nth for nth in range(len(data)) if any(end[nth] for end in whole)]
+        first, *change = ({data[nth]: end[nth] for nth in used} for end in whole)
         stages.append(
             PlannedStage(
                 begins,
                 each.until,
-                each.window_tokens,
-                each.weights,
-                each.to,
-                policy,
+                window_tokens,
+                first,
+                change[0] if change else None,
+                policy_of(batching),
                 each.targets,
             )
         )
-        begins = each.until
+        begins, last = each.until, ends[-1]
     return tuple(stages)
 
 
@@ -369,6 +412,42 @@ class StagedOrder(SourceOrder):
         key = derive_key(self.seed, epoch, window)
         return Draw(key, cycle_key, 0, num_windows, is_even=True)
 
+    def parts(self, epoch: int, window: int, sources: np.ndarray) -> np.ndarray | None:
+        """Return the part of each row of a window whose weights change, shape (R,), int64.
+
+        A window has one share of each source for all its tokens. Rows of part 0 are delivered
+        first, then those of part 1, so that the shares change inside the window too. Every part has
+        rows from all places of a source, because row i belongs to place i * 0.618 modulo 1.
+
+        Args:
+            epoch: Number of the epoch.
+            window: Number of the window in the epoch.
+            sources: Source of each row of the window, shape (R,), ascending.
+
+        Returns:
+            None if the window has one part.
+        """
+        number = self._number(window)
+        rates = self._rates[number]
+        begin, end = self.edge(window), self.edge(window + 1)
+        change = max(2 * abs(square) for _, square in rates.of.values()) * (end - begin)
+        count = min(_MOST_PARTS, ceil(Fraction(change, rates.whole) / _PART_CHANGE))
+        if not self.shuffle or count < 2:
+            return None
+        edges = [begin + (end - begin) * nth // count for nth in range(1, count)]
+        key = np.uint64(derive_key(self.seed, epoch, window, count))
+        places = np.arange(len(sources), dtype=np.uint64) * np.uint64(GOLDEN) + key
+        parts = np.zeros(len(sources), np.int64)
+        for source in np.unique(sources).tolist():
+            first, *inner, last = (
+                self._of_stage(number, source, edge) for edge in (begin, *edges, end)
+            )
+            own = slice(*np.searchsorted(sources, [source, source + 1]).tolist())
+            for edge in inner:
+                before = min((edge - first << 64) // (last - first), WORD)
+                parts[own] += places[own] >= np.uint64(before)
+        return parts
+
     def windows_of(self, source: int, places: np.ndarray) -> np.ndarray:
         """Return about the window of each place in a source's order; -1 for a place without one.
 
@@ -395,8 +474,19 @@ class StagedOrder(SourceOrder):
 
     def _given(self, number: int, source: int, tokens: int) -> int:
         """Return the record batches that a source has given at a place in a stage."""
-        parts = self._parts[number][source] + self._of_stage(number, source, tokens)
-        return parts * self.sizes[source] // (self.tokens[source] << _SCALE)
+        return self._batches(
+            source, self._parts[number][source] + self._of_stage(number, source, tokens)
+        )
+
+    def _batches(self, source: int, parts: int) -> int:
+        """Return the record batches of a source that has got parts of 2**-20 token.
+
+        Each source begins at a random part of a record batch. Otherwise many sources with equal
+        weights would deliver their record batches in the same windows.
+        """
+        batch = self.tokens[source] << _SCALE
+        begun = derive_key(self.seed, int(self.data[source], 16), CYCLE) * batch >> 64
+        return (parts * self.sizes[source] + begun) // batch
 
     def _of_stage(self, number: int, source: int, tokens: int) -> int:
         """Return what a source has got from one stage, in parts of 2**-20 token."""
@@ -439,8 +529,8 @@ class StagedOrder(SourceOrder):
     def _begin_places(self) -> tuple[tuple[int, ...], ...]:
         """Place of each source at the beginning of each stage."""
         return tuple(
-            tuple(parts[source] * size // (self.tokens[source] << _SCALE) for parts in self._parts)
-            for source, size in enumerate(self.sizes)
+            tuple(self._batches(source, parts[source]) for parts in self._parts)
+            for source in range(len(self.sizes))
         )
 
 
@@ -451,9 +541,10 @@ def data_of(stages: Iterable[PlannedStage]) -> tuple[str, ...]:
 
 def digest_of(stages: Sequence[PlannedStage]) -> str:
     """Return a short name of a list, to recognise the same list again."""
-    settings = [msgspec.to_builtins(each.settings(stages[0].batching)) for each in stages]
+    data, batching = sorted(data_of(stages)), stages[0].batching
+    saved = msgspec.to_builtins(saved_stages(stages, data, batching))
     return xxhash.xxh3_64_hexdigest(
-        canonical({"batching": describe(stages[0].batching), "stages": settings})
+        canonical({"data": data, "batching": describe(batching), "stages": saved})
     )
 
 
@@ -462,7 +553,8 @@ def least_tokens(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> i
 
     A source with a constant share gives one in its average record batch divided by its share. While
     shares change, S sources together give more than S record batches in S + 1 average ones, less
-    one of each that has just begun.
+    one of each that has just begun. Many sources begin at random parts of a record batch: with a
+    probability of e**-64, none of them gives one in 64 average ones.
 
     Args:
         stage: The stage.
@@ -478,7 +570,7 @@ def least_tokens(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> i
         for size, a, b in zip(sizes, first, last, strict=True)
         if a and b
     ]
-    together = (len(sizes) + 1) * max(sizes)
+    together = min(len(sizes) + 1, _SURE_BATCHES) * max(sizes)
     return ceil(min([together, *alone])) + 1  # 1: parts of a token are rounded down
 
 

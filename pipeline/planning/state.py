@@ -18,7 +18,7 @@ from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
 from tokenfeed.pipeline.planning.policies import described_policy
 
-_VERSION, _STAGED_VERSION = 3, 5
+_VERSION, _STAGED_VERSION = 3, 6
 """Version of the row order without and with stages. A change of the order changes it, because the
 same position then has other rows before it."""
 _WORD = (1 << 64) - 1

@@ -66,6 +66,7 @@ class WindowMaker:
             draw=plan.order.draw(epoch, number),
             labels=_column_of(window, "target"),
             rows=self._rows_in_order(window) if plan.order.keeps_rows else None,
+            parts=plan.parts(epoch, number, window.numbers),
         )
         rounds = deal_rounds(
             planned.step_offsets,

@@ -20,6 +20,7 @@ from tokenfeed.integrations.steps import steps
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import StorePath
+from tokenfeed.pipeline.planning.policy import Batching
 
 OPTIONS: dict[str, Any] = {"window_tokens": 1500, "micro_batches_per_step": 2}
 SMALL = Padded(max_tokens=256)
@@ -104,9 +105,10 @@ def listed(drawn: list[Drawn], folders: list[Path], begins: int = 0) -> list[Sta
 
 def edges_of(state: dict[str, Any]) -> list[list[int]]:
     """The tokens of the run at the edges of the windows of every stage, from a saved state."""
-    edges, begins = [], 0
+    edges, begins, window = [], 0, 0
     for stage in state["plan"]["stages"]:
-        length, window = stage["until"] - begins, stage["window_tokens"]
+        window = stage.get("window_tokens", window)  # or as in the stage before
+        length = stage["until"] - begins
         count = max(1, (length + window // 2) // window)
         edges.append([begins + nth * window for nth in range(count)] + [stage["until"]])
         begins = stage["until"]
@@ -401,6 +403,21 @@ def test_the_length_of_sequences_grows(folders: list[Path]) -> None:
         assert sum(batch.num_tokens for batch in loader) > 9_000
 
 
+@pytest.mark.parametrize("policy", [SMALL, *SMALL_POLICIES], ids=str)
+def test_shares_change_inside_a_window(folders: list[Path], policy: Batching) -> None:
+    list_ = [Stage({folders[2]: 1}, to={folders[3]: 1}, until_tokens=48_000)]
+    options = OPTIONS | {"window_tokens": 48_000}
+    with open_loader(list_, policy, **options) as loader:
+        assert len(edges_of(loader.state_dict())[0]) == 2
+        tokens = [
+            np.bincount(batch.rows >= len(LENGTHS[2]), batch.piece_lengths, 2) for batch in loader
+        ]
+    counted = np.array(tokens)
+    nth = (np.cumsum(counted.sum(1)) - 1) * 8 // counted.sum()
+    shares = [counted[nth == part, 1].sum() / counted[nth == part].sum() for part in range(8)]
+    assert shares == pytest.approx([(part + 0.5) / 8 for part in range(8)], abs=0.08)
+
+
 def test_targets_of_a_stage_select_its_labels_and_are_resumed(tmp_path: Path) -> None:
     rows = random_rows(np.random.default_rng(0).integers(20, 60, 300), "chat")
     chat = write_rows(tmp_path / "chat", {"train": rows}, VOCABULARY_SIZE, task="chat")
@@ -464,11 +481,17 @@ def test_a_dataset_of_stages_delivers_the_batches_of_a_loader(folders: list[Path
         assert all(same_values(*pair) for pair in zip(loader, batches, strict=True))
 
 
-def test_a_state_of_a_few_stages_has_less_than_a_kilobyte(folders: list[Path]) -> None:
+def test_a_state_of_seven_stages_has_less_than_a_kilobyte(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    fifth = write_rows(tmp_path / "fifth", {"train": random_rows(np.array([5]))}, VOCABULARY_SIZE)
+    draw = np.random.default_rng(0).integers
     list_ = [
-        Stage({folders[0]: 1, folders[1]: 2}, until_tokens=20_000_000_000),
-        Stage({folders[0]: 1}, to={folders[1]: 1}, until_tokens=40_000_000_000),
-        Stage({folders[2]: 1, folders[3]: 1}),
+        Stage(
+            {folder: int(draw(1, 100)) / 100 for folder in [*folders, fifth]},
+            until_tokens=2_000_000_000_000 * (nth + 1),
+        )
+        for nth in range(7)
     ]
     with open_loader(list_, Packed(2048, 8)) as loader:
         next(iter(loader))
@@ -599,12 +622,14 @@ def test_damaged_lists_of_a_state_are_refused(saved: tuple[list[Stage], dict[str
         {"stages": None},
         {"stages": []},
         {"stages": [{}]},
-        {"stages": [{"until": None, "weights": {}, "window_tokens": 1}] * 2},
-        {"stages": [{"until": 9, "weights": {"x": 1}, "window_tokens": 1}]},
+        {"stages": [{"until": None, "weights": [1], "window_tokens": 1}] * 2},
         {"stages": [{"until": 9, "weights": {"0" * 16: 1}, "window_tokens": 1}]},
+        {"stages": [{"until": 9, "weights": [1] * 9, "window_tokens": 1}]},
+        {"stages": [{"until": 9, "window_tokens": 1}]},
+        {"stages": [{"until": 9, "weights": [1]}]},
         {"stages": [state["plan"]["stages"][0] | {"batching": "what()"}]},
-        {"stages": [state["plan"]["stages"][0] | {"to": {}}]},
-        {"stages": [state["plan"]["stages"][0] | {"weights": {}}]},
+        {"stages": [state["plan"]["stages"][0] | {"to": []}]},
+        {"stages": [state["plan"]["stages"][0] | {"weights": [0, 0]}]},
         {"batching": 7},
         {"given": 7},
     ):

@@ -17,6 +17,8 @@ from tokenfeed.pipeline.planning.order import (
     permute,
     places_at,
 )
+from tokenfeed.pipeline.planning.policies import Fixed
+from tokenfeed.pipeline.planning.stages import PlannedStage, StagedOrder
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
@@ -44,6 +46,30 @@ def test_order_never_changes_between_releases() -> None:
         [2, 5, 6, 9],
     ]
     assert order.draw(10, 1) == Draw(derive_key(1, 10, 1), derive_key(1, 1, 1, 8), 2, 3)
+
+
+def staged(count: int, window_tokens: int) -> StagedOrder:
+    """Sources of 100 record batches with 1,000 tokens each, and equal weights."""
+    data = tuple(f"{number:016x}" for number in range(count))
+    stage = PlannedStage(0, None, window_tokens, dict.fromkeys(data, 1.0), None, Fixed(8))
+    return StagedOrder((100,) * count, 1, True, data, (100_000,) * count, (stage,))
+
+
+def test_order_of_stages_never_changes_between_releases() -> None:
+    """Order is part of saved states: these values may only change with the state's version."""
+    order = staged(2, 4_000)
+    assert [order.window(0, window).tolist() for window in range(3)] == [
+        [18, 68, 105, 158],
+        [41, 96, 122, 165],
+        [15, 50, 141, 191],
+    ]
+
+
+def test_many_sources_with_equal_weights_share_every_window() -> None:
+    order = staged(500, 100_000)
+    counts = [len(order.window(0, window)) for window in range(25)]
+    assert sum(counts) == pytest.approx(2_500, abs=5)
+    assert min(counts) > 60, "100 on average"
 
 
 def test_every_place_gets_every_value_about_equally_often() -> None:

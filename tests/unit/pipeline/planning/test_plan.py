@@ -31,6 +31,7 @@ from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.estimates import deviation, unmixed
 from tokenfeed.pipeline.planning.mixture import mix
 from tokenfeed.pipeline.planning.order import Draw, EpochOrder, MixturePhase
+from tokenfeed.pipeline.planning.plan import default_window_tokens
 from tokenfeed.pipeline.planning.policy import Batching
 
 SHORT = np.clip(np.random.default_rng(0).lognormal(3.0, 0.6, 300_000), 1, 512).astype(np.int64)
@@ -55,6 +56,16 @@ def test_narrow_bands_of_very_many_rows_are_planned_as_fast_as_strict_order() ->
         return plan_window(SHORT, Fixed(8, spread=spread), step_size=1, draw=draw)
 
     assert seconds(lambda: plan(0.033)) < 25 * seconds(lambda: plan(0))
+
+
+def test_default_window_of_stages_has_few_rows_where_rows_are_tiny() -> None:
+    tiny = source_of(np.full(1_000_000, 3))
+    policy = Padded(65_536)
+    sizes = [
+        default_window_tokens([tiny], [1.0], policy, 64, is_staged=is_staged)
+        for is_staged in (False, True)
+    ]
+    assert sizes == [1 << 25, 3 * 1_600_000], "a plan without stages stays as it is"
 
 
 def test_very_many_classes_take_no_memory_of_their_own() -> None:
