@@ -164,7 +164,7 @@ def _words(rows: list[Row]) -> list[dict[str, Any]]:
 
 def _tag_scores(rows: list[Row], predicted: list[str]) -> dict[str, float]:
     """Accuracy, and span F1 by the code that scores `train`."""
-    from tokenfeed.trainer.tasks.labels import TagScheme, spans
+    from tokenfeed.trainer.tasks.label_tasks import TagScheme, spans
 
     true = [tag for row in rows for tag in row["tags"]]
     names = tuple(sorted({*true, *predicted}))

@@ -16,7 +16,7 @@ from support.false_engine import FALSE_ENGINE, sampled_document, write_corpus
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.encoding.audit import Answers
+from tokenfeed.tools.encoding.audit import EngineAnswers
 from tokenfeed.tools.encoding.engines import EngineFailure, FastEngine, ReferenceEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
@@ -166,7 +166,7 @@ def test_an_answer_that_no_array_can_hold_is_a_breakdown(
     with pytest.raises(EngineFailure):
         engine.encode([b"right", b"LIE"])
     texts = [b"right", b"LIE", b""]
-    assert b"LIE" in Answers.from_engine(engine, texts).differing(ReferenceEngine(loaded))
+    assert b"LIE" in EngineAnswers.from_engine(engine, texts).differing(ReferenceEngine(loaded))
 
 
 def test_units_count_only_for_the_engine_that_made_them(

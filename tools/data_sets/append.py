@@ -7,7 +7,7 @@ from tokenfeed.pipeline.format.manifest import read_checked
 from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.data_sets.merge import Opened, grow
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.pretokenizing.append import NothingNew, Onto
+from tokenfeed.tools.pretokenizing.append_target import NothingNew, Onto
 from tokenfeed.tools.pretokenizing.make import make_rows
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.summary import Figures, Summary

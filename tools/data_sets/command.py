@@ -8,7 +8,7 @@ from tokenfeed.tools.data_sets.explain import Explain
 from tokenfeed.tools.data_sets.export import Export
 from tokenfeed.tools.data_sets.inspection import Inspect
 from tokenfeed.tools.data_sets.merge import Merge
-from tokenfeed.tools.data_sets.plan import ShowPlan
+from tokenfeed.tools.data_sets.plan_stages import ShowPlan
 from tokenfeed.tools.data_sets.select import Select
 from tokenfeed.tools.data_sets.verify import Verify
 from tokenfeed.tools.shell.command_line import Subcommand, run_subcommand

@@ -22,8 +22,7 @@ from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
 from tokenfeed.pipeline.planning.policies import policy_of
 from tokenfeed.pipeline.planning.stages import Stage
-from tokenfeed.pipeline.planning.state import Delivered, own_stream
-from tokenfeed.pipeline.planning.state import SavedState as LoaderState
+from tokenfeed.pipeline.planning.state import Delivered, SavedState, own_stream
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
 from tokenfeed.pipeline.windows.reader import WindowReader
@@ -35,7 +34,7 @@ _CHECKPOINT_FILE = "checkpoint.json"
 
 
 @dataclass(frozen=True, slots=True)
-class SavedState:
+class StateFile:
     """A loader state, and the step of the run after which it was saved; 0 if unknown."""
 
     state: dict[str, Any]
@@ -107,7 +106,7 @@ class Explain:
                 "`--state` is needed: expected a checkpoint of `train`, or a file with what "
                 "`state_dict()` returned, as JSON."
             )
-        saved = SavedState.read(self.state)
+        saved = StateFile.read(self.state)
         per_stream, others = divmod(self.world_size, saved.num_streams)
         if others or (self.rank or 0) >= self.world_size:
             raise ConfigError(
@@ -122,7 +121,7 @@ class Explain:
                 "of them would be read. Give a state that was saved nearer to the step."
             )
         state = own_stream(saved.state, stream)
-        settings = LoaderState.checked(state).plan
+        settings = SavedState.checked(state).plan
         sources = _sources(self.out, settings)
         delivered = Delivered.from_state(_plan(sources, settings), state)
         plan, position = delivered.plan, delivered.position

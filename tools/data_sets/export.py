@@ -35,7 +35,7 @@ Format = Literal["megatron", "nanogpt", "llm.c", "olmo", "datatrove", "parquet",
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportSummary:
     """The result of an export."""
 
     to: str
@@ -78,7 +78,7 @@ class Export:
         return 0
 
 
-def export_data_set(path: str, folder: Path, to: Format, split: str | None = None) -> Exported:
+def export_data_set(path: str, folder: Path, to: Format, split: str | None = None) -> ExportSummary:
     """Write splits of a data set in another format.
 
     Args:
@@ -116,7 +116,7 @@ def export_data_set(path: str, folder: Path, to: Format, split: str | None = Non
             bar.count_unit()
         for writer in writers.values():
             writer.finish()
-    return Exported(
+    return ExportSummary(
         to=str(folder),
         format=to,
         splits={name: manifest.splits[name].rows for name in names},

@@ -38,7 +38,7 @@ _LINES, _LONGEST_LINE = 1 << 14, 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _ForeignFile:
     """A file on this machine or in a store."""
 
     path: str
@@ -50,7 +50,7 @@ class _File:
     """In bytes."""
 
     @classmethod
-    def of(cls, path: str) -> "_File | None":
+    def of(cls, path: str) -> "_ForeignFile | None":
         """Return the file at a path or an address; None if it is missing.
 
         Raises:
@@ -76,9 +76,9 @@ class _File:
             return None
         return cls(path, path, RemoteFile(store, info), info.size)
 
-    def beside(self, old: str, new: str) -> "_File | None":
+    def beside(self, old: str, new: str) -> "_ForeignFile | None":
         """Return the file whose name ends with `new` instead of `old`; None if it is missing."""
-        found = _File.of(self.path.removesuffix(old) + new)
+        found = _ForeignFile.of(self.path.removesuffix(old) + new)
         return found and replace(found, name=self.name.removesuffix(old) + new)
 
     def open(self) -> BinaryIO:
@@ -109,7 +109,7 @@ Lengths = Callable[["TokenFile"], Iterator[np.ndarray]]
 class TokenFile(NamedTuple):
     """A file of token ids, one after the other."""
 
-    file: _File
+    file: _ForeignFile
     dtype: np.dtype
     first: int
     """Where the ids begin, in bytes."""
@@ -168,7 +168,7 @@ def open_tokens(name: str, tokenizer: TextTokenizer) -> TokenFile:
 
 
 def _opened(name: str, tokenizer: TextTokenizer) -> TokenFile:
-    file, suffix = _File.of(name), Path(name).suffix
+    file, suffix = _ForeignFile.of(name), Path(name).suffix
     if file is None:
         raise ConfigError(f"{name}: is not a file. Give the files with tokens: .bin, .npy or .ds.")
     flat = partial(_flat, file, end_id=tokenizer.end_id)
@@ -203,7 +203,7 @@ _MEGATRON = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """dtype by its code in an index."""
 
 
-def _refuse_other_ids(file: _File, is_filled: bool) -> None:
+def _refuse_other_ids(file: _ForeignFile, is_filled: bool) -> None:
     """Reject a file whose ids do not have two bytes each.
 
     Args:
@@ -223,7 +223,7 @@ def _refuse_other_ids(file: _File, is_filled: bool) -> None:
         )
 
 
-def _numpy_header(file: _File) -> tuple[np.dtype, int]:
+def _numpy_header(file: _ForeignFile) -> tuple[np.dtype, int]:
     """Return the dtype in the header of a file of `numpy.save`, and where the ids begin."""
     head = io.BytesIO(file.read(0, 1 << 16))
     try:
@@ -241,7 +241,7 @@ def _numpy_header(file: _File) -> tuple[np.dtype, int]:
 
 
 def _flat(
-    file: _File,
+    file: _ForeignFile,
     dtype: "np.dtype | str",
     by_index: Lengths | None,
     *,
@@ -261,7 +261,7 @@ def _flat(
     return TokenFile(file, dtype, first, counted, end_id, by_index)
 
 
-def _megatron(index: _File) -> tuple[np.dtype, Lengths]:
+def _megatron(index: _ForeignFile) -> tuple[np.dtype, Lengths]:
     """Read the index of Megatron's `IndexedDataset`, version 1. A row is a document."""
     head = index.read(0, 34)
     if head[:17] != b"MMIDIDX\0\0" + (1).to_bytes(8, "little") or len(head) < 34:
@@ -284,7 +284,7 @@ def _megatron(index: _File) -> tuple[np.dtype, Lengths]:
 
 
 def _by_index(
-    index: _File, sequences: int, borders: int, tokens: TokenFile
+    index: _ForeignFile, sequences: int, borders: int, tokens: TokenFile
 ) -> Iterator[np.ndarray]:
     """Read the rows of Megatron's index: documents of some sequences."""
     sizes, pointers, documents = 34, 34 + 4 * sequences, 34 + 12 * sequences
@@ -312,7 +312,7 @@ def _by_index(
         yield found
 
 
-def _datatrove(file: _File) -> tuple[str, Lengths]:
+def _datatrove(file: _ForeignFile) -> tuple[str, Lengths]:
     """Read the ends of rows from `.ds.index`, and the size of ids from `.ds.metadata`."""
     index, metadata = file.beside("", ".index"), file.beside("", ".metadata")
     if not index or not metadata:
@@ -335,7 +335,7 @@ def _datatrove(file: _File) -> tuple[str, Lengths]:
     return f"<u{width}", lengths
 
 
-def _by_csv(table: _File, tokens: TokenFile) -> Iterator[np.ndarray]:
+def _by_csv(table: _ForeignFile, tokens: TokenFile) -> Iterator[np.ndarray]:
     """Read the starts and ends of rows from dolma's table."""
     end = 0
     with table.open() as opened, gzip.open(opened, "rb") as file:

@@ -57,7 +57,7 @@ class Questions:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class EngineAnswers:
     """The ids that an engine found for texts."""
 
     texts: list[bytes]
@@ -97,9 +97,9 @@ class Answers:
 
     def differing(self, reference: Engine) -> list[bytes]:
         """Return the texts for which `reference` has other ids."""
-        return self.differing_from(Answers.from_engine(reference, self.texts))
+        return self.differing_from(EngineAnswers.from_engine(reference, self.texts))
 
-    def differing_from(self, right: "Answers") -> list[bytes]:
+    def differing_from(self, right: "EngineAnswers") -> list[bytes]:
         """Return the texts with other ids than in `right`, which may have more texts.
 
         Texts on which the engine of `right` failed are left out.
@@ -126,7 +126,7 @@ class Audit:
         """Compared texts whose ids differed."""
         self._tokenizer = tokenizer
         self._reference = ReferenceEngine(tokenizer)
-        self._right = Answers.joined([])
+        self._right = EngineAnswers.joined([])
         self._units, self._fields, self._seed = units, fields, seed
 
     def questions(self) -> Questions:
@@ -136,9 +136,9 @@ class Audit:
 
     def expect(self, questions: Questions) -> None:
         """Encode the questions by the reference, while a worker encodes them by the fast engine."""
-        self._right = Answers.from_engine(self._reference, questions.texts)
+        self._right = EngineAnswers.from_engine(self._reference, questions.texts)
 
-    def begin(self, answers: Answers) -> None:
+    def begin(self, answers: EngineAnswers) -> None:
         """Compare the answers of the fast engine, if there is one."""
         self.audited = len(answers)
         self.differing = answers.differing_from(self._right) if len(answers) else []
@@ -154,7 +154,7 @@ class Audit:
         self.audited, self.differing = kept["audited"], [*map(str.encode, kept["differing"])]
         return True
 
-    def compare(self, answers: Answers) -> list[bytes]:
+    def compare(self, answers: EngineAnswers) -> list[bytes]:
         """Return the texts with other ids than the reference's."""
         return answers.differing(self._reference)
 

@@ -37,10 +37,10 @@ from tokenfeed.tools.encoding.chat_messages import (
 from tokenfeed.tools.encoding.chat_parts import (
     BLANK,
     COUNTS,
-    Layout,
     Part,
     Range,
     Rendered,
+    TemplateLayout,
     any_of,
     blanked,
     laid_out,
@@ -382,7 +382,7 @@ class _Known:
     slots: frozenset[str] = SLOTS
     """What may differ between conversations of a shape, beside texts: `SLOTS`, without tools and
     arguments if the template reads them."""
-    layouts: dict[bytes, list[tuple[_Uses, Layout]]] = field(default_factory=dict)
+    layouts: dict[bytes, list[tuple[_Uses, TemplateLayout]]] = field(default_factory=dict)
     """Layouts so far, by the conversation without its contents."""
     again: int = 0
     """Number of conversations with a known layout."""

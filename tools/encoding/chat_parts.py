@@ -131,7 +131,7 @@ def any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class TemplateLayout:
     """The meaning of each piece of a rendered conversation. Conversations may share a layout."""
 
     pieces: tuple[bytes | int, ...]
@@ -157,7 +157,7 @@ COUNTS = ("no_stop", "unmarked", "unproved", "removed_thinking", "removed_text")
 
 
 _NO_PIECES = np.empty((0, 2), np.int64)
-EMPTY = Layout(
+EMPTY = TemplateLayout(
     *((), np.zeros(1, np.int64), np.zeros(1, np.uint8), _NO_PIECES, _NO_PIECES, (), (0,) * 5),
     np.zeros(0, np.bool_),
 )
@@ -167,7 +167,7 @@ EMPTY = Layout(
 class Rendered(NamedTuple):
     """A rendered conversation."""
 
-    layout: Layout
+    layout: TemplateLayout
     pieces: list[bytes]
     """The text in UTF-8."""
 
@@ -435,7 +435,7 @@ def laid_out(
         found = [number[place] for place in chain(*ranges)]
         return np.array(found, np.int64).reshape(-1, 2)
 
-    layout = Layout(
+    layout = TemplateLayout(
         tuple(content_at.get(nth, piece) for nth, piece in enumerate(pieces)),
         np.array([number[start] for start in starts], np.int64),
         np.array(kinds, np.uint8),

@@ -180,7 +180,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ignore_merges: bool = False
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _TokenizerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tokenizer.json."""
 
     model: Model
@@ -330,7 +330,7 @@ class Shape(msgspec.Struct, frozen=True):
             Unproved: A part is not in the table. The message names the part.
         """
         try:
-            file = msgspec.json.decode(json_bytes, type=_File)
+            file = msgspec.json.decode(json_bytes, type=_TokenizerFile)
         except msgspec.DecodeError as error:  # of which ValidationError is a kind
             raise Unproved(f"tokenizer.json: {error}") from None
         kind: TokenizerKind = "SentencePiece" if file.model.byte_fallback else "byte-level"

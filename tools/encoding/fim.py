@@ -35,7 +35,7 @@ _ADDED_SPACES = ("\u2581", "\u0120")
 
 
 @dataclass(frozen=True, slots=True)
-class Arranged:
+class Rearranged:
     """The texts of some documents, and how their ids are put together again."""
 
     texts: list[bytes]
@@ -85,9 +85,9 @@ class FillInMiddle:
         prefix, suffix, middle = (vocabulary[name] for name in names)
         return replace(self, tokens=(prefix, suffix, middle))
 
-    def arranged(self, documents: list[bytes]) -> Arranged:
+    def arranged(self, documents: list[bytes]) -> Rearranged:
         """Cut some of the documents."""
-        made = Arranged([], [], [], [])
+        made = Rearranged([], [], [], [])
         for document in documents:
             chance = random.Random(xxhash.xxh3_64_intdigest(document, self.seed))
             is_cut = chance.random() < self.rate and bool(document)
@@ -108,7 +108,7 @@ class FillInMiddle:
             made.is_cut.append(is_cut)
         return made
 
-    def joined(self, arranged: Arranged, parts: Ragged) -> tuple[Ragged, np.ndarray]:
+    def joined(self, arranged: Rearranged, parts: Ragged) -> tuple[Ragged, np.ndarray]:
         """Return the ids of the rows, and the number of ids of each row that encode text, shape
         (R,)."""
         tokens = np.array(self.tokens, parts.values.dtype)

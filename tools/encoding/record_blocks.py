@@ -28,7 +28,7 @@ from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.read_records import fetched_ahead, read_records
 from tokenfeed.tools.corpus.records import Records, Reject
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import Answers
+from tokenfeed.tools.encoding.audit import EngineAnswers
 from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
 from tokenfeed.tools.encoding.tasks import TaskEncoder
 
@@ -89,7 +89,7 @@ class UnitCounts:
     """Counts of a unit by input file, in arrays from the first file of the unit to its last."""
 
     def __init__(self, unit: Unit, max_rejects: int | None) -> None:
-        self.sample: list[Answers] = []
+        self.sample: list[EngineAnswers] = []
         """Texts of the unit with the ids of the fast engine, for the comparison."""
         self.routed = 0
         """Number of texts that only the reference encoded."""

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _LINE = re.compile(rb"[A-Za-z0-9+/=]+ [0-9]+\r?\n")
 
 
-class Known(NamedTuple):
+class KnownFile(NamedTuple):
     """What a known tiktoken file lacks."""
 
     name: str
@@ -51,16 +51,16 @@ def _llama_3() -> dict[str, int]:
 _END = "<|endoftext|>"
 _FIM = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 KNOWN = {
-    50_256: Known("r50k_base", REGEXES["GPT-2"][0], {_END: 50_256}),
-    50_280: Known("p50k_base", REGEXES["GPT-2"][0], {_END: 50_256}),
-    100_256: Known(
+    50_256: KnownFile("r50k_base", REGEXES["GPT-2"][0], {_END: 50_256}),
+    50_280: KnownFile("p50k_base", REGEXES["GPT-2"][0], {_END: 50_256}),
+    100_256: KnownFile(
         "cl100k_base",
         GPT_4,
         dict(zip((_END, *_FIM), range(100_257, 100_261), strict=True))
         | {"<|endofprompt|>": 100_276},
     ),
-    128_000: Known("Llama 3", REGEXES["Llama 3, OLMo 2"][0], _llama_3()),
-    199_998: Known(
+    128_000: KnownFile("Llama 3", REGEXES["Llama 3, OLMo 2"][0], _llama_3()),
+    199_998: KnownFile(
         "o200k_base", REGEXES["GPT-4o, gpt-oss"][0], {_END: 199_999, "<|endofprompt|>": 200_018}
     ),
 }
@@ -73,7 +73,7 @@ def is_tiktoken(content: bytes) -> bool:
 
 
 def tiktoken_to_json(
-    content: bytes, origin: object, known_files: Mapping[int, Known] = KNOWN
+    content: bytes, origin: object, known_files: Mapping[int, KnownFile] = KNOWN
 ) -> bytes:
     """Convert a tiktoken file to a tokenizer.json.
 

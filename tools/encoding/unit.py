@@ -23,7 +23,7 @@ from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.read_records import UnverifiedError
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import Answers, Questions, beginning
+from tokenfeed.tools.encoding.audit import EngineAnswers, Questions, beginning
 from tokenfeed.tools.encoding.engines import (
     Engine,
     EngineName,
@@ -74,7 +74,7 @@ class EncodeSettings:
 
     def begin(
         self, on_progress: Report, engine: Engine | None = None
-    ) -> "Callable[[Unit | Questions], Encoded | Answers]":
+    ) -> "Callable[[Unit | Questions], Encoded | EngineAnswers]":
         """Load the engine, and return the function that encodes a unit or answers the audit."""
         return UnitEncoder(self, on_progress, engine).do
 
@@ -84,7 +84,7 @@ class Encoded(NamedTuple):
 
     result: UnitResult
     """The result of the unit."""
-    sample: Answers
+    sample: EngineAnswers
     """The ids of the fast engine for some texts, for the comparison."""
 
 
@@ -114,15 +114,15 @@ class UnitEncoder:
         self._task = settings.task.with_tokenizer(settings.output.read(TOKENIZER_FILE))
         self._fast = self._audited_engine()
 
-    def do(self, work: Unit | Questions) -> "Encoded | Answers":
+    def do(self, work: Unit | Questions) -> "Encoded | EngineAnswers":
         """Encode a unit, or the texts of the audit. See `encode` and `answer`."""
         return self.encode(work) if isinstance(work, Unit) else self.answer(work)
 
-    def answer(self, questions: Questions) -> Answers:
+    def answer(self, questions: Questions) -> EngineAnswers:
         """Return the ids of the fast engine for some texts; empty without a fast engine."""
         if not self._fast:
-            return Answers.joined([])
-        return Answers.from_fast(self._fast, questions.texts)
+            return EngineAnswers.joined([])
+        return EngineAnswers.from_fast(self._fast, questions.texts)
 
     def encode(self, unit: Unit) -> "Encoded":
         """Write the shards of `unit` and count its records.
@@ -163,7 +163,7 @@ class UnitEncoder:
         self._settings.output.delete(*(_shard_name(split, unit) for split in stale))
         infos = {split: writer.info for split, writer in writers.items()}
         result = ledger.result(infos, rejects.info, self._engine.name)
-        return Encoded(result, Answers.joined(ledger.sample))
+        return Encoded(result, EngineAnswers.joined(ledger.sample))
 
     def _audited_engine(self) -> FastEngine | None:
         if not self._settings.audits:
@@ -234,9 +234,9 @@ class UnitEncoder:
                 ledger.reject(int(one.sources[0]), Reject(int(one.records[0]), reason))
         return batch.take(np.array(kept, np.int64))
 
-    def _sampled(self, sample: RecordBlock) -> list[Answers]:
+    def _sampled(self, sample: RecordBlock) -> list[EngineAnswers]:
         """Return the fast engine's ids for the texts of a sample. Long texts are cut."""
-        answers: list[Answers] = []
+        answers: list[EngineAnswers] = []
 
         def noting(given: list[bytes]) -> Ragged:
             answers.append(self.answer(Questions(list(map(beginning, given)))))

@@ -30,7 +30,7 @@ from tokenfeed.tools.encoding.tasks import ChatEncoder, Labelled, TaskEncoder
 from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
 from tokenfeed.tools.jobs.crew import local_crew
 from tokenfeed.tools.jobs.progress_bar import Bar
-from tokenfeed.tools.pretokenizing.append import Onto
+from tokenfeed.tools.pretokenizing.append_target import Onto
 from tokenfeed.tools.pretokenizing.options import Options
 
 logger = logging.getLogger(__name__)

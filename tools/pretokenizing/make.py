@@ -15,7 +15,7 @@ from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
 from tokenfeed.tools.jobs.run_records import RunRecords, planning_alone, remove_records
-from tokenfeed.tools.pretokenizing.append import Onto
+from tokenfeed.tools.pretokenizing.append_target import Onto
 from tokenfeed.tools.pretokenizing.commit import commit
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options

@@ -36,7 +36,7 @@ from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs.claim import State
 from tokenfeed.tools.jobs.executors import prepare_early
 from tokenfeed.tools.jobs.run_records import check_recipe, is_begun, kept_plan
-from tokenfeed.tools.pretokenizing.append import Onto
+from tokenfeed.tools.pretokenizing.append_target import Onto
 from tokenfeed.tools.pretokenizing.commit import described
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options

@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import Answers, Audit, Questions
+from tokenfeed.tools.encoding.audit import Audit, EngineAnswers, Questions
 from tokenfeed.tools.encoding.engines import (
     EngineRejected,
     EngineUnavailable,
@@ -170,7 +170,7 @@ def _encode_all(run: Run, settings: EncodeSettings, records: RunRecords) -> Enco
         if questions:
             run.audit.expect(questions)
         for message in crew:
-            if isinstance(message, Answers):
+            if isinstance(message, EngineAnswers):
                 run.audit.begin(message)
                 records.keep_audit(run.audit.kept())
                 _check(run, settings, records)

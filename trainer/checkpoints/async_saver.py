@@ -11,7 +11,7 @@ import torch
 
 from tokenfeed.trainer.checkpoints.checkpoint_format import (
     CheckpointMeta,
-    Kind,
+    TensorInfo,
     kinds_of,
     unshared,
     write_content,
@@ -101,13 +101,13 @@ class Saver:
         """Release the host memory. Does not wait for the disk."""
         self._copy.close()
 
-    def _run(self, meta: CheckpointMeta, kinds: dict[str, Kind]) -> None:
+    def _run(self, meta: CheckpointMeta, kinds: dict[str, TensorInfo]) -> None:
         try:
             self._write(meta, kinds)
         except Exception as error:
             self._error = error
 
-    def _write(self, meta: CheckpointMeta, kinds: dict[str, Kind]) -> None:
+    def _write(self, meta: CheckpointMeta, kinds: dict[str, TensorInfo]) -> None:
         """Write a checkpoint. Then delete all but the latest `keep` checkpoints and the best one.
 
         Args:

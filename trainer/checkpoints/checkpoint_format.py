@@ -134,7 +134,7 @@ def _identity(tensor: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TensorInfo:
     """Dtype and shape of a whole tensor in checkpoint.json."""
 
     dtype: str
@@ -155,10 +155,10 @@ class Kind:
         )
 
 
-def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
+def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
     """Return the dtype and shape of each tensor."""
     return {
-        name: Kind(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        name: TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
 
@@ -171,7 +171,7 @@ class _Content:
     meta: CheckpointMeta
     files: dict[str, str]
     """The checksum of each file, by name."""
-    tensors: dict[str, Kind]
+    tensors: dict[str, TensorInfo]
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ class Checkpoint:
 def write_content(
     folder: Path,
     meta: CheckpointMeta,
-    tensors: Mapping[str, Kind],
+    tensors: Mapping[str, TensorInfo],
     files: dict[str, str],
 ) -> None:
     """Write checkpoint.json, the last file of a checkpoint."""

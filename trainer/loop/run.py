@@ -15,7 +15,7 @@ from tokenfeed.trainer.checkpoints.uploader import check_upload
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, TrainConfig
 from tokenfeed.trainer.data.datasets import weights_of
 from tokenfeed.trainer.distributed.world import RankError, join_world
-from tokenfeed.trainer.loop.export import check_export, export_run
+from tokenfeed.trainer.loop.model_export import check_export, export_run
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.optim.train_state import is_out_of_memory
 from tokenfeed.trainer.report.metrics import check_trackers

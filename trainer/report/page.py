@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenfeed.trainer.report.plots import Plot, Series, short
 from tokenfeed.trainer.report.run_folder import RunData
 from tokenfeed.trainer.report.run_report import Report
-from tokenfeed.trainer.stall.report import render_page, save_page, share_of, stall_cards
+from tokenfeed.trainer.stall.stall_report import render_page, save_page, share_of, stall_cards
 
 _MOST_CAUSES = 6
 """Largest number of areas that a reader can distinguish. Smaller causes are summed."""

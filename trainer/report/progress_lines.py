@@ -24,7 +24,7 @@ from tokenfeed.trainer.report.metrics import MetricsFile
 from tokenfeed.trainer.sensors.machine import GpuReading, HostReading, MachineReader, device_name
 from tokenfeed.trainer.sizing.recommended import epoch_of, knows_steps
 from tokenfeed.trainer.stall import StallMeter
-from tokenfeed.trainer.stall.report import main_cause
+from tokenfeed.trainer.stall.stall_report import main_cause
 from tokenfeed.trainer.stall.statistics import StepSeconds
 from tokenfeed.trainer.tasks.task import Metrics, Task
 

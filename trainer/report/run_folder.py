@@ -13,7 +13,7 @@ from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE, REPOR
 from tokenfeed.trainer.report.metrics import MetricsLine
 from tokenfeed.trainer.report.plots import Series
 from tokenfeed.trainer.report.run_report import Report, decode_json
-from tokenfeed.trainer.stall.report import StallReport
+from tokenfeed.trainer.stall.stall_report import StallReport
 
 _LARGEST = 1e100
 """Larger values are left out of plots: arithmetic with them would overflow."""

@@ -21,7 +21,7 @@ from tokenfeed.pipeline.facts import facts
 from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER, PAGE_FILE, REPORT_FILE
-from tokenfeed.trainer.stall.report import StallReport, advice, speed_parts, stall_facts
+from tokenfeed.trainer.stall.stall_report import StallReport, advice, speed_parts, stall_facts
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

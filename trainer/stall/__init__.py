@@ -19,7 +19,7 @@ Nothing here imports torch before a meter is made.
 from tokenfeed.trainer.stall.causes import CAUSES, Cause
 from tokenfeed.trainer.stall.meter import StallMeter, warmup_steps
 from tokenfeed.trainer.stall.reading import StallReading
-from tokenfeed.trainer.stall.report import CauseReport, StallReport
+from tokenfeed.trainer.stall.stall_report import CauseReport, StallReport
 
 __all__ = [
     "CAUSES",

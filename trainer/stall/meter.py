@@ -36,7 +36,7 @@ from tokenfeed.trainer.stall.ranks import (
     rank_stalls,
 )
 from tokenfeed.trainer.stall.reading import StallReading
-from tokenfeed.trainer.stall.report import StallReport
+from tokenfeed.trainer.stall.stall_report import StallReport
 from tokenfeed.trainer.stall.statistics import StepSeconds
 from tokenfeed.trainer.stall.watchers import (
     AllocatorWatch,

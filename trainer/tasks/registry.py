@@ -9,7 +9,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import first_of, open_tokenizer, run_manifest, shown
-from tokenfeed.trainer.tasks.labels import Classify, Score, Tag
+from tokenfeed.trainer.tasks.label_tasks import Classify, Score, Tag
 from tokenfeed.trainer.tasks.language_modeling import (
     Chat,
     Completion,

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from tokenfeed.tools.corpus.formats.base import Format
-from tokenfeed.tools.corpus.formats.samples import name_of, records_of_tables
+from tokenfeed.tools.corpus.formats.sample_containers import name_of, records_of_tables
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 from tokenfeed.tools.corpus.locations import Location, beside, open_location, read_array, size_of
 from tokenfeed.tools.corpus.records import Fields, Records

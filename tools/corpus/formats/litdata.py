@@ -18,7 +18,7 @@ import zstandard
 
 from tokenfeed.tools.corpus.blocks import BlockFile, Blocks
 from tokenfeed.tools.corpus.formats.base import Format
-from tokenfeed.tools.corpus.formats.samples import (
+from tokenfeed.tools.corpus.formats.sample_containers import (
     name_of,
     open_container,
     read_index,

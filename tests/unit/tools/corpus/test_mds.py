@@ -80,7 +80,7 @@ def test_mds_has_the_values_of_every_column_it_reads(
     rows: list[list[int]], dtype: str, is_named: bool, chunk: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tokenfeed.tools.corpus.formats.samples.CHUNK_BYTES", chunk)
+        patch.setattr("tokenfeed.tools.corpus.formats.sample_containers.CHUNK_BYTES", chunk)
         found = read(shard(rows, dtype, is_named=is_named))
     assert found == [
         {"input_ids": row, "number": n, "text": f"té {n}"} for n, row in enumerate(rows)

@@ -8,7 +8,7 @@ from support.false_engine import SENTENCES, SPECIAL
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tokenfeed.tools.encoding import engines as engine_module
-from tokenfeed.tools.encoding.audit import Answers, adversarial_texts, beginning
+from tokenfeed.tools.encoding.audit import EngineAnswers, adversarial_texts, beginning
 from tokenfeed.tools.encoding.engines import (
     FastEngine,
     ReferenceEngine,
@@ -32,11 +32,12 @@ def test_the_fast_engine_gives_the_reference_ids(
     @given(st.lists(st.text(max_size=60) | st.sampled_from([*SPECIAL, "a<pad>snake_case"])))
     def agree(texts: list[str]) -> None:
         assert (
-            Answers.from_engine(fast, [text.encode() for text in texts]).differing(reference) == []
+            EngineAnswers.from_engine(fast, [text.encode() for text in texts]).differing(reference)
+            == []
         )
 
     agree()
-    assert Answers.from_engine(fast, adversarial_texts(tokenizer)).differing(reference) == []
+    assert EngineAnswers.from_engine(fast, adversarial_texts(tokenizer)).differing(reference) == []
     end = tokenizer.tokenizer.token_to_id("<|endoftext|>")
     assert (end in fast.encode([b"a<|endoftext|>b"]).values) == splits_special
 

@@ -12,7 +12,7 @@ from support.tokenizer_shapes import SENTENCES, made_texts, trained_model
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.tools.encoding.engine_support import byte_letters
 from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine
-from tokenfeed.tools.encoding.tiktoken_files import KNOWN, Known, tiktoken_to_json
+from tokenfeed.tools.encoding.tiktoken_files import KNOWN, KnownFile, tiktoken_to_json
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 
 _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -68,7 +68,7 @@ def ids_of(text: str, pattern: "regex.Pattern[str]", ranks: dict[bytes, int]) ->
 
 
 @pytest.mark.parametrize("known", KNOWN.values(), ids=lambda known: known.name)
-def test_ids_equal_those_of_plain_encoder(known: Known) -> None:
+def test_ids_equal_those_of_plain_encoder(known: KnownFile) -> None:
     ranks, pattern = small_ranks(), regex.compile(SPLITS[known.name])
     texts = made_texts(random.Random(1), [*known.special_tokens][:3], 400)
     expected = [ids_of(text.decode(), pattern, ranks) for text in texts]

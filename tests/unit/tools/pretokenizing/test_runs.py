@@ -18,7 +18,7 @@ from tokenfeed.pipeline.errors import ConfigError, CorpusError, ManifestError, T
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.corpus.records import FieldKind
-from tokenfeed.tools.encoding.audit import Answers, Audit
+from tokenfeed.tools.encoding.audit import Audit, EngineAnswers
 from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.options import Options, parse_options
@@ -118,7 +118,7 @@ def test_an_engine_found_wrong_late_leaves_nothing(
     out = tmp_path / "out"
     compared: list[int] = []
 
-    def compare(audit: Audit, answers: Answers) -> list[bytes]:
+    def compare(audit: Audit, answers: EngineAnswers) -> list[bytes]:
         compared.append(len(list((out / "train").glob("*.arrow"))))
         return [b"wrong"] if compared[-1] > 2 else []
 

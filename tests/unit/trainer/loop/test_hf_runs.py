@@ -17,7 +17,7 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.config.run_config import PhaseSettings
 from tokenfeed.trainer.data.datasets import read_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.loop.export import load_exported
+from tokenfeed.trainer.loop.model_export import load_exported
 from tokenfeed.trainer.report.run_report import Report
 
 pytest.importorskip("peft")

@@ -13,7 +13,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.trainer.data.datasets import read_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.loop.export import load_exported
+from tokenfeed.trainer.loop.model_export import load_exported
 
 
 def run_with_samples(task: Task, tmp_path: Path, **changes: Any) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from support.training import (
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.loop.export import load_exported
+from tokenfeed.trainer.loop.model_export import load_exported
 from tokenfeed.trainer.models.transformer import (
     SIZES,
     Rotary,

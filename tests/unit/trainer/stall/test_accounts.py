@@ -24,7 +24,7 @@ from tokenfeed.trainer.stall.causes import ABOUT, Cause
 from tokenfeed.trainer.stall.device import ClockMap
 from tokenfeed.trainer.stall.make_report import advise
 from tokenfeed.trainer.stall.reading import Charge, LinearFit, SpanKind, StallReading, WorkSums
-from tokenfeed.trainer.stall.report import cause_table, headline
+from tokenfeed.trainer.stall.stall_report import cause_table, headline
 from tokenfeed.trainer.stall.statistics import BatchMeans, Histogram
 from tokenfeed.trainer.stall.watchers import CoreWait, LoaderUse
 

@@ -14,7 +14,7 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.planning.policies import Fixed
 from tokenfeed.trainer.data.datasets import read_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.loop.export import load_exported
+from tokenfeed.trainer.loop.model_export import load_exported
 from tokenfeed.trainer.tasks.language_modeling import token_bytes
 
 TEXTS = ["the cat sat on the mat", "déjà vu, 猫 and 🙂!", "a b  c\n\td"]

@@ -16,7 +16,7 @@ from tokenfeed.pipeline.format.schema import Column, Task
 from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed import world as group
-from tokenfeed.trainer.tasks.labels import Score
+from tokenfeed.trainer.tasks.label_tasks import Score
 from tokenfeed.trainer.tasks.registry import TASKS
 from tokenfeed.trainer.tasks.task import BestBy
 

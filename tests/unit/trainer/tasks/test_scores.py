@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.format.schema import IGNORED
-from tokenfeed.trainer.tasks.labels import Tag, TagScheme, class_scores, spans
+from tokenfeed.trainer.tasks.label_tasks import Tag, TagScheme, class_scores, spans
 from tokenfeed.trainer.tasks.task import Answers
 
 TAGS = ("O", *(f"{place}-{kind}" for place in "BIES" for kind in ("PER", "LOC")))

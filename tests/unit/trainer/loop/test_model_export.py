@@ -18,8 +18,8 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.loop import evaluation, export
-from tokenfeed.trainer.loop.export import Exported, load_exported
+from tokenfeed.trainer.loop import evaluation, model_export
+from tokenfeed.trainer.loop.model_export import Exported, load_exported
 from tokenfeed.trainer.report.run_report import Report
 
 IDS = torch.randint(2, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(2))
@@ -218,7 +218,7 @@ def test_a_failed_export_leaves_nothing_and_can_be_repeated(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "open_tokenizer", refuse)
+        patch.setattr(model_export, "open_tokenizer", refuse)
         with pytest.raises(OSError, match="disk full"):
             run(config)
     assert list((tmp_path / "out").iterdir()) == []

@@ -9,7 +9,7 @@ from support.data_sets import VOCABULARY_SIZE, random_rows, write_rows
 
 from tokenfeed import Padded, ShardLoader, Stage
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.tools.data_sets.plan import ShowPlan
+from tokenfeed.tools.data_sets.plan_stages import ShowPlan
 
 
 @pytest.fixture
