@@ -225,7 +225,7 @@ def text_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def counting(tmp_path_factory: pytest.TempPathFactory, write_dataset: WriteDataset) -> Path:
-    """2,000 rows for training and 100 for validation that count upwards; only to be read."""
+    """2,000 rows for training and 24 for validation that count upwards; only to be read."""
     from support.training import write_counting
 
     return write_counting(write_dataset, tmp_path_factory.mktemp("counting"))

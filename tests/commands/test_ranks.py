@@ -6,13 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support import PROGRAMS, warm
+from support.programs.ranked_training import BEGINS
 from support.training import RUNS, load_weights, read_metrics
 
 from tokenfeed.trainer.report.run_folder import RunData
@@ -25,12 +25,10 @@ SETTINGS: dict[str, Any] = {
     "step_tokens": 256,  # four micro-batches: three ranks need fillers
     "steps": 6,
     "save_every": 2,
-    "eval_every": 2,
-    "eval_tokens": 640,
+    "eval_every": 3,
+    "eval_tokens": 256,
     "keep": 9,
 }
-ALIKE = {"lm packed": (2,), "classify padded": (3,)}
-"""Numbers of ranks of runs that are like one on one rank."""
 IN_FP32 = {"classify padded": {"model": "support.training:small_model"}}
 LATE_S = 0.1
 KILLS = 100
@@ -39,12 +37,23 @@ KEYS = ("loss", "gradient_norm", "validation_loss", "tokens", "learning_rate")
 Run = tuple[int, dict[str, Any]]
 
 
-def train(runs: list[Run]) -> tuple[list[list[int]], str]:
-    """Exit codes of each run's ranks, and what they said."""
+class Ended(NamedTuple):
+    """How a run ended."""
+
+    codes: list[int]
+    """Exit codes of its ranks."""
+    errors: str
+    """What its ranks printed to stderr."""
+
+
+def train(runs: list[Run]) -> list[Ended]:
+    """Train the runs one after the other, in forks of one process."""
     given = json.dumps(runs, default=str)
-    result = warm.run([PROGRAM, given])
+    result = warm.run([PROGRAM, given], timeout=400)
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1]), result.stderr
+    codes = json.loads(result.stdout.splitlines()[-1])
+    errors = result.stderr.split(BEGINS)[1:]
+    return [Ended(*each) for each in zip(codes, errors, strict=True)]
 
 
 def assert_alike(one: Path, other: Path) -> None:
@@ -59,84 +68,131 @@ def assert_alike(one: Path, other: Path) -> None:
         assert (weight - others[name]).abs().max() < (1e-9 if is_double else 2e-6), name
 
 
-@pytest.fixture(scope="module")
-def trained(every_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of runs on 1, 2 or 3 ranks; of one on 2, then 3, then 1; of one on two shares of the
-    weights; and of one that goes on from two shares on three, with whole weights, and on four."""
-    folder = tmp_path_factory.mktemp("runs")
-    runs = [
-        (size, settings_of(name, every_task, folder / name / str(size)))
-        for name, sizes in ALIKE.items()
-        for size in (1, *sizes)
+SHARDED = {
+    "classify padded": (2, {}),
+    "complete packed": (3, {"recompute": True, "in_chunks": True}),
+    "tag padded": (2, {"model": "support.training:frozen_model"}),
+}
+REFUSED_WITH_SHARES = {"optimizer": "muon", "precision": "fp16", "micro_batch_tokens": "auto"}
+SHARES = {"shard_model": True}
+
+
+def runs_in(folder: Path, every_task: Path) -> dict[str, Run]:
+    """All runs, by name; a run that goes on with a folder comes after the run that began there."""
+
+    def of(place: str, data: str = "lm packed", **more: Any) -> dict[str, Any]:
+        settings = SETTINGS | RUNS[data] | IN_FP32.get(data, {}) | {"run_dir": folder / place}
+        return settings | {"shards": every_task / settings["shards"]} | more
+
+    resumed: dict[str, Any] = {"resume": True}
+    dropping = {"model": "support.training:dropping_double_model"}
+    often = SHARES | {"save_every": 1}
+    runs: dict[str, Run] = {
+        "1": (1, of("1")),
+        "2": (2, of("2", late=(1, LATE_S))),
+        "classes 1": (1, of("classes 1", "classify padded")),
+        "classes 3": (3, of("classes 3", "classify padded")),
+        "shares": (2, of("shares", late=(1, LATE_S), **SHARES)),
+        "other shares, stopped": (2, of("other shares", ends=("stop", 1, 2), **SHARES)),
+        "other shares, on three": (3, of("other shares", ends=("stop", 2, 1), **SHARES, **resumed)),
+        "other shares, whole": (1, of("other shares", ends=("stop", 0, 1), **resumed)),
+        "other shares": (4, of("other shares", **SHARES, **resumed)),
+        "dropping": (1, of("dropping", **dropping)),
+        "changing, stopped": (2, of("changing", ends=("stop", 1, 1), **dropping)),
+        "changing, on three": (3, of("changing", ends=("stop", 2, 2), **dropping, **resumed)),
+        "changing": (1, of("changing", **dropping, **resumed)),
+        "muon 1": (1, of("muon 1", optimizer="muon", model="support.training:small_model")),
+        "muon 3": (3, of("muon 3", optimizer="muon", model="support.training:small_model")),
+        "dies": (3, of("dies", steps=1000, ends=("kill", 1, 3))),
+        "killed": (2, of("killed", ends=("kill", 1, 3), **often)),
+        "killed again": (3, of("killed", ends=("kill", 0, 2), **often, **resumed)),
+        "after kills": (2, of("killed", **often, **resumed)),
+        "too many": (2, of("too many", step_tokens=64)),
+    }
+    for name, value in REFUSED_WITH_SHARES.items():
+        runs[f"refused {name}"] = 2, of("refused", **SHARES, **{name: value})
+    for data, (size, more) in SHARDED.items():
+        runs[f"{data} whole"] = 1, of(f"{data} whole", data, **more)
+        runs[f"{data} shares"] = size, of(f"{data} shares", data, **more, **SHARES)
+    both = {str(every_task / "lm"): 0.5, str(folder / "more"): 0.5}
+    phases: list[dict[str, Any]] = [
+        {"steps": 2, "trainable": "norm", "warmup_steps": 0},
+        {"steps": 2, "trainable": "norm|embed"},
+        {"steps": 2},
     ]
-    next(of for size, of in runs if size == 2)["late"] = (1, LATE_S)
-    going_on = settings_of("lm packed", every_task, folder / "lm packed" / "other shares")
-    runs += [(2, going_on | {"shard_model": True, "ends": ("stop", 1, 2)})]
-    going_on |= {"resume": True}
-    runs += [(3, going_on | {"shard_model": True, "ends": ("stop", 2, 1)})]
-    runs += [(1, going_on | {"ends": ("stop", 0, 1)})]
-    runs += [(4, going_on | {"shard_model": True})]
-    shares = settings_of("lm packed", every_task, folder / "lm packed" / "shares")
-    runs += [(2, shares | {"shard_model": True, "late": (1, LATE_S)})]
-    changing = settings_of("lm packed", every_task, folder / "lm packed" / "changing")
-    changing["model"] = "support.training:dropping_double_model"
-    runs += [(1, changing | {"run_dir": folder / "dropping"})]
-    runs += [(2, changing | {"ends": ("stop", 1, 1)})]
-    runs += [(3, changing | {"resume": True, "ends": ("stop", 2, 2)})]
-    runs += [(1, changing | {"resume": True})]
-    codes, errors = train(runs)
-    assert not any(map(any, codes)), errors
-    return folder
+    mixed = SETTINGS | {"shards": both, "phases": phases}
+    going = mixed | {"run_dir": folder / "phases going"}
+    runs["phases"] = 1, mixed | {"run_dir": folder / "phases"}
+    runs["phases, stopped"] = 2, going | {"ends": ("stop", 1, 3)}
+    runs["phases going"] = 1, going | resumed
+    runs["phases shares"] = 2, mixed | {"run_dir": folder / "phases shares"} | SHARES
+    return runs
 
 
-def settings_of(name: str, every_task: Path, run_dir: Path) -> dict[str, Any]:
-    settings = SETTINGS | RUNS[name] | IN_FP32.get(name, {}) | {"run_dir": run_dir}
-    return settings | {"shards": every_task / settings["shards"]}
+class Trained(NamedTuple):
+    """All runs, and their folders."""
+
+    folder: Path
+    ended: dict[str, Ended]
 
 
-@pytest.mark.parametrize(("name", "size"), [(name, n) for name in ALIKE for n in ALIKE[name]])
-def test_any_number_of_ranks_has_the_losses_of_one(name: str, size: int, trained: Path) -> None:
-    assert_alike(trained / name / str(size), trained / name / "1")
+@pytest.fixture(scope="module")
+def trained(every_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("runs")
+    shutil.copytree(every_task / "lm", folder / "more")
+    runs = runs_in(folder, every_task)
+    return Trained(folder, dict(zip(runs, train([*runs.values()]), strict=True)))
 
 
-def test_a_run_goes_on_on_two_three_and_one_rank_with_the_same_dropout(trained: Path) -> None:
-    assert_alike(trained / "lm packed" / "changing", trained / "dropping")
+def assert_like(trained: Trained, name: str, other: str) -> None:
+    """Two runs trained alike to their end."""
+    for each in (name, other):
+        assert not any(trained.ended[each].codes), trained.ended[each].errors
+    assert_alike(trained.folder / name, trained.folder / other)
 
 
-def test_two_ranks_with_shares_of_the_weights_train_as_one(trained: Path) -> None:
-    assert_alike(trained / "lm packed" / "shares", trained / "lm packed" / "1")
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        pytest.param("2", "1", id="two ranks"),
+        pytest.param("classes 3", "classes 1", id="three ranks"),
+        pytest.param("changing", "dropping", id="two, three and one, with dropout"),
+        pytest.param("shares", "1", id="shares"),
+        pytest.param("other shares", "1", id="shares, whole weights and other shares"),
+        pytest.param("phases going", "phases", id="phases on two and one"),
+        pytest.param("phases shares", "phases", id="phases on shares"),
+        *(
+            pytest.param(f"{data} shares", f"{data} whole", id=f"shares of {data}")
+            for data in SHARDED
+        ),
+    ],
+)
+def test_any_ranks_train_as_one(name: str, other: str, trained: Trained) -> None:
+    assert_like(trained, name, other)
 
 
-@pytest.mark.parametrize("weights", ["2", "shares"])
-def test_the_report_names_the_rank_that_is_late_on_whole_weights_and_on_shares(
-    weights: str, trained: Path
-) -> None:
-    run_dir = trained / "lm packed" / weights
-    stall = json.loads((run_dir / "report.json").read_text())["stall"]
+@pytest.mark.parametrize("name", ["2", "shares"])
+def test_report_names_the_late_rank(name: str, trained: Trained) -> None:
+    report = json.loads((trained.folder / name / "report.json").read_text())
+    stall = report["stall"]
     assert (stall["slowest_rank"]["rank"], stall["slowest_rank"]["cause"]) == (1, "data")
     slept = 2 * LATE_S * stall["steps"]  # before each of two micro-batches
     assert stall["ranks"][0]["waited_seconds"] == pytest.approx(slept, rel=0.2)
 
 
-def test_a_wish_of_one_rank_ends_all_after_the_same_step(trained: Path) -> None:
-    steps = [step for step in range(1, 7) if checkpoint_of(trained, step).exists()]
+def test_a_wish_of_one_rank_ends_all_after_the_same_step(trained: Trained) -> None:
+    saved = (trained.folder / "changing" / "checkpoints").glob("step-*")
+    steps = sorted(int(path.name.removeprefix("step-")) for path in saved)
     assert steps == [1, 2, 3, 4, 6], "those of the wishes, those that are due"
 
 
-def checkpoint_of(trained: Path, step: int) -> Path:
-    return trained / "lm packed" / "changing" / "checkpoints" / f"step-{step:08d}"
-
-
-def test_a_rank_that_dies_ends_the_others_with_one_line(every_task: Path, tmp_path: Path) -> None:
-    settings = settings_of("lm packed", every_task, tmp_path / "run")
-    started = time.monotonic()
-    codes, errors = train([(3, settings | {"steps": 1000, "ends": ("kill", 1, 3)})])
-    assert time.monotonic() - started < 60
-    assert codes == [[1, -signal.SIGKILL, 1]], errors
+def test_a_rank_that_dies_ends_the_others_with_one_line(trained: Trained) -> None:
+    codes, errors = trained.ended["dies"]
+    assert codes == [1, -signal.SIGKILL, 1], errors
     lines = [line for line in errors.splitlines() if line.startswith("rank ")]
     assert sorted(line.split(":")[0] for line in lines) == ["rank 0", "rank 2"]
     assert all("another rank is gone (" in line for line in lines), lines
-    left = RunData.of_folder(tmp_path / "run")
+    left = RunData.of_folder(trained.folder / "dies")
     assert left.report is not None
     assert not left.report.finished
     assert left.report.steps >= 2
@@ -144,43 +200,12 @@ def test_a_rank_that_dies_ends_the_others_with_one_line(every_task: Path, tmp_pa
     assert "stopped before the end" in left.report.summary()
 
 
-@pytest.mark.slow
-def test_more_ranks_than_micro_batches_are_refused_in_one_line(
-    every_task: Path, tmp_path: Path
-) -> None:
-    settings = settings_of("lm packed", every_task, tmp_path / "run") | {"step_tokens": 64}
-    codes, errors = train([(2, settings)])
-    assert codes == [[1, 1]]
+def test_more_ranks_than_micro_batches_are_refused_in_one_line(trained: Trained) -> None:
+    codes, errors = trained.ended["too many"]
+    assert codes == [1, 1]
     assert "`--micro-batch-tokens`: 2 ranks share 1 micro-batches of a step" in errors
 
 
-SHARDED = {
-    "classify padded": (2, {}),
-    "complete packed": (3, {"recompute": True, "in_chunks": True}),
-    "tag padded": (2, {"model": "support.training:frozen_model"}),
-}
-
-
-@pytest.fixture(scope="module")
-def sharded(every_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of runs on shares of the weights, and of their likes on one rank."""
-    folder, runs = tmp_path_factory.mktemp("sharded"), []
-    for name, (size, more) in SHARDED.items():
-        settings = settings_of(name, every_task, folder / name / "whole") | more
-        runs += [(1, settings)]
-        runs += [(size, settings | {"run_dir": folder / name / "shares", "shard_model": True})]
-    codes, errors = train(runs)
-    assert not any(map(any, codes)), errors
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHARDED)
-def test_shares_of_the_weights_train_as_whole_ones(name: str, sharded: Path) -> None:
-    assert_alike(sharded / name / "shares", sharded / name / "whole")
-
-
-@pytest.mark.slow
 def test_shares_keep_no_whole_weight_between_forward_and_backward(
     every_task: Path, tmp_path: Path
 ) -> None:
@@ -192,39 +217,27 @@ def test_shares_keep_no_whole_weight_between_forward_and_backward(
     assert [rank["kept"] for rank in ranks] == [0] * size
 
 
-def test_a_run_goes_on_from_shares_to_whole_weights_and_to_other_shares(trained: Path) -> None:
-    assert_alike(trained / "lm packed" / "other shares", trained / "lm packed" / "1")
-
-
-@pytest.mark.slow
-def test_killed_ranks_with_shares_leave_checkpoints_to_resume(
-    trained: Path, every_task: Path, tmp_path: Path
-) -> None:
-    settings = settings_of("lm packed", every_task, tmp_path / "run") | {"shard_model": True}
-    often = settings | {"save_every": 1}
-    going_on = often | {"resume": True}
-    runs: list[Run] = [
-        (2, often | {"ends": ("kill", 1, 3)}),
-        (3, going_on | {"ends": ("kill", 0, 2)}),
-    ]
-    runs += [(2, going_on)]
-    codes, errors = train(runs)
+def test_killed_ranks_with_shares_leave_checkpoints_to_resume(trained: Trained) -> None:
     killed = -signal.SIGKILL
-    assert codes == [[1, killed], [killed, 1, 1], [0, 0]], errors
-    assert_alike(tmp_path / "run", trained / "lm packed" / "shares")
+    assert trained.ended["killed"].codes == [1, killed]
+    assert trained.ended["killed again"].codes == [killed, 1, 1]
+    assert trained.ended["after kills"].codes == [0, 0], trained.ended["after kills"].errors
+    assert_alike(trained.folder / "killed", trained.folder / "shares")
 
 
-@pytest.mark.slow
-def test_what_shares_cannot_do_is_refused_with_the_remedy(every_task: Path, tmp_path: Path) -> None:
-    refused = {"optimizer": "muon", "precision": "fp16", "micro_batch_tokens": "auto"}
-    settings = settings_of("lm packed", every_task, tmp_path / "run") | {"shard_model": True}
-    plain = (1, settings | {"steps": 1, "run_dir": tmp_path / "plain"})
-    codes, errors = train(
-        [plain, *((2, settings | {key: value}) for key, value in refused.items())]
-    )
-    assert codes == [[0], [1, 1], [1, 1], [1, 1]]
-    for key, value in refused.items():
-        assert re.search(rf"`--{key.replace('_', '-')}`={value}\b.* with --shard-model", errors)
+def test_what_shares_cannot_do_is_refused_with_the_remedy(trained: Trained) -> None:
+    for name, value in REFUSED_WITH_SHARES.items():
+        codes, errors = trained.ended[f"refused {name}"]
+        assert codes == [1, 1]
+        assert re.search(rf"`--{name.replace('_', '-')}`={value}\b.* with --shard-model", errors)
+
+
+def test_muon_on_ranks_trains_as_on_one(trained: Trained) -> None:
+    """Three ranks share stacks of eight and of four matrices."""
+    for name in ("muon 1", "muon 3"):
+        assert not any(trained.ended[name].codes), trained.ended[name].errors
+    one = read_metrics(trained.folder / "muon 1", "loss")
+    assert read_metrics(trained.folder / "muon 3", "loss") == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.long
@@ -244,20 +257,6 @@ def test_ranks_killed_at_100_random_moments_lose_nothing(every_task: Path, tmp_p
     assert seen["changing"] > 0
 
 
-@pytest.mark.slow
-def test_muon_on_ranks_trains_as_on_one(every_task: Path, tmp_path: Path) -> None:
-    """Three ranks share stacks of eight and of four matrices."""
-    more = {"optimizer": "muon", "model": "support.training:small_model"}
-    runs: list[Run] = [
-        (ranks, settings_of("lm packed", every_task, tmp_path / str(ranks)) | more)
-        for ranks in (1, 3)
-    ]
-    codes, errors = train(runs)
-    assert not any(map(any, codes)), errors
-    one = read_metrics(tmp_path / "1", "loss")
-    assert read_metrics(tmp_path / "3", "loss") == pytest.approx(one, rel=1e-4)
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_adapters_and_compiled_models_on_ranks_train_as_on_one(
@@ -275,36 +274,14 @@ def test_adapters_and_compiled_models_on_ranks_train_as_on_one(
         },
     }
     runs: list[Run] = []
+    shards = {"shards": every_task / "lm", "batching": "packed"}
     for name, more in cases.items():
-        settings = settings_of("lm packed", every_task, tmp_path / name / "one") | more
+        settings = SETTINGS | shards | {"run_dir": tmp_path / name / "one"} | more
         runs += [(1, settings), (2, settings | {"run_dir": tmp_path / name / "two"})]
         runs += [(2, settings | {"run_dir": tmp_path / name / "shares", "shard_model": True})]
-    codes, errors = train(runs)
-    assert not any(map(any, codes)), errors
+    for codes, errors in train(runs):
+        assert not any(codes), errors
     for name in cases:
         one = read_metrics(tmp_path / name / "one", "loss")
         for folder in (tmp_path / name).iterdir():
             assert read_metrics(folder, "loss") == pytest.approx(one, rel=1e-5), folder
-
-
-@pytest.mark.slow
-def test_phases_and_several_data_sets_are_the_same_on_any_number_of_ranks(
-    every_task: Path, tmp_path: Path
-) -> None:
-    more = tmp_path / "more"
-    shutil.copytree(every_task / "lm", more)
-    both = {str(every_task / "lm"): 0.5, str(more): 0.5}
-    phases: list[dict[str, Any]] = [
-        {"steps": 2, "trainable": "norm", "warmup_steps": 0},
-        {"steps": 2, "trainable": "norm|embed"},
-        {"steps": 2},
-    ]
-    settings = SETTINGS | {"shards": both, "phases": phases}
-    runs: list[Run] = [(1, settings | {"run_dir": tmp_path / "1"})]
-    going = settings | {"run_dir": tmp_path / "going"}
-    runs += [(2, going | {"ends": ("stop", 1, 3)}), (1, going | {"resume": True})]
-    runs += [(2, settings | {"run_dir": tmp_path / "shares", "shard_model": True})]
-    codes, errors = train(runs)
-    assert not any(map(any, codes)), errors
-    assert_alike(tmp_path / "shares", tmp_path / "1")
-    assert_alike(tmp_path / "going", tmp_path / "1")

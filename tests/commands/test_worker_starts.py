@@ -235,6 +235,7 @@ def test_a_worker_computes_in_one_thread_and_in_the_users_memory_pool(
     assert words["ARROW_DEFAULT_MEMORY_POOL"] == (pool or "system")
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("timeout", [float("inf"), 1e7])
 def test_a_timeout_may_be_as_long_as_one_likes(folder: Path, timeout: float) -> None:
     assert deliver(folder, num_workers=1, timeout=timeout)

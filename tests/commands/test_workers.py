@@ -44,7 +44,10 @@ from tokenfeed.pipeline.feeding import window_source, worker
 from tokenfeed.pipeline.feeding import worker_process as process
 from tokenfeed.pipeline.planning.plan import Position
 
+forked = pytest.mark.usefixtures("forked_workers")
 
+
+@forked
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
@@ -69,6 +72,7 @@ def test_a_killed_worker_is_named_at_once_with_a_remedy(
         assert "\n" not in str(caught.value)
 
 
+@forked
 def test_a_stopped_worker_is_named_within_the_timeout(folder: Path) -> None:
     with open_loader(folder, num_workers=2, epochs=None, timeout=60) as loader:
         feed = iter(loader)
@@ -82,6 +86,7 @@ def test_a_stopped_worker_is_named_within_the_timeout(folder: Path) -> None:
         assert not is_alive(pid)
 
 
+@forked
 def test_after_a_killed_worker_the_loop_goes_on_where_it_stopped(folder: Path) -> None:
     """Through more windows than there are slots, so that the dead one is asked again."""
     whole = [spans(batch) for batch in open_loader(folder, epochs=4)]
@@ -188,6 +193,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@forked
 def test_close_leaves_no_descriptor_and_no_process(folder: Path, no_collector: None) -> None:
     before, others = open_files(), children_of("self")
     for num_workers, batches in ((0, 3), (1, 1), (2, 11)):
@@ -197,6 +203,7 @@ def test_close_leaves_no_descriptor_and_no_process(folder: Path, no_collector: N
     assert opened_since(before) == []
 
 
+@forked
 def test_dropping_a_loader_ends_its_workers(folder: Path, no_collector: None) -> None:
     feed = iter(open_loader(folder, num_workers=2, epochs=None))
     next(feed)
@@ -206,6 +213,7 @@ def test_dropping_a_loader_ends_its_workers(folder: Path, no_collector: None) ->
     assert not any(is_alive(pid) for pid in workers)
 
 
+@forked
 def test_a_changed_number_replaces_no_worker_and_ends_those_that_leave(folder: Path) -> None:
     with open_loader(folder, num_workers=3, epochs=None) as loader:
         next(iter(loader))
@@ -222,6 +230,7 @@ def test_a_changed_number_replaces_no_worker_and_ends_those_that_leave(folder: P
         assert set(workers_of()) <= staying
 
 
+@forked
 def test_two_loaders_at_the_same_time_do_not_meet(folder: Path) -> None:
     first, second = (
         [spans(batch) for batch in open_loader(folder, POLICIES[number], seed=number)]
@@ -264,6 +273,7 @@ def test_memory_is_flat_over_epochs(make_dataset: MakeDataset) -> None:
         assert late < early + 20 * megabyte
 
 
+@forked
 @pytest.mark.filterwarnings("ignore:subprocess:ResourceWarning")
 def test_a_worker_that_no_kill_ends_does_not_hold_up_its_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -374,6 +384,7 @@ def test_waiting_for_a_core_is_no_work_of_a_worker(monkeypatch: pytest.MonkeyPat
     assert made.seconds < 1.2 * maker.cpu_s
 
 
+@forked
 def test_workers_map_rows_as_the_training_process_does(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from unittest import mock
 
 from support import warm
 from tokenfeed.tools import pretokenize
+from tokenfeed.tools.jobs import executors
 from tokenfeed.tools.shell import console
 
 COMMAND = [sys.executable, "-m", "tokenfeed.tools.pretokenize"]
@@ -62,7 +63,8 @@ def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]
 def call(
     main: Callable[[], None], *arguments: object, expect: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """Run the function of a command within this process, and leave the process as it was."""
+    """Run the function of a command within this process, and leave the process as it was. Workers
+    of `pretokenize` are forks of the warm process."""
     words = [main.__module__.rpartition(".")[2], *map(str, arguments)]
     output, errors = io.StringIO(), io.StringIO()
     code: Any = None
@@ -85,7 +87,7 @@ def _undone(words: list[str]) -> Iterator[None]:
     sys.argv, log.handlers = words, []
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        with mock.patch("gc.freeze"):
+        with mock.patch("gc.freeze"), mock.patch.object(executors, "subprocess", warm.PROGRAMS):
             yield
     finally:
         sys.argv, environment, log.handlers, level = before

@@ -105,7 +105,7 @@ def write_counting(
     folder: Path,
     *,
     rows: int = 2000,
-    validation_rows: int = 100,
+    validation_rows: int = 24,
 ) -> Path:
     """A data set of counting rows, by the fixture that writes data sets."""
     splits = {"train": counting_rows(rows)}
@@ -136,6 +136,11 @@ def one_document_a_row(ids_BT: torch.Tensor, labels_BT: torch.Tensor | None = No
 def small_model(head: Head) -> Transformer:
     """A model of one's own, as --model names it: quicker than the smallest that is built in."""
     return Transformer(ModelSize(layers=2, width=64, heads=2), head)
+
+
+def one_layer_model(head: Head) -> Transformer:
+    """The same with one layer: to simulate or to compile a step takes half of the time."""
+    return Transformer(ModelSize(layers=1, width=64, heads=2), head)
 
 
 def convolving_model(head: Head) -> Transformer:

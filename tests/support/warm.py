@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 from unittest import mock
 
@@ -124,6 +124,7 @@ class Popen(subprocess.Popen[str]):
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         start_new_session: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """
         Args:
@@ -132,10 +133,13 @@ class Popen(subprocess.Popen[str]):
             env: Its environment; None for that of this process.
             cwd: Its folder; None for that of this process.
             start_new_session: It leads a session and a group of its own.
+            pass_fds: Descriptors that it gets. Code in `words` has them as first arguments, `(7,`;
+                it is run with the numbers that they have in the process.
         """
         with _turn:  # the environment is empty for a moment when `patch.dict` restores it
             own = dict(env or os.environ)
-        self._settings = own, str(cwd or Path.cwd()), start_new_session
+        passed = {number: _Inherited(number) for number in pass_fds}
+        self._settings = own, str(cwd or Path.cwd()), start_new_session, passed
         command = [sys.executable, *map(str, words)]
         super().__init__(command, stdin=stdin, stdout=stdout, stderr=stderr, text=True)
 
@@ -179,6 +183,15 @@ class Popen(subprocess.Popen[str]):
         return self.returncode
 
 
+def _program(words: list[str], **options: Any) -> Popen:
+    return Popen(words[1:], **options)
+
+
+PROGRAMS = SimpleNamespace(Popen=_program, DEVNULL=subprocess.DEVNULL)
+"""What `jobs.executors` takes for `subprocess` to start the program of its workers warm: it would
+import for a second."""
+
+
 def run(
     words: Sequence[object],
     *,
@@ -202,7 +215,12 @@ def run(
 
 
 def _become(
-    words: list[str], streams: list[_Inherited], env: dict[str, str], cwd: str, is_leader: bool
+    words: list[str],
+    streams: list[_Inherited],
+    env: dict[str, str],
+    cwd: str,
+    is_leader: bool,
+    passed: dict[int, _Inherited],
 ) -> None:
     gc.freeze()  # else collections would look at, and copy, all that was imported
     if is_leader:
@@ -213,6 +231,8 @@ def _become(
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    for number, inherited in passed.items():
+        words = [word.replace(f"({number},", f"({inherited.number},") for word in words]
     os.environ.clear()
     os.environ.update(env)
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in env

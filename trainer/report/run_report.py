@@ -5,6 +5,7 @@ warm-up. Tokens, losses and padding are those of all steps. A run writes interim
 killed run keeps what it measured.
 """
 
+import functools
 import importlib.metadata
 import json
 import logging
@@ -237,6 +238,7 @@ def _change(first: float | None, last: float | None) -> str:
     return f"{first:.4f} -> {last:.4f}"
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Versions that the figures of a report depend on."""
     return {

@@ -27,6 +27,8 @@ from tokenfeed.trainer.loop.run import train as run_until
 from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
 
 TIMEOUT_S = 100
+BEGINS = "-- the next run --\n"
+"""Printed to stderr before each run."""
 _WORTH_BYTES = vocabulary_loss.WORTH_BYTES
 
 
@@ -89,6 +91,7 @@ def main(runs: list[tuple[int, dict[str, Any]]]) -> None:
     gc.collect()
     gc.freeze()  # else collections of each fork would look at, and copy, all that was imported
     for size, settings in runs:
+        print(BEGINS, end="", file=sys.stderr, flush=True)
         port = free_port()
         ranks = [in_a_fork(rank, size, port, settings) for rank in range(size)]
         ended.append([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks])

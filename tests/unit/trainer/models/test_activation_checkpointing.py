@@ -46,8 +46,7 @@ def test_gradients_are_the_same_to_the_last_bit(compiled: bool) -> None:
     model = model_of(dropout, recompute=True)
     if compiled:
         torch._dynamo.reset()
-        for block in model.repeated_blocks():
-            block.compile(dynamic=False, backend="aot_eager", fullgraph=True)
+        model.blocks[0].compile(dynamic=False, backend="aot_eager", fullgraph=True)
     wanted = gradients(model_of(dropout, recompute=False))
     assert all(map(torch.equal, gradients(model), wanted))
 

@@ -75,6 +75,7 @@ def test_nothing_is_compiled_after_the_shapes_that_were_told(
         folder,
         tmp_path / "run",
         compile=True,
+        model="support.training:one_layer_model",
         steps=16,
         sequence_length=LONGEST,
         micro_batch_tokens=128,

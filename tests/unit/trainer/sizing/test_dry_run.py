@@ -11,7 +11,7 @@ from tokenfeed.tools import train as command
 from tokenfeed.trainer.sizing.dry_run import DryRun
 
 SETTINGS = (
-    *("--model", "support.training:small_model", "--sequence-length", "32"),
+    *("--model", "support.training:one_layer_model", "--sequence-length", "32"),
     *("--micro-batch-tokens", "128", "--step-tokens", "512"),
 )
 
@@ -48,7 +48,7 @@ def test_programs_and_people_read_what_a_run_will_take(shards: Path) -> None:
 
 @pytest.mark.slow
 def test_too_little_memory_is_said_with_a_remedy(shards: Path) -> None:
-    said = call(command.main, *words(shards, "--gpu", "0.001")).stdout
+    said = call(command.main, *words(shards, "--gpu", "0.0005")).stdout
     assert "fits     no micro-batch: try --recompute" in said
     assert "speed" not in said, "of a GPU that only its memory is known of"
 

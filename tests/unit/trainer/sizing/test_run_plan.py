@@ -110,10 +110,12 @@ def test_a_gpu_that_is_there_has_a_speed_only_where_it_is_certain(
 
 
 CPU = torch.device("cpu")
+ONE_LAYER = "support.training:one_layer_model"
 
 
 def auto(every_task: Path, folder: Path, way: str, **settings: Any) -> TrainConfig:
-    given = RUNS[way] | {"steps": 3, "step_tokens": 768, "micro_batch_tokens": "auto"} | settings
+    given = RUNS[way] | {"model": ONE_LAYER, "steps": 3, "step_tokens": 768} | settings
+    given |= {"micro_batch_tokens": "auto"}
     return make_config(every_task / given.pop("shards"), folder, **given)
 
 
