@@ -2,7 +2,8 @@
 
 For code that requires a `torch.utils.data.DataLoader`, or that saves and loads a
 `StatefulDataLoader`. It has no workers of its own: the workers of the ShardLoader make the batches.
-Do not let a framework split it over ranks: every rank already gets its own batches.
+Do not let a framework split it over ranks: every rank already gets its own batches. Accelerate does
+not split it: `accelerator.prepare` returns it as it is, and `save_state` saves its state.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,6 +31,9 @@ class StatefulShardLoader(DataLoader[Any]):
     With the split `train`, an iteration delivers the rest of a pass. With other splits, every
     iteration starts from the beginning.
     """
+
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = True  # Accelerate saves and loads the state
 
     def __init__(
         self, loader: ShardLoader, transform: Callable[[Batch], Any] | None = None

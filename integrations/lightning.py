@@ -19,6 +19,7 @@ that state would skip a step. Here the state travels with its step, and the modu
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,14 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         super().__init__()
         self._path, self._batching, self._settings = path, batching, settings
         self._validation = validation
-        self._loaded: dict[str, Any] | None = None
-        self._read_state: Callable[[], dict[str, Any]] | None = None
+        self._read_state: Callable[[], dict[str, Any]] = dict
         self._training: ShardLoader | None = None
         self._loaders: list[ShardLoader] = []
 
     def train_dataloader(self) -> Any:
         """Make the training loader. torch.distributed is initialized at this point."""
         self._training = loader = self._loader(self._path, **self._settings)
-        if state := self._state:
+        if state := self._read_state():
             loader.load_state_dict(state)
         return _Steps(loader, self.trainer)
 
@@ -105,12 +105,13 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state after the last trained step."""
-        return {"loader": self._state}
+        """Return the loader's state after the last trained step; before the first step, the loaded
+        state, or an empty one."""
+        return {"loader": self._read_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Store a loaded state. Lightning calls `train_dataloader` after this."""
-        self._loaded, self._read_state = state_dict["loader"], None
+        self._read_state = partial(dict, state_dict["loader"])
 
     def teardown(self, stage: str) -> None:
         """Stop the workers."""
@@ -118,11 +119,6 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
             loader.close()
         self._loaders.clear()
         self._training = None
-
-    @property
-    def _state(self) -> dict[str, Any] | None:
-        """The state after the last trained step; before the first step, the loaded state."""
-        return self._read_state() if self._read_state else self._loaded
 
     def _loader(self, data: StorePath | Mixture | Sequence[Stage], **settings: Any) -> ShardLoader:
         if self.trainer is None:

@@ -19,6 +19,7 @@ targets. A resumed run continues with exactly the batch that it had fetched and 
 from collections.abc import Iterator
 from typing import Any
 
+from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.policies import Packed
@@ -49,13 +50,15 @@ def shard_loader_with_state(
         device: Device of the batches.
         resume_state_dict: A state that this function yielded.
         settings: Other settings of `ShardLoader`.
+
+    Raises:
+        ResumeError: The state is of other data, or of nanochat's own loader.
     """
+    split = _SPLITS[checks.choice("split", split, tuple(_SPLITS))]
     settings = {"batching": Packed(T, B, fill=True), "epochs": None} | settings
-    loader = ShardLoader(
-        path, split=_SPLITS[split], device=device, ignore_index=_IGNORED, **settings
-    )
+    loader = ShardLoader(path, split=split, device=device, ignore_index=_IGNORED, **settings)
     if resume_state_dict is not None:
-        loader.load_state_dict(resume_state_dict["loader"])
+        loader.load_state_dict(resume_state_dict.get("loader", {}))
     with loader:
         batches = iter(loader)
         while True:

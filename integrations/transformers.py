@@ -50,14 +50,15 @@ class ShardTrainerMixin:
         super().__init__(*args, **settings)
         evaluated = self.eval_dataset
         named = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
-        for name, loader in {"train_dataset": self.train_dataset, **named}.items():
-            if isinstance(loader, ShardLoader) and loader.device != self.args.device:
+        given = {"train_dataset": self.train_dataset, **named}
+        loaders = {name: each for name, each in given.items() if isinstance(each, ShardLoader)}
+        for name, loader in loaders.items():
+            if loader.device != self.args.device:
                 raise ConfigError(
                     f"`{name}`: the loader delivers to {loader.device}, and the Trainer trains on "
                     f"{self.args.device}. Make the loader with `device=args.device`."
                 )
-        for name, loader in named.items():
-            if isinstance(loader, ShardLoader) and not loader.has_end:
+            if name in named and not loader.has_end:
                 raise ConfigError(
                     f"`{name}`: the loader has no end, so an evaluation would not end. Make it "
                     "with `epochs`=1, and of several data sets with "
@@ -71,17 +72,14 @@ class ShardTrainerMixin:
         """See `transformers.Trainer.train`.
 
         Raises:
-            ResumeError: No checkpoint exists, or its loader state is missing or of other data.
+            ResumeError: The loader's state in the checkpoint is missing or of other data.
+            ValueError: No checkpoint exists.
         """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                raise ResumeError(
-                    f"`resume_from_checkpoint`=True: {self.args.output_dir} has no checkpoint. "
-                    "Correct `output_dir`, or leave `resume_from_checkpoint` out to start anew."
-                )
-        if resume_from_checkpoint:
-            path = Path(resume_from_checkpoint) / _STATE_FILE
+        checkpoint = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.args.output_dir)
+        if checkpoint:
+            path = Path(checkpoint) / _STATE_FILE
             try:
                 saved = json.loads(path.read_text())
             except (OSError, ValueError) as error:

@@ -133,10 +133,12 @@ def _ranks_in(
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh
 
-    if not isinstance(mesh, DeviceMesh):
+    if isinstance(mesh, distributed.ProcessGroup):
         if dp_dims is not None:
             raise ConfigError(f"`dp_dims`={dp_dims!r}: a process group has no dimensions.")
         return distributed.get_rank(mesh), distributed.get_world_size(mesh)
+    if not isinstance(mesh, DeviceMesh):
+        raise checks.refusal("mesh", mesh, "a DeviceMesh or a process group that has this process")
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     wanted = (dp_dims,) if isinstance(dp_dims, str) else dp_dims
     if wanted is None and mesh.ndim == 1:

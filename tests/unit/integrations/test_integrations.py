@@ -146,6 +146,29 @@ def test_dataloader_face_of_validation_begins_anew(both_splits: Path) -> None:
     assert ids_of(islice(train, 3)) == first
 
 
+def test_accelerate_neither_splits_nor_loses_batches(folder: Path, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    def prepared() -> tuple[Accelerator, StatefulShardLoader]:
+        accelerator = Accelerator(cpu=True)
+        loader = open_loader(folder, Padded(24), rank=0, world_size=2, **SETTINGS)
+        return accelerator, accelerator.prepare(StatefulShardLoader(loader))
+
+    whole = ids_of(open_loader(folder, Padded(24), rank=0, world_size=2, **SETTINGS))
+    accelerator, first = prepared()
+    assert ids_of(islice(first, 4)) == whole[:4]
+    accelerator.save_state(str(tmp_path))
+    accelerator, rest = prepared()
+    accelerator.load_state(str(tmp_path))
+    assert ids_of(rest) == whole[4:]
+
+
+def test_steps_of_numpy_batches_raises(folder: Path) -> None:
+    loader = open_loader(folder, Padded(24), num_workers=0, device="numpy")
+    with pytest.raises(ConfigError, match=r"has `device`='numpy'\. Use `device`='cpu'"):
+        steps(loader)
+
+
 def test_steps_of_ranks_without_a_group_raises(folder: Path) -> None:
     loader = open_loader(folder, Padded(24), num_workers=0, rank=0, world_size=2)
     with pytest.raises(ConfigError, match=r"`world_size`=2 ranks, .* is not running"):

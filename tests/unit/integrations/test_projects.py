@@ -12,6 +12,7 @@ from support.hub_models import write_shards
 
 from tokenfeed import Packed, ShardLoader
 from tokenfeed.integrations.nanochat import shard_loader, shard_loader_with_state
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +65,11 @@ def test_nanochat_validates_on_the_same_rows_each_time(shards: Path) -> None:
         for _ in range(2)
     )
     assert first == second
+
+
+def test_nanochat_with_a_state_of_its_own_loader_raises(shards: Path) -> None:
+    state = {"pq_idx": 1, "rg_idx": 2, "epoch": 1}
+    with pytest.raises(ResumeError, match="this is not a loader state"):
+        next(nanochat_batches(shards, resume_state_dict=state))
+    with pytest.raises(ConfigError, match="`split`='test': expected 'train' or 'val'"):
+        next(nanochat_batches(shards, "test"))

@@ -85,7 +85,7 @@ def test_trainer_refuses_models_that_mix_packed_documents(
 
 def test_resume_without_a_checkpoint_raises(shards: Path, tmp_path: Path) -> None:
     ours = trainer(tmp_path / "wrong", open_split(shards))
-    with pytest.raises(ResumeError, match=r"`resume_from_checkpoint`=True: .*wrong has no"):
+    with pytest.raises(ValueError, match=r"No valid checkpoint found.*wrong"):
         ours.train(resume_from_checkpoint=True)
     with pytest.raises(ResumeError, match=r"loader\.json: .* cannot be read"):
         ours.train(resume_from_checkpoint=str(tmp_path))

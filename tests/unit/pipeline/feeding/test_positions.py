@@ -165,6 +165,8 @@ def test_rank_of_a_process_group_is_that_of_the_group(folder: Path) -> None:
         ({"dp_dims": "tp", "rank": 0}, "`mesh` has the ranks"),
         ({"dp_dims": "tp", "world_size": 2}, "`mesh` has the ranks"),
         ({"dp_dims": "tp", "mesh": None}, "`dp_dims`='tp': pass the `mesh`"),
+        ({"mesh": "dp"}, "`mesh`='dp': expected a DeviceMesh or a process group that has this"),
+        ({"mesh": dist.GroupMember.NON_GROUP_MEMBER}, "process group that has this process"),
     ],
     ids=str,
 )
