@@ -25,7 +25,8 @@ Rows of the peers are in memory already. Refuted if tokenfeed is less than twice
 `random`, idle for more than 2 % by operations, or idle for 2 percentage points more than the
 control by processor time.
 
-    python -m benchmarks.ranks [--ranks 2 4] [--rows 800] [--rounds 3]    # 4 minutes on 2 cores
+    python -m benchmarks.ranks [--ranks 2 4] [--rows 800] [--rounds 3]    # 5 minutes on 2 cores
+    python -m benchmarks.ranks --idle --rows 2400    # no training: idle by operations
 """
 
 import argparse
@@ -48,7 +49,8 @@ from tokenfeed import Fixed, Padded, ShardLoader, pretokenize
 
 MEDIAN, SIGMA, LONGEST, VOCABULARY = 50, 1.0, 512, 500
 ROWS_OF_BATCH = 16
-SAMPLERS = ("random", "sorted", "by length", "tokenfeed", "control")
+OURS = "tokenfeed"
+SAMPLERS = ("random", "sorted", "by length", OURS, "control")
 
 READING: dict[str, Any] = {"num_workers": 0, "epochs": 1, "seed": 0}
 
@@ -66,7 +68,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=800)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    parser.add_argument("--idle", action="store_true", help="print idle by operations; no training")
     options = parser.parse_args()
+    if options.idle:
+        with tempfile.TemporaryDirectory() as folder:
+            shards = write_rows(Path(folder), options.rows)
+            for ranks in options.ranks:
+                print(f"{ranks} ranks, {options.rows:,} rows: {planned_idle(shards, ranks):.2%}")
+        return
     results = []
     print(f"| ranks | sampler | real tokens/s | of random | padding | {' | '.join(WORK)} |")
     print(f"| {' | '.join(['---'] * (5 + len(WORK)))} |")
@@ -107,6 +116,20 @@ def idle(rounds: list[torch.Tensor]) -> dict[str, float]:
     return {name: round(each, 4) for name, each in zip(WORK, shares, strict=True)}
 
 
+def planned_idle(shards: Path, ranks: int) -> float:
+    """Return the idle share of tokenfeed by operations, from the shapes of the batches."""
+    rows, model = _rows(str(shards)), _model()
+    work = [
+        [
+            _operations(model, *ids.shape)
+            for ids, _ in _batches(str(shards), OURS, rows, rank, ranks)
+        ]
+        for rank in range(ranks)
+    ]
+    found = torch.tensor(work, dtype=torch.float64)
+    return 1 - float(found.mean(0).sum() / found.max(0).values.sum())
+
+
 def write_rows(folder: Path, rows: int) -> Path:
     """Write a data set of random ids with lognormal lengths."""
     from tokenizers import Tokenizer, models
@@ -137,8 +160,7 @@ def _rank(rank: int, ranks: int, port: int, shards: str, rounds: int, folder: st
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
-    with ShardLoader(shards, batching=Fixed(1), rank=0, world_size=1, **READING) as loader:
-        rows = [batch["input_ids"][0] for batch in loader]  # every rank knows all rows
+    rows = _rows(shards)
     found: dict[str, list[Run]] = {name: [] for name in SAMPLERS}
     for _ in range(rounds):
         for name in SAMPLERS:
@@ -147,6 +169,12 @@ def _rank(rank: int, ranks: int, port: int, shards: str, rounds: int, folder: st
         torch.save(found, Path(folder, "found.pt"))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _rows(shards: str) -> list[Row]:
+    """Return all rows, which every rank knows."""
+    with ShardLoader(shards, batching=Fixed(1), rank=0, world_size=1, **READING) as loader:
+        return [batch["input_ids"][0] for batch in loader]
 
 
 def _epoch(batches: Iterator[tuple[torch.Tensor, torch.Tensor]], ranks: int) -> Run:
@@ -211,7 +239,7 @@ def _batches(
     shards: str, name: str, rows: list[Row], rank: int, ranks: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield ids and mask of every micro-batch of this rank in one epoch."""
-    if name in ("tokenfeed", "control"):
+    if name in (OURS, "control"):
         rank = 0 if name == "control" else rank
         tokens = ROWS_OF_BATCH * sum(map(len, rows)) // len(rows)
         batching = Padded(max(tokens, LONGEST))

@@ -22,7 +22,8 @@ from benchmarks.remote import tables as remote_tables
 from benchmarks.shuffle import tables as shuffle_tables
 
 ROOT = Path(__file__).parents[1]
-FILES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "mixing.md")
+PAGES = ("benchmarks.md", "mixing.md")
+FILES = (ROOT / "README.md", *(ROOT / "docs" / page for page in PAGES))
 BLOCK = re.compile(r"(<!-- benchmark:([\w/]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NONE = "–"  # noqa: RUF001
@@ -35,8 +36,15 @@ LEAST_STALL = 0.005
 
 def loader_table(results: list[Entry]) -> list[list[str]]:
     """Every loader on every kind of rows; what could not be measured says why."""
-    header = ["rows", "loader", "M tokens/s", "times the best peer", "padding", "first batch"]
-    header += ["resume", "GB of memory", "bytes a token on disk", "rows lost + repeated"]
+    header = ["rows", "loader", "M tokens/s", "times the best peer", "CPU s per M tokens"]
+    header += [
+        "padding",
+        "first batch",
+        "resume",
+        "GB of memory",
+        "bytes a token on disk",
+        "rows lost + repeated",
+    ]
     return [header, *(loader_row(entry) for entry in results if entry["rows"] != "mixture")]
 
 
@@ -60,12 +68,13 @@ def mixture_table(results: list[Entry]) -> list[list[str]]:
 
 def loader_row(entry: Entry) -> list[str]:
     if "failed" in entry:
-        return [entry["rows"], entry["case"], entry["failed"], *[NONE] * 7]
+        return [entry["rows"], entry["case"], entry["failed"], *[NONE] * 8]
     return [
         entry["rows"],
         entry["case"],
         spread(entry["mtok_s"]),
         significant(entry.get("times_best_other_peer")),
+        f"{entry['cpu_s_per_mtok']['median']:.3f}" if "cpu_s_per_mtok" in entry else NONE,
         f"{entry['padding']['median']:.2%}",
         f"{entry['first_batch_s']['median']:.2f} s",
         f"{entry['resume_s']['median']:.2f} s" if "resume_s" in entry else "none",

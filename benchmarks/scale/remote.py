@@ -32,8 +32,9 @@ from rich.table import Table
 from benchmarks.protocol import RESULTS, summary, write_result
 from benchmarks.remote.__main__ import count, serving
 from benchmarks.remote.case import cpu_seconds
+from benchmarks.text_loaders.case import family
 from benchmarks.text_loaders.data import VOCABULARY, pretokenize, standard_library, write_json_lines
-from benchmarks.text_loaders.processes import family, pss
+from benchmarks.text_loaders.processes import pss
 from tokenfeed import Manifest, Packed, ShardLoader
 from tokenfeed.pipeline.caching.eviction import sweep
 from tokenfeed.pipeline.caching.node import Node

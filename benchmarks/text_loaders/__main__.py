@@ -22,7 +22,7 @@ from benchmarks.text_loaders.plot import plot
 from benchmarks.text_loaders.processes import CaseError, bytes_in, find_peers, prepare, run_case
 
 BOUND, MIXTURE = "bound: memmap gather", "mixture"
-MEASURED = ("mtok_s", "padding", "first_batch_s", "resume_s", "peak_memory_mb")
+MEASURED = ("mtok_s", "cpu_s_per_mtok", "padding", "first_batch_s", "resume_s", "peak_memory_mb")
 
 Entry = dict[str, Any]
 

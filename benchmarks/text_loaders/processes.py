@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.text_loaders.case import OURS, own_folder
+from benchmarks.text_loaders.case import OURS, family, own_folder
 
 CASE = ["-m", "benchmarks.text_loaders.case"]
 
@@ -114,16 +114,6 @@ def watch(process: subprocess.Popen[bytes], every_s: float) -> int:
 def family_pss(pid: int) -> int:
     """Bytes of a process and all below it; what they share counts once."""
     return sum(map(pss, family(pid)))
-
-
-def family(pid: int) -> Iterator[int]:
-    yield pid
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return
-    for child in children:
-        yield from family(int(child))
 
 
 def pss(pid: int) -> int:
