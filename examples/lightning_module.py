@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import make_model, parse_args
 
-from tokenfeed import Padded
+from tokenfeed import Batch, Padded
 from tokenfeed.integrations.lightning import ShardDataModule, StallCallback
 from tokenfeed.integrations.steps import Step
 
@@ -38,6 +38,12 @@ class Model(LightningModule):
         optimizer.zero_grad()
         self.print(f"step {self.global_step} loss {self.all_gather(sum(losses)).mean().item():.7f}")
 
+    def validation_step(self, batch: Batch, index: int) -> None:
+        """Log the mean loss of the targets of the whole split."""
+        targets = batch.num_targets  # a filler has none
+        loss = self.model(**batch, num_items_in_batch=max(1, targets)).loss
+        self.log("validation_loss", loss, batch_size=targets, sync_dist=True)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Make AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -62,6 +68,7 @@ def main() -> None:
         args.data,
         batching=Padded(args.max_tokens),
         micro_batches_per_step=args.micro_batches_per_step,
+        validation="validation",
     )
     latest = args.run_dir / "last.ckpt" if args.resume else None
     trainer.fit(Model(args.data), data, ckpt_path=latest)

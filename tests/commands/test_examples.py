@@ -37,7 +37,7 @@ OTHERS = [
     ),
 ]
 RESUMABLE = ["plain_loop", *OTHERS]
-DISTRIBUTED = [ONE_OF_OTHERS, "accelerate_loop"]
+DISTRIBUTED = [ONE_OF_OTHERS, "lightning_module", "accelerate_loop"]
 NEEDS = {
     "transformers_trainer": ["accelerate"],
     "lightning_module": ["lightning"],
@@ -63,13 +63,24 @@ from tokenfeed import ShardDataset, ShardLoader
 for kind in ShardDataset, ShardLoader:
     kind.__init__ = functools.partialmethod(kind.__init__, window_tokens=2000)
 
-trace = open(sys.argv.pop(1) + os.environ.get("RANK", "0"), "a", buffering=1)
+name = sys.argv.pop(1)
+traces = {
+    kind: open(name + kind + os.environ.get("RANK", "0"), "a", buffering=1)
+    for kind in ("trained", "validated")
+}
+if "lightning" in sys.argv[1]:
+    from lightning.pytorch import Trainer
+    settings = {"num_sanity_val_steps": 0}
+    if "RANK" in os.environ:
+        settings |= {"accelerator": "cpu", "strategy": "ddp", "devices": 2}
+    Trainer.__init__ = functools.partialmethod(Trainer.__init__, **settings)
 forward = LlamaForCausalLM.forward
 
 @functools.wraps(forward)
 def traced(self, *args, **inputs):
     is_filler = "RANK" in os.environ and inputs["labels"].eq(-100).all()
-    if self.training and not is_filler:
+    if not is_filler:
+        trace = traces["trained" if self.training else "validated"]
         for row, ids in enumerate(inputs["input_ids"]):
             if "attention_mask" in inputs:
                 rows = [ids[inputs["attention_mask"][row]]]
@@ -121,8 +132,14 @@ class Run:
         self.losses = {int(step): float(loss) for step, loss in found}
         assert len(self.losses) == len(found)
         assert all(map(math.isfinite, self.losses.values()))
-        files = sorted(trace.parent.glob(f"{trace.name}[0-9]"))
-        self.rows = [line for file in files for line in file.read_text().splitlines()]
+        self.rows, self.validated = (
+            [
+                line
+                for file in sorted(trace.parent.glob(f"{trace.name}{kind}[0-9]"))
+                for line in file.read_text().splitlines()
+            ]
+            for kind in ("trained", "validated")
+        )
 
 
 def torchrun(
@@ -165,10 +182,10 @@ def num_steps(example: str, data: Path) -> int:
     return sum(ends_step)
 
 
-def expected_rows(data: Path) -> Counter[str]:
+def expected_rows(data: Path, split: str = "train") -> Counter[str]:
     return Counter(
         " ".join(map(str, row["input_ids"]))
-        for file in sorted((data / "train").iterdir())
+        for file in sorted((data / split).iterdir())
         for row in feather.read_table(file, columns=["input_ids"]).to_pylist()
     )
 
@@ -208,14 +225,21 @@ def test_an_epoch_is_every_row_once_and_a_stop_changes_nothing(
 
 @pytest.mark.long
 @pytest.mark.parametrize("example", DISTRIBUTED)
-def test_two_ranks_share_the_rows_and_train_the_same(
+def test_two_ranks_train_validate_and_resume_as_one(
     example: str, data: Path, whole: Whole, tmp_path: Path
 ) -> None:
     skip_unless_installed(example)
-    options = [*settings(data, tmp_path), "--steps", num_steps(example, data)]
-    both = Run(example, tmp_path / "trace", *options, ranks=2)
-    assert Counter(both.rows) == expected_rows(data)
-    assert both.losses == pytest.approx(whole(example).losses, abs=1e-4)
+    alone, steps = whole(example), num_steps(example, data)
+    options = settings(data, tmp_path)
+    first = Run(example, tmp_path / "first", *options, "--steps", 5, "--save-every", 4, ranks=2)
+    rest = Run(example, tmp_path / "rest", *options, "--steps", steps, "--resume", ranks=2)
+    assert Counter(first.rows) == Counter(alone.rows[: len(first.rows)])
+    assert Counter(rest.rows) == Counter(alone.rows[-len(rest.rows) :])
+    assert min(rest.losses) in (5, 6)
+    assert first.losses | rest.losses == pytest.approx(alone.losses, abs=1e-4)
+    validates = example != "accelerate_loop"
+    expected = expected_rows(data, "validation") if validates else Counter()
+    assert Counter(alone.validated) == Counter(rest.validated) == expected
 
 
 NOTEBOOK = """

@@ -1,11 +1,19 @@
-"""litgpt over shards, with workers: what it receives, and where it resumes."""
+"""litgpt and Ray Train over shards: what they receive, and where they resume."""
 
+import json
+import subprocess
+import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import PROGRAMS
 from support.hub_models import write_shards
+
+from tokenfeed import Packed, ShardLoader
+from tokenfeed.integrations.steps import steps
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +65,24 @@ def test_litgpt_pretrains_and_resumes_on_shards(
     )
     assert whole.keys() == resumed.keys()
     assert all(resumed[name].equal(whole[name]) for name in whole)
+
+
+@pytest.mark.long
+def test_ray_train_repeats_the_steps_after_the_checkpoint_of_a_killed_worker(
+    shards: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    subprocess.run([sys.executable, PROGRAMS / "ray_ranks.py", shards, tmp_path], check=True)
+    received: list[list[int]] = []
+    for rank in range(2):
+        lines = list(map(json.loads, (tmp_path / f"{rank}.jsonl").read_text().splitlines()))
+        numbers = [number for number, _, _ in lines]
+        assert numbers == [*range(10), *range(8, 12)]  # the checkpoint is of step 7
+        last = {number: [rows, loss] for number, rows, loss in lines}
+        assert all(last[number] == [rows, loss] for number, rows, loss in lines)
+        received.append([row for number in range(12) for rows in last[number][0] for row in rows])
+    settings: dict[str, Any] = {"batching": Packed(32, 2), "micro_batches_per_step": 2}
+    with ShardLoader(shards, **settings, epochs=None, num_workers=0) as alone:
+        some = [batch for step in islice(steps(alone), 12) for batch in step]
+    expected = [row for batch in some for row in batch.rows.tolist()]
+    assert sorted(received[0] + received[1]) == sorted(expected)
