@@ -261,18 +261,47 @@ def _flat(
     return TokenFile(file, dtype, first, counted, end_id, by_index)
 
 
+class _MegatronColumns(NamedTuple):
+    """Where an index of Megatron has its columns, in bytes. A document has some sequences."""
+
+    sequences: int
+    """Number of sequences."""
+    borders: int
+    """Number of documents + 1."""
+    sizes: int
+    """Tokens of each sequence."""
+    size_dtype: str
+    places: int
+    """The beginning of each sequence."""
+    documents: int
+    """The first sequence of each document, and the end."""
+    place_bytes: int
+    """Bytes that `places` counts by."""
+
+
 def _megatron(index: _ForeignFile) -> tuple[np.dtype, Lengths]:
-    """Read the index of Megatron's `IndexedDataset`, version 1. A row is a document."""
-    head = index.read(0, 34)
-    if head[:17] != b"MMIDIDX\0\0" + (1).to_bytes(8, "little") or len(head) < 34:
+    """Read an index of Megatron: of `IndexedDataset`, once called `mmap`, or of the older `lazy`
+    and `cached`, which begins with TNTIDX. A row is a document."""
+    head, version = index.read(0, 56), (1).to_bytes(8, "little")
+    if head.startswith(b"MMIDIDX\0\0" + version) and len(head) >= 34:
+        code = head[17]
+        sequences, borders = np.frombuffer(head, "<u8", 2, 18).astype(int).tolist()
+        sizes, places, documents = 34, 34 + 4 * sequences, 34 + 12 * sequences
+        columns = _MegatronColumns(sequences, borders, sizes, "<i4", places, documents, 1)
+        num_modes = sequences
+    elif head.startswith(b"TNTIDX\0\0" + version) and len(head) == 56:
+        code, width, sequences, _, borders = np.frombuffer(head, "<u8", 5, 16).astype(int).tolist()
+        places = 56 + 8 * (sequences + 1)
+        sizes = places + 8 * (sequences + 1)
+        documents = sizes + 8 * sequences
+        columns = _MegatronColumns(sequences, borders, sizes, "<i8", places, documents, width)
+        num_modes = 0
+    else:
         raise CorpusError(f"{index.name}: is no index of version 1 of Megatron.")
-    code = head[17]
-    dtype = np.dtype(_MEGATRON.get(code, "u1"))
-    sequences, borders = np.frombuffer(head, "<u8", 2, 18).astype(int).tolist()
-    modes = 34 + 12 * sequences + 8 * borders
-    if index.size not in (modes, modes + sequences) or borders < 1:
+    dtype, end = np.dtype(_MEGATRON.get(code, "u1")), documents + 8 * borders
+    if index.size not in (end, end + num_modes) or borders < 1:
         raise CorpusError(
-            f"{index.name}: has {index.size:,} bytes, expected {modes:,}. Copy it again."
+            f"{index.name}: has {index.size:,} bytes, expected {end:,}. Copy it again."
         )
     if dtype.itemsize not in (2, 4):
         raise ConfigError(
@@ -280,28 +309,30 @@ def _megatron(index: _ForeignFile) -> tuple[np.dtype, Lengths]:
         )
     if not sequences:
         raise CorpusError(f"{index.name}: has no rows.")
-    return dtype, partial(_by_index, index, sequences, borders)
+    return dtype, partial(_by_index, index, columns)
 
 
 def _by_index(
-    index: _ForeignFile, sequences: int, borders: int, tokens: TokenFile
+    index: _ForeignFile, columns: _MegatronColumns, tokens: TokenFile
 ) -> Iterator[np.ndarray]:
-    """Read the rows of Megatron's index: documents of some sequences."""
-    sizes, pointers, documents = 34, 34 + 4 * sequences, 34 + 12 * sequences
+    """Read the rows of Megatron's index."""
+    borders, documents = columns.borders, columns.documents
     last = index.array("<i8", documents + 8 * (borders - 1), 1)
-    if index.array("<i8", documents, 1) != 0 or last != sequences:
+    if index.array("<i8", documents, 1) != 0 or last != columns.sequences:
         raise CorpusError(f"{index.name}: its documents do not cover its sequences.")
     at = 0
     for start in range(0, borders - 1, CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS + 1, borders)
         some = index.array("<i8", documents + 8 * start, stop - start)
         first, count = int(some[0]), int(some[-1]) - int(some[0])
-        if (np.diff(some) < 0).any() or first < 0 or first + count > sequences:
+        if (np.diff(some) < 0).any() or first < 0 or first + count > columns.sequences:
             raise CorpusError(f"{index.name}: its documents are out of order.")
-        ends = np.cumsum(index.array("<i4", sizes + 4 * first, count), dtype=np.int64)
+        width = np.dtype(columns.size_dtype).itemsize
+        sizes = index.array(columns.size_dtype, columns.sizes + width * first, count)
+        ends = np.cumsum(sizes, dtype=np.int64)
         begins = np.concatenate([[0], ends])
         places = (at + begins[:-1]) * tokens.dtype.itemsize
-        stored = index.array("<i8", pointers + 8 * first, count)
+        stored = index.array("<i8", columns.places + 8 * first, count) * columns.place_bytes
         if (stored != places).any() or (np.diff(begins) < 0).any():
             raise CorpusError(
                 f"{index.name}: its sequences do not follow one another in {tokens.name}. Merge "
