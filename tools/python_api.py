@@ -3,34 +3,37 @@
 Paths and addresses are read as by the command. Python objects are first written to a temporary file
 of JSON Lines, which workers can cut and read. A second call compares the checksum of this file, and
 continues if the records are the same.
+
+This file imports little, so that the program of the workers starts, and imports, beside the imports
+of this process.
 """
+
+from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.store import open_place
-from tokenfeed.tools.corpus.spool import Spooled, json_lines, spool
-from tokenfeed.tools.data_sets.append import append_rows
-from tokenfeed.tools.data_sets.inspection import describe
-from tokenfeed.tools.encoding.tasks import ChatEncoder, TaskName
-from tokenfeed.tools.jobs.executors import SMALL_BYTES, Runner, end_early, start_early
-from tokenfeed.tools.jobs.progress_bar import bytes_read
+from tokenfeed.tools.jobs.executors import Runner, end_early, start_early
 from tokenfeed.tools.pretokenize import needs_workers
-from tokenfeed.tools.pretokenizing.make import make_dataset
-from tokenfeed.tools.pretokenizing.options import Options
-from tokenfeed.tools.pretokenizing.summary import Summary
-from tokenfeed.trainer.config.values import setting_of
+
+if TYPE_CHECKING:
+    from tokenfeed.pipeline.format.manifest import Manifest
+    from tokenfeed.tools.corpus.spool import Spooled
+    from tokenfeed.tools.encoding.tasks import TaskName
+    from tokenfeed.tools.pretokenizing.options import Options
+    from tokenfeed.tools.pretokenizing.summary import Summary
 
 _RECORDS = "records"
 """Name of Python objects in origins and errors."""
+_FEW_RECORDS = 1_000
+"""Records that this process encodes before workers would start, unless they are very long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +50,14 @@ class Pretokenized:
     @property
     def rejects(self) -> list[dict[str, Any]]:
         """The rejected records: `file`, number of the `record` from 0, and `reason` of each."""
+        from tokenfeed.pipeline.format.store import open_place
+
         lines = open_place(self.out).read(self.manifest.rejects.file).splitlines()
         return [json.loads(line) for line in lines]
 
     def __str__(self) -> str:
+        from tokenfeed.tools.data_sets.inspection import describe
+
         return describe(self.manifest, self.summary.facts())
 
 
@@ -115,18 +122,53 @@ def pretokenize(
     """
     given = dict(locals())
     words = {name: value for name, value in given.items() if name not in ("source", "out")}
+    with ExitStack() as stack:
+        stack.callback(end_early)
+        if runner == "local" and _is_large(source):
+            start_early()
+        return _pretokenized(source, out, words, stack)
+
+
+def _is_large(source: object) -> bool:
+    """Return whether workers will probably be needed. A wrong guess only costs time."""
+    if isinstance(source, Mapping):
+        return any(map(_is_large, source.values()))
+    if paths := _paths(source):
+        return needs_workers([*paths])
+    return len(source) > _FEW_RECORDS if isinstance(source, Sized) else True
+
+
+def _pretokenized(
+    source: object, out: str | os.PathLike[str], words: dict[str, Any], stack: ExitStack
+) -> Pretokenized:
+    """Do the work of `pretokenize`.
+
+    Args:
+        source: See `pretokenize`.
+        out: See `pretokenize`.
+        words: The other arguments of `pretokenize`.
+        stack: Deletes temporary files when it ends.
+    """
+    from tokenfeed.pipeline.format.manifest import Manifest
+    from tokenfeed.tools.data_sets.append import append_rows
+    from tokenfeed.tools.pretokenizing.make import make_dataset
+    from tokenfeed.tools.pretokenizing.options import Options
+    from tokenfeed.trainer.config.values import setting_of
+
+    given = dict(words)
     for name in ("field", "split", "template_argument"):
-        if not isinstance(words[name] or {}, Mapping):
-            raise ConfigError(f"`{name}`: expected a dict, got {type(words[name]).__name__}.")
-    words["field"] = tuple((f"{own}={name}",) for own, name in (field or {}).items())
+        if not isinstance(given[name] or {}, Mapping):
+            raise ConfigError(f"`{name}`: expected a dict, got {type(given[name]).__name__}.")
+    keep = given["keep"]
+    words["field"] = tuple((f"{own}={name}",) for own, name in (given["field"] or {}).items())
     kept = keep.items() if isinstance(keep, Mapping) else ((name, "") for name in _texts(keep))
     words["keep"] = tuple(f"{name}={dtype}".rstrip("=") for name, dtype in kept)
-    words["split"] = tuple(f"{name}={pattern}" for name, pattern in (split or {}).items())
-    words["exclude"] = _texts(exclude)
-    words["tokenizer"] = None if tokenizer is None else _path("tokenizer", tokenizer)
-    words["chat_template"] = chat_template and _path("chat_template", chat_template)
+    words["split"] = tuple(f"{name}={pattern}" for name, pattern in (given["split"] or {}).items())
+    words["exclude"] = _texts(given["exclude"])
+    for name in ("tokenizer", "chat_template"):
+        words[name] = None if given[name] is None else _path(name, given[name])
     words["template_argument"] = tuple(
-        f"{name}={json.dumps(value)}" for name, value in (template_argument or {}).items()
+        f"{name}={json.dumps(value)}" for name, value in (given["template_argument"] or {}).items()
     )
     place = _path("out", out)
     paths, patterns = _paths_by_split(source) if isinstance(source, Mapping) else (None, ())
@@ -137,24 +179,20 @@ def pretokenize(
     words = {name: setting_of(kinds[name], value, f"`{name}`") for name, value in words.items()}
     options = Options(paths=(*(paths or by_split or ()), place), **words)
     options.check()
-    if by_split and runner != "local":
+    if by_split and options.runner != "local":
         raise ConfigError(
-            f"`runner` {runner!r}: its workers cannot read objects of this process. Write them to "
-            "a file that all machines share, and give its path."
+            f"`runner` {options.runner!r}: its workers cannot read objects of this process. Write "
+            "them to a file that all machines share, and give its path."
         )
-    with ExitStack() as stack:
-        stack.callback(end_early)
-        if paths and runner == "local" and needs_workers([*paths]):
-            start_early()
 
-        def spool_all() -> list[Spooled]:
-            return [
-                _spooled(name, records, of_split, options, stack)
-                for name, (of_split, records) in (by_split or {}).items()
-            ]
+    def spool_all() -> list[Spooled]:
+        return [
+            _spooled(name, records, of_split, options, stack)
+            for name, (of_split, records) in (by_split or {}).items()
+        ]
 
-        make = append_rows if options.append else make_dataset
-        summary = make(options, spool_all)
+    make = append_rows if options.append else make_dataset
+    summary = make(options, spool_all)
     return Pretokenized(out=summary.out, manifest=Manifest.read(summary.out), summary=summary)
 
 
@@ -228,28 +266,15 @@ def _spooled(
     name: str, records: object, split: str | None, options: Options, stack: ExitStack
 ) -> Spooled:
     """Write records to a temporary file, which is deleted when `stack` ends."""
-    output = Path(options.paths[-1])
+    from tokenfeed.tools.corpus.spool import json_lines, spool
+    from tokenfeed.tools.encoding.tasks import ChatEncoder
+    from tokenfeed.tools.jobs.progress_bar import bytes_read
+
     is_any_layout = options.task == "chat" and not options.field
     fields = ChatEncoder.usual_fields() if is_any_layout else options.make_task().fields
-    blocks = json_lines(name, records, fields)
+    folder = None if "://" in options.paths[-1] else Path(options.paths[-1])
     with bytes_read(name) as advance:
-        file = spool(
-            name,
-            _starting_workers(blocks),
-            None if "://" in options.paths[-1] else output,
-            split=split,
-            advance=advance,
-        )
+        blocks = json_lines(name, records, fields)
+        file = spool(name, blocks, folder, split=split, advance=advance)
     stack.callback(file.file.close)
     return file
-
-
-def _starting_workers(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the same blocks. Start workers once the input is too large for one process."""
-    num_bytes, has_started = 0, False
-    for block in blocks:
-        num_bytes += len(block)
-        if num_bytes > SMALL_BYTES and not has_started:
-            start_early()
-            has_started = True
-        yield block
