@@ -7,7 +7,9 @@ function has its texts in memory, the other one parses JSON while the clock runs
 
 `families`: the command on tokenizers that gigatoken does not take as they are, beside
 `datasets.map`: WordPiece (BERT), single digits (SmolLM, StarCoder), cl100k (GPT-4), nanochat's
-pattern, and Unigram (T5, XLM-R). Each is trained here, or has the merges of one that was.
+pattern, and Unigram. Each is trained here, or has the merges of one that was. `unigram` has pieces
+as SentencePiece makes them (T5, XLM-R): of letters, of digits or of signs. `unigram, mixed` is
+trained by `tokenizers`, and has pieces like `self.`.
 
 `adopted`: the loader on adopted files of Megatron, nanoGPT and OLMo, beside its own shards of the
 same rows, on documents and on lines. Repeats are interleaved, and ratios are of the same repeat.
@@ -48,6 +50,8 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 WORKERS = 2
 SECONDS = 2.5
 COMMAND = "command, JSON Lines"
+APART = r"(?<=\p{L})(?!\p{L})|(?<=\p{N})(?!\p{N})|(?<=[^\p{L}\p{N}\u2581])(?=[\p{L}\p{N}])"
+"""Matches between letters, digits and signs. SentencePiece has no piece across such a place."""
 OWN = "own shards"
 TIMES = ("times_command", "times_own", "times_datasets_map")
 BATCHING = {"documents": Packed(2048, 8), "lines": Padded(16_384)}
@@ -184,21 +188,29 @@ def families(folder: Path) -> dict[str, Path]:
         vocab_size=30_522, special_tokens=special, show_progress=False
     )
     wordpiece.train_from_iterator(texts[::3], trainer)
-    unigram = Tokenizer(models.Unigram())
-    spaces = normalizers.Replace(Regex(" {2,}"), " ")
-    unigram.normalizer = normalizers.Sequence([normalizers.NFKC(), spaces])
-    split = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
-    unigram.pre_tokenizer = pre_tokenizers.Sequence(split)
-    special = ["<unk>", "</s>"]
-    trainer = trainers.UnigramTrainer(
-        vocab_size=16_000, special_tokens=special, unk_token="<unk>", show_progress=False
-    )
-    unigram.train_from_iterator(texts[::40], trainer)
-    made |= {"wordpiece": wordpiece.to_str(), "unigram": unigram.to_str()}
+    made["wordpiece"] = wordpiece.to_str()
+    made["unigram"] = unigram(texts[::40], [pre_tokenizers.Split(Regex(APART), "isolated")])
+    made["unigram, mixed"] = unigram(texts[::40], [])
     for name, content in made.items():
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "tokenizer.json").write_text(content)
     return {name: folder / name for name in made}
+
+
+def unigram(texts: list[str], apart: list[Any]) -> str:
+    """Train a Unigram tokenizer. `apart` cuts its words during the training only."""
+    made = Tokenizer(models.Unigram())
+    spaces = normalizers.Replace(Regex(" {2,}"), " ")
+    made.normalizer = normalizers.Sequence([normalizers.NFKC(), spaces])
+    split = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    made.pre_tokenizer = pre_tokenizers.Sequence([*split, *apart])
+    special = ["<unk>", "</s>"]
+    trainer: Any = trainers.UnigramTrainer(
+        vocab_size=16_000, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    made.pre_tokenizer = pre_tokenizers.Sequence(split)
+    return made.to_str()
 
 
 def measure_families(folder: Path, repeats: int) -> list[Entry]:

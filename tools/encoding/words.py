@@ -17,35 +17,29 @@ import json
 import re
 import string
 import unicodedata
-from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
-import pyarrow as pa
 import tokenizers
 from tokenizers.models import Unigram, WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
-from tokenfeed.pipeline.arithmetic import Ragged, offsets_of, ranges, take
+from tokenfeed.pipeline.arithmetic import Ragged, offsets_of, ranges
 from tokenfeed.tools.encoding.engine_support import COMPARED_TOKENIZERS
 from tokenfeed.tools.encoding.routes import matches
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unigram import UnigramWords
+from tokenfeed.tools.encoding.word_cache import Encode, WordCache
 
 CACHE_BYTES = 128 << 20
 """Words are forgotten when they take about this much memory."""
 _ARROW_BYTES = 1 << 31
-_WORD_BYTES = 120
-"""What a word takes beside its letters."""
 
 _TYPES = (BertNormalizer, BertPreTokenizer, WordPiece)
 
 _IS_BORDER = np.zeros(256, bool)
 _IS_BORDER[np.frombuffer(f" \t\n\r{string.punctuation}".encode(), np.uint8)] = True
-
-Encode = Callable[[list[bytes]], Ragged]
-"""Encodes UTF-8 texts by the reference."""
 
 
 class Words:
@@ -55,10 +49,7 @@ class Words:
         self._tokenizer, self._encode = tokenizer.tokenizer, encode
         self._apart = apart
         """A regular expression of special tokens. Texts that have one are encoded whole."""
-        self._numbers: dict[bytes, int] = {}
-        self._ids = Ragged(np.empty(0, np.uint32), np.empty(0, np.int64))
-        """By the word's number."""
-        self._bytes = 0
+        self._cache = WordCache()
 
     @classmethod
     def of_tokenizer(cls, tokenizer: TextTokenizer, encode: Encode) -> Self | None:
@@ -85,66 +76,42 @@ class Words:
         if not self._apart:
             return self._encode_words(texts)
         is_apart = matches(self._apart, texts)
-        order = np.argsort(is_apart, kind="stable")
-        plain = self._encode_words([texts[place] for place in order if not is_apart[place]])
-        whole = self._encode([texts[place] for place in order if is_apart[place]])
-        made = Ragged(
-            np.concatenate([plain.values, whole.values.astype(np.uint32)]),
-            np.concatenate([plain.lengths, whole.lengths]),
-        )
-        return made.take(np.argsort(order))
+        plain = self._encode_words([*itertools.compress(texts, ~is_apart)])
+        return _woven(is_apart, self._encode([*itertools.compress(texts, is_apart)]), plain)
 
     def _encode_words(self, texts: list[bytes]) -> Ragged:
-        joined = b"".join(texts)
-        if not joined or len(joined) >= _ARROW_BYTES:
+        if not 0 < sum(map(len, texts)) < _ARROW_BYTES:
             return self._encode(texts)
-        if self._bytes > CACHE_BYTES:
-            self._numbers.clear()
-            self._ids, self._bytes = Ragged(self._ids.values[:0], self._ids.lengths[:0]), 0
-        ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
-        data, ends, starts = self._cut(np.frombuffer(joined, np.uint8), ends)
-        is_cut = np.zeros(len(data) + 1, bool)
-        is_cut[0] = is_cut[ends] = is_cut[starts] = True
-        cuts = np.flatnonzero(is_cut)
-        buffers = [None, pa.py_buffer(cuts.astype(np.int32)), pa.py_buffer(data)]
-        found = pa.Array.from_buffers(pa.binary(), len(cuts) - 1, buffers).dictionary_encode()
-        numbers = self._numbers_of(found.dictionary.to_pylist())[found.indices.to_numpy()]
-        sizes = offsets_of(self._ids.lengths[numbers])
-        rows = sizes[np.searchsorted(cuts, ends)]
-        values = take(self._ids.values, self._ids.offsets, numbers)
-        return Ragged(values, np.diff(rows, prepend=0))
+        if self._cache.num_bytes > CACHE_BYTES:
+            self._cache = WordCache()
+        data, ends, words = self._cut(texts)
+        cuts, numbers = self._found(data, words)
+        return self._cache.ids(numbers, np.searchsorted(cuts, ends))
 
-    def _numbers_of(self, words: list[bytes]) -> np.ndarray:
-        """The numbers of some distinct words; new words are encoded first."""
-        new = [word for word in words if word not in self._numbers]
-        if new:
-            new, made = self._encode_new(new)
-            first = len(self._numbers)
-            self._bytes += sum(map(len, new)) + _WORD_BYTES * len(new)
-            self._numbers.update(zip(new, itertools.count(first), strict=False))
-            values = [self._ids.values, *(part.values.astype(np.uint32) for part in made)]
-            lengths = [self._ids.lengths, *(part.lengths for part in made)]
-            self._ids = Ragged(np.concatenate(values), np.concatenate(lengths))
-        return np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words))
+    def _found(self, data: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where words or their parts begin, with the end of the last one, and the number of
+        each in the cache."""
+        return words, self._cache.find(data, words, self._encode_new)
 
-    def _cut(self, data: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _cut(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Cut texts into words.
 
-        Args:
-            data: All texts, uint8.
-            ends: The end of each text.
-
         Returns:
-            Data with the same ids, its ends, and where words begin, beside the beginnings of texts.
+            Bytes with the ids of all texts, uint8, the end of each text therein, and where each
+            word begins, with the end of the last one.
         """
-        is_border = _IS_BORDER[data]
-        return data, ends, np.flatnonzero(is_border[1:] | is_border[:-1]) + 1
+        data = np.frombuffer(b"".join(texts), np.uint8)
+        ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
+        is_border, is_cut = _IS_BORDER[data], np.ones(len(data) + 1, bool)
+        is_cut[1:-1] = is_border[1:] | is_border[:-1]
+        is_cut[ends] = True
+        return data, ends, np.flatnonzero(is_cut)
 
-    def _encode_new(self, words: list[bytes]) -> tuple[list[bytes], list[Ragged]]:
-        """Encode words. Return them in another order, and their ids in that order."""
-        plain = [word for word in words if word.isalnum()]  # of ASCII, as bytes
-        others = [word for word in words if not word.isalnum()]
-        return plain + others, [self._encode_plain(plain), self._encode(others)]
+    def _encode_new(self, words: list[bytes]) -> Ragged:
+        """Encode words that are not in the cache."""
+        is_plain = np.fromiter(map(bytes.isalnum, words), bool, len(words))  # of ASCII, as bytes
+        plain = self._encode_plain([*itertools.compress(words, is_plain)])
+        return _woven(is_plain, plain, self._encode([*itertools.compress(words, ~is_plain)]))
 
     def _encode_plain(self, words: list[bytes]) -> Ragged:
         """Encode letters and digits of ASCII, of which a normalizer could only change the case."""
@@ -166,11 +133,16 @@ _PREPENDED = (
 )
 _PREPENDED += "".join(map(chr, range(0x11A84, 0x11A8A)))
 """Letters that the character after them belongs to."""
+_FIRST = b"\xff"
 _KNOWN, _BEFORE, _AFTER = np.uint8(1), np.uint8(2), np.uint8(4)
 
 
 class SpacedWords(Words):
-    """Words of a Unigram tokenizer, each with the space before it."""
+    """Words of a Unigram tokenizer, each with the space before it, and parts of words.
+
+    A byte that is never in UTF-8 stands before each text. So the first word of a text, which has no
+    space before it, is not taken for a part.
+    """
 
     def __init__(self, tokenizer: TextTokenizer, encode: Encode, apart: str) -> None:
         super().__init__(tokenizer, encode, apart)
@@ -192,7 +164,9 @@ class SpacedWords(Words):
         keeps_ascii = not replaces and all(self._normalized(c) == c for c in printable)
         self._plain = UnigramWords.from_tokenizer(tokenizer.tokenizer) if keeps_ascii else None
         contents = [re.escape(each["content"].encode()) for each in content["added_tokens"]]
-        self._added = re.compile(b"|".join(contents) or rb"(?!)").search
+        self._added = re.compile(b"|".join(contents) or rb"(?!)")
+        self._is_unsure = np.empty(0, bool)
+        """By the number in the cache: is it a part that may have other ids in a word?"""
         self._about = np.zeros(0x110000, np.uint8)
         """What is known of each character: may it stand before or after a cut?"""
 
@@ -225,37 +199,57 @@ class SpacedWords(Words):
         normalizer = self._tokenizer.normalizer
         return normalizer.normalize_str(text) if normalizer else text
 
-    def _cut(self, data: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _cut(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `Words`. White space before a word becomes one space."""
-        text, starts = data.tobytes(), np.arange(len(data))
-        characters = data
-        if not text.isascii():
-            starts = np.flatnonzero((data & 0xC0) != 0x80)
-            characters = np.frombuffer(text.decode().encode("utf-32-le"), "<u4")
-        is_space = np.zeros(len(characters), bool)
+        joined = _FIRST + _FIRST.join(texts)
+        ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)) + 1)
+        data = np.frombuffer(joined, np.uint8)
+        is_space = np.zeros(len(data), bool)
         for space in self._spaces:
-            is_space |= characters == space
-        is_space[[0, -1]] = False
+            is_space |= data == space
+        is_space[-1] = False
         changes = np.flatnonzero(is_space[1:] != is_space[:-1]) + 1
-        firsts, stops = changes[::2], changes[1::2]  # of runs; a space is one byte
-        sizes = stops - firsts
-        before, after = characters[firsts - 1], characters[stops]
-        for each in np.flatnonzero(np.bincount(np.concatenate([before, after]))).tolist():
-            if not self._about[each]:
-                self._about[each] = self._find_out(chr(each))
+        firsts, stops = changes[::2], changes[1::2]  # of runs
+        sizes, lasts = stops - firsts, firsts - 1
+        for _ in range(3):  # from the last byte of a character to its first one
+            lasts = lasts - ((data[lasts] & 0xC0) == 0x80)
+        before, after = _characters(data, lasts), _characters(data, stops)
+        both = np.concatenate([before, after])
+        for each in np.unique(both[self._about[both] == 0]).tolist():
+            self._about[each] = self._find_out(chr(each))
         is_cut = ((self._about[before] & _BEFORE) != 0) & ((self._about[after] & _AFTER) != 0)
         if not self._joins_spaces:
             is_cut &= sizes == 1
-        firsts = starts[firsts]
-        is_cut &= np.searchsorted(ends, firsts) == np.searchsorted(ends, firsts + sizes, "right")
-        firsts, sizes = firsts[is_cut], sizes[is_cut]
-        kept = np.ones(len(data), bool)
-        kept[ranges(firsts + 1, sizes - 1)] = False
-        removed = offsets_of(sizes - 1)
+        is_kept = np.append(True, ~(is_space[1:] & is_space[:-1]))
+        is_kept[ranges(firsts[~is_cut] + 1, sizes[~is_cut] - 1)] = True
+        firsts, shifts = firsts[is_cut], offsets_of(sizes[is_cut] - 1)
         data = data.copy()
         data[firsts] = ord(" ")
-        ends = ends - removed[np.searchsorted(firsts, ends)]
-        return data[kept], ends, firsts - removed[:-1]
+        ends = ends - shifts[np.searchsorted(firsts, ends)]
+        data = data[is_kept]
+        is_start = np.zeros(len(data) + 1, bool)
+        is_start[0] = is_start[firsts - shifts[:-1]] = is_start[ends] = True
+        return data, ends, np.flatnonzero(is_start)
+
+    def _found(self, data: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `Words`. Words with an unsure part get the ids of the whole word: its number for the
+        first part, and the number of the empty word for the others."""
+        if not self._plain:
+            return super()._found(data, words)
+        added = [found.start() for found in self._added.finditer(data.tobytes())]
+        cuts = self._plain.cut(data, words, added)
+        numbers = self._cache.find(data, cuts, self._encode_new)
+        unsure = np.flatnonzero(self._is_unsure[numbers])
+        if len(unsure):
+            places = np.unique(np.searchsorted(words, cuts[unsure], "right") - 1)
+            begins, ends = words[places], words[places + 1]
+            firsts, stops = np.searchsorted(cuts, begins), np.searchsorted(cuts, ends)
+            letters = data[ranges(begins, ends - begins)]
+            borders = np.append(0, offsets_of(ends - begins))  # an empty word, then these
+            nothing, *whole = self._cache.find(letters, borders, self._encode_new)
+            numbers[ranges(firsts, stops - firsts)] = nothing
+            numbers[firsts] = whole
+        return cuts, numbers
 
     def _find_out(self, character: str) -> np.uint8:
         """Return whether a character may stand before or after the space of a cut."""
@@ -272,15 +266,48 @@ class SpacedWords(Words):
                 found |= _AFTER
         return found
 
-    def _encode_new(self, words: list[bytes]) -> tuple[list[bytes], list[Ragged]]:
-        if not self._plain:
-            return words, [self._encode(words)]
-        is_plain = self._plain.can_encode(words)
-        if self._added(b"\n".join(words)):
-            is_plain &= [not self._added(word) for word in words]
-        plain, others = (list(itertools.compress(words, each)) for each in (is_plain, ~is_plain))
-        made = [self._plain.encode(plain)] if plain else []
-        return plain + others, [*made, self._encode(others)]
+    def _encode_new(self, words: list[bytes]) -> Ragged:
+        """See `Words`."""
+        joined, is_plain = b"".join(words), np.zeros(len(words), bool)
+        is_unsure = np.zeros(len(words), bool)
+        if self._plain and joined:
+            borders = offsets_of(np.fromiter(map(len, words), np.int64, len(words)))
+            is_plain = self._plain.can_encode(np.frombuffer(joined, np.uint8), borders)
+            if self._added.search(joined):
+                is_plain &= [not self._added.search(word) for word in words]
+        others = (word.removeprefix(_FIRST) for word in itertools.compress(words, ~is_plain))
+        made = self._encode([*others])
+        if self._plain and is_plain.any():
+            parts = [*itertools.compress(words, is_plain)]
+            plain, is_unsure[is_plain] = self._plain.encode(parts)
+            is_unsure[is_plain] &= [not part.startswith(b" ") for part in parts]
+            made = _woven(is_plain, plain, made)
+        self._is_unsure = np.append(self._is_unsure[: len(self._cache)], is_unsure)
+        return made
+
+
+def _characters(data: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return the characters of UTF-8 that begin at places, int64. `_FIRST` is the last character of
+    Unicode, which has no meaning."""
+    found: np.ndarray = data[places].astype(np.int64)
+    found[found == ord(_FIRST)] = 0x10FFFF
+    wide = np.flatnonzero((found >= 0x80) & (found < 0x100))
+    lead, num_more = found[wide], 1 + (found[wide] >= 0xE0) + (found[wide] >= 0xF0)
+    codes = lead & (0x3F >> num_more)
+    for number in range(1, 4):
+        has = num_more >= number
+        codes[has] = codes[has] << 6 | data[places[wide[has]] + number] & 0x3F
+    found[wide] = codes
+    return found
+
+
+def _woven(is_first: np.ndarray, first: Ragged, second: Ragged) -> Ragged:
+    """Return the rows of two in one order: a row of `first` for each True, or else of `second`."""
+    made = Ragged(
+        np.concatenate([first.values.astype(np.uint32), second.values.astype(np.uint32)]),
+        np.concatenate([first.lengths, second.lengths]),
+    )
+    return made.take(np.argsort(np.argsort(~is_first, kind="stable")))
 
 
 def _flat(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:

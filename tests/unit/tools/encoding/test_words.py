@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from support.tokenizer_shapes import made_texts
 from tokenizers import (
@@ -18,7 +19,7 @@ from tokenizers import (
     trainers,
 )
 
-from tokenfeed.pipeline.arithmetic import Ragged
+from tokenfeed.pipeline.arithmetic import Ragged, offsets_of
 from tokenfeed.tools.encoding import words
 from tokenfeed.tools.encoding.engines import ReferenceEngine, Unencodable
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -201,12 +202,72 @@ def test_many_unigram_words_have_the_ids_of_single_words(seed: int) -> None:
     assert made is not None
     words = [f" {''.join(draw.choices(letters, k=draw.randint(1, 63)))}" for _ in range(2_000)]
     asked = [word.encode() for word in words]
-    assert made.can_encode(asked).all()
-    rows = [row.tolist() for row in made.encode(asked).rows()]
+    assert made.can_encode(*flat(asked)).all()
+    rows = [row.tolist() for row in made.encode(asked)[0].rows()]
     marked = (word.replace(" ", MARK) for word in words)
     assert rows == [[token.id for token in tokenizer.model.tokenize(word)] for word in marked]
-    others = [b"a", b" ", b" a a", b" z", " \u00e9".encode(), b" " + b"a" * 64, b" a\n", b" a"]
-    assert made.can_encode(others).tolist() == [False] * 7 + [True]
+    others = [
+        b" ",
+        b" a a",
+        b"a ",
+        b" z",
+        " \u00e9".encode(),
+        b" " + b"a" * 64,
+        b" a\n",
+        b" a",
+        b"a",
+    ]
+    assert made.can_encode(*flat(others)).tolist() == [False] * 7 + [True] * 2
+
+
+def flat(words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Return all letters, and where each word begins."""
+    return np.frombuffer(b"".join(words), np.uint8), offsets_of(np.array([*map(len, words)]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_of_words_have_the_ids_of_whole_texts(seed: int) -> None:
+    """No piece has letters and signs. With some scores, many paths are nearly as good as the best
+    one."""
+    draw = random.Random(seed)
+    alphabets = ["abc", "-=(", "01"]
+    texts = {"".join(draw.choices(draw.choice(alphabets), k=draw.randint(1, 5))) for _ in range(60)}
+    pieces = sorted(texts | {*"abc-=(01"})
+    close = [-1.0, -0.1, -0.2, -0.3, -1 / 3, -2 / 3]
+    scores = close if seed % 2 else [-draw.uniform(1, 9) for _ in range(999)]
+    vocabulary = [
+        ("<unk>", -9.0),
+        (MARK, -2.0),
+        *((piece, draw.choice(scores)) for piece in pieces),
+    ]
+    vocabulary += [(MARK + piece, draw.choice(scores)) for piece in pieces[::3]]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, 0, False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=SCHEMES[seed % 3])
+    tokenizer.add_special_tokens(["a=b", AddedToken("(0)", single_word=True)])
+    json_bytes = tokenizer.to_str().encode()
+    asked: list[bytes] = []
+    for splits_special in (False, True):
+
+        def encode(texts: list[bytes], splits_special: bool = splits_special) -> Ragged:
+            asked.extend(texts)
+            rows = oracle(json_bytes, texts, splits_special=splits_special)
+            return Ragged(
+                np.array([*itertools.chain(*rows)], np.uint32),
+                np.array([*map(len, rows)], np.int64),
+            )
+
+        loaded = TextTokenizer.load(json_bytes, origin="test", splits_special=splits_special)
+        made = SpacedWords.of_tokenizer(loaded, encode)
+        assert made is not None
+        parts = [*"abc-=(01", " ", " ", "a=b", "(0)", "---", "aaaa", "0101", "z", "\u00e9", "\n"]
+        given = ["".join(draw.choices(parts, k=draw.randint(1, 40))).encode() for _ in range(999)]
+        given += [b"", b" ", b"a" + b"-" * 5000, b" " + b"a-" * 3000]
+        for few in (given[::2], given[1::2], given):
+            rows = [row.tolist() for row in made.encode(few).rows()]
+            assert rows == oracle(json_bytes, few, splits_special=splits_special)
+    asked.clear()
+    made.encode([b"a ab-0", b"a -0ab0"])
+    assert {*asked} <= {b"a"}, "words are cut"
 
 
 def changed(json_bytes: bytes, **parts: Any) -> bytes:
