@@ -146,16 +146,7 @@ def share_of_peak(case: Published) -> float:
 
 def ours(size: Size) -> list[Operator]:
     """Return the kernels of `train --compile` with a GPT-2, one micro-batch a step."""
-    head = Head(
-        kind="vocabulary",
-        outputs=size.vocabulary,
-        vocabulary_size=size.vocabulary,
-        causal=True,
-        pairs=False,
-        labels=(),
-        pad_id=None,
-        end_id=None,
-    )
+    head = Head(kind="vocabulary", outputs=size.vocabulary, vocabulary_size=size.vocabulary)
     blocks = _blocks(size, head)
     with FakeTensorMode(allow_non_fake_inputs=True):
         return [*blocks, *_around(size, head), *_loss(size), *_update(head)]

@@ -25,7 +25,7 @@ from tokenfeed.pipeline.format.schema import IGNORED
 _BYTES_PER_LOGIT, _COMPILED_BYTES_PER_LOGIT = 10, 4
 """Memory of a chunk: logits in half precision, in fp32, and their log-softmax. With `--compile`:
 logits and their gradient in half precision."""
-_CHUNK_BYTES, WORTH_BYTES = 1 << 30, 1 << 26
+_CHUNK_BYTES, _COMPILED_CHUNK_BYTES, WORTH_BYTES = 1 << 30, 1 << 31, 1 << 26
 MOST_TOKENS = 8192
 """Tokens of the largest chunk. The sum over a chunk, for a frequent id, must stay in fp16's
 range."""
@@ -41,8 +41,9 @@ def chunk_tokens(tokens: int, vocabulary_size: int, *, compiled: bool = False) -
 
     The gradient of the head is read and written once per chunk, so large chunks move fewer bytes.
     """
-    bytes_per_logit = _COMPILED_BYTES_PER_LOGIT if compiled else _BYTES_PER_LOGIT
-    fitting = _CHUNK_BYTES // (vocabulary_size * bytes_per_logit)
+    fitting = _CHUNK_BYTES // (vocabulary_size * _BYTES_PER_LOGIT)
+    if compiled:
+        fitting = _COMPILED_CHUNK_BYTES // (vocabulary_size * _COMPILED_BYTES_PER_LOGIT)
     chunks = ceil_div(tokens, max(1, min(fitting, MOST_TOKENS)))
     return max(1, ceil_div(tokens, max(1, chunks)))
 
@@ -109,7 +110,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 F.linear(narrow_CD, narrow_VD), targets_N[part], wants_error=of_hidden or of_weight
             )
             loss = loss + summed
-            if grad_ND is not None:
+            if grad_ND is not None and grad_ND.dtype == narrow_VD.dtype:
+                torch.mm(error_CV, narrow_VD, out=grad_ND[part])
+            elif grad_ND is not None:
                 grad_ND[part] = error_CV @ narrow_VD
             if grad_VD is not None:
                 grad_VD += error_CV.t() @ narrow_CD
