@@ -51,7 +51,7 @@ class Doctor:
     """Output folder of `pretokenize`, or its address. Default: a small one that the command makes
     in a temporary folder."""
     url: Annotated[str, text("URL")] | None = None
-    """Address to test by reading, such as the bucket for `train --upload`. Writes nothing there."""
+    """Address to test by reading, such as the bucket of a data set. Writes nothing there."""
     json: bool = False
     """Print the facts as JSON."""
 

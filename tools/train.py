@@ -16,8 +16,6 @@ from types import FrameType
 from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.tools.train_settings import read_command
-from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.distributed.launcher import Launch
 
 
 class SignalRequests:
@@ -68,42 +66,26 @@ def main() -> None:
 
 @reading_once()
 def _run() -> int:
-    if "--monitor-only" in sys.argv[1:]:
-        from tokenfeed.tools.monitor import monitor
-
-        return monitor()
-    launch = Launch.of_environment()
-    if not launch.is_main:
+    is_main = os.environ.get("RANK", "0") == "0"
+    if not is_main:
         logging.getLogger("tokenfeed").setLevel(logging.WARNING)
     command = read_command()
     config = command.settings()
     if command.print_config:
         print(command.as_yaml(), end="")
         return 0
-    if command.dry_run:
-        return _plan(config, command.gpu)
+
     from tokenfeed.trainer.loop.run import train  # torch takes seconds to load; --help needs none
 
     requests = SignalRequests()
     report = train(config, requests.should_stop, requests.should_save)
-    if not launch.is_main:
+    if not is_main:
         pass  # rank 0 prints it
     elif config.json:
         print_json(dataclasses.asdict(report))
     else:
         print(report.summary())
     return 0 if requests.ended_by is None else 128 + requests.ended_by
-
-
-def _plan(config: TrainConfig, gpu: str | None) -> int:
-    from tokenfeed.trainer.sizing.dry_run import dry_run
-
-    found = dry_run(config, gpu)
-    if config.json:
-        print_json(dataclasses.asdict(found))
-    else:
-        print(found.summary())
-    return 0
 
 
 if __name__ == "__main__":

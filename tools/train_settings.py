@@ -9,10 +9,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import yaml
-from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.facts import count_of
@@ -30,7 +29,6 @@ from tokenfeed.trainer.sizing.recommended import (
     gpu_default,
     schedule_defaults,
     steps_of_epochs,
-    steps_of_tokens,
     tuning_defaults,
 )
 
@@ -39,8 +37,8 @@ _log = logging.getLogger(__name__)
 _DESCRIPTION = """Train a model on the shards of `pretokenize`: documents, conversations,
 completions, classes, scores or tags. Report metrics and how long the device waits for data.
 Options you leave out get values that suit the data and the GPU. `train` prints these values;
---print-config prints all settings. --dry-run shows steps, memory and time. --no-NAME turns off a
-switch that a file or a preset turned on."""
+--print-config prints all settings. --no-NAME turns off a switch that a file or a preset turned
+on."""
 
 GROUPS = {
     "data": ("shards", "sequence_length", "seed"),
@@ -60,12 +58,10 @@ GROUPS = {
         *("eval_every", "eval_tokens", "patience", "samples", "save_every", "keep"),
         *("log_every", "track"),
     ),
-    "output": ("run_dir", "resume", "export", "upload", "json"),
-    "configuration and planning": (
-        *("config", "preset", "print_config", "dry_run", "gpu", "monitor_only"),
-    ),
+    "output": ("run_dir", "resume", "export", "json"),
+    "configuration": ("config", "preset", "print_config"),
     "rarely needed": (
-        *("targets", "batching", "attention", "balance_attention", "trainable"),
+        *("targets", "batching", "attention", "balance_attention"),
         *("lora_alpha", "lora_target", "clip_norm", "beta1", "beta2", "epsilon"),
         *("num_workers", "order", "cache_dir", "cache_bytes", "profile"),
     ),
@@ -108,7 +104,7 @@ PRESETS: dict[PresetName, dict[str, Any]] = {
 the command line override a preset.
 
 The presets for GPUs train on documents for one epoch, with a warm-up of 3.7 % of the steps, at most
-700. Their micro-batches fit according to `train --dry-run --preset NAME --gpu NAME`.
+700. Their micro-batches fit according to `RunPlan`.
 """
 
 _BUDGETS = ("steps", "epochs", "tokens")
@@ -147,12 +143,6 @@ class Command(TrainConfig):
     h100: pre-training on that GPU. --config and options override the preset."""
     print_config: bool = False
     """Print all settings as a file for --config, and exit."""
-    dry_run: bool = False
-    """Print the steps, memory, time and disk that the run needs, and exit. Needs no GPU."""
-    gpu: Annotated[str, Meta(title="NAME", description="text")] | None = None
-    """GPU to assume in --dry-run: a name like H100, or its memory in GiB."""
-    monitor_only: bool = False
-    """Show the load of GPUs and host, live. Needs no shards."""
 
     def settings(self) -> TrainConfig:
         """The settings alone."""
@@ -163,7 +153,7 @@ class Command(TrainConfig):
         return yaml.safe_dump(self.settings().as_dict(), sort_keys=False)
 
 
-_ACTIONS = ("config", "preset", "print_config", "dry_run", "gpu", "monitor_only")
+_ACTIONS = ("config", "preset", "print_config")
 FILE_KINDS = {
     name: kind
     for name, kind in get_type_hints(Command, include_extras=True).items()
@@ -197,10 +187,10 @@ def read_command() -> Command:
 
 
 def _is_on_gpu(command: Command) -> bool:
-    """Return whether the run is on a GPU, or --dry-run assumes one. Imports torch: a second."""
+    """Return whether the run is on a GPU. Imports torch: a second."""
     from tokenfeed.trainer.distributed.world import device_named
 
-    return command.gpu is not None or device_named(command.device).type != "cpu"
+    return device_named(command.device).type != "cpu"
 
 
 def _given() -> dict[str, Any]:
@@ -214,22 +204,13 @@ def _given() -> dict[str, Any]:
         other_names=_OTHER_NAMES,
     )
     _check_pairs(options, {name: flag_of(name) for name in options})
-    if "gpu" in options and "dry_run" not in options:
-        raise ConfigError(
-            f"`--gpu`={options['gpu']}: is for --dry-run. Add it, or leave --gpu out."
-        )
     path = options.get("config")
     file = read_settings(path, FILE_KINDS) if path else {}
     _check_pairs(file, {name: name for name in file}, f"{path}: ")
     given = layered(PRESETS[options["preset"]] if "preset" in options else {}, file, options)
     if any(given.get(name) is not None for name in MODEL_NUMBERS):
         given.setdefault("model", BY_NUMBERS)
-    if not given.get("phases"):
-        return given
-    for name in ("epochs", "tokens"):
-        if given.get(name) is not None:
-            raise ConfigError(f"`--{name}`: phases say how many steps they have. Leave it out.")
-    return {"steps": sum(phase.steps for phase in given["phases"])} | given
+    return given
 
 
 def _check_pairs(settings: Mapping[str, Any], written: Mapping[str, str], where: str = "") -> None:
@@ -248,33 +229,24 @@ def _check_pairs(settings: Mapping[str, Any], written: Mapping[str, str], where:
 
 
 def layered(*sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge sources of settings. Later sources override earlier sources.
-
-    A setting of a pair also removes the other setting. Phases have their own steps, so they remove
-    steps, epochs and tokens.
-    """
+    """Merge sources of settings. Later sources override earlier sources. A setting of a pair also
+    removes the other setting."""
     found: dict[str, Any] = {}
     for source in sources:
         for one, other, _ in _PAIRS:
             if source.get(one) is not None or source.get(other) is not None:
                 found = {name: found[name] for name in found if name not in (one, other)}
-        if source.get("phases"):
-            found = {name: found[name] for name in found if name not in _BUDGETS}
         found |= source
     return found
 
 
 def _finds_run(given: dict[str, Any]) -> bool:
-    """Return whether there is a run to resume. If so, its folder has the newest checkpoint now, and
-    the settings of that checkpoint."""
+    """Return whether there is a run to resume."""
     if "run_dir" not in given:
         raise ConfigError("`--resume` auto needs --run-dir: the folder of the run.")
-    begun = TrainConfig.of_run(given["run_dir"])
-    if given.get("dry_run") or given.get("print_config"):
-        return begun is not None
-    from tokenfeed.trainer.checkpoints.resume import download_newest  # torch, as training needs it
+    from tokenfeed.trainer.checkpoints.retention import Checkpoints  # torch, as training needs it
 
-    return download_newest(given["run_dir"], given.get("upload", begun.upload if begun else None))
+    return Checkpoints.of_run(given["run_dir"]).latest() is not None
 
 
 def _resumes(given: dict[str, Any]) -> bool:
@@ -336,8 +308,8 @@ def _budget(command: Command, epochs: int | None, manifest: Manifest, *, on_gpu:
         steps = steps_of_epochs(epochs, command, manifest, on_gpu=on_gpu)
         return Choice({"steps": steps}, count_of(epochs, "epoch"))
     assert command.tokens is not None
-    steps = steps_of_tokens(command.tokens, command, manifest, on_gpu=on_gpu)
     share = command.tokens / manifest.split("train").tokens
+    steps = steps_of_epochs(share, command, manifest, on_gpu=on_gpu)
     return Choice({"steps": steps}, f"{command.tokens:,} tokens, {share:.3g} epochs")
 
 

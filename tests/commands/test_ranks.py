@@ -115,17 +115,12 @@ def runs_in(folder: Path, every_task: Path) -> dict[str, Run]:
         runs[f"{data} whole"] = 1, of(f"{data} whole", data, **more)
         runs[f"{data} shares"] = size, of(f"{data} shares", data, **more, **SHARES)
     both = {str(every_task / "lm"): 0.5, str(folder / "more"): 0.5}
-    phases: list[dict[str, Any]] = [
-        {"steps": 2, "trainable": "norm", "warmup_steps": 0},
-        {"steps": 2, "trainable": "norm|embed"},
-        {"steps": 2},
-    ]
-    mixed = SETTINGS | {"shards": both, "phases": phases}
-    going = mixed | {"run_dir": folder / "phases going"}
-    runs["phases"] = 1, mixed | {"run_dir": folder / "phases"}
-    runs["phases, stopped"] = 2, going | {"ends": ("stop", 1, 3)}
-    runs["phases going"] = 1, going | resumed
-    runs["phases shares"] = 2, mixed | {"run_dir": folder / "phases shares"} | SHARES
+    mixed = SETTINGS | {"shards": both}
+    going = mixed | {"run_dir": folder / "mixed going"}
+    runs["mixed"] = 1, mixed | {"run_dir": folder / "mixed"}
+    runs["mixed, stopped"] = 2, going | {"ends": ("stop", 1, 3)}
+    runs["mixed going"] = 1, going | resumed
+    runs["mixed shares"] = 2, mixed | {"run_dir": folder / "mixed shares"} | SHARES
     return runs
 
 
@@ -159,8 +154,8 @@ def assert_like(trained: Trained, name: str, other: str) -> None:
         pytest.param("changing", "dropping", id="two, three and one, with dropout"),
         pytest.param("shares", "1", id="shares"),
         pytest.param("other shares", "1", id="shares, whole weights and other shares"),
-        pytest.param("phases going", "phases", id="phases on two and one"),
-        pytest.param("phases shares", "phases", id="phases on shares"),
+        pytest.param("mixed going", "mixed", id="mixed on two and one"),
+        pytest.param("mixed shares", "mixed", id="mixed on shares"),
         *(
             pytest.param(f"{data} shares", f"{data} whole", id=f"shares of {data}")
             for data in SHARDED

@@ -132,9 +132,7 @@ def test_train_and_report_keep_signatures_secret(
     server.signature = fresh
     resumed = ("--resume", "--run-dir", folder, "--steps", 2, "--num-workers", 0)
     said(train.main, *resumed, *shards_at(f"?{fresh}"))
-    upload = f"ftp://me:{SECRET}@host/x"
-    said(train.main, "--print-config", *shards_at(SIGNED), *words, "--upload", upload)
-    said(train.main, "--dry-run", *shards_at(f"?{fresh}"), *words)
+    said(train.main, "--print-config", *shards_at(SIGNED), *words)
     said(report.main, folder)
     refused = tmp_path / "refused"
     said(train.main, "--shards", f"{server.url}/one{SIGNED}", "--run-dir", refused, expect=1)
@@ -277,9 +275,8 @@ def test_no_command_shows_or_stores_secrets_of_addresses(
     cpu = ("--device", "cpu", "--eval-tokens", 1, "--sequence-length", 16, "--steps", 1)
     cpu += ("--micro-batch-tokens", 64, "--step-tokens", 64, "--run-dir", "OUT")
     go(train.main, "--shards", at("set"), *cpu)
-    go(train.main, "--shards", at("set"), *cpu, "--dry-run", "--json")
     go(train.main, "--shards", f"{at('set')}=x", f"{at('a')}=0.5", *cpu, "--print-config")
-    for option in ("upload", "export", "run-dir", "cache-dir", "model", "config"):
+    for option in ("export", "run-dir", "cache-dir", "model", "config"):
         go(train.main, "--shards", documents, *cpu, f"--{option}", at("x"))
     go(train.main, "--shards", documents, *cpu, "--model", f"hf:{at('x')}")
     go(train.main, *cpu, "--config", configured("given.yaml", {"shards": {at("set"): "x"}}))

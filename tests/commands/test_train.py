@@ -181,9 +181,6 @@ def test_training_on_a_gpu_reports_its_stall(counting: Path, tmp_path: Path) -> 
     assert "events" in report.stall.method
 
 
-WITH_UPLOADS = 16
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [20, pytest.param(60, marks=pytest.mark.long)])
 def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(
@@ -193,20 +190,11 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturb
     assert seen["during_saves"] > kills // 8
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_run_that_is_killed_and_loses_its_disk_goes_on_from_its_upload(
-    tmp_path: Path, write_dataset: Callable[..., Path]
-) -> None:
-    seen = killed_training(tmp_path, write_dataset, WITH_UPLOADS, "--lose-disks")
-    assert seen["during_uploads"] > 0
-
-
 def killed_training(
-    tmp_path: Path, write_dataset: Callable[..., Path], kills: int, *options: str
+    tmp_path: Path, write_dataset: Callable[..., Path], kills: int
 ) -> dict[str, int]:
     shards = write_counting(write_dataset, tmp_path / "shards", rows=400, validation_rows=20)
-    program = [PROGRAMS / "killed_training.py", shards, tmp_path, kills, *options]
+    program = [PROGRAMS / "killed_training.py", shards, tmp_path, kills]
     ended = warm.run(program, timeout=240)
     assert ended.returncode == 0, ended.stderr
     seen: dict[str, int] = json.loads(ended.stdout)

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from support.stores import FaultyStore
 from support.training import make_config
 from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_format import Best, CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
-from tokenfeed.trainer.checkpoints.uploader import RemoteRun
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import State
 
@@ -77,28 +75,6 @@ def saving_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
     return make_config(
         shards, run_dir, **{"save_every": 2, "eval_every": 2, "eval_tokens": 256} | changes
     )
-
-
-def files_at(url: str) -> dict[str, bytes]:
-    if "://" not in url:
-        return files_in(Path(url))
-    return {path.removeprefix(url): data for path, data in FaultyStore.store.items()}
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {f"/{path.relative_to(folder)}": path.read_bytes() for path in paths}
-
-
-def refuse(operation: str, path: str) -> None:
-    raise ConnectionError("the line is dead\nand so on")
-
-
-def copy_of(folder: Path, url: str) -> RemoteRun:
-    remote = RemoteRun(url)
-    for path in sorted(folder.glob("checkpoints/step-????????")):
-        remote.put_checkpoint(path)
-    return remote
 
 
 def checkpoint(run_dir: Path, step: int) -> Path:

@@ -1,15 +1,10 @@
 """A store of another kind than a folder, and how it is registered."""
 
-import contextlib
 import errno
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
 
 import pyarrow as pa
 import pytest
@@ -20,7 +15,6 @@ from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.errors import RemoteError
 from tokenfeed.pipeline.format import store
 from tokenfeed.pipeline.format.data_set import open_splits
-from tokenfeed.pipeline.format.store import STORES
 from tokenfeed.pipeline.remote.object_file import VersionedBytes
 from tokenfeed.pipeline.remote.retrying import Traffic
 from tokenfeed.pipeline.windows.reader import WindowReader
@@ -53,105 +47,6 @@ def keep_in_memory(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, b
     files = files_of(folder)
     monkeypatch.setitem(store.STORES, "memory", lambda path: MemoryStore(path, files))
     return files
-
-
-URL = "faulty://bucket/run"
-
-
-class FaultyStore:
-    """A `Place`. Before each operation, and after a write, it calls `before`, which may raise."""
-
-    store: ClassVar[dict[str, bytes]] = {}
-    """Content of each object by its whole path."""
-    before: ClassVar[Callable[[str, str], None]] = staticmethod(lambda operation, path: None)
-    kept_share: ClassVar[float] = 1.0
-    """Less than 1: writes lose their ends without an error."""
-    is_writable = True
-
-    def __init__(self, url: str) -> None:
-        self.name = url
-
-    def path(self, name: str) -> str:
-        return f"{self.name}/{name}"
-
-    def absolute(self) -> Self:
-        return self
-
-    def prepare(self) -> list[Path]:
-        return []
-
-    def size(self, name: str) -> int:
-        return len(self._find(name))
-
-    def exists(self, name: str) -> bool:
-        return self.path(name) in self.store
-
-    def written_at(self, name: str) -> int | None:
-        return None
-
-    def has(self, info: Any, written_at: int | None = None) -> bool:
-        raise NotImplementedError
-
-    def names(self, folder: str = "") -> set[str]:
-        self._ask("find", folder)
-        below = self.path(f"{folder}/" if folder else "")
-        return {
-            path.removeprefix(below).partition("/")[0]
-            for path in self.store
-            if path.startswith(below)
-        }
-
-    def read(self, name: str) -> bytes:
-        self._ask("cat", name)
-        return self._find(name)
-
-    def open(self, name: str, size: int) -> pa.NativeFile:
-        self._ask("get", name)
-        return pa.BufferReader(self._find(name))
-
-    def write(self, name: str, data: bytes | Path) -> None:
-        operation = "pipe" if isinstance(data, bytes) else "put"
-        content = data if isinstance(data, bytes) else data.read_bytes()
-        self._ask(operation, name)
-        self.store[self.path(name)] = content[: round(len(content) * self.kept_share)]
-        self._ask(f"{operation} answer", name)
-
-    def create(self, name: str, data: bytes) -> bool:
-        raise NotImplementedError
-
-    def delete(self, *names: str) -> None:
-        for name in names:
-            self._ask("rm", name)
-            self.store.pop(self.path(name), None)
-
-    def prune(self, *folders: str) -> None:
-        pass
-
-    def room(self) -> contextlib.AbstractContextManager[Path]:
-        raise NotImplementedError
-
-    def _find(self, name: str) -> bytes:
-        try:
-            return self.store[self.path(name)]
-        except KeyError:
-            raise FileNotFoundError(self.path(name)) from None
-
-    def _ask(self, operation: str, name: str) -> None:
-        type(self).before(operation, self.path(name))
-
-
-@contextmanager
-def faulty_store() -> Iterator[type[FaultyStore]]:
-    """The store, empty and without faults."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(STORES, "faulty", FaultyStore)
-        FaultyStore.store.clear()
-        yield FaultyStore
-        for thread in threading.enumerate():
-            if thread.name == "upload":  # it would write into the store of the next test
-                thread.join(60)
-    FaultyStore.before = staticmethod(lambda operation, path: None)
-    FaultyStore.kept_share = 1.0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 `checkpoints/step-00000100/` holds everything that the next step depends on:
 
     state-0.safetensors        tensors: weights, optimizer moments, random states, skipped steps
-    checkpoint.json            everything else, each tensor's dtype and shape, and all checksums
+    checkpoint.json            everything else, and all checksums
 
 If weights are sharded, rank 1 writes its shards to state-1.safetensors, and so on.
 

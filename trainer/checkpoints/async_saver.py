@@ -11,8 +11,6 @@ import torch
 
 from tokenfeed.trainer.checkpoints.checkpoint_format import (
     CheckpointMeta,
-    TensorInfo,
-    kinds_of,
     unshared,
     write_content,
 )
@@ -62,10 +60,9 @@ class Saver:
             OSError: The previous save failed.
         """
         self.wait()
-        tensors = unshared(state)
-        self._copy.take(tensors)
+        self._copy.take(unshared(state))
         self._thread = threading.Thread(
-            target=self._run, args=(meta, kinds_of(tensors)), daemon=True, name="checkpoint"
+            target=self._run, args=(meta,), daemon=True, name="checkpoint"
         )
         self._thread.start()
 
@@ -101,18 +98,14 @@ class Saver:
         """Release the host memory. Does not wait for the disk."""
         self._copy.close()
 
-    def _run(self, meta: CheckpointMeta, kinds: dict[str, TensorInfo]) -> None:
+    def _run(self, meta: CheckpointMeta) -> None:
         try:
-            self._write(meta, kinds)
+            self._write(meta)
         except Exception as error:
             self._error = error
 
-    def _write(self, meta: CheckpointMeta, kinds: dict[str, TensorInfo]) -> None:
+    def _write(self, meta: CheckpointMeta) -> None:
         """Write a checkpoint. Then delete all but the latest `keep` checkpoints and the best one.
-
-        Args:
-            meta: The progress of the run.
-            kinds: The dtype and shape of each tensor.
 
         Raises:
             OSError: Writing failed on one of the ranks. Earlier checkpoints are unchanged.
@@ -131,12 +124,11 @@ class Saver:
                     if not (folder / file).exists():  # on the disk of another machine
                         missing = f"rank 0 does not find {file}: all ranks need the same --run-dir"
                         raise OSError(errno.ENOENT, missing)
-                write_content(folder, meta, kinds, dict(files))
+                write_content(folder, meta, dict(files))
         except OSError as error:
             reason = f"{error.strerror}. After fixing this, {checkpoints.way_on()}"
             raise OSError(error.errno, reason, str(checkpoints.path(meta.step))) from error
         checkpoints.delete_old(self._keep)
-        checkpoints.on_change()
 
     def _on_all_ranks(self, job: Callable[[], Result]) -> list[Result]:
         """Run a job on each rank that saves; return its results, by rank.

@@ -1,11 +1,12 @@
 """One checkpoint on disk: checkpoint.json, and a safetensors file for each rank that saved.
 
 A state is a dict of tensors by name: "model.NAME", "optimizer.NAME.MOMENT", "random.DEVICE" and so
-on. checkpoint.json lists each tensor with its dtype and shape. Every byte is verified:
-checkpoint.json has the checksum of each tensor file and a checksum of itself.
+on. Every byte is verified: checkpoint.json has the checksum of each tensor file and a checksum of
+itself.
 
 `torch.distributed.checkpoint` reads the tensors: slice by slice into memory that exists already,
-whatever number of ranks has written them.
+whatever number of ranks has written them. Its import takes a second, which only a run that resumes
+should spend.
 """
 
 import json
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -29,7 +30,7 @@ from tokenfeed.trainer.checkpoints.tensor_file import is_sharded_tensor, stored_
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import State, World
 
-_VERSION = 3
+_VERSION = 4
 CONTENT_FILE = "checkpoint.json"
 _READERS = 4
 _FILE_NAME = re.compile(r"state-\d+\.safetensors")
@@ -133,36 +134,6 @@ def _identity(tensor: Any) -> Any:
     return own.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Dtype and shape of a whole tensor in checkpoint.json."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    def empty(self, like: Tensor | None = None) -> Tensor:
-        """Return a new tensor: on the host, or on the device of `like`.
-
-        If `like` has the same shape, the new tensor has its layout and its shards too.
-        """
-        dtype = getattr(torch, self.dtype)
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{self.dtype} is not a dtype")
-        if like is not None and like.shape == self.shape:
-            return torch.empty_like(like, dtype=dtype)
-        return torch.empty(
-            self.shape, dtype=dtype, device=like.device if like is not None else None
-        )
-
-
-def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
-    """Return the dtype and shape of each tensor."""
-    return {
-        name: TensorInfo(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    }
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Content:
     """The fields of checkpoint.json, without its own checksum."""
@@ -171,7 +142,13 @@ class _Content:
     meta: CheckpointMeta
     files: dict[str, str]
     """The checksum of each file, by name."""
-    tensors: dict[str, TensorInfo]
+
+
+class TensorInfo(NamedTuple):
+    """Dtype and shape of a whole tensor, as the files have it (`stored_form`)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +156,12 @@ class Checkpoint:
     """A verified checkpoint. Its tensors are still on disk."""
 
     folder: Path
-    content: _Content
+    meta: CheckpointMeta
+    tensors: dict[str, TensorInfo]
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Read and verify all bytes of a checkpoint. Keep its checkpoint.json.
+        """Read and verify all bytes of a checkpoint.
 
         Raises:
             OSError, ValueError, KeyError, TypeError, AttributeError: The checkpoint is damaged.
@@ -200,13 +178,14 @@ class Checkpoint:
             if actual != checksum:
                 raise ValueError(f"{name} fails its checksum: {actual}, expected {checksum}")
         num_bytes = sum((folder / name).stat().st_size for name in content.files)
-        for name, kind in content.tensors.items():
+        tensors = _kinds_in(folder)
+        for name, kind in tensors.items():
             if min(kind.shape, default=0) < 0 or math.prod(kind.shape) > num_bytes:
                 raise ValueError(
-                    f"{CONTENT_FILE} has the shape {kind.shape} of {name}, but all files together "
-                    f"have {num_bytes:,} bytes"
+                    f"the files have the shape {kind.shape} of {name}, but all files together have "
+                    f"{num_bytes:,} bytes"
                 )
-        return cls(folder, content)
+        return cls(folder, content.meta, tensors)
 
     @staticmethod
     def meta_in(folder: Path) -> CheckpointMeta:
@@ -216,11 +195,6 @@ class Checkpoint:
             OSError, ValueError, KeyError, TypeError, AttributeError: The file is damaged.
         """
         return _content((folder / CONTENT_FILE).read_bytes()).meta
-
-    @property
-    def meta(self) -> CheckpointMeta:
-        """What checkpoint.json records about the run."""
-        return self.content.meta
 
     def read(
         self, live: State | None = None, world: World | None = None, *, prefix: str = ""
@@ -241,8 +215,8 @@ class Checkpoint:
         """
         lives = unshared(live or {})
         tensors = {
-            name: lives[name] if name in lives else kind.empty()
-            for name, kind in self.content.tensors.items()
+            name: lives[name] if name in lives else torch.empty(kind.shape, dtype=kind.dtype)
+            for name, kind in self.tensors.items()
             if name.startswith(prefix)
         }
         world = world or World(torch.device("cpu"))
@@ -257,7 +231,6 @@ class Checkpoint:
     def _read_into(self, tensors: Mapping[str, Tensor]) -> None:
         if not tensors:
             return
-        # It takes a second to import, which only a run that resumes should spend.
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -274,24 +247,18 @@ class Checkpoint:
                 raise ValueError(" ".join(str(error).split())) from error
 
 
-def write_content(
-    folder: Path,
-    meta: CheckpointMeta,
-    tensors: Mapping[str, TensorInfo],
-    files: dict[str, str],
-) -> None:
+def _kinds_in(folder: Path) -> dict[str, TensorInfo]:
+    """Return the dtype and shape of each tensor in the tensor files of a folder."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    found: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: TensorInfo(of.properties.dtype, tuple(of.size)) for name, of in found.items()}
+
+
+def write_content(folder: Path, meta: CheckpointMeta, files: dict[str, str]) -> None:
     """Write checkpoint.json, the last file of a checkpoint."""
-    content = _Content(version=_VERSION, meta=meta, files=files, tensors=dict(tensors))
+    content = _Content(version=_VERSION, meta=meta, files=files)
     (folder / CONTENT_FILE).write_bytes(_sealed(asdict(content)))
-
-
-def files_of(data: bytes) -> list[str]:
-    """Return the other files of a checkpoint, from the content of its checkpoint.json.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: The content is damaged.
-    """
-    return list(_content(data).files)
 
 
 def _content(data: bytes) -> _Content:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from tokenfeed.pipeline.errors import ResumeError
@@ -19,23 +19,11 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionErr
 """Errors that reading a damaged checkpoint may raise."""
 
 
-def name_of(step: int) -> str:
-    """Return the name of a checkpoint's folder."""
-    return f"step-{step:08d}"
-
-
-def steps_of(names: Iterable[str]) -> list[int]:
-    """Return the steps of the checkpoints among some names, in order."""
-    return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
-
-
 class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.on_change: Callable[[], object] = lambda: None
-        """Called after each new checkpoint, on the thread that wrote it."""
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "Checkpoints":
@@ -44,17 +32,18 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Return the folder of a step's checkpoint, whether or not it exists."""
-        return self._folder / name_of(step)
+        return self._folder / f"step-{step:08d}"
 
     def temporary(self, step: int) -> Path:
         """Return the folder of a step's checkpoint while it is made or deleted."""
-        return self._folder / (name_of(step) + TEMPORARY_SUFFIX)
+        return self._folder / f"step-{step:08d}{TEMPORARY_SUFFIX}"
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in order."""
         if not self._folder.is_dir():
             return []
-        return steps_of(path.name for path in self._folder.iterdir())
+        found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
+        return sorted(int(name[1]) for name in found if name)
 
     def latest(self) -> Path | None:
         """Return the checkpoint of the highest step; None if there is no checkpoint."""
@@ -126,7 +115,11 @@ class Checkpoints:
             ResumeError: The checkpoint is missing or damaged.
         """
         path = self.to_resume() if step is None else self.path(step)
-        return verified(path, *steps_of([path.name]))
+        with _reading(path):
+            checkpoint = Checkpoint.open(path)
+            if self.path(checkpoint.meta.step) != path:
+                raise ValueError(f"its checkpoint.json is of step {checkpoint.meta.step}")
+            return checkpoint
 
     @contextlib.contextmanager
     def new(self, step: int) -> Iterator[Path]:
@@ -158,25 +151,12 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def verified(path: Path, step: int, *, where: object = None) -> Checkpoint:
-    """Verify and return the checkpoint of a step in a folder. `where` names it in errors.
-
-    Raises:
-        ResumeError: The checkpoint is damaged.
-    """
-    with _reading(where or path):
-        checkpoint = Checkpoint.open(path)
-        if checkpoint.meta.step != step:
-            raise ValueError(f"its checkpoint.json is of step {checkpoint.meta.step}")
-        return checkpoint
-
-
 @contextlib.contextmanager
-def _reading(where: object) -> Iterator[None]:
+def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except DAMAGE as error:
         raise ResumeError(
-            f"{where}: the checkpoint is damaged ({error}). Delete this folder to resume from the "
+            f"{path}: the checkpoint is damaged ({error}). Delete this folder to resume from the "
             "one before it."
         ) from error

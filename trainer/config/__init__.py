@@ -1,1 +1,1 @@
-"""Settings of a run: their types, bounds, phases and learning-rate schedule."""
+"""Settings of a run: their types, bounds and learning-rate schedule."""

@@ -25,7 +25,6 @@ from tokenfeed.trainer.config.values import (
     Shards,
     Tokens,
     check_multiple,
-    check_pattern,
     check_types,
     flag_of,
     read_settings,
@@ -61,7 +60,7 @@ MODEL_NUMBERS = ("layers", "width", "heads", "kv_heads")
 OF_ONE_COMMAND = ("resume", "json", "export")
 """Settings that config.yaml of a run leaves out: they are for one command, not for the run."""
 
-_ADDRESSES = ("shards", "to", "skip", "upload")
+_ADDRESSES = ("shards", "to", "skip")
 _MOST_TRACED = 100
 """Steps. The trace of more steps is too large for a viewer."""
 _LENGTHS = "a whole number of at least 2"
@@ -85,19 +84,6 @@ def _public(setting: Any) -> Any:
 def _new_run_dir() -> Path:
     now = datetime.datetime.now(datetime.UTC)
     return Path("runs") / now.strftime("%Y-%m-%dT%H-%M-%SZ")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseSettings:
-    """The settings of one phase. The value None stands for the setting of the run."""
-
-    steps: Positive
-    """Optimizer steps of this phase alone."""
-    trainable: str | None = None
-    learning_rate: AboveZero | None = None
-    schedule: ScheduleName | None = None
-    """The schedule and its warm-up begin with the phase's first step and end with its last."""
-    warmup_steps: NotNegative | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,12 +133,10 @@ class TrainConfig:
     """LoRA alpha: adapters are scaled by alpha / rank. Default: twice the rank."""
     lora_target: Annotated[str, _shown("NAMES")] = ALL_LINEAR
     """Layers that get adapters: all-linear, or names like q_proj,v_proj."""
-    trainable: Annotated[str, _shown("PATTERN")] | None = None
-    """Train only weights whose names match this regular expression. Default: all weights."""
+
     steps: Positive = 200
     """Optimizer steps, including those before a resume."""
-    phases: tuple[PhaseSettings, ...] = ()
-    """Only in a file: phases of the run, each with its steps, trainable weights and rate."""
+
     mixing: tuple[StageSettings, ...] = ()
     """Only in a file: how the training data change, each stage with its shards, until_tokens, to,
     sequence_length and targets."""
@@ -240,11 +224,9 @@ class TrainConfig:
     """Folder of the run. Default: a new one in runs/."""
     export: Path | None = None
     """Write the best weights, their config and tokenizer into this folder at the end."""
-    upload: Annotated[str, _shown("URL")] | None = None
-    """Copy the run to this bucket or folder while it trains: s3://..., gs://..., az://..."""
     resume: Resume = False
-    """Continue the run in --run-dir with its settings. auto: continue a run found in --run-dir or
-    at --upload, else start a new run."""
+    """Continue the run in --run-dir with its settings. auto: start a new run if --run-dir has no
+    checkpoint."""
     json: bool = False
     """Print the report as one line of JSON."""
 
@@ -258,7 +240,7 @@ class TrainConfig:
                 f"`--min-learning-rate`={self.min_learning_rate}: expected at most "
                 f"--learning-rate={self.learning_rate}."
             )
-        check_pattern(self.trainable)
+
         self._check_local(self.model)
         self._check_numbers()
         if self.step_rows is None and self.micro_batch_tokens != "auto":
@@ -284,15 +266,6 @@ class TrainConfig:
                 f"`mixing`: a stage has sequence_length {max(lengths)}, but the run has "
                 f"{self.sequence_length}, which is the longest. Raise --sequence-length."
             )
-        if self.phases:
-            total = sum(phase.steps for phase in self.phases)
-            if self.steps != total:
-                raise ConfigError(
-                    f"`--steps`: expected {total}, the steps of all phases, got {self.steps}. "
-                    "Leave it out."
-                )
-            for part in self.phase_configs:
-                part.check()
 
     def _check_local(self, model: str) -> None:
         """Reject an address. config.yaml would keep its secrets."""
@@ -333,15 +306,12 @@ class TrainConfig:
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
         }
-        phases, mixing = (
-            [{k: v for k, v in part.items() if v is not None} for part in found[name]]
-            for name in ("phases", "mixing")
-        )
-        for settings in (found, *phases, *mixing):
+        mixing = [{k: v for k, v in part.items() if v is not None} for part in found["mixing"]]
+        for settings in (found, *mixing):
             settings |= {k: _public(settings[k]) for k in _ADDRESSES if settings.get(k)}
         if self.step_rows is not None:
             del found["step_tokens"]
-        return found | {"phases": phases, "mixing": mixing}
+        return found | {"mixing": mixing}
 
     def changes(self, begun: "TrainConfig") -> list[str]:
         """Return one line for each setting that differs from those the run was started with."""
@@ -394,29 +364,13 @@ class TrainConfig:
     def reads_again(self) -> bool:
         """Whether a resumed run reads its frozen weights from the hf: model again. Otherwise the
         checkpoint has them."""
-        is_given = self.model.startswith("hf:") and not self.from_scratch
-        return is_given and (self.lora is not None or self.chooses)
-
-    @property
-    def chooses(self) -> bool:
-        """Whether a pattern selects the trained weights."""
-        return any(each.trainable is not None for each in self.phase_configs)
+        return self.model.startswith("hf:") and self.lora is not None
 
     @property
     def all_shards(self) -> list[Shards]:
         """The shards of the run and of its mixing."""
         ends = (shards for stage in self.mixing for shards in (stage.shards, stage.to))
         return [self.shards, *(shards for shards in ends if shards is not None)]
-
-    @property
-    def phase_configs(self) -> "tuple[TrainConfig, ...]":
-        """The settings of each phase, with the steps of that phase. A run without phases is one."""
-        return tuple(self._of_phase(phase) for phase in self.phases) or (self,)
-
-    def _of_phase(self, phase: PhaseSettings) -> "TrainConfig":
-        values = {f.name: getattr(phase, f.name) for f in dataclasses.fields(phase)}
-        given = {name: value for name, value in values.items() if value is not None}
-        return dataclasses.replace(self, **given, phases=(), profile=None)
 
     @property
     def rows(self) -> int:

@@ -1,18 +1,13 @@
-"""The phases of a run, and the learning rate at each step: pure functions of the step.
+"""The learning rate at each step: a pure function of the step.
 
-Phases are parts of the run's steps, each with its own weights to train and rate. Steps are
-counted through all phases. A run without phases has one phase. A checkpoint saves neither the phase
-nor the rate. If a resumed run has a higher --steps, its rates are those of a run that had these
---steps from the start. For `constant`, and for `wsd` before its decay, the rates of the steps
-already trained are the same too.
+A checkpoint does not save the rate. If a resumed run has a higher --steps, its rates are those of a
+run that had these --steps from the start. For `constant`, and for `wsd` before its decay, the rates
+of the steps already trained are the same too.
 """
 
-import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from tokenfeed.trainer.config.run_config import ScheduleName, TrainConfig
+from tokenfeed.trainer.config.run_config import ScheduleName
 
 _END = 0.1
 """Last rate of `cosine` and `linear` as a share of the peak, unless another one is given."""
@@ -63,44 +58,3 @@ def learning_rate(
         left = 1 - math.sqrt(done / (of + 1))
     end = default if least is None else least / peak
     return peak * (end + (1 - end) * left)
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A phase of a run."""
-
-    number: int
-    """The phase's number, counted from 1."""
-    before: int
-    """Steps of all earlier phases."""
-    config: TrainConfig
-    """The run's settings, overridden by those of the phase. `steps` counts this phase alone."""
-
-    @property
-    def last(self) -> int:
-        """The phase's last step, counted from the run's first."""
-        return self.before + self.config.steps
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from the run's first."""
-        config = self.config
-        return learning_rate(
-            step - self.before,
-            schedule=config.schedule,
-            peak=config.learning_rate,
-            steps=config.steps,
-            warmup_steps=config.warmup_steps,
-            least=config.min_learning_rate,
-        )
-
-
-def phases_of(config: TrainConfig) -> tuple[Phase, ...]:
-    """Return the run's phases, in order."""
-    parts = config.phase_configs
-    ends = itertools.accumulate((part.steps for part in parts), initial=0)
-    return tuple(Phase(n, *of) for n, of in enumerate(zip(ends, parts, strict=False), 1))
-
-
-def phase_at(phases: Sequence[Phase], step: int) -> Phase:
-    """Return the phase of a step. A step after the run's end is in the last phase."""
-    return next((phase for phase in phases if step <= phase.last), phases[-1])

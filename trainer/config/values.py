@@ -188,17 +188,6 @@ def check_multiple(config: Any, name: str, divisor_name: str) -> None:
         )
 
 
-def check_pattern(pattern: str | None) -> None:
-    """Reject an invalid regular expression."""
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise ConfigError(
-            f"`--trainable`={pattern}: invalid regular expression ({error}). Write names, or parts "
-            "of names, with | between them."
-        ) from error
-
-
 def read_settings(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Read the settings in a YAML file, by field. Names may have hyphens or underscores.
 

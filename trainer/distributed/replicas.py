@@ -40,8 +40,7 @@ class Replicas:
             find_unused_parameters=True,
             gradient_as_bucket_view=True,
         )
-        # The hook must not refer to this object: the reference would keep the module alive, and
-        # its hooks on the weights with it, when a phase makes another one.
+
         self._module.register_comm_hook(self._when_computed, _start_sum)
 
     def __call__(self, given: Any) -> Any:

@@ -11,6 +11,7 @@ which is within a step.
 """
 
 import datetime
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -23,7 +24,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
-from tokenfeed.trainer.distributed.launcher import Launch
 
 State = dict[str, Tensor]
 """Tensors by name."""
@@ -49,26 +49,30 @@ class World:
 
     Args:
         device: The device of this process.
-        launch: The ranks that a launcher started; None: this process is alone, and no method
-            communicates.
+        launched: Whether torchrun, or a launcher that sets the same variables, started this process
+            with others. Otherwise it is alone, and no method communicates.
     """
 
     rank, size = 0, 1
 
-    def __init__(self, device: torch.device, launch: Launch | None = None) -> None:
+    def __init__(self, device: torch.device, *, launched: bool = False) -> None:
         self.device = device
         self._wait_for_all: Gather = lambda value: [value]
-        if launch is None:
+        if not launched:
             return
-        self.rank, self.size = launch.rank, launch.size
+        try:
+            store, self.rank, self.size = next(rendezvous("env://", timeout=TIMEOUT))
+        except ValueError as error:
+            size = os.environ["WORLD_SIZE"]
+            raise ConfigError(f"WORLD_SIZE={size}: {error}. Start with torchrun.") from error
         # Restarted ranks may use the same store, which still has the addresses of the ones before.
-        store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         on_cpu = device.type == "cpu"
         dist.init_process_group(
             "gloo"
             if on_cpu
             else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}",
-            store=PrefixStore(str(launch.restarts), store),
+            store=PrefixStore(restarts, store),
             rank=self.rank,
             world_size=self.size,
             timeout=TIMEOUT,
@@ -189,20 +193,19 @@ def join_world(device: str) -> World:
     Args:
         device: cpu, cuda or auto.
     """
-    launch, own = Launch.of_environment(), device_named(device)
-    if launch.size == 1:
+    own = device_named(device)
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return World(own)
     if own.type != "cpu":  # the GPU with this rank's local number, or the only visible one
         module = accelerator(own).module
-        there = module.device_count()
-        if launch.local_rank >= there > 1:
+        local_rank, there = int(os.environ.get("LOCAL_RANK", "0")), module.device_count()
+        if local_rank >= there > 1:
             raise ConfigError(
-                f"LOCAL_RANK={launch.local_rank}, but there are {there} GPUs. Start one process "
-                "per GPU."
+                f"LOCAL_RANK={local_rank}, but there are {there} GPUs. Start one process per GPU."
             )
-        own = torch.device(own.type, launch.local_rank if there > 1 else 0)
+        own = torch.device(own.type, local_rank if there > 1 else 0)
         module.set_device(own)
-    return World(own, launch)
+    return World(own, launched=True)
 
 
 def device_named(name: str) -> torch.device:

@@ -1,1 +1,1 @@
-"""Loaders of a run: batching, splits, phases."""
+"""Loaders of a run: batching and splits."""

@@ -16,8 +16,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
 from tokenfeed.pipeline.arithmetic import ceil_div, round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
@@ -193,8 +191,7 @@ class EpochEstimate:
 
     steps: float
     """Optimizer steps. The last one of a window may have fewer micro-batches than the others."""
-    slots: float
-    """Token slots of all micro-batches."""
+
     tokens: float
     """Real tokens. Truncated rows lose some."""
 
@@ -209,11 +206,7 @@ class EpochEstimate:
         lengths = likely_lengths(split, sampled)
         order = random_order(sampled, config.seed) if config.order == "file" else None
         plan = plan_window(lengths, policy, step_size=config.accumulation, draw=draw, rows=order)
-        longest = np.maximum.reduceat(plan.cut.lengths[plan.pieces], plan.batch_piece_offsets[:-1])
-        slots = np.diff(plan.batch_offsets) * round_up(longest, policy.multiple_of)
-        times = split.rows / sampled
         return cls(
-            steps=times * (len(plan.step_offsets) - 1),
-            slots=times * int(slots.sum()),
+            steps=split.rows / sampled * (len(plan.step_offsets) - 1),
             tokens=split.tokens * int(plan.cut.lengths[plan.pieces].sum()) / int(lengths.sum()),
         )

@@ -51,7 +51,7 @@ from tokenfeed.trainer.models.starcoder2 import (
     to_starcoder2,
 )
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
-from tokenfeed.trainer.models.weights import given_weights, kept_weights
+from tokenfeed.trainer.optim.saved_state import kept_weights
 from tokenfeed.trainer.tasks.registry import make_task
 
 _WEIGHTS, _ABOUT = "model.safetensors", "tokenfeed.json"
@@ -146,8 +146,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     torch.manual_seed(config.seed)
     config = dataclasses.replace(config, resume=True)
     model = make_model(config, task.head)
-    given = given_weights(model, config)
-    weights = with_prefix("model.", kept_weights(model, given, checkpoint))
+    weights = with_prefix("model.", kept_weights(model, config, checkpoint))
     checkpoint.read(weights, prefix="model.")
     with atomic_folder(folder) as temporary:
         _write_weights(temporary, model, about, config)
@@ -187,9 +186,7 @@ def load_exported(folder: Path | str) -> nn.Module:
 def _write_weights(folder: Path, model: nn.Module, about: Exported, config: TrainConfig) -> None:
     """Write the weights, and config.json if `transformers` has such a model."""
     if about.model == _HUB:
-        # With weights trained beside them, adapters are only a part of what was learnt.
-        adapter_folder = None if config.chooses else folder / "adapter"
-        model.save(folder, adapter_folder=adapter_folder)  # type: ignore[operator]
+        model.save(folder)  # type: ignore[operator]
     elif isinstance(model, Transformer) and about.size and is_starcoder2(about.size, about.head):
         described = starcoder2_config(model, about.size, about.head, config.sequence_length)
         (folder / "config.json").write_bytes(_json(described))

@@ -9,9 +9,7 @@ from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError, T
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, Manifest
 from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.planning.state import SavedState
-from tokenfeed.trainer.checkpoints.resume import download_newest
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
-from tokenfeed.trainer.checkpoints.uploader import check_upload
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, TrainConfig
 from tokenfeed.trainer.data.datasets import weights_of
 from tokenfeed.trainer.distributed.world import RankError, join_world
@@ -78,12 +76,12 @@ def _keep_versions(config: TrainConfig) -> None:
 def _begin(config: TrainConfig) -> TrainConfig:
     """Check the settings of the run, and return them with what `--resume auto` means."""
     if config.resume == "auto":
-        resume = download_newest(config.run_dir, config.upload)
-        config = dataclasses.replace(config, resume=resume)
+        latest = Checkpoints.of_run(config.run_dir).latest()
+        config = dataclasses.replace(config, resume=latest is not None)
     _check_folder(config)
     config.check()
     check_trackers(config.track)
-    check_upload(config)
+
     check_export(config)
     return config
 
@@ -138,12 +136,7 @@ def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
             "Start a new run with half of it: training on packed rows, or with --step-rows, is the "
             "same. A run that has saved cannot change it, and resumes where more memory is free."
         )
-    if config.chooses and "does not require grad" in str(error):
-        patterns = " or ".join(str(part.trainable) for part in config.phase_configs)
-        return (
-            f"`--trainable`={patterns}: the loss does not depend on any weight with such a "
-            "name. Use a pattern that matches weights the model uses."
-        )
+
     if config.compile:
         from torch._dynamo.exc import TorchDynamoException  # already imported by --compile
 

@@ -36,9 +36,7 @@ from tokenfeed.pipeline.windows.origins import origins_of
 from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint, CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
-from tokenfeed.trainer.checkpoints.uploader import Uploads
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.config.schedule import phase_at, phases_of
 from tokenfeed.trainer.data.attention import separation
 from tokenfeed.trainer.data.datasets import training_source
 from tokenfeed.trainer.distributed.world import StepSync, World, device_named
@@ -105,8 +103,7 @@ class Trainer:
         apart_by = separation(self.device, precision.dtype, compiled=config.compile)
         self.loaders = SplitLoaders(config, self.task, self.device, separation=apart_by)
         self.learner = Learner(config, self.task, precision, self.device, self.world)
-        self.phases = phases_of(config)
-        self.phase = self.phases[0]
+
         self.loader = self.loaders.train_loader()
         self.evaluator = Evaluator(config, self.loaders, self.learner, self.world, self._is_stopped)
         self.sampler = Sampler(config, self.learner) if config.samples else None
@@ -118,10 +115,10 @@ class Trainer:
         elif self.world.is_main:
             self.saver = Saver(self.checkpoints, config.keep, self.device)
         self.step = self.saved_step = self.began_at = self.skipped = 0
-        self.rows_of_steps = deque[tuple[int, list[np.ndarray]]](
-            maxlen=MOST_SKIPPED + config.log_every
+        self.rows_of_steps = deque[tuple[int, np.ndarray]](
+            maxlen=config.accumulation * (MOST_SKIPPED + config.log_every)
         )
-        """Step and rows of the latest steps, to name the records of a skipped step."""
+        """Step and rows of the latest micro-batches, to name the records of a skipped step."""
         self.has_named_records = False
         self.step_sync = StepSync(self.world)
         self.profile: torch.profiler.profile | None = None
@@ -129,7 +126,7 @@ class Trainer:
         self._first_traced = 0
         self._should_stop: Callable[[], bool] = bool
         self._next_draft_s = -math.inf
-        self.uploads = Uploads(config, self.checkpoints)
+
         self._resources = contextlib.ExitStack()
         self._resources.callback(self.loader.close)
         if self.saver:
@@ -156,10 +153,7 @@ class Trainer:
         learner, stall, shape = self.learner, self.stall, self.loaders.shape
         step_sync, is_sharded = self.step_sync, config.shard_model and self.world.size > 1
         for step in range(self.step + 1, config.steps + 1):
-            if step > self.phase.last:
-                with stall.cause("data"):
-                    self._enter_phase(step)
-            tally, rows = Tally.zero(self.device), []
+            tally = Tally.zero(self.device)
             number, ends_step = step * config.accumulation + self.world.rank, False
             while not ends_step:
                 with stall.cause("data"):
@@ -173,7 +167,7 @@ class Trainer:
                 waiting = stall.cause("communication")
                 loss = learner.add_gradients(micro_batch, last=ends_step, waiting=waiting)
                 tally.add(loss, batch.num_tokens, 0 if batch.is_filler else micro_batch.num_slots)
-                rows.append(batch.rows)
+                self.rows_of_steps.append((step, batch.rows))
                 number += self.world.size
             if self.world.size > 1:  # gradients are summed already
                 with stall.cause("communication"):
@@ -184,32 +178,13 @@ class Trainer:
             requests = {"save": should_save(), "stop": self._should_stop()}
             counts = step_sync.after_step(**requests, tokens=tally.tokens, slots=tally.slots)
             stall.step(*counts)
-            self._after_step(step, tally, norm, rows)
+            self._after_step(step, tally, norm)
             if step_sync.stop or step == self.config.steps:
                 break
 
     def batches(self) -> Iterator[Batch]:
         """Return the batches of training from here on."""
         return iter(self.loader)
-
-    def _enter_phase(self, step: int) -> None:
-        """Train the weights of a step's phase from now on."""
-        self.phase = phase_at(self.phases, step)
-        self.learner.begin_phase(self.phase)
-        self._log_phase()
-
-    def _log_phase(self) -> None:
-        """Log what is trained, if there are phases or frozen weights."""
-        if not self.config.phases and not self.config.chooses:
-            return
-        _log.info(
-            "phase %d of %d, until step %d: trains %s of %s parameters",
-            self.phase.number,
-            len(self.phases),
-            self.phase.last,
-            f"{self.learner.trained_parameters[self.phase.number - 1]:,}",
-            f"{sum(weight.numel() for weight in self.learner.model.parameters()):,}",
-        )
 
     def finish(self) -> Report:
         """Save what a stop left unsaved, and write the report. Call this after `train`."""
@@ -224,7 +199,6 @@ class Trainer:
         if self.world.is_main:
             report.write(self.config.run_dir)
             write_page(self.config.run_dir)
-            self.uploads.finish()
         return report
 
     def _report_of_finished(self) -> Report | None:
@@ -325,8 +299,6 @@ class Trainer:
         self.metrics = self._open_metrics() if self.world.is_main else None
         if config.resume:
             self._resume()
-        else:
-            self._log_phase()
         log_beginning(config, self.task, self.learner, self.device, self.step)
         if config.compile:
             self.learner.compile(self.loaders.blanks())
@@ -373,9 +345,8 @@ class Trainer:
         metrics.on_line = trackers.log
         return metrics
 
-    def _after_step(self, step: int, tally: Tally, norm: Tensor, rows: list[np.ndarray]) -> None:
+    def _after_step(self, step: int, tally: Tally, norm: Tensor) -> None:
         self.step, self.last_norm = step, norm
-        self.rows_of_steps.append((step, rows))
         self.progress_log.add(step, tally, norm)
         config = self.config
         saving = self.step_sync.take_save() or self._is_due(config.save_every)
@@ -496,7 +467,7 @@ class Trainer:
         The settings of the run then have this number of steps, so the run is finished.
         """
         config, best = self.config, self.evaluator.best
-        if not config.patience or config.phases or best is None or self.step >= config.steps:
+        if not config.patience or best is None or self.step >= config.steps:
             return
         if self.step - best.step >= config.patience * config.eval_every:
             _log.info(
@@ -606,7 +577,7 @@ class Trainer:
 
     def _rows_of(self, step: int) -> np.ndarray:
         """Return the rows of one of the latest steps, of all ranks."""
-        own = [part for number, rows in self.rows_of_steps if number == step for part in rows]
+        own = [rows for number, rows in self.rows_of_steps if number == step]
         return np.concatenate(self.world.all_gather(np.concatenate(own)))
 
     def _resume(self) -> None:
@@ -615,7 +586,7 @@ class Trainer:
         checkpoint = self._open_checkpoint()
         progress = checkpoint.meta
         progress.check(config, self._meta())
-        self._enter_phase(progress.step)
+
         self.loader.load_state_dict(progress.loader)
         self.learner.load(checkpoint)
         self.skipped = int(self.learner.precision.skips[0])

@@ -19,10 +19,9 @@ from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, Transformer, words_of
 from tokenfeed.trainer.tasks.task import has_hidden
 
-_MOST_GRAPHS = 4 * MOST_SHAPES
-"""Compiled variants of a block: for training and evaluation, packed or padded."""
-_VARIANTS = 3
-"""Of one block where patterns choose weights: before all that is trained, a part of it, behind."""
+_MOST_GRAPHS = 12 * MOST_SHAPES
+"""Compiled variants of a block: for training and evaluation, packed or padded, before and behind
+the first trained weight."""
 
 
 def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -31,7 +30,7 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     Args:
         config: Names it. With `resume` no weights are read where a checkpoint has them all.
         head: What it has to give.
-        dtype: Of weights that are never trained: those beside adapters, unless patterns choose.
+        dtype: Of weights that are never trained: those beside adapters.
 
     Raises:
         ConfigError: There is no such model, or it cannot do what is asked.
@@ -43,21 +42,15 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     return model
 
 
-def compile_model(model: nn.Module, choices: int) -> None:
-    """Compile a model when it is first used: a block once for all layers, and the parts around the
-    blocks. A model without blocks is compiled as a whole.
-
-    Args:
-        model: Compiled in place.
-        choices: How many choices of weights are trained one after the other.
-    """
+def compile_model(model: nn.Module) -> None:
+    """Compile a model in place when it is first used: a block once for all layers, and the parts
+    around the blocks. A model without blocks is compiled as a whole."""
     from torch._dynamo import config as limits  # over a second, which only --compile pays
 
     # Every shape is compiled twice: to train, and to evaluate. Beyond either limit the compiler
     # would give up without a word.
-    most = choices * _VARIANTS * _MOST_GRAPHS
-    limits.recompile_limit = max(most, limits.recompile_limit)
-    limits.accumulated_recompile_limit = max(most, limits.accumulated_recompile_limit)
+    limits.recompile_limit = max(_MOST_GRAPHS, limits.recompile_limit)
+    limits.accumulated_recompile_limit = max(_MOST_GRAPHS, limits.accumulated_recompile_limit)
     blocks: set[nn.Module] = set(getattr(model, "repeated_blocks", tuple)())
     if blocks:
         _compile_parts(model, blocks)
@@ -161,8 +154,7 @@ def _hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> nn.Module
         )
     with _needs_extra(f"`--model`={config.model}", "hub"):
         from tokenfeed.trainer.models import hf_checks, hf_model
-    is_frozen = config.lora is not None and not config.chooses
-    model = hf_model.load_hub_model(config, head, dtype if is_frozen else torch.float32)
+    model = hf_model.load_hub_model(config, head, dtype if config.lora else torch.float32)
     hf_checks.try_out(model, head, config.model)
     return model
 

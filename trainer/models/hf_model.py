@@ -125,17 +125,11 @@ class HubModel(nn.Module):
         names = set(self.model._no_split_modules or ())
         return [part for part in self.model.modules() if type(part).__name__ in names]
 
-    def save(self, folder: Path, *, adapter_folder: Path | None = None) -> None:
-        """Write what `from_pretrained` loads, with adapters merged into the weights. The model
-        cannot be trained afterwards.
-
-        Args:
-            folder: Receives the weights and config.json.
-            adapter_folder: Receives the adapters alone, in the format of `peft`; None: write none.
-        """
+    def save(self, folder: Path) -> None:
+        """Write what `from_pretrained` loads, with adapters merged into the weights, and the
+        adapters alone into adapter/, for `peft`. The model cannot be trained afterwards."""
         for adapted in self.adapters:
-            if adapter_folder is not None:
-                adapted.save_pretrained(adapter_folder, save_embedding_layers=False)
+            adapted.save_pretrained(folder / "adapter", save_embedding_layers=False)
             adapted.merge_and_unload()
         self.model.config.use_cache = True
         with _quiet():

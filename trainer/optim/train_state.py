@@ -7,37 +7,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenfeed.pipeline.planning.order import derive_key
 from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint, part_of, with_prefix
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.config.schedule import Phase, phase_at, phases_of
+from tokenfeed.trainer.config.schedule import learning_rate
 from tokenfeed.trainer.data.attention import choose_flash_attention
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import State, World
 from tokenfeed.trainer.models.build import compile_model, make_model, recompute_layers
 from tokenfeed.trainer.models.transformer import SIZES
-from tokenfeed.trainer.models.weights import (
-    count_parameters,
-    given_weights,
+from tokenfeed.trainer.optim.muon import MuonAdamW
+from tokenfeed.trainer.optim.optimizer import is_embedding, make_optimizer, set_learning_rate
+from tokenfeed.trainer.optim.precision import Precision, tune_convolutions
+from tokenfeed.trainer.optim.saved_state import (
     kept_state,
     kept_weights,
-    product_weights,
-    train_only,
-    trainable_names,
-)
-from tokenfeed.trainer.optim.muon import MuonAdamW
-from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
-from tokenfeed.trainer.optim.optimizer_io import (
-    keep_moments,
     make_moments,
     moments_of,
     random_state,
     seed_random,
     set_random_state,
 )
-from tokenfeed.trainer.optim.precision import Precision, tune_convolutions
 from tokenfeed.trainer.tasks.task import Loss, Task
 
 if TYPE_CHECKING:
@@ -106,38 +98,22 @@ class Learner:
         is_empty = is_sharded and not self._world.is_main and config.model in SIZES
         with torch.device("meta") if is_empty else contextlib.nullcontext():
             model = make_model(config, task.head, precision.dtype)
-        self._given = given_weights(model, config)
         self.model = model if is_sharded else model.to(device)
         drops = getattr(self.model, "drops_attention", True)
         choose_flash_attention(device, precision.dtype, drops=drops)
         if config.recompute:
             recompute_layers(self.model)
         tune_convolutions(self.model)
-        self._phases = phases_of(config)
-        self._chosen = [trainable_names(self.model, each.config.trainable) for each in self._phases]
-        train_only(self.model, self._chosen[0])
         if is_sharded:
             from tokenfeed.trainer.distributed import fsdp as sharding
 
             sharding.check_sharding(config, precision.name)
             sharding.shard_model(self.model, self._world, precision.dtype)
-        self._replicas = self._replicate()
-        self.optimizer = self._make_optimizer()
+        elif self._world.size > 1:
+            from tokenfeed.trainer.distributed import replicas  # a second, with ranks only
 
-    def begin_phase(self, phase: Phase) -> None:
-        """Train only the weights of a phase from now on. Weights that were trained before keep
-        their moments."""
-        before = self.optimizer
-        before.zero_grad(set_to_none=True)
-        self._replicas = None  # its hooks on the weights go first
-        train_only(self.model, self._chosen[phase.number - 1])
-        self._replicas = self._replicate()
-        self.optimizer = self._make_optimizer()
-        keep_moments(self.optimizer, before)
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        config = self._config
-        return make_optimizer(
+            self._replicas = replicas.Replicas(self.model, task.loss)
+        self.optimizer = make_optimizer(
             self.model,
             config.optimizer,
             config.weight_decay,
@@ -146,24 +122,6 @@ class Learner:
             epsilon=config.epsilon,
             compiled=config.compile,
         )
-
-    def _replicate(self) -> "Replicas | None":
-        if self._world.size == 1 or self._config.shard_model:
-            return None
-        from tokenfeed.trainer.distributed.replicas import Replicas  # a second, with ranks only
-
-        return Replicas(self.model, self.task.loss)
-
-    @property
-    def trained_parameters(self) -> list[int]:
-        """The number of parameters that each phase trains."""
-        return [count_parameters(self.model, names) for names in self._chosen]
-
-    @property
-    def largest_phase(self) -> Phase:
-        """The phase that trains the most parameters."""
-        sizes = self.trained_parameters
-        return max(self._phases, key=lambda phase: sizes[phase.number - 1])
 
     @property
     def state_bytes(self) -> int:
@@ -177,22 +135,13 @@ class Learner:
         return weights + gradients + moments
 
     def compile(self, micro_batches: list[MicroBatch]) -> None:
-        """Compile the model for the shapes of some micro-batches and for each phase's weights,
+        """Compile the model for the shapes of some micro-batches, for training and evaluation,
         without training on them."""
-        now, choices = trainable_names(self.model, None), dict.fromkeys(self._chosen)
-        compile_model(self.model, len(choices))
+        compile_model(self.model)
         self.task.is_compiled = True
         listed = ", ".join(" x ".join(map(str, shown.ids_BT.shape)) for shown in micro_batches)
         _log.info("compiles micro-batches of %s tokens", listed)
         random = random_state(self._device)
-        for names in choices:
-            train_only(self.model, names)
-            self._compile_for(micro_batches)
-        train_only(self.model, now)
-        set_random_state(random, self._device)
-
-    def _compile_for(self, micro_batches: list[MicroBatch]) -> None:
-        """Prepare the model with its current trainable weights for training and evaluation."""
         for shown in micro_batches:
             shown.scope.mark_dynamic()
             with self.precision.autocast():
@@ -204,6 +153,7 @@ class Learner:
             for shown in micro_batches:
                 self.task.loss(self.model, shown)
         self.model.train()
+        set_random_state(random, self._device)
 
     def draw_for(self, number: int) -> None:
         """Seed dropout for the micro-batch of this number. The seed does not depend on the rank."""
@@ -257,43 +207,40 @@ class Learner:
         return self.precision.step(self.optimizer, correction, clip_norm, keeps_gradients=keeps)
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 1. After the run's last step, which only
-        trials reach, it stays the same."""
-        step = min(step, self._config.steps)
-        return phase_at(self._phases, step).rate(step)
+        """Return the learning rate of a step, counted from 1."""
+        config = self._config
+        return learning_rate(
+            step,
+            schedule=config.schedule,
+            peak=config.learning_rate,
+            steps=config.steps,
+            warmup_steps=config.warmup_steps,
+            least=config.min_learning_rate,
+        )
 
     def operations_per_token(self, length: float) -> float:
-        """Return the floating-point operations to train on a token in rows of a length, averaged
-        over phases.
+        """Return the floating-point operations to train on a token in rows of a length.
 
         A weight in a matrix product takes 2 forward and 4 backward, or 2 if it is frozen. Attention
         takes 12 per layer, width and length. A model of one's own counts without attention, unless
         it has `attention_width`.
         """
-        weights = product_weights(self.model)
-        trained = sum(
-            phase.config.steps * sum(weights.get(name, 0) for name in names)
-            for phase, names in zip(self._phases, self._chosen, strict=True)
-        )
-        attention = 12.0 * getattr(self.model, "attention_width", 0) * length
-        return 4.0 * sum(weights.values()) + 2.0 * trained / self._config.steps + attention
-
-    def kept_weights(self) -> State:
-        """The names of the weights in a checkpoint."""
-        return kept_state(self.model, self._given)
+        weights = _product_weights(self.model)
+        products = sum((6 if each.requires_grad else 4) * each.numel() for each in weights)
+        return products + 12.0 * getattr(self.model, "attention_width", 0) * length
 
     def state_dict(self) -> State:
         """Return everything that the next step depends on, except the data. Only `step` changes the
         returned tensors: buffers, which a forward pass may change, are copied."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        weights = self.kept_weights()
+        weights = kept_state(self.model, self._config)
         return self._state(
             {name: value.clone() if name in buffers else value for name, value in weights.items()}
         )
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from a `state_dict`. Weights and moments are overwritten in place."""
-        weights = kept_weights(self.model, self._given, checkpoint)
+        weights = kept_weights(self.model, self._config, checkpoint)
         make_moments(self.optimizer, self.model, checkpoint)
         state = checkpoint.read(self._state(weights), self._world)
         self.precision.load_state_dict(part_of(state, "precision."))
@@ -301,7 +248,7 @@ class Learner:
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Overwrite the weights with a checkpoint's weights."""
-        weights = kept_weights(self.model, self._given, checkpoint)
+        weights = kept_weights(self.model, self._config, checkpoint)
         checkpoint.read(with_prefix("model.", weights), self._world, prefix="model.")
 
     def _state(self, weights: State) -> State:
@@ -311,3 +258,12 @@ class Learner:
             **with_prefix("precision.", self.precision.state_dict()),
             **with_prefix("random.", random_state(self._device)),
         }
+
+
+def _product_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights in matrix products: the weight of an embedding only if the head shares
+    it."""
+    tables = [part for part in model.modules() if is_embedding(part)]
+    outside = {id(weight) for table in tables for weight in table.parameters()}
+    outside.discard(id(getattr(model, "head_weight", None)))
+    return [w for w in model.parameters() if w.dim() >= 2 and id(w) not in outside]

@@ -1,12 +1,17 @@
 """report.html of a run: figures, stall by cause, what to change, and plots over the steps."""
 
+import math
 from pathlib import Path
+from typing import Any
 
+from tokenfeed.trainer.report.metrics import MetricsLine
 from tokenfeed.trainer.report.plots import Plot, Series, short
 from tokenfeed.trainer.report.run_folder import RunData
 from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.stall.stall_report import render_page, save_page, share_of, stall_cards
 
+_LARGEST = 1e100
+"""Larger values are left out of plots: arithmetic with them would overflow."""
 _MOST_CAUSES = 6
 """Largest number of areas that a reader can distinguish. Smaller causes are summed."""
 
@@ -77,7 +82,7 @@ def _plots(run: RunData) -> list[Plot]:
             "Stall by cause",
             "Share of the time between two progress lines in which the device had nothing to do. "
             "A tall area is worth looking at: the table above says what to do about its cause.",
-            _causes(run.causes()),
+            _causes(_stall_causes(run)),
             stacked=True,
             format=lambda share: f"{share:.3g}" if share == 0 else f"{share:.1%}",
         ),
@@ -85,43 +90,77 @@ def _plots(run: RunData) -> list[Plot]:
             "Real tokens a second",
             "Without padding, stall included. It should be flat: a dip is an evaluation, a "
             "checkpoint, or another program on the machine.",
-            [run.series("tokens/s", "real_tokens_per_s")],
+            [_series(run, "tokens/s", "real_tokens_per_s")],
         ),
         Plot(
             "Loss",
             "Mean per target since the line before, and on the validation split. If the second "
             "rises while the first falls, the model memorizes its training data.",
-            [run.series("training", "loss"), run.series("validation", "validation_loss")],
+            [_series(run, "training", "loss"), _series(run, "validation", "validation_loss")],
             from_zero=False,
         ),
         Plot(
             "Seconds a step",
             "Half of the steps since the line before took less than p50; max is the longest one. "
             "A max far above p50 is a step that waited.",
-            [run.series("p50", "step_seconds.p50"), run.series("max", "step_seconds.max")],
+            [_series(run, "p50", "step_seconds.p50"), _series(run, "max", "step_seconds.max")],
         ),
         Plot(
             "Gradient norm",
             "Before clipping. A jump is an unusual batch, or a learning rate that is too high.",
-            [run.series("norm", "gradient_norm")],
+            [_series(run, "norm", "gradient_norm")],
         ),
         Plot(
             "Learning rate",
             "From the schedule.",
-            [run.series("rate", "learning_rate")],
+            [_series(run, "rate", "learning_rate")],
             format=lambda rate: f"{rate:.2g}",
         ),
         Plot(
             "GPU memory, GB",
             "In use by all programs on the GPU. Near the top, running out of memory is near too.",
-            [run.series("memory", "gpu.memory_bytes", factor=1e-9)],
+            [_series(run, "memory", "gpu.memory_bytes", factor=1e-9)],
         ),
         Plot(
             "GPU power, W",
             "Read from NVML at progress lines. Far below the limit, the GPU has little to do.",
-            [run.series("power", "gpu.power_watts")],
+            [_series(run, "power", "gpu.power_watts")],
         ),
     ]
+
+
+def _series(run: RunData, name: str, path: str, factor: float = 1.0) -> Series:
+    """Return one value of each line over the steps. Lines without the value are left out.
+
+    Args:
+        run: The run.
+        name: Name of the series.
+        path: Field of `MetricsLine`, or of an object in it, as in "gpu.power_watts".
+        factor: Multiplies the values.
+    """
+    found = [(line.step, _value_at(line, path)) for line in run.lines]
+    known = [(step, value) for step, value in found if value is not None and _fits(value)]
+    return Series(name, [step for step, _ in known], [factor * value for _, value in known])
+
+
+def _stall_causes(run: RunData) -> list[tuple[int, dict[str, float]]]:
+    """Step and stall by cause of each line that has them."""
+    return [
+        (line.step, {cause: share for cause, share in causes.items() if _fits(share)})
+        for line in run.lines
+        if (causes := line.stall_causes)
+    ]
+
+
+def _value_at(line: MetricsLine, path: str) -> float | None:
+    found: Any = line
+    for name in path.split("."):
+        found = None if found is None else getattr(found, name)
+    return found if isinstance(found, float) else None
+
+
+def _fits(value: float) -> bool:
+    return math.isfinite(value) and abs(value) < _LARGEST
 
 
 def _causes(lines: list[tuple[int, dict[str, float]]]) -> list[Series]:

@@ -21,7 +21,7 @@ from tokenfeed.trainer.feeding.batch_policy import padding_remedy
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.metrics import MetricsFile
-from tokenfeed.trainer.sensors.machine import GpuReading, HostReading, MachineReader, device_name
+from tokenfeed.trainer.sensors.machine import GpuReader, GpuReading, device_name
 from tokenfeed.trainer.sizing.recommended import epoch_of, knows_steps
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.stall_report import main_cause
@@ -68,7 +68,6 @@ class StepLog:
     step_seconds: StepSeconds | None
     """None during warm-up."""
     gpu: GpuReading | None
-    host: HostReading | None
 
     def line(self, steps: int) -> str:
         """Return the line for the console. `steps` is the last step of the run."""
@@ -128,7 +127,7 @@ class ProgressLog:
         skipped: int,
     ) -> None:
         self._metrics, self._stall, self._learner, self._steps = metrics, stall, learner, steps
-        self._device, self._machine = device, MachineReader(device)
+        self._device, self._gpu = device, GpuReader(device)
         self._interval, self._first_skipped = self._empty_interval()
         self._skipped = skipped
         self.is_behind = False
@@ -171,7 +170,7 @@ class ProgressLog:
         before, self._skipped = self._skipped, int(skipped)
         if in_a_row >= MOST_SKIPPED:
             return Skips(step - int(in_a_row) + 1, int(in_a_row))
-        (gpu, host), reading = self._machine.read(), self._stall.read()
+        reading = self._stall.read()
         window, self._reading = reading.since(self._reading), reading
         log = StepLog(
             step=step,
@@ -185,8 +184,7 @@ class ProgressLog:
             stall=window.fraction if window.steps else None,
             stall_causes={name: part for name, part in window.cause_fractions.items() if part},
             step_seconds=self._stall.latest_steps(),
-            gpu=gpu,
-            host=host,
+            gpu=self._gpu.read(),
         )
         if self._metrics:
             self._metrics.write(log.as_dict())

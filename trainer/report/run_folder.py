@@ -1,22 +1,16 @@
 """The folder of a run, or of a StallMeter's report, decoded into types."""
 
 import contextlib
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
 from tokenfeed.trainer.report.metrics import MetricsLine
-from tokenfeed.trainer.report.plots import Series
 from tokenfeed.trainer.report.run_report import Report, decode_json
 from tokenfeed.trainer.stall.stall_report import StallReport
-
-_LARGEST = 1e100
-"""Larger values are left out of plots: arithmetic with them would overflow."""
 
 
 class _LoopReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,37 +64,6 @@ class RunData:
     def summary(self) -> str:
         """The report in a few lines, as the run printed it."""
         return str(self.stall) if self.report is None else self.report.summary()
-
-    def series(self, name: str, path: str, factor: float = 1.0) -> Series:
-        """Return one value of each line over the steps. Lines without the value are left out.
-
-        Args:
-            name: Name of the series.
-            path: Field of `Line`, or of an object in it, as in "gpu.power_watts".
-            factor: Multiplies the values.
-        """
-        found = [(line.step, _value_at(line, path)) for line in self.lines]
-        known = [(step, value) for step, value in found if value is not None and _fits(value)]
-        return Series(name, [step for step, _ in known], [factor * value for _, value in known])
-
-    def causes(self) -> list[tuple[int, dict[str, float]]]:
-        """Step and stall by cause of each line that has them."""
-        return [
-            (line.step, {cause: share for cause, share in causes.items() if _fits(share)})
-            for line in self.lines
-            if (causes := line.stall_causes)
-        ]
-
-
-def _value_at(line: MetricsLine, path: str) -> float | None:
-    found: Any = line
-    for name in path.split("."):
-        found = None if found is None else getattr(found, name)
-    return found if isinstance(found, float) else None
-
-
-def _fits(value: float) -> bool:
-    return math.isfinite(value) and abs(value) < _LARGEST
 
 
 def _read(path: Path) -> str:

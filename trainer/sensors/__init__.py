@@ -1,1 +1,1 @@
-"""Sensors of the GPU (NVML) and the host (psutil). Unknown values are recorded as None."""
+"""GPUs: what is known of each model, and readings of the GPU of a run."""

@@ -151,8 +151,8 @@ def knows_steps(config: TrainConfig, manifest: Manifest) -> bool:
     return shuffled or config.step_rows is not None or is_packed(config, manifest)
 
 
-def steps_of_epochs(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
-    """Estimate the steps of whole epochs from the manifest. With --step-rows they
+def steps_of_epochs(epochs: float, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
+    """Estimate the steps of epochs from the manifest. With --step-rows, the steps of whole epochs
     are exact for data of one window.
 
     Raises:
@@ -164,21 +164,6 @@ def steps_of_epochs(epochs: int, config: TrainConfig, manifest: Manifest, *, on_
             "Give --steps, or --step-rows in place of --step-tokens."
         )
     return max(1, round(epochs * epoch_of(config, manifest, on_gpu=on_gpu).steps))
-
-
-def steps_of_tokens(tokens: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
-    """Estimate the steps that train at least so many tokens, without padding.
-
-    Raises:
-        ConfigError: The number of steps depends on the order of rows in the data set.
-    """
-    if config.order == "file" and not is_packed(config, manifest):
-        raise ConfigError(
-            "`--tokens`: how many tokens a step of padded rows has depends on their order, which "
-            "is --order file. Give --steps."
-        )
-    per_step = manifest.split("train").tokens / epoch_of(config, manifest, on_gpu=on_gpu).steps
-    return max(1, math.ceil(tokens / per_step))
 
 
 def schedule_defaults(

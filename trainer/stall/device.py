@@ -152,9 +152,9 @@ class MeteredDevice:
     @property
     def peak_tflops(self) -> float | None:
         """Peak rate of dense arithmetic in half precision; None if unknown."""
-        from tokenfeed.trainer.sensors.gpu_models import identify_gpu
+        from tokenfeed.trainer.sensors.gpu_models import peak_tflops
 
-        return identify_gpu(self.name, 0, "bf16").tflops if self.on_gpu else None
+        return peak_tflops(self.name) if self.on_gpu else None
 
 
 _CYCLES_PER_S = 1.5e9

@@ -1,11 +1,9 @@
 """Trains in forks that are killed, again and again, and prints what was seen as a line of JSON.
 
-python killed_training.py SHARDS FOLDER KILLS [--lose-disks]
+python killed_training.py SHARDS FOLDER KILLS
 
-Half of the kills come at a random time, half when the thread that saves or uploads opens, makes,
-renames or deletes its n-th file or folder. The disk is slow, so that many come while a checkpoint
-is written. With --lose-disks the runs upload, slowly too, and after half of the kills the folder of
-the run is gone.
+Half of the kills come at a random time, half when the thread that saves opens, makes, renames or
+deletes its n-th file or folder. The disk is slow, so that many come while a checkpoint is written.
 """
 
 import gc
@@ -13,7 +11,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import threading
@@ -26,31 +23,18 @@ import torch.distributed.checkpoint.hf_storage  # else each fork that resumes im
 from support.checkpoints import assert_same, names_in
 from support.training import assert_same_run, load_state, make_config, run
 
-from tokenfeed.pipeline.format.storage import atomic_file
-from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.trainer.checkpoints import async_saver
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
-from tokenfeed.trainer.checkpoints.uploader import RemoteRun
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 
 STEPS = 16
-LOSE_DISKS = "--lose-disks" in sys.argv
-_LONGEST_S, _MOST_EVENTS = (2.0, 300) if LOSE_DISKS else (0.5, 60)
+_LONGEST_S, _MOST_EVENTS = 0.5, 60
 
 
 def train(shards: Path, run_dir: Path) -> None:
     """A whole run, or its rest."""
     settings = {"steps": STEPS, "save_every": 2, "eval_every": 4, "eval_tokens": 256}
-    if LOSE_DISKS:
-        url = str(copy_of(run_dir))
-        run(make_config(shards, run_dir, **settings, resume="auto", upload=url))
-        return
-    resume = Checkpoints.of_run(run_dir).latest() is not None
-    run(make_config(shards, run_dir, **settings, resume=resume))
-
-
-def copy_of(run_dir: Path) -> Path:
-    return run_dir.with_name(f"copy-{run_dir.name}")
+    run(make_config(shards, run_dir, **settings, resume="auto"))
 
 
 def slow_down(module: Any) -> None:
@@ -64,15 +48,6 @@ def slow_down(module: Any) -> None:
     module.write_tensors = slow
 
 
-def upload_slowly(place: LocalStore, name: str, data: bytes | Path) -> None:
-    content = data if isinstance(data, bytes) else data.read_bytes()
-    with atomic_file(place.folder / name, is_shared=True) as file:
-        for half in (content[: len(content) // 2], content[len(content) // 2 :]):
-            file.write(half)
-            file.flush()
-            time.sleep(0.02 if isinstance(data, Path) else 0)
-
-
 def kill_at(last_event: int) -> None:
     events = itertools.count(1)
 
@@ -80,7 +55,7 @@ def kill_at(last_event: int) -> None:
         is_of_files = event == "open" or event.startswith(("os.", "shutil."))
         if (
             is_of_files
-            and threading.current_thread().name in ("checkpoint", "upload")
+            and threading.current_thread().name == "checkpoint"
             and next(events) == last_event
         ):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -115,13 +90,11 @@ def in_a_fork(shards: Path, run_dir: Path, last_event: int | None, seconds: floa
 def compare(run_dir: Path, undisturbed: Path) -> None:
     """Metrics, all that the last checkpoints hold, and which was best are the same."""
     assert_same_run(run_dir, undisturbed, STEPS)
-    steps = {*Checkpoints.of_run(run_dir).steps()} if LOSE_DISKS else {STEPS - 2}
-    for step in {STEPS} | ({STEPS - 2} & steps):
+    for step in (STEPS, STEPS - 2):
         assert_same(load_state(run_dir, step), load_state(undisturbed, step))
     best = [Checkpoints.of_run(folder).best() for folder in (run_dir, undisturbed)]
-    assert best[0] == best[1], (best, sorted(steps))
-    if not LOSE_DISKS:
-        assert {*names_in(run_dir / "checkpoints")} >= {*names_in(undisturbed / "checkpoints")}
+    assert best[0] == best[1], best
+    assert {*names_in(run_dir / "checkpoints")} >= {*names_in(undisturbed / "checkpoints")}
 
 
 def main(shards: Path, folder: Path, kills: int) -> None:
@@ -130,9 +103,8 @@ def main(shards: Path, folder: Path, kills: int) -> None:
     SIZES["tiny"] = ModelSize(layers=1, width=32, heads=2)
     train(shards, undisturbed)  # not in a fork: each would import anew what is imported late
     slow_down(async_saver)
-    LocalStore.write = upload_slowly  # type: ignore[method-assign]
     gc.freeze()  # else collections of each fork would look at, and copy, all that was imported
-    seen = {"kills": 0, "during_saves": 0, "during_uploads": 0, "runs": 0}
+    seen = {"kills": 0, "during_saves": 0, "runs": 0}
     while seen["kills"] < kills or not seen["runs"]:
         run_dir = folder / str(seen["runs"])
         at_event = draw.random() < 0.5
@@ -140,14 +112,8 @@ def main(shards: Path, folder: Path, kills: int) -> None:
         if in_a_fork(shards, run_dir, last_event, 60 if at_event else draw.uniform(0, _LONGEST_S)):
             seen["kills"] += 1
             seen["during_saves"] += bool(list(run_dir.glob("checkpoints/*.tmp")))
-            halves = {path.parent for path in copy_of(run_dir).glob("checkpoints/step-*/state*")}
-            seen["during_uploads"] += any(not (h / "checkpoint.json").exists() for h in halves)
-            if LOSE_DISKS and draw.random() < 0.5:
-                shutil.rmtree(run_dir, ignore_errors=True)
         else:
             compare(run_dir, undisturbed)
-            if LOSE_DISKS:
-                assert RemoteRun(str(copy_of(run_dir))).steps()[-1] == STEPS
             seen["runs"] += 1
     print(json.dumps(seen))
 

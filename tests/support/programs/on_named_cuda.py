@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_iter  # noqa: E402
 
 from tokenfeed.trainer.loop.trainer import Trainer  # noqa: E402
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize  # noqa: E402
-from tokenfeed.trainer.sizing.memory_model import PeakBytes  # noqa: E402
+from tokenfeed.trainer.sizing.run_plan import PeakBytes  # noqa: E402
 
 _STEPS = 2  # the first makes the optimizer's state
 _SIZE = ModelSize(layers=1, width=64, heads=2)

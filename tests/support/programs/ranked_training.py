@@ -22,7 +22,6 @@ from support.programs.late_rank import make_late
 from support.training import make_config
 
 from tokenfeed.pipeline.errors import TokenfeedError
-from tokenfeed.trainer.config.run_config import PhaseSettings
 from tokenfeed.trainer.loop.run import train as run_until
 from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
 
@@ -36,7 +35,6 @@ def train(settings: dict[str, Any], rank: int = 0) -> None:
     """Train; what `ends` says happens on one rank after one step, and the rank that `late` says
     has a loader that sleeps."""
     shards, run_dir = settings.pop("shards"), Path(settings.pop("run_dir"))
-    settings["phases"] = tuple(PhaseSettings(**each) for each in settings.pop("phases", ()))
     how, ending, last = settings.pop("ends", ("stop", 0, -1))
     vocabulary_loss.WORTH_BYTES = 0 if settings.pop("in_chunks", False) else _WORTH_BYTES
     steps, stops = itertools.count(1), False
@@ -87,7 +85,7 @@ def main(runs: list[tuple[int, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)  # no threads, which forks would lack
     ended = []
     with tempfile.TemporaryDirectory() as folder:  # each fork would import anew what comes late
-        train(runs[0][1] | {"run_dir": folder + "/run", "steps": 1, "phases": ()})
+        train(runs[0][1] | {"run_dir": folder + "/run", "steps": 1})
     gc.collect()
     gc.freeze()  # else collections of each fork would look at, and copy, all that was imported
     for size, settings in runs:

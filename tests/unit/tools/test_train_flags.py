@@ -48,14 +48,11 @@ PROVED_ELSEWHERE = {
     "patience": "test_run.py",
     "recompute": "test_activation_checkpointing.py",
     "samples": "test_samples.py",
-    "trainable": "test_weights.py",
-    "phases": "test_phases.py",  # of a file
-    "mixing": "test_phases.py",
-    "skip": "test_phases.py",
+    "mixing": "test_mixing.py",  # of a file
+    "skip": "test_mixing.py",
     "compile": "test_compile.py",
     "export": "test_export.py",
     "track": "test_trackers.py",
-    "upload": "test_uploader.py",
     "profile": "test_profiler.py",
     "resume": "test_run.py",
     "targets": "test_run.py",
@@ -64,9 +61,6 @@ PROVED_ELSEWHERE = {
     "config": "test_train_settings.py",
     "preset": "test_train_settings.py",
     "print_config": "test_train_settings.py",
-    "dry_run": "test_dry_run.py",
-    "gpu": "test_dry_run.py",
-    "monitor_only": "test_sensors.py",
     "num_workers": "test_train.py",  # of tests/commands: it starts processes
     "shard_model": "test_ranks.py",  # likewise
 }

@@ -139,13 +139,6 @@ def test_a_switch_of_a_file_can_be_turned_off(told: Any, shards: Path, tmp_path:
     assert not told("--config", file, "--no-compile").compile
 
 
-def test_a_pattern_of_a_file_may_be_empty_and_finds_all(
-    told: Any, shards: Path, tmp_path: Path
-) -> None:
-    file = written(tmp_path / "a.yaml", trainable="", shards=str(shards))
-    assert told("--config", file).trainable == ""
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -198,7 +191,7 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
             ["--config", "nowhere.yaml"],
             "nowhere.yaml: No such file or directory. Give a YAML",
         ),
-        (["--upload", ""], r"`--upload` is empty: expected text\. Is a shell variable unset"),
+        (["--export", ""], r"`--export` is empty: expected a path\. Is a shell variable unset"),
         (["--compile=yes"], r"`--compile`: takes no value\. See train --help"),
         (["--resume", "perhaps"], "`--resume`: expected true or false or auto, got perhaps"),
         (["--shards"], "`--shards` is empty"),
@@ -257,7 +250,7 @@ def test_numbers_of_a_model_that_contradict_are_rejected(
     [
         (("--epochs", 1, "--step-tokens", 2048), "`--order`=file: .* Give --steps, or --step-rows"),
         (("--step-tokens", 2048), "`--order`=file: .* Give --steps"),
-        (("--tokens", 1000), "`--tokens`: .* --order file. Give --steps"),
+        (("--tokens", 1000, "--step-tokens", 2048), "`--order`=file: .* Give --steps"),
     ],
 )
 def test_budget_that_depends_on_the_order_of_a_file_is_rejected(
@@ -292,7 +285,7 @@ def test_step_that_rows_do_not_divide_is_named(size: object, told: Any, tmp_path
         Trainer(told("--shards", shards, "--steps", 2, *words))
 
 
-OF_FILES = ("mixing", "phases", "skip")
+OF_FILES = ("mixing", "skip")
 """Settings that only files have."""
 SIZES = [("50GB", 50 * 10**9), ("512 MiB", 2**29), ("10000", 10_000), ("0", 0), (10_000, 10_000)]
 
@@ -344,7 +337,7 @@ def test_help_shows_every_option_with_its_default(
             assert f" --{field.name.replace('_', '-')}" in shown
     assert all(f" {title} options: " in shown for title in GROUPS)
     assert " --compile, --no-compile " in shown
-    assert " --dry-run, " not in shown  # a file cannot turn it on
+    assert " --print-config, " not in shown  # a file cannot turn it on
     assert "Tokens of one optimizer step, padding included. Default: 2048." in shown
     assert len(printed.splitlines()) <= 130
 

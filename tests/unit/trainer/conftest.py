@@ -1,11 +1,6 @@
-"""Leaves out what tests parts that are not installed here: extras, and what a newer torch has. And
-a store for copies of runs."""
+"""Leaves out what tests parts that are not installed here: extras, and what a newer torch has."""
 
-from collections.abc import Iterator
 from importlib.util import find_spec
-
-import pytest
-from support.stores import FaultyStore, faulty_store
 
 collect_ignore = [
     file
@@ -21,10 +16,3 @@ collect_ignore = [
     if find_spec(module) is None
     for file in files
 ]
-
-
-@pytest.fixture
-def store() -> Iterator[type[FaultyStore]]:
-    """A store that does what the test says."""
-    with faulty_store() as store:
-        yield store

@@ -30,7 +30,7 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.checkpoints.checkpoint_format import Best
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.distributed.world import State
-from tokenfeed.trainer.optim.optimizer_io import random_state, set_random_state
+from tokenfeed.trainer.optim.saved_state import random_state, set_random_state
 
 DTYPES = [
     torch.float64,
@@ -97,7 +97,8 @@ def test_any_state_comes_back_bit_for_bit(
 ) -> None:
     folder = tmp_path_factory.mktemp("state")
     save(folder, 1, state)
-    assert_same(state, load(folder))
+    live = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    assert_same(state, Checkpoints(folder).open().read(live))
     shutil.rmtree(folder)
 
 
@@ -131,11 +132,6 @@ def test_other_programs_read_the_tensors_by_the_names_of_the_weights(folder: Pat
     found = safetensors.torch.load_file(path / "state-0.safetensors")
     assert found.keys() == {"model.blocks.0.weight"}
     assert torch.equal(found["model.blocks.0.weight"], torch.arange(6.0).view(2, 3))
-    described = json.loads((path / "checkpoint.json").read_bytes())["tensors"]
-    assert described["model.blocks.0.weight"] == {
-        "dtype": "float32",
-        "shape": [2, 3],
-    }
 
 
 def test_tied_weights_are_kept_once(folder: Path) -> None:

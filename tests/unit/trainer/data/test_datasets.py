@@ -21,7 +21,6 @@ from tokenfeed.pipeline.planning.policies import Packed
 from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.data.datasets import DataSets, read_manifest, shown
 from tokenfeed.trainer.loop.evaluation import over_all
-from tokenfeed.trainer.sizing.dry_run import dry_run
 
 
 @pytest.fixture(scope="module")
@@ -201,8 +200,6 @@ def test_defaults_and_plans_go_by_what_an_epoch_reads(
     config = command(monkeypatch, "--shards", *words, "--epochs", 2, "--step-tokens", 2048)
     tokens = read_manifest(shards).split("train").tokens
     assert config.steps == -(-2 * tokens // 2048)
-    planned = dry_run(make_config(shards, tmp_path, steps=20), None)
-    assert planned.epochs == pytest.approx(40 * 128 / tokens, rel=0.06)  # the last step is short
 
 
 @pytest.fixture

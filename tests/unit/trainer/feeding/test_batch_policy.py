@@ -7,12 +7,10 @@ import pytest
 import torch
 from support.training import LONGEST, RUNS, make_config
 
-from tokenfeed import Packed
+from tokenfeed import Packed, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batch_policy import (
-    EpochEstimate,
-    is_packed,
     make_policy,
     padding_remedy,
 )
@@ -66,9 +64,7 @@ def test_what_is_advised_instead_means_less_padding(every_task: Path, tmp_path: 
 
 def waste(config: TrainConfig) -> float:
     """The padding of an epoch."""
-    task = task_of(config, CPU)
-    policy = make_policy(config, packed=is_packed(config, task.manifest), on_gpu=False)
-    split = task.manifest.split("train")
-    one_batch = dataclasses.replace(config, step_tokens=config.micro_batch_slots)
-    epoch = EpochEstimate.of_split(split, policy, one_batch)
-    return 1 - epoch.tokens / epoch.slots
+    policy = make_policy(config, packed=False, on_gpu=False)
+    with ShardLoader(config.shards, batching=policy, num_workers=0) as loader:
+        assert all(loader)
+        return loader.stats().padding

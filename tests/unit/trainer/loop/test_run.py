@@ -448,7 +448,6 @@ def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -
         stall_causes={"data": 0.0013, "evaluation": 0.011},
         step_seconds=None,
         gpu=GpuReading(memory_bytes=12_300_000_000, utilization=0.98),
-        host=None,
     )
     assert log.line(1000) == (
         "step   20/1000 | loss 5.2500 | lr 1.00e-03 | 12,346 real tok/s "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.models.build import recompute_layers
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
-from tokenfeed.trainer.sizing.memory_model import PeakBytes
+from tokenfeed.trainer.sizing.run_plan import PeakBytes
 
 SIZE = ModelSize(layers=2, width=64, heads=2)
 

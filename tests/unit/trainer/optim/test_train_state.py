@@ -16,7 +16,7 @@ from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import OptimizerName, TrainConfig
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
-from tokenfeed.trainer.sizing.memory_model import PeakBytes
+from tokenfeed.trainer.sizing.run_plan import PeakBytes
 from tokenfeed.trainer.tasks.registry import task_of
 
 

@@ -24,9 +24,7 @@ from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner, Tally
-from tokenfeed.trainer.sensors.gpu_models import GPUS
-from tokenfeed.trainer.sizing.memory_model import PeakBytes
-from tokenfeed.trainer.sizing.run_plan import RunPlan
+from tokenfeed.trainer.sizing.run_plan import Gpu, PeakBytes, RunPlan
 from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
 from tokenfeed.trainer.tasks.registry import task_of
 
@@ -118,7 +116,7 @@ def test_operations_of_a_token_are_those_of_the_formula(
     _, planned = plan_of(every_task, **WAYS["lm packed"])
     in_products = 12 * layers * SIZE.width**2 + 64 * SIZE.width
     wanted = 6 * in_products + 12 * layers * SIZE.width * 32
-    assert planned.flops_per_token() == pytest.approx(wanted)
+    assert planned.learner.operations_per_token(32) == pytest.approx(wanted)
 
 
 @pytest.mark.slow
@@ -143,9 +141,12 @@ def test_operations_of_transformers_models_are_as_torch_counts(name: str, tmp_pa
 
 def test_weights_that_are_not_trained_cost_two_operations_less(every_task: Path) -> None:
     _, whole = plan_of(every_task, **WAYS["lm packed"])
-    _, part = plan_of(every_task, **WAYS["lm packed"], trainable=r"^(?!blocks\.0\.feed_in)")
-    frozen = whole.simulation.learner.model.blocks[0].feed_in.weight.numel()
-    assert whole.flops_per_token() - part.flops_per_token() == pytest.approx(2 * frozen)
+    frozen, cost = (
+        whole.learner.model.blocks[0].feed_in.weight,
+        whole.learner.operations_per_token(32),
+    )
+    frozen.requires_grad_(False)
+    assert cost - whole.learner.operations_per_token(32) == pytest.approx(2 * frozen.numel())
 
 
 @pytest.mark.parametrize("way", RUNS)
@@ -156,10 +157,7 @@ def test_estimate_of_an_epoch_is_near_what_is_delivered(way: str, every_task: Pa
     policy = make_policy(config, packed=is_packed(config, manifest), on_gpu=False)
     found = EpochEstimate.of_split(manifest.split("train"), policy, config)
     with ShardLoader(config.shards, batching=policy, num_workers=0) as loader:
-        shapes = [tuple(batch["input_ids"].shape) for batch in loader]
-    slots = sum(rows * length for rows, length in shapes)
-    assert found.steps == pytest.approx(len(shapes), rel=0.1)
-    assert found.slots == pytest.approx(slots, rel=0.05)
+        assert found.steps == pytest.approx(sum(1 for _ in loader), rel=0.1)
 
 
 @pytest.mark.slow
@@ -168,7 +166,7 @@ def test_what_fits_is_measured_to_fit_and_the_next_is_not(
 ) -> None:
     monkeypatch.setattr(vocabulary_loss, "MOST_TOKENS", 512)
     config, _ = plan_of(every_task, **WAYS["lm packed"] | {"step_tokens": 1 << 13})
-    gpu = dataclasses.replace(GPUS["A100"], gib=0.02)
+    gpu = Gpu(free_bytes=20 << 20)
     planned = RunPlan(config, gpu)
     found = planned.fitting(possible_sizes(config, planned.task))
     assert found is not None
@@ -176,4 +174,4 @@ def test_what_fits_is_measured_to_fit_and_the_next_is_not(
     fitting, larger = (
         dataclasses.replace(config, micro_batch_tokens=tokens) for tokens in (found, 2 * found)
     )
-    assert planned.peak(fitting) <= 0.92 * gpu.bytes < planned.peak(larger)
+    assert planned.peak(fitting) <= 0.92 * gpu.free_bytes < planned.peak(larger)

@@ -260,12 +260,3 @@ def test_micro_batch_of_a_gpu_changes_no_step(
     found = gpu_default(dataclasses.replace(PLAIN, **settings), packed=packed)
     assert (found is not None) == fits
     assert found is None or found.settings == {"micro_batch_tokens": "auto"}
-
-
-def test_dry_run_for_a_gpu_has_the_defaults_of_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shards = write_labelled(tmp_path / "shards", "lm")
-    words = ("--shards", shards, "--step-tokens", 4096)
-    assert parsed(monkeypatch, *words, "--dry-run", "--gpu", "H100").micro_batch_tokens == "auto"
-    assert parsed(monkeypatch, *words, "--dry-run").micro_batch_tokens == 2048
