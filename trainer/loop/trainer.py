@@ -31,6 +31,7 @@ from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.stages import paths_of
 from tokenfeed.pipeline.windows.origins import origins_of
 from tokenfeed.trainer.checkpoints.async_saver import Saver
@@ -261,16 +262,15 @@ class Trainer:
         """
         if not self.config.mixing:
             return []
-        plan, present = self.loader.state_dict()["plan"], self._source_tokens()
-        names = dict(zip(plan["data"], present, strict=True))
+        present = self._source_tokens()
 
-        def shares(weights: Mapping[str, float]) -> dict[str, float]:
+        def shares(weights: Mapping[StorePath, float]) -> dict[str, float]:
             whole = sum(weights.values())
-            return {names[data]: weight / whole for data, weight in weights.items()}
+            return {open_store(path).name: weight / whole for path, weight in weights.items()}
 
         stages = [
-            (each["until"], shares(each["weights"]), shares(each.get("to") or each["weights"]))
-            for each in plan["stages"]
+            (each.until_tokens, shares(each.weights), shares(each.to or each.weights))
+            for each in self.loader.stages
         ]
         known = [each for each in counts if {n for n, count in each.items() if count} <= {*present}]
         return tokens_of_stages(stages, [each for each in known if each])
