@@ -16,13 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import recipes, torchtitan
+from benchmarks import projects, recipes, torchtitan
 from benchmarks.protocol import RESULTS
 from benchmarks.remote import tables as remote_tables
 from benchmarks.shuffle import tables as shuffle_tables
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("benchmarks.md", "mixing.md")
+PAGES = ("benchmarks.md", "mixing.md", "how/projects.md")
 FILES = (ROOT / "README.md", *(ROOT / "docs" / page for page in PAGES))
 BLOCK = re.compile(r"(<!-- benchmark:([\w/]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -383,6 +383,7 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "text_loaders/front": front_table,
     "text_loaders/mixture": mixture_table,
     "torchtitan": torchtitan.table,
+    "projects": projects.table,
     "recipes": recipes.table,
     "ranks": ranks_table,
     "packing": packing_table,
