@@ -66,6 +66,10 @@ def main() -> None:
 
 @reading_once()
 def _run() -> int:
+    if "--monitor-only" in sys.argv[1:]:
+        from tokenfeed.tools.monitor import monitor
+
+        return monitor()
     is_main = os.environ.get("RANK", "0") == "0"
     if not is_main:
         logging.getLogger("tokenfeed").setLevel(logging.WARNING)
@@ -75,8 +79,11 @@ def _run() -> int:
         print(command.as_yaml(), end="")
         return 0
 
-    from tokenfeed.trainer.loop.run import train  # torch takes seconds to load; --help needs none
+    from tokenfeed.trainer.loop.run import announce, train  # torch takes seconds to load
 
+    if command.dry_run:
+        announce(config)
+        return 0
     requests = SignalRequests()
     report = train(config, requests.should_stop, requests.should_save)
     if not is_main:

@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 _DESCRIPTION = """Train a model on the shards of `pretokenize`: documents, conversations,
 completions, classes, scores or tags. Report metrics and how long the device waits for data.
 Options you leave out get values that suit the data and the GPU. `train` prints these values;
---print-config prints all settings. --no-NAME turns off a switch that a file or a preset turned
-on."""
+--print-config prints all settings. --dry-run prints what a run logs before its first step.
+--no-NAME turns off a switch that a file or a preset turned on."""
 
 GROUPS = {
     "data": ("shards", "sequence_length", "seed"),
@@ -59,7 +59,9 @@ GROUPS = {
         *("log_every", "track"),
     ),
     "output": ("run_dir", "resume", "export", "json"),
-    "configuration": ("config", "preset", "print_config"),
+    "configuration and planning": (
+        *("config", "preset", "print_config", "dry_run", "monitor_only"),
+    ),
     "rarely needed": (
         *("targets", "batching", "attention", "balance_attention"),
         *("lora_alpha", "lora_target", "clip_norm", "beta1", "beta2", "epsilon"),
@@ -143,6 +145,10 @@ class Command(TrainConfig):
     h100: pre-training on that GPU. --config and options override the preset."""
     print_config: bool = False
     """Print all settings as a file for --config, and exit."""
+    dry_run: bool = False
+    """Print the model, memory, steps and epochs of the run, and exit."""
+    monitor_only: bool = False
+    """Show the load of GPUs and host, live. Needs no shards."""
 
     def settings(self) -> TrainConfig:
         """The settings alone."""
@@ -153,7 +159,7 @@ class Command(TrainConfig):
         return yaml.safe_dump(self.settings().as_dict(), sort_keys=False)
 
 
-_ACTIONS = ("config", "preset", "print_config")
+_ACTIONS = ("config", "preset", "print_config", "dry_run", "monitor_only")
 FILE_KINDS = {
     name: kind
     for name, kind in get_type_hints(Command, include_extras=True).items()

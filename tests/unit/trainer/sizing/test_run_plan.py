@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.commands import call
 from support.training import RUNS, make_config, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.tools import train
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.batch_policy import (
@@ -185,3 +187,17 @@ def test_a_cpu_takes_no_more_than_it_has_use_for(every_task: Path, tmp_path: Pat
     sizes = possible_sizes(config, task_of(config, CPU))
     found = choose_micro_batch(config, World(CPU), None)
     assert found.micro_batch_tokens == max(size for size in sizes if size <= 2048)
+
+
+@pytest.mark.slow
+def test_dry_run_announces_the_run_and_writes_nothing(
+    every_task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    words = ("--shards", every_task / "lm", "--run-dir", tmp_path / "run", "--model", ONE_LAYER)
+    sizes = ("--sequence-length", 32, "--micro-batch-tokens", 128, "--step-tokens", 512)
+    call(train.main, *words, *sizes, "--device", "cpu", "--steps", 50, "--dry-run")
+    announced = [record.getMessage().partition(":")[0] for record in caplog.records]
+    expected = ["model", "memory", "data", "steps", "run", "memory of a step, with activations"]
+    assert announced[-6:] == expected
+    assert not (tmp_path / "run").exists()

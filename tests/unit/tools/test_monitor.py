@@ -1,0 +1,35 @@
+"""`train --monitor-only`, with a driver that is simulated."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from support.commands import call
+
+from tokenfeed.tools import train
+
+
+class NvmlError(Exception):
+    pass
+
+
+def driver(count: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        NVMLError=NvmlError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: count,
+        nvmlDeviceGetHandleByIndex=lambda number: number,
+        nvmlDeviceGetName=lambda gpu: f"H{gpu}",
+        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=3e9, total=8e9),
+        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=75),
+        nvmlDeviceGetPowerUsage=lambda gpu: 200_000,
+    )
+
+
+def test_monitor_shows_gpus_and_host_without_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", driver(2))
+    shown = call(train.main, "--monitor-only").stdout
+    assert "H1, 75 % busy, 3.0 of 8.0 GB, 200 W" in shown
+    assert "cores busy" in shown
+    monkeypatch.setitem(sys.modules, "pynvml", driver(0))
+    assert "NVML finds none" in call(train.main, "--monitor-only").stdout
