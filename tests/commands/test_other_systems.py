@@ -51,22 +51,27 @@ for number in (0, 2):
         print(sum(batch.num_tokens for batch in loader))
 """
 
+RUN = """
+def run(command, *words):
+    sys.argv = [command, *words]
+    try:
+        importlib.import_module(f"tokenfeed.tools.{command}").main()
+    except SystemExit as ended:
+        assert not ended.code, ended.code
+"""
+
 PRETOKENIZE = """
-from tokenfeed.tools.main import main
 texts = ["some words of a text"] * 50
-sys.stdin = open(sys.argv[1] + ".txt", "w+")
+sys.stdin = open(sys.argv[2] + ".txt", "w+")
 sys.stdin.write("\\n".join('{"text": "%s"}' % text for text in texts))
 sys.stdin.seek(0)
-sys.argv = ["tokenfeed", "pretokenize", "-", sys.argv[1], "--vocab-size", "300", "--workers", "2"]
-main()
+out, shards, folder = sys.argv[2], sys.argv[1], sys.argv[2] + "-run"
+run("pretokenize", "-", out, "--vocab-size", "300", "--workers", "2")
 """
 
 SMALL_TRAIN = """
-from tokenfeed.tools.train import main
-sys.argv = ["train", "--shards", sys.argv[1], "--run-dir", sys.argv[1] + "-run", "--steps", "4",
-            "--model", "words", "--sequence-length", "32", "--micro-batch-tokens", "128",
-            "--step-tokens", "256", "--save-every", "2", "--eval-every", "2"]
-main()
+words = "--model words --sequence-length 32 --micro-batch-tokens 128 --step-tokens 256 --steps 4"
+run("train", "--shards", shards, "--run-dir", folder, *words.split(), "--save-every", "2")
 """
 
 WINDOWS = """
@@ -79,33 +84,21 @@ except ImportError as error:
 """
 
 
-def output_of(code: str, folder: Path) -> str:
-    done = warm.run(["-c", FORGET + LIKE_MACOS + code, folder])
+@pytest.mark.slow
+def test_all_but_frameworks_works_without_features_of_linux(
+    text_shards: Path, tmp_path: Path
+) -> None:
+    """Every module is imported, rows are read, standard input is tokenized, a model is trained."""
+    code = FORGET + LIKE_MACOS + EVERY_MODULE + COUNT_TOKENS + RUN + PRETOKENIZE + SMALL_TRAIN
+    out = tmp_path / "out"
+    done = warm.run(["-c", code, text_shards, out])
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_everything_can_be_imported(text_shards: Path) -> None:
-    output_of(EVERY_MODULE, text_shards)
-
-
-def test_loader_delivers_every_row_with_and_without_workers(text_shards: Path) -> None:
-    alone, by_workers = map(int, output_of(COUNT_TOKENS, text_shards).split())
+    alone, by_workers = map(int, done.stdout.split()[:2])
     assert alone == by_workers > 0
-
-
-def test_pretokenize_reads_standard_input_and_leaves_no_copy(tmp_path: Path) -> None:
-    output_of(PRETOKENIZE, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.txt"]
-    assert (tmp_path / "out" / "manifest.json").is_file()
-
-
-@pytest.mark.slow
-def test_train_trains_saves_and_reports(text_shards: Path) -> None:
-    said = output_of(SMALL_TRAIN, text_shards)
-    assert "trained  4 steps" in said
-    assert (text_shards.with_name("out-run") / "checkpoints" / "step-00000004").is_dir()
+    assert "trained  4 steps" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-run", "out.txt"]
+    assert (out / "manifest.json").is_file()
+    assert (tmp_path / "out-run" / "checkpoints" / "step-00000004").is_dir()
 
 
 def test_windows_is_refused_with_the_reason_and_the_remedy() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from support import ROOT
+from support import ROOT, warm
 from support.commands import call
 from support.hub_models import write_shards
 from support.training import make_config, run
@@ -95,9 +95,19 @@ def test_commands_that_train_nothing_import_no_torch(
     assert not code or (len(errors) == 1 and errors[0].startswith("error: ") and not result.stdout)
 
 
-def test_the_loader_needs_neither_tokenizers_nor_datasets(tmp_path: Path) -> None:
-    blocked = "import sys; sys.modules['tokenizers'] = sys.modules['datasets'] = None;"
-    run_python(f"{blocked} from tokenfeed import *", tmp_path)
+WITHOUT_TOKENIZERS = """
+import sys
+from support import warm
+for package in ("tokenfeed", "tokenizers", "datasets"):
+    warm.forget(package)
+sys.modules["tokenizers"] = sys.modules["datasets"] = None
+from tokenfeed import *
+"""
+
+
+def test_the_loader_needs_neither_tokenizers_nor_datasets() -> None:
+    done = warm.run(["-c", WITHOUT_TOKENIZERS])
+    assert done.returncode == 0, done.stderr
 
 
 def test_numpy_loader_imports_no_torch(tmp_path: Path) -> None:
