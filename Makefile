@@ -45,7 +45,7 @@ test-fast: setup
 test-slow: setup
 	$(RUN_CHECKS) pytest -q -m '(slow or commands) and not long' $(PARALLEL) -n $(MORE)
 
-# Before a release: run the tests that take minutes, and ten times as many random examples of each property.
+# Before a release: run the tests that take minutes, and over ten times as many random examples of each property.
 test-long: setup
 	$(RUN_CHECKS) pytest -q -m 'long or hypothesis' --hypothesis-profile long $(PARALLEL) -n $(MORE)
 

@@ -59,7 +59,7 @@ os.fsync = lambda descriptor: None  # no test cuts the power, and a tenth of the
 gc.disable()  # until all is imported: a fifth of that time
 
 # No deadline: shared machines pause, and that is no failure.
-settings.register_profile("tokenfeed", deadline=None, max_examples=25)
+settings.register_profile("tokenfeed", deadline=None, max_examples=16)
 settings.register_profile("long", deadline=None, max_examples=250)
 settings.load_profile("tokenfeed")
 

@@ -24,7 +24,7 @@ from tokenfeed.pipeline.caching.eviction import ENDS, Budget, Until, sweep
 from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.format.storage import exclusive, try_lock
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _PAUSE_S = 30.0
 """Seconds without writing after the disk refused a file."""

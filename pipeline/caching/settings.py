@@ -99,14 +99,14 @@ def _folder(cache_dir: str | PathLike[str] | None) -> str:
     """
     given = cache_dir or os.environ.get(VARIABLE)
     setting = "`cache_dir`" if cache_dir else f"${VARIABLE}" if given else "the cache's folder"
-    place = Path(given or Path(tempfile.gettempdir()) / f"tokenfeed-{_user()}").absolute()
+    place = Path(given or Path(tempfile.gettempdir()) / f"tokenfeed-{os.getuid()}").absolute()
     try:
         (place / _VERSION).mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = place.stat().st_uid
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         why = error_line(error)
         raise ConfigError(f"{setting}={place}: {why}. Choose a writable folder.") from None
-    if not given and owner != _user():
+    if not given and owner != os.getuid():
         raise ConfigError(f"{place} belongs to another user. Set `cache_dir` to your own folder.")
     if (kind := _file_system(place)) in _FAR:
         raise ConfigError(
@@ -114,10 +114,6 @@ def _folder(cache_dir: str | PathLike[str] | None) -> str:
             "store and has no safe locks. Choose a folder on a disk of this machine."
         )
     return str(place / _VERSION)
-
-
-def _user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0
 
 
 def _file_system(place: Path) -> str:

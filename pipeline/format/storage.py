@@ -102,9 +102,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` survive a power cut, if the system can."""
-    if not hasattr(os, "O_DIRECTORY"):  # Windows
-        return
+    """Make renames and new names in `folder` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with _naming(folder):
@@ -168,7 +166,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 _FLOCK = struct.Struct("hhqqi4x")  # kind, from where, first byte, number of bytes, process
 _IS_HELD = (errno.EAGAIN, errno.EACCES)
 _LOOK_AGAIN_S, PATIENCE_S = 0.001, 30.0
-_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 
 
 @contextlib.contextmanager

@@ -65,8 +65,7 @@ def _forked() -> None:
     _orphaned, _started = _orphaned or _started, False
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forked)
 
 
 _CODE = (

@@ -60,7 +60,7 @@ def _wait_until_gone(group: int) -> None:
     deadline = time.monotonic() + 60
     while running := _running_in_group(group):
         assert time.monotonic() < deadline, f"outlived their parent: {running}"
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def _running_in_group(group: int) -> list[str]:

@@ -43,7 +43,7 @@ def children():
 """What scripts begin with that run a loader over the folder they are given."""
 
 
-def realistic_lengths(count: int = 900, mean: float = 4.0, seed: int = 0) -> np.ndarray:
+def realistic_lengths(count: int = 600, mean: float = 4.0, seed: int = 0) -> np.ndarray:
     """Lengths as texts have them: most are short, a few are longer than a micro-batch."""
     rng = np.random.default_rng(seed)
     return np.clip(rng.lognormal(mean, 1.2, count), 1, 3000).astype(int)

@@ -297,13 +297,13 @@ def claimed(output: Place, recipe: dict[str, Any]) -> Iterator[None]:
 def alone_in_folder(output: Place, *, is_shared: bool = False) -> Iterator[None]:
     """Lock a folder until the block ends. Parts of a run share the lock.
 
-    The lock only avoids double work: two runs of one command write the same bytes. Stores and
-    Windows have no such lock.
+    The lock only avoids double work: two runs of one command write the same bytes. Stores have
+    no such lock.
 
     Raises:
         ConfigError: Another command is writing to the folder.
     """
-    if not isinstance(output, LocalStore) or not hasattr(os, "O_DIRECTORY"):
+    if not isinstance(output, LocalStore):
         yield
         return
     descriptor = os.open(output.folder, os.O_RDONLY)

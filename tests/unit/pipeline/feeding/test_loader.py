@@ -39,7 +39,7 @@ def test_without_shuffle_epochs_are_equal_and_windows_in_the_order_of_the_files(
         windows.append(loader.position.window)
     assert batches == [spans(batch) for batch in loader]
     last = max(row for pieces in batches[: windows.index(1)] for row, _, _ in pieces)
-    assert last < 900 / 3, "the first window is no beginning of the data"
+    assert last < 600 / 2, "the first window is no beginning of the data"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_loader_truncating_rows_ends_its_epochs(folder: Path, batching: Batching
     loader = open_loader(folder, batching, epochs=2)
     pieces = [span for batch in loader for span in spans(batch)]
     assert {start for _, start, _ in pieces} == {0}
-    assert len(pieces) == 2 * len({row for row, _, _ in pieces}) == 2 * 900
+    assert len(pieces) == 2 * len({row for row, _, _ in pieces}) == 2 * 600
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_cropped_sequences_are_full_and_begin_documents(folder: Path) -> None:
     windows = loader.stats().windows
     assert padded <= windows
     rows = [row for spans_ in [*begun, *map(spans, rest)] for row, start, _ in spans_]
-    assert sorted(rows) == sorted([*range(900)] * 2)
+    assert sorted(rows) == sorted([*range(600)] * 2)
     assert all(start == 0 for batch in rest for start in batch.starts)
 
 
