@@ -19,7 +19,7 @@ MakeDataset = Callable[..., Path]
 Span = tuple[int, int, int]
 Step = list[list[Span]]
 
-WINDOW_TOKENS = 20_000
+WINDOW_TOKENS = 13_000
 POLICIES: list[Batching] = [
     Padded(max_tokens=2048),
     Packed(sequence_length=256, batch_size=4),
@@ -33,7 +33,7 @@ import glob, json, os, signal, sys, threading, time
 from tokenfeed import Padded, ShardLoader
 
 def open_loader(**options):
-    options |= {"batching": Padded(2048), "window_tokens": 20_000}
+    options |= {"batching": Padded(2048), "window_tokens": 13_000}
     return ShardLoader(sys.argv[1], device="numpy", **options)  # which imports no torch
 
 def children():
