@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed
-from support.delivery import MakeDataset, open_loader, realistic_lengths, small_batches, spans
+from support.delivery import (
+    MakeDataset,
+    open_dataset,
+    open_loader,
+    realistic_lengths,
+    small_batches,
+    spans,
+)
 
 from tokenfeed import Fixed, Mixture, Packed, Padded, ShardDataset, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
@@ -235,7 +242,7 @@ def test_loader_and_dataset_take_the_rank_of_torch_distributed(
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     loader = open_loader(folder, Padded(700))
     assert (loader.rank, loader.world_size) == (1, 2)
-    shares = ShardDataset(folder, Padded(700), window_tokens=20_000)
+    shares = open_dataset(folder, Padded(700))
     assert [spans(b) for share in shares for b in share] == [spans(b) for b in loader]
 
 
