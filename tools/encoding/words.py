@@ -29,7 +29,7 @@ from tokenfeed.pipeline.arithmetic import Ragged, offsets_of, ranges
 from tokenfeed.tools.encoding.engine_support import COMPARED_TOKENIZERS
 from tokenfeed.tools.encoding.routes import matches
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.encoding.unigram import UnigramWords
+from tokenfeed.tools.encoding.unigram import MARK, UnigramWords
 from tokenfeed.tools.encoding.word_cache import Encode, WordCache
 
 CACHE_BYTES = 128 << 20
@@ -134,7 +134,7 @@ _PREPENDED = (
 _PREPENDED += "".join(map(chr, range(0x11A84, 0x11A8A)))
 """Letters that the character after them belongs to."""
 _FIRST = b"\xff"
-_KNOWN, _BEFORE, _AFTER = np.uint8(1), np.uint8(2), np.uint8(4)
+_KNOWN, _BEFORE, _AFTER, _IS_MARK = map(np.uint8, (1, 2, 4, 8))
 
 
 class SpacedWords(Words):
@@ -155,20 +155,24 @@ class SpacedWords(Words):
         ]
         steps = _flat(content["normalizer"], "normalizers")
         joins = bool(steps) and steps[-1]["type"] == "Replace" and _joins_spaces(steps[-1])
-        runs = itertools.product(map(chr, self._spaces), repeat=2)
+        spaces = [*map(chr, self._spaces)]
+        runs = (run for size in (2, 3) for run in itertools.product(spaces, repeat=size))
         self._joins_spaces = (splits or joins) and all(
-            self._pieces(f"q{a}{b}q") == self._pieces("q q") for a, b in runs
+            self._pieces(f"q{''.join(run)}q") == self._pieces("q q") for run in runs
         )
         printable = "".join(map(chr, range(0x21, 0x7F)))
         replaces = any(step["type"] == "Replace" and not _joins_spaces(step) for step in steps)
         keeps_ascii = not replaces and all(self._normalized(c) == c for c in printable)
         self._plain = UnigramWords.from_tokenizer(tokenizer.tokenizer) if keeps_ascii else None
-        contents = [re.escape(each["content"].encode()) for each in content["added_tokens"]]
-        self._added = re.compile(b"|".join(contents) or rb"(?!)")
+        contents = [each["content"] for each in content["added_tokens"]]
+        if (unknown := content["model"].get("unk_id")) is not None:
+            contents.append(content["model"]["vocab"][unknown][0])  # two of them become one
+        pattern = b"|".join(re.escape(each.encode()) for each in contents)
+        self._added = re.compile(pattern or rb"(?!)")
         self._is_unsure = np.empty(0, bool)
         """By the number in the cache: is it a part that may have other ids in a word?"""
         self._about = np.zeros(0x110000, np.uint8)
-        """What is known of each character: may it stand before or after a cut?"""
+        """What is known of each character: may it stand before or after a cut? Is it a mark?"""
 
     @classmethod
     def of_tokenizer(cls, tokenizer: TextTokenizer, encode: Encode) -> Self | None:
@@ -184,7 +188,10 @@ class SpacedWords(Words):
             [step["type"] for step in steps] in (["Metaspace"], ["WhitespaceSplit", "Metaspace"])
             and steps[-1].get("split", True)
             and steps[-1]["replacement"] == "\u2581"
-            and all(map(_is_local, _flat(content["normalizer"], "normalizers")))
+            and all(
+                _is_local(step) or (step["type"] == "Strip" and _prepends(steps[-1]))
+                for step in _flat(content["normalizer"], "normalizers")
+            )
             and not any(
                 each["rstrip"] or re.search(r"[\s\u2581]", each["content"]) for each in added
             )
@@ -210,14 +217,15 @@ class SpacedWords(Words):
         is_space[-1] = False
         changes = np.flatnonzero(is_space[1:] != is_space[:-1]) + 1
         firsts, stops = changes[::2], changes[1::2]  # of runs
-        sizes, lasts = stops - firsts, firsts - 1
-        for _ in range(3):  # from the last byte of a character to its first one
-            lasts = lasts - ((data[lasts] & 0xC0) == 0x80)
-        before, after = _characters(data, lasts), _characters(data, stops)
-        both = np.concatenate([before, after])
-        for each in np.unique(both[self._about[both] == 0]).tolist():
-            self._about[each] = self._find_out(chr(each))
-        is_cut = ((self._about[before] & _BEFORE) != 0) & ((self._about[after] & _AFTER) != 0)
+        sizes, before = stops - firsts, _before(data, firsts)
+        about = self._about_characters(data, before)
+        is_cut = ((about & _BEFORE) != 0) & ((self._about_characters(data, stops) & _AFTER) != 0)
+        marks = np.flatnonzero(is_cut & ((about & _IS_MARK) != 0))
+        while len(marks):  # a space with a mark may become one space: what has the mark?
+            before[marks] = _before(data, before[marks])
+            about = self._about_characters(data, before[marks])
+            is_cut[marks] = (about & _BEFORE) != 0
+            marks = marks[is_cut[marks] & ((about & _IS_MARK) != 0)]
         if not self._joins_spaces:
             is_cut &= sizes == 1
         is_kept = np.append(True, ~(is_space[1:] & is_space[:-1]))
@@ -251,6 +259,14 @@ class SpacedWords(Words):
             numbers[firsts] = whole
         return cuts, numbers
 
+    def _about_characters(self, data: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return what is known of the characters that begin at places."""
+        found = _characters(data, places)
+        for each in np.unique(found[self._about[found] == 0]).tolist():
+            self._about[each] = self._find_out(chr(each))
+        about: np.ndarray = self._about[found]
+        return about
+
     def _find_out(self, character: str) -> np.uint8:
         """Return whether a character may stand before or after the space of a cut."""
         found, category = _KNOWN, unicodedata.category(character)[0]
@@ -258,11 +274,13 @@ class SpacedWords(Words):
         if category in "LMNPS" and character not in _PREPENDED:
             made = self._normalized("q" + character)
             if made.startswith(alone) and made[len(alone) :].strip() == made[len(alone) :] != "":
-                found |= _BEFORE
+                is_mark = category == "M" or character in _EXTENDING
+                found |= _BEFORE | (_IS_MARK if is_mark else 0)
         if category in "LNPS" and character not in _EXTENDING:
             whole, head = self._normalized(f"q {character}q"), f"{alone} "
             made = whole[len(head) : -len(alone)]
-            if whole == head + made + alone and made.strip() == made != "":
+            is_kept = whole == head + made + alone and made.strip() == made != ""
+            if is_kept and not made.startswith(MARK):
                 found |= _AFTER
         return found
 
@@ -284,6 +302,14 @@ class SpacedWords(Words):
             made = _woven(is_plain, plain, made)
         self._is_unsure = np.append(self._is_unsure[: len(self._cache)], is_unsure)
         return made
+
+
+def _before(data: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return where the characters before places begin."""
+    starts: np.ndarray = places - 1
+    for _ in range(3):
+        starts = starts - ((data[starts] & 0xC0) == 0x80)
+    return starts
 
 
 def _characters(data: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -325,6 +351,13 @@ def _is_local(step: dict[str, Any]) -> bool:
             _joins_spaces(step) or " " not in step["pattern"].get("String", " ") + step["content"]
         )
     return step["type"] in _LOCAL
+
+
+def _prepends(metaspace: dict[str, Any]) -> bool:
+    """Return whether a mark is put before every text. Then a word that lost its space is the
+    same."""
+    old = "always" if metaspace.get("add_prefix_space", True) else "never"
+    return bool(metaspace.get("prepend_scheme", old) == "always")
 
 
 def _joins_spaces(step: dict[str, Any]) -> bool:
