@@ -4,14 +4,17 @@ Pre-norm, rotary positions, no biases. Positions count from the beginning of eac
 distance between two tokens has a meaning, and no parameter ties a checkpoint to a length. The price
 is two more multiplications per attention input than with learned positions.
 
-The model `words` merges the embeddings of tokens whose texts differ only in case or in the space
-around them: a tokenizer keeps " happy", "happy" and "Happy" apart, and a model of few rows would
-learn each by itself.
+The model `words` has no layers and sees the texts of tokens, for few rows with labels. A tokenizer
+keeps " happy", "happy" and "Happy" apart, and a model of few rows would learn each by itself. For
+classes and scores, tokens whose texts differ only in case or in the space around them share an
+embedding. For tags, see `_Window`.
 
-Shapes: B rows, T tokens, D width, H heads, K width of a head, V vocabulary, C outputs.
+Shapes: B rows, T tokens, D width, H heads, K width of a head, V vocabulary, C outputs, F features.
 """
 
 import math
+import re
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -66,17 +69,21 @@ class Transformer(nn.Module):
             size: How deep and how wide.
             head: What the logits are of, and whether a token sees those behind it.
             dropout: Share of the values that are set to 0 in training, before the blocks and in
-                each of them; and of the tokens, where rows have one label: no word may decide.
+                each of them; and of the tokens, where rows have one label, so that no word may
+                decide, and for tags by `words`, so that features are learnt too, at most 0.3.
         """
         super().__init__()
         padded = round_up(head.vocabulary_size, _VOCABULARY_MULTIPLE)
-        self.words = _Words(padded) if size.by_word else None
+        tags = head.kind == "token"
+        self.words = _Words(padded) if size.by_word and not tags else None
+        self.window = _Window(padded, size.width, dropout) if size.by_word and tags else None
         self.embedding = nn.Embedding(padded, size.width)
         self.type_embedding = nn.Embedding(_TOKEN_TYPES, size.width) if head.pairs else None
         self.blocks = nn.ModuleList(_Block(size, dropout) for _ in range(size.layers))
         self.norm = _Norm(size.width, bias=False)
         self.dropout = nn.Dropout(dropout)
-        self.token_dropout = nn.Dropout1d(dropout if head.kind == "row" else 0.0)
+        drops = {"row": dropout, "token": min(dropout, _TAG_DROPOUT) if self.window else 0.0}
+        self.token_dropout = nn.Dropout1d(drops.get(head.kind, 0.0))
         self.pick = _Pick(size) if head.kind == "row" else None
         self.head = None if head.kind == "vocabulary" else nn.Linear(size.width, head.outputs)
         self.rotary = Rotary(size.width // size.heads)
@@ -111,7 +118,8 @@ class Transformer(nn.Module):
         x_BTD = self.embedding(ids_BT)
         if self.type_embedding is not None:
             x_BTD = x_BTD + self.type_embedding(micro_batch.token_types_BT)
-        x_BTD = self.dropout(self.token_dropout(x_BTD.to(_stream_dtype(x_BTD))))
+        x_BTD = self.token_dropout(x_BTD.to(_stream_dtype(x_BTD)))
+        x_BTD = self.dropout(x_BTD) if self.window is None else self.window(x_BTD, micro_batch)
         rotary = self.rotary(micro_batch.positions_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotary, micro_batch.scope)
@@ -124,9 +132,9 @@ class Transformer(nn.Module):
 
     def _initialize(self, layers: int) -> None:
         """Initialize as GPT-2: projections into the residual stream shrink with the number of
-        layers."""
+        layers. The matrices of `_Window` keep torch's initial values, which learn faster."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
+            if parameter.dim() < 2 or name.startswith(("window.mix", "window.feed")):
                 continue
             into_residual = name.endswith("_out.weight")
             std = _INITIAL_STD / math.sqrt(2 * layers) if into_residual else _INITIAL_STD
@@ -151,6 +159,58 @@ class _Words(nn.Module):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         return self.word_V.take(ids_BT)
+
+
+class _Window(nn.Module):
+    """A vector for each token, for its tag: a mix of its word and two words on each side.
+
+    The vector of a word is the sum of its tokens: of their embeddings, and of the embeddings of
+    features of their texts (`tag_features`). Words of other documents count as 0.
+    """
+
+    features_VF: Tensor
+    begins_V: Tensor
+
+    def __init__(self, vocabulary_size: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.register_buffer(
+            "features_VF", torch.zeros(vocabulary_size, FEATURES, dtype=torch.int64)
+        )
+        self.register_buffer("begins_V", torch.ones(vocabulary_size, dtype=torch.bool))
+        self.embedding = nn.Embedding(BUCKETS, width)
+        self.dropout = nn.Dropout(dropout)
+        self.mix = nn.Linear((2 * _REACH + 1) * width, width, bias=False)
+        self.norm = _Norm(width, bias=False)
+        self.feed_in = nn.Linear(width, 4 * width, bias=False)
+        self.feed_back = nn.Linear(4 * width, width, bias=False)
+
+    def describe(self, features_VF: Tensor, begins_V: Tensor) -> None:
+        """Set the features of each token, and whether it begins a word."""
+        self.features_VF[: len(features_VF)] = features_VF
+        self.begins_V[: len(begins_V)] = begins_V
+
+    def forward(self, own_BTD: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Return (B, T, D), given the embeddings of the tokens."""
+        ids_BT = micro_batch.ids_BT
+        x_BTD = own_BTD + self.embedding(self.features_VF[ids_BT]).sum(2)
+        if micro_batch.is_token_BT is not None:
+            x_BTD = x_BTD * micro_batch.is_token_BT[:, :, None]
+        begins_BT = (micro_batch.positions_BT == 0).expand_as(ids_BT)
+        word_BT = (begins_BT | self.begins_V[ids_BT]).cumsum(1) - 1 + _REACH
+        document_BT = begins_BT.cumsum(1)
+        rows, length, width = x_BTD.shape
+        places_BTD = word_BT[:, :, None].expand_as(x_BTD)
+        words_BWD = x_BTD.new_zeros((rows, length + 2 * _REACH, width))
+        words_BWD = words_BWD.scatter_add(1, places_BTD, x_BTD)
+        of_BW = document_BT.new_zeros(words_BWD.shape[:2]).scatter(1, word_BT, document_BT)
+        near = []
+        for offset in range(-_REACH, _REACH + 1):
+            is_same_BT = of_BW.gather(1, word_BT + offset) == document_BT
+            near.append(words_BWD.gather(1, places_BTD + offset) * is_same_BT[:, :, None])
+        x_BTD = self.mix(self.dropout(torch.cat(near, -1)))
+        hidden = F.gelu(self.feed_in(self.norm(x_BTD)), approximate="tanh")
+        out_BTD: Tensor = x_BTD + self.dropout(self.feed_back(hidden))
+        return out_BTD
 
 
 def _stream_dtype(x_BTD: Tensor) -> torch.dtype:
@@ -250,6 +310,13 @@ def rotate(x_BHTK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)
 
 
+_TAG_DROPOUT = 0.3
+"""Largest share of tokens whose own embeddings are dropped for tags."""
+_REACH = 2
+"""Words on each side that count for a tag."""
+BUCKETS, FEATURES = 8192, 5
+_SPACES = ("\u0120", "\u2581")
+"""Characters that stand for a space at the beginning of a token."""
 _BROKEN = "\ufffd"
 """Character in the text of a token that is a part of a character's bytes."""
 
@@ -272,3 +339,32 @@ def words_of(shards: StorePath) -> Tensor:
 
 def _fold(text: str) -> str:
     return "" if _BROKEN in text else text.strip().casefold()
+
+
+def tag_features(shards: StorePath) -> tuple[Tensor, Tensor]:
+    """Return features of each token's text for tags, (V, F), and whether the token begins a word,
+    (V,).
+
+    The features are the text without case, its shape (Ab-1: Aa-0), its last three and two
+    characters, and its first three; each is hashed into `BUCKETS`.
+
+    Raises:
+        ConfigError: The tokenizer of the shards cannot be read.
+    """
+    ids, tokenizer = range(Manifest.read(shards).tokenizer.vocabulary_size), open_tokenizer(shards)
+    texts = tokenizer.decode_batch([[id] for id in ids], skip_special_tokens=False)
+    tokens = [tokenizer.id_to_token(id) or "" for id in ids]
+    begins = [
+        token[:1] in _SPACES or text[:1].isspace()
+        for token, text in zip(tokens, texts, strict=True)
+    ]
+    if not any(begins):  # the tokenizer drops spaces
+        begins = [not token.startswith("##") for token in tokens]
+    features = []
+    for text in map(str.strip, texts):
+        shape = re.sub("[a-z]+", "a", re.sub("[A-Z]+", "A", re.sub("[0-9]+", "0", text)))
+        found = text.lower(), shape, text[-3:].lower(), text[-2:], text[:3].lower()
+        features.append(
+            [zlib.crc32(f"{n}{part}".encode()) % BUCKETS for n, part in enumerate(found)]
+        )
+    return torch.tensor(features), torch.tensor(begins)

@@ -34,8 +34,8 @@ _STEPS_OF_EPOCH, _ROWS = 500, (32, 256)
 _LEAST_STEPS = 500
 """Steps of all epochs of labelled rows: with fewer, the loss of long rows still falls."""
 _PATIENCE = 8
-_RATE = 1e-3
-"""Learning rate for a step of 32 rows."""
+_RATE, _TAG_RATE = 1e-3, 3e-3
+"""Learning rate for a step of 32 rows; for tags by the model `words`."""
 _FINE_RATE, _ADAPTER_RATE = 5e-5, 2e-4
 _FINE_ROWS, _FINE_STEPS = 32, 50
 """Most rows of a step of completions, and fewest steps of an epoch, for a pretrained model."""
@@ -97,8 +97,10 @@ def data_defaults(
     label = column_of(manifest.columns, "target")
     if label is not None:
         model = [] if given.get("model") else [_model(label, train)]
+        by_words = label.per == "token" and bool(model) and model[0].settings["model"] == "words"
+        batches = _padded(longest, train, given, _TAG_RATE if by_words else _RATE)
         patience = Choice({"patience": _PATIENCE}, "more evaluations find no better weights")
-        return [*model, *_padded(longest, train, given), patience]
+        return [*model, *batches, patience]
     if column_of(manifest.columns, "context") is not None:
         return [_packed(longest, train, given, longest_input)]
     return []
@@ -230,22 +232,23 @@ def _evaluations(manifest: Manifest, steps: int, every: int, trained: float) -> 
 
 
 def _model(label: Column, train: SplitInfo) -> Choice:
-    """Choose a model without layers for few rows with one label: layers would memorize the rows."""
+    """Choose a model without layers for few rows: layers would memorize the rows."""
     few = train.tokens < _TOKENS
-    small, dropout = ("words", 0.3) if label.per == "row" else ("shallow", 0.2)
-    settings = {"model": small, "dropout": dropout} if few else {"model": "tiny", "dropout": 0.1}
+    words = {"model": "words", "dropout": 0.3 if label.per == "row" else 0.5}
+    settings = words if few else {"model": "tiny", "dropout": 0.1}
     return Choice(settings, f"{train.tokens:,} tokens are {'few' if few else 'not few'}")
 
 
-def _padded(longest: int, train: SplitInfo, given: Mapping[str, Any]) -> list[Choice]:
-    """Choose rows a step, in one micro-batch if it is not too large."""
+def _padded(longest: int, train: SplitInfo, given: Mapping[str, Any], rate: float) -> list[Choice]:
+    """Choose rows a step, in one micro-batch if it is not too large, and the rate that suits a step
+    of 32 rows to them."""
     length = max(2, round_up(longest, 8))
     reason = f"the longest row has {longest:,} tokens"
     if given.get("step_tokens") is not None and given.get("step_rows") is None:
         return [Choice({"sequence_length": length}, reason)]
     rows = _step_rows(train)
     slots = max(length, min(rows * length, _MOST_SLOTS))
-    rate = round(_RATE * math.sqrt(rows / _ROWS[0]), 5)
+    rate = round(rate * math.sqrt(rows / _ROWS[0]), 5)
     return [
         Choice({"sequence_length": length, "micro_batch_tokens": slots}, reason),
         Choice(

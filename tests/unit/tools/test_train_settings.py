@@ -101,7 +101,7 @@ def test_flags_come_before_the_file_and_the_file_before_the_preset(
     file = written(tmp_path / "a.yaml", shards=str(shards), steps=7, **{"log-every": 3})
     config = told("--config", file, "--preset", "quick", "--log-every", 4)
     assert (config.log_every, config.steps, config.eval_every) == (4, 7, 10)
-    assert config.model == "shallow"  # what suits the data set, since none of them says otherwise
+    assert config.model == "words"  # what suits the data set, since none of them says otherwise
 
 
 def test_epochs_in_a_file_become_steps_but_steps_on_the_command_line_count(
@@ -267,7 +267,8 @@ def test_epochs_of_a_sorted_file_have_every_row_as_often(told: Any, tmp_path: Pa
     shards = write_rows(
         tmp_path / "shards", {"train": rows}, 64, task="tag", label_names=LABELS["tag"]
     )
-    config = told("--shards", shards, "--order", "file", "--epochs", 2, "--step-rows", 10)
+    words = ("--order", "file", "--epochs", 2, "--step-rows", 10, "--model", "shallow")
+    config = told("--shards", shards, *words)
     seen: Counter[int] = Counter()
     with closing(Trainer(dataclasses.replace(config, run_dir=tmp_path / "run"))) as trainer:
         due = config.steps * config.accumulation

@@ -29,6 +29,7 @@ from tokenfeed.trainer.models.transformer import (
     Rotary,
     Transformer,
     rotate,
+    tag_features,
     words_of,
 )
 
@@ -205,3 +206,55 @@ def test_an_interrupted_run_goes_on_and_what_it_exports_knows_words(
     assert_same_run(tmp_path / "whole", tmp_path / "parted", 8)
     words = load_exported(tmp_path / "exported").state_dict()["words.word_V"]
     assert torch.equal(words[:VOCABULARY], torch.arange(VOCABULARY) // 2 * 2)
+
+
+def tagger() -> Transformer:
+    """A model of tags whose words have one or two tokens."""
+    torch.manual_seed(0)
+    model = Transformer(SIZES["words"], make_head(kind="token")).eval()
+    assert model.window is not None
+    features = torch.randint(0, 8192, (VOCABULARY, 5))
+    model.window.describe(features, torch.arange(VOCABULARY) % 3 > 0)
+    return model
+
+
+@torch.no_grad()
+def test_tags_depend_on_two_words_each_side_and_on_no_padding() -> None:
+    model, ids_BT = tagger(), torch.tensor([[1, 3, 2, 4, 6, 5, 7, 8]])  # words of tokens 0, 2, 3, 5
+    whole_BTC = model(MicroBatch.of_ids(ids_BT, causal=False))
+    for place, changed in ((6, [3, 4, 5, 6, 7]), (0, [0, 1, 2, 3, 4])):
+        other_BT = ids_BT.clone()
+        other_BT[0, place] = 10
+        differs = (model(MicroBatch.of_ids(other_BT, causal=False)) != whole_BTC).any(-1)[0]
+        assert differs.nonzero().flatten().tolist() == changed
+    padded_BT = torch.cat((ids_BT, torch.full((1, 5), 4)), 1)
+    padded = dataclasses.replace(
+        MicroBatch.of_ids(padded_BT, causal=False), is_token_BT=torch.arange(13)[None] < 8
+    )
+    torch.testing.assert_close(model(padded)[:, :8], whole_BTC)
+
+
+@torch.no_grad()
+def test_tags_of_packed_documents_are_those_of_each_document() -> None:
+    model, ids_BT = tagger(), torch.randint(0, VOCABULARY, (1, 16))
+    packed = dataclasses.replace(
+        MicroBatch.of_ids(ids_BT, causal=False),
+        positions_BT=torch.cat((torch.arange(7), torch.arange(9)))[None],
+        is_token_BT=None,
+    )
+    alone = [model(MicroBatch.of_ids(part, causal=False)) for part in ids_BT.split([7, 9], 1)]
+    torch.testing.assert_close(model(packed), torch.cat(alone, 1))
+
+
+def test_features_of_tags_tell_shape_case_and_ends_of_words(tmp_path: Path) -> None:
+    tokenizer = byte_level(["Anna", " Otto", " otto", " lotto", " 1998", " 2024"])
+    features_VF, begins_V = tag_features(shards_of(tokenizer, tmp_path))
+    anna, name, word, longer, year, other = (
+        tokenizer.token_to_id(text)
+        for text in ("Anna", " Otto", " otto", " lotto", " 1998", " 2024")
+    )
+    assert begins_V[[name, word, longer, year]].all()
+    assert not begins_V[anna]
+    same = [(features_VF[a] == features_VF[b]).tolist() for a, b in ((name, word), (word, longer))]
+    assert same == [[True, False, True, True, True], [False, True, True, True, False]]
+    assert (features_VF[year] == features_VF[other]).tolist() == [False, True, False, False, False]
