@@ -342,7 +342,7 @@ class Plan:
         """
         order = self.order
         assert isinstance(order, StagedOrder)
-        batch_tokens = _batch_tokens(order.data, order.tokens, order.sizes)
+        batch_tokens = dict(zip(order.data, map(Fraction, order.tokens, order.sizes), strict=True))
         for stage in stages:
             _check_length(stage, batch_tokens)
         data = tuple(dict.fromkeys((*data_of(stages), *self.data)))  # a later edit may use the rest
@@ -447,8 +447,7 @@ def _planned(
     """Return the stages with their places in the run. `opened` has the data set of each place."""
     _refuse_copies(opened.values())
     by_data = {source.manifest.fingerprint: source for source in opened.values()}
-    tokens, sizes = zip(*((each.tokens, each.batches) for each in by_data.values()), strict=True)
-    batch_tokens = _batch_tokens(tuple(by_data), tokens, sizes)
+    batch_tokens = _batch_tokens(by_data)
     planned: list[PlannedStage] = []
     begins: int | None = 0
     for number, stage in enumerate(stages, 1):
@@ -505,17 +504,13 @@ def _with_window(
         last = stage.to or stage.weights
         weights = [max(weight, last[data]) for data, weight in stage.weights.items()]
         tokens = default_window_tokens(sources, weights, stage.batching, step_size, is_staged=True)
-    batch_tokens = {
-        data: Fraction(opened[data].tokens, opened[data].batches) for data in stage.weights
-    }
-    return replace(stage, window_tokens=max(tokens, 2 * least_tokens(stage, batch_tokens)))
+    least = least_tokens(stage, _batch_tokens(opened))
+    return replace(stage, window_tokens=max(tokens, 2 * least))
 
 
-def _batch_tokens(
-    data: Sequence[str], tokens: Sequence[int], sizes: Sequence[int]
-) -> dict[str, Fraction]:
+def _batch_tokens(opened: Mapping[str, OpenedSplit]) -> dict[str, Fraction]:
     """Return the average tokens of a record batch of each data set."""
-    return dict(zip(data, map(Fraction, tokens, sizes), strict=True))
+    return {data: Fraction(each.tokens, each.batches) for data, each in opened.items()}
 
 
 def _check_length(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> None:
