@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,6 +203,13 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     from support.processes import FORKING
 
     monkeypatch.setattr("tokenfeed.pipeline.feeding.worker_process.subprocess", FORKING)
+
+
+@pytest.fixture
+def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of `pretokenize` import what they find, as on a command line. They are forks of the
+    warm process otherwise."""
+    monkeypatch.setattr(warm, "PROGRAMS", subprocess)
 
 
 @pytest.fixture(scope="session")

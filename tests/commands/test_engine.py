@@ -25,7 +25,7 @@ BROKEN = 'raise ImportError("no such library")'
 
 
 @pytest.fixture
-def use_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> UseEngine:
+def use_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold_workers: None) -> UseEngine:
     """Has `import gigatoken` find a module of the given source, here and in other processes."""
     before = os.environ.get("PYTHONPATH", "")
 

@@ -1,6 +1,5 @@
 """Data sets that grow: random sequences of append, merge and select, killed and repeated."""
 
-import contextlib
 import json
 import random
 import shutil
@@ -9,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from subprocess import PIPE
+from subprocess import PIPE, CompletedProcess
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from support import warm
@@ -180,7 +180,7 @@ MAINS: dict[str, Callable[[], None]] = {"pretokenize": pretokenize.main, "shards
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 6)) for seed in range(200)]
+    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 4)) for seed in range(200)]
 )
 def test_any_sequence_of_changes_keeps_every_row(
     seed: int, tmp_path: Path, tokenizer: Path
@@ -301,14 +301,9 @@ def test_damage_is_refused_or_found_in_what_is_made(
     assert refused > number // 6
 
 
-def attempt(main: Callable[[], None], *arguments: object) -> Any:
+def attempt(main: Callable[[], None], *arguments: object) -> CompletedProcess[str]:
     """Run a command that may fail."""
-    with contextlib.suppress(AssertionError):
-        return call(main, *arguments)
-    for code in (1, 2):
-        with contextlib.suppress(AssertionError):
-            return call(main, *arguments, expect=code)
-    raise AssertionError(arguments)
+    return call(main, *arguments, expect=ANY)
 
 
 def test_careless_commands_are_one_line_and_change_nothing(world: World) -> None:

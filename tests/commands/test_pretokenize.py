@@ -100,6 +100,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
         assert not out.exists(), arguments
 
 
+@pytest.mark.usefixtures("cold_workers")
 def test_no_process_of_a_run_imports_pandas(
     corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
