@@ -32,6 +32,7 @@ import io
 import json
 import os
 import pickle
+import random
 import re
 import runpy
 import shutil
@@ -74,7 +75,8 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 def make_data(folder: Path, checkouts: Path) -> None:
     """Write `gpt/`, shards with nanoGPT's and litgpt's files beside, and `chat/`, the same for
     nanochat."""
-    texts = [text for each in standard_library() for text in blocks([each])]
+    texts = list(blocks(list(standard_library())))
+    random.Random(0).shuffle(texts)  # nanochat's own loader reads them in their order
     held, kept = texts[::EVERY], [text for at, text in enumerate(texts) if at % EVERY]
     corpus = {}
     for name, documents in (("train", kept), ("validation", held)):
@@ -143,6 +145,7 @@ def write_nanochat(folder: Path, checkout: Path, kept: list[str], held: list[str
     ranks = made.enc._mergeable_ranks
     lines = (f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
     (folder / "ranks.tiktoken").write_text("".join(lines))
+    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # else tiktoken keeps the content of each path forever
     converted = TikTokenConverter(
         vocab_file=str(folder / "ranks.tiktoken"),
         pattern=module.SPLIT_PATTERN,
