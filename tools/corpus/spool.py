@@ -132,43 +132,53 @@ def json_lines(name: str, records: object, fields: Fields) -> Iterator[bytes]:
         CorpusError: A value cannot be written as JSON, or a table lacks a field. The records before
             are yielded first.
     """
-    number, needed, first = 0, _needed(fields), next(iter(fields))
+    pieces: list[bytes] = []
+    number = num_bytes = 0
+    try:
+        for rows in _row_lists(name, records, fields):
+            for piece in _encoded(name, number, rows):
+                pieces.append(piece)
+                num_bytes += len(piece)
+            number += len(rows)
+            if num_bytes >= _BLOCK_BYTES:
+                yield b"".join(pieces)
+                pieces, num_bytes = [], 0
+    except CorpusError:
+        yield b"".join(pieces)
+        raise
+    yield b"".join(pieces)
+
+
+def _row_lists(name: str, records: object, fields: Fields) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of records, as many as are encoded together. See `json_lines`."""
+    needed, first = _needed(fields), next(iter(fields))
     most_rows = _BATCH_RECORDS if _SCALARS.issuperset(fields.values()) else 1
     rows: list[dict[str, Any]] = []
-    num_characters, lines = 0, bytearray()
-    try:
-        for record in _records(name, records, fields):
-            if isinstance(record, str):
-                rows.append({first: record})
-                num_characters += len(record)
-            elif isinstance(record, (dict, Mapping)):
-                row = {field: _text(record[field]) for field in fields if field in record}
-                if not row or not needed <= row.keys():
-                    row = dict.fromkeys(map(str, record)) | row
-                rows.append(row)
-                num_characters += len(text) if isinstance(text := row.get(first), str) else 0
-            elif hasattr(record, "__arrow_c_stream__") or hasattr(record, "__arrow_c_array__"):
-                number = _append(lines, name, number, rows)
-                for some in _rows(name, record, fields):
-                    number = _append(lines, name, number, some)
-                    if len(lines) >= _BLOCK_BYTES:
-                        yield bytes(lines)
-                        lines.clear()
-            else:
-                number = _append(lines, name, number, rows)
+    number = num_characters = 0
+    for record in _records(name, records, fields):
+        if isinstance(record, str):
+            rows.append({first: record})
+            num_characters += len(record)
+        elif isinstance(record, (dict, Mapping)):
+            row = {field: _text(record[field]) for field in fields if field in record}
+            if not row or not needed <= row.keys():
+                row = dict.fromkeys(map(str, record)) | row
+            rows.append(row)
+            num_characters += len(text) if isinstance(text := row.get(first), str) else 0
+        else:
+            yield rows
+            number, rows, num_characters = number + len(rows), [], 0
+            if not (hasattr(record, "__arrow_c_stream__") or hasattr(record, "__arrow_c_array__")):
                 raise CorpusError(
                     f"{name}, record {number}: is {_kind(record)}, expected a dict or a text."
                 )
-            if len(rows) >= most_rows or num_characters >= _BLOCK_BYTES:
-                number, num_characters = _append(lines, name, number, rows), 0
-            if len(lines) >= _BLOCK_BYTES:
-                yield bytes(lines)
-                lines.clear()
-        _append(lines, name, number, rows)
-    except CorpusError:
-        yield bytes(lines)
-        raise
-    yield bytes(lines)
+            for some in _rows(name, record, fields):
+                yield some
+                number += len(some)
+        if len(rows) >= most_rows or num_characters >= _BLOCK_BYTES:
+            yield rows
+            number, rows, num_characters = number + len(rows), [], 0
+    yield rows
 
 
 def _records(name: str, records: object, fields: Fields) -> Iterator[object]:
@@ -255,26 +265,15 @@ def _text(value: Any) -> Any:
     return value
 
 
-def _append(lines: bytearray, name: str, number: int, rows: list[dict[str, Any]]) -> int:
-    """Move rows to the end of JSON Lines.
-
-    Args:
-        lines: The JSON Lines.
-        name: Name of the records in errors.
-        number: The number of the first row.
-        rows: The rows. The list is empty afterwards.
-
-    Returns:
-        The number of the next row.
-    """
+def _encoded(name: str, number: int, rows: list[dict[str, Any]]) -> Iterator[bytes]:
+    """Yield rows as JSON Lines. The first row has the number `number` in errors."""
     try:
-        lines += _ENCODER.encode_lines(rows)
+        lines = _ENCODER.encode_lines(rows)
     except (TypeError, ValueError, OverflowError, RecursionError):
         for at, row in enumerate(rows):
-            lines += _line(name, number + at, row)
-    number += len(rows)
-    rows.clear()
-    return number
+            yield _line(name, number + at, row)
+    else:
+        yield lines
 
 
 def _line(name: str, number: int, row: dict[str, Any]) -> bytes:
