@@ -62,7 +62,7 @@ _SCALE = 20
 """Tokens of a source are counted in parts of 2**-20 token: whole numbers for any weights."""
 _SURE_BATCHES = 64
 """See `least_tokens`."""
-_MOST_PARTS, _PART_CHANGE = 8, Fraction(1, 25)
+_MOST_PARTS, _PART_CHANGE = 8, Fraction(1, 16)
 """A window is divided into parts of which no share changes by more than this, but at most 8."""
 _LEAST_WINDOWS = 2
 """An epoch of one window has length bands of its own, for rows that come again in every epoch."""
