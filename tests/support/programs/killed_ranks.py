@@ -6,11 +6,17 @@ python killed_ranks.py SHARDS FOLDER KILLS
 Runs of two kinds take turns. On two ranks, in fp32: they end with the bits of an undisturbed run on
 two. In double precision, each time on 1, 2 or 3 ranks: they end with the weights of an undisturbed
 run on one. The disk is slow, so that many kills come while a checkpoint is written.
+
+A kill comes a random number of steps after all ranks have joined their group, and up to 0.1 s
+later. Before they join, the other ranks would wait for minutes for the dead one, until their
+launcher ends them, and here is no launcher. After a number of seconds, a slow machine would end no
+run at all.
 """
 
 import json
 import os
 import random
+import select
 import signal
 import sys
 import time
@@ -23,14 +29,17 @@ import torch
 import torch.distributed.checkpoint.hf_storage  # else each fork that resumes imports it
 from support.checkpoints import names_in
 from support.programs.killed_training import STEPS, slow_down
-from support.programs.ranked_training import free_port, in_a_fork, train
+from support.programs.ranked_training import TIMEOUT_S, free_port, in_a_fork, train
 from support.training import assert_same_run, load_weights, read_metrics
 
 from tokenfeed.trainer.checkpoints import async_saver
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.distributed.world import StepSync, World
+from tokenfeed.trainer.loop import run as loop_run
 from tokenfeed.trainer.report.run_report import Report
 
-_LONGEST_S, _END_S = 1.5, 20
+_MOST_STEPS, _PAUSE_S, _END_S = 10, 1.0, 20
+_NOTED = os.pipe()
 _SETTINGS = {
     "steps": STEPS,
     "micro_batch_tokens": 64,
@@ -67,8 +76,36 @@ def settings_of(kind: Kind, shards: Path, run_dir: Path) -> dict[str, Any]:
 
 
 def started(settings: dict[str, Any], size: int) -> list[int]:
+    """The processes of the ranks, which have joined their group."""
     port = free_port()
-    return [in_a_fork(rank, size, port, settings) for rank in range(size)]
+    while wait_for(1, 0.0):
+        pass  # what the ranks before have written
+    ranks = [in_a_fork(rank, size, port, settings) for rank in range(size)]
+    assert wait_for(size, TIMEOUT_S), "the ranks did not join"
+    return ranks
+
+
+def wait_for(count: int, longest_s: float) -> bool:
+    """Wait until ranks have noted so many events. Whether they have, with no pause too long."""
+    while count and select.select([_NOTED[0]], [], [], longest_s)[0]:
+        count -= len(os.read(_NOTED[0], count))
+    return not count
+
+
+def note_events() -> None:
+    """Let each rank write a byte when it has joined its group, and after each step."""
+    join, after_step = loop_run.join_world, StepSync.after_step
+
+    def noted_join(device: str) -> World:
+        world = join(device)
+        os.write(_NOTED[1], b".")
+        return world
+
+    def noted_step(sync: StepSync, **counts: Any) -> tuple[int, int]:
+        os.write(_NOTED[1], b".")
+        return after_step(sync, **counts)
+
+    loop_run.join_world, StepSync.after_step = noted_join, noted_step  # type: ignore[method-assign]
 
 
 def codes_of(ranks: Sequence[int]) -> list[int]:
@@ -79,7 +116,8 @@ def session(settings: dict[str, Any], size: int, draw: random.Random) -> bool:
     """Whether the ranks have ended by themselves, with all steps."""
     ranks = started(settings, size)
     victims = draw.choice([[draw.choice(ranks)], ranks])
-    time.sleep(draw.uniform(0.1, _LONGEST_S))
+    wait_for(size * draw.randint(0, _MOST_STEPS), _PAUSE_S)
+    time.sleep(draw.uniform(0, 0.1))
     for victim in victims:
         os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
@@ -109,6 +147,7 @@ def main(shards: Path, folder: Path, kills: int) -> None:
     torch.set_num_threads(1)  # no threads, which forks would lack
     draw = random.Random(0)
     train(_SETTINGS | {"shards": shards, "run_dir": folder / "imports", "steps": 1})
+    note_events()
     for name, kind in KINDS.items():
         settings = settings_of(kind, shards, folder / name / "undisturbed")
         assert not any(codes_of(started(settings, kind.undisturbed)))
