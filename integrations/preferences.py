@@ -65,7 +65,7 @@ def _pairs(rows: Rows, rule: TargetRule, place: str) -> Iterator[dict[str, list[
         is_same = np.append(chosen[:shortest] == other[:shortest], False)
         ends = (
             int(np.argmin(is_same)),
-            *(int(np.argmax(each)) for each in masks[first : first + 2]),
+            *(int(np.argmax(np.append(each, True))) for each in masks[first : first + 2]),
         )
         prompt = min(ends)
         yield {

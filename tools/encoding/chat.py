@@ -79,11 +79,12 @@ class ChatTemplate:
     def with_variables(self) -> str:
         """The template with the values of the variables that it names, for other programs.
 
-        A line break after a block is dropped, so the lines in front change no text.
+        A line break after a block is dropped, so the lines in front change no text. The end token
+        is always one of them: `pretokenize --append` finds stop tokens by it.
         """
         lines = []
         for name, value in self.variables.items():
-            if self.reads(name):
+            if name not in tokens_set_by(self.source) and (name == "eos_token" or self.reads(name)):
                 literal = _literal(value)
                 given = "" if name.endswith("_token") else f" {name} if {name} is defined else"
                 lines.append(f"{{% set {name} ={given} {literal} %}}\n")
@@ -420,6 +421,14 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_changed(each, change) for each in value]
     return change(value) if isinstance(value, str) else value
+
+
+def tokens_set_by(source: str) -> dict[str, str]:
+    """Return the special tokens that the first lines of a stored template set, by name."""
+    lines = re.match(r"(\{% set \w+ =.*%\}\n)*", source)
+    assert lines
+    found = re.findall(r"\{% set (\w+_token) = (\".*\") %\}\n", lines[0])
+    return {name: json.loads(literal) for name, literal in found}
 
 
 @functools.cache

@@ -88,8 +88,8 @@ def _message(raw: Any, name: str) -> Message:
         raise Unusable(f"has {name} with the role {role!r:.40}, expected {expected}")
     for key in _THINKING:
         if isinstance(thinking := message.get(key), str):
-            both = {"reasoning_content": thinking, "thinking": message.get("thinking", thinking)}
-            message = {**message, **both}  # at the end: templates may write a message as JSON
+            # The order is that of transformers: templates may write a message as JSON.
+            message = {"thinking": thinking, **message, "reasoning_content": thinking}
             break
     content = message.get("content")
     if isinstance(content, list):
@@ -174,7 +174,9 @@ def replaced(message: Message, number: int, write: Write, slots: frozenset[str])
 
     new, kind = dict(message), _ROLES[message["role"]]
     if kind is Kind.TEXT and isinstance(thinking := message.get("reasoning_content"), str):
-        new["thinking"] = new["reasoning_content"] = write(thinking, number, Kind.THINKING)
+        new["reasoning_content"] = write(thinking, number, Kind.THINKING)
+        if message["thinking"] == thinking:
+            new["thinking"] = new["reasoning_content"]
     if isinstance(given := message.get("content"), str):
         new["content"] = content(given)
     elif given is not None:

@@ -300,7 +300,8 @@ def said_by_prompt(
         parts: The contents.
         messages: The messages of the conversation.
         special_tokens: The special tokens. A token of the prompt ends no message.
-        eos: The special token that ends a message even if another is before it.
+        eos: The special token that ends a message even if another is before it. The token at the
+            end of the text does the same.
     """
     stops = any_of(tuple(token for token in special_tokens if token not in prompt))
     for head in dict.fromkeys((prompt, prompt.partition("<think>")[0])):
@@ -324,6 +325,7 @@ def _said_after(
     heads, whole = _ends(head, blank), {*_ends(prompt, blank)}
     if len(heads) != len(turns):
         return None
+    last_stops = [m[0] for m in stops.finditer(blank) if not blank[m.end() :].strip()]
     limits = [*(place - len(head) for place in heads[1:]), len(blank)]
     rest = len(prompt) - len(head)
     said, at = [], 0
@@ -346,7 +348,9 @@ def _said_after(
         ends = [*stops.finditer(blank, last, until)]
         if not ends and until < len(blank):
             return None
-        stop = next((match.end() for match in ends if match[0] == eos), 0)
+        # Calls may end with special tokens of their own, before the one that ends each message.
+        likely = (m.end() for token in (eos, *last_stops) for m in ends if m[0] == token)
+        stop = next(likely, 0)
         said.append((begin, stop or (ends[0].end() if ends else len(blank))))
     of_assistant = (part for part in own if messages[part.message]["role"] == "assistant")
     if not all(any(s <= part.start < e for s, e in said) for part in of_assistant):

@@ -609,6 +609,7 @@ class ChatEncoder(TaskEncoder):
         "rejected": FieldKind.JSON,
         "tools": FieldKind.OPTIONAL_JSON,
         "template_arguments": FieldKind.OPTIONAL_JSON,
+        "system": FieldKind.OPTIONAL_JSON,
     }
     layouts: ClassVar[tuple[dict[str, Any], ...]] = (
         {"messages": "messages"},
@@ -621,6 +622,7 @@ class ChatEncoder(TaskEncoder):
     extras: ClassVar[dict[str, Any]] = {
         "tools": "tools",
         "template_arguments": "chat_template_kwargs",
+        "system": "system",
     }
     """Usual names of fields that a record of any layout may have."""
     keeps: ClassVar[bool] = True
@@ -633,6 +635,8 @@ class ChatEncoder(TaskEncoder):
     rejected: str | None = None
     tools: str | None = None
     template_arguments: str | None = None
+    system: str | None = None
+    """A text that becomes the first message, unless the first message is one of the system."""
     chat_template: ChatTemplate | None = None
     """None until the tokenizer is known."""
     splits_special: bool = False
@@ -849,6 +853,11 @@ class ChatEncoder(TaskEncoder):
             repeats = is_whole or more[: len(messages)] == messages
             messages = more if repeats else messages + more
             prompt_is_text = role == "user" and is_text
+        system = None if self.system is None else values[self.system][row]
+        if system is not None and not isinstance(system, str):
+            raise Unusable(f"field `{self.system}` is {type(system).__name__}, expected a text")
+        if system and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": system}, *messages]
         tools, arguments = (
             None if name is None else _parsed(values[name][row], name)
             for name in (self.tools, self.template_arguments)

@@ -23,7 +23,7 @@ from tokenfeed.pipeline.redaction import public
 from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.encoding.audit import Audit
-from tokenfeed.tools.encoding.chat import ChatTemplate
+from tokenfeed.tools.encoding.chat import ChatTemplate, tokens_set_by
 from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, installed_engines, preload
 from tokenfeed.tools.encoding.tasks import ChatEncoder
 from tokenfeed.tools.encoding.tokenizer import (
@@ -44,6 +44,8 @@ from tokenfeed.tools.pretokenizing.runner import Run, is_small
 
 _TOKEN = re.compile(r"<\|\w+\|>")
 """Matches special tokens as most chat templates write them."""
+_TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+"""The template of transformers for conversations with tools, beside a tokenizer."""
 
 logger = logging.getLogger(__name__)
 
@@ -227,8 +229,15 @@ def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
     else:
         found = beside(CHAT_TEMPLATE_FILE)
         source = found.decode() if found else config.get("chat_template")
+        named_sources = {}
         if isinstance(source, list):
-            source = {each["name"]: each["template"] for each in source}.get("default")
+            named_sources = {each["name"]: each["template"] for each in source}
+            source = named_sources.get("default")
+        with_tools = beside(_TOOL_TEMPLATE_FILE) or named_sources.get("tool_use")
+        if isinstance(source, str) and with_tools:  # as in transformers
+            text = with_tools.decode() if isinstance(with_tools, bytes) else with_tools
+            text, other = (each.removesuffix("\n") for each in (text, source))  # as Jinja does
+            source = f"{{% if tools is not none %}}{text}{{% else %}}{other}{{% endif %}}"
     if not isinstance(source, str):
         raise TokenizerError(
             f"{options.tokenizer}: has no chat template. Give a folder with tokenizer_config.json "
@@ -240,6 +249,7 @@ def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
     named = {k: v for k, v in {**more, **config}.items() if k.endswith("_token")}
     variables = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items() if v}
     variables = {k: v for k, v in variables.items() if isinstance(v, str)}
+    variables |= tokens_set_by(source)
     added = tokenizer.tokenizer.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special} | {*variables.values()}
     known = (text for text in special if tokenizer.tokenizer.token_to_id(text) is not None)

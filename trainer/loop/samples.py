@@ -46,12 +46,14 @@ class Sampler:
                 "Leave it out."
             )
         self._learner = learner
-        self._end_ids = {task.manifest.tokenizer.end_id}
+        self._end_ids: set[int | None] = {task.manifest.tokenizer.end_id}
         self._tokenizer = open_tokenizer(first_of(config.shards))
         chosen = "last" if config.targets == "last" else None
         self._prompts = [prompt for prompt, _ in _rows(config, chosen)]
         if task.manifest.task == "chat":
-            self._end_ids = {id for _, ids in _rows(config, "stop") for id in ids}
+            stops: set[int | None] = {id for _, ids in _rows(config, "stop") for id in ids}
+            # A template may say that the assistant writes the line break behind a stop token too.
+            self._end_ids = stops & {*self._tokenizer.get_added_tokens_decoder()} or stops
 
     @torch.no_grad()
     def samples(self) -> list[dict[str, str]]:

@@ -84,6 +84,8 @@ def test_prompt_ends_before_the_answers_differ(tokenizer: Path) -> None:
     (pair,) = preference_pairs(tokenizer / "pairs")
     assert words(pair["prompt_ids"]) == "user a b end assistant c end user"
     assert words(pair["rejected_ids"]) == "f end assistant e end"
+    (pair,) = preference_pairs(tokenizer / "pairs", targets={"thinking"})  # of which it has none
+    assert words(pair["prompt_ids"]) == "user a b end assistant c end user"
     (pair,) = preference_pairs(tokenizer / "pairs", targets="assistant")
     assert words(pair["prompt_ids"]) == "user a b end assistant"
 

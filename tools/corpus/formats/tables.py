@@ -281,6 +281,8 @@ def _listed(column: pa.Array, kind: FieldKind) -> list[Any]:
 
 def _without_nulls(value: Any) -> Any:
     """An object without the keys that its table has for other objects only."""
+    if isinstance(value, list) and value and isinstance(value[0], tuple):  # of the type map
+        value = dict(value)
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1176,7 +1176,7 @@ def test_a_template_with_its_variables_renders_the_same_text(start: str) -> None
     source = start + "{{ bos_token }}{{ mood }}" + CHATML
     variables = {
         "bos_token": '<"b\u00e9\U0001f600\n>',
-        "eos_token": "unused",
+        "pad_token": "unused",
         "mood": [1, None, {"a": True}],
     }
     whole = ChatTemplate(source=source, special_tokens=("<|im_end|>",), variables=variables)
@@ -1188,3 +1188,93 @@ def test_a_template_with_its_variables_renders_the_same_text(start: str) -> None
     for arguments in ({}, {"mood": "sad"}):
         conversation = Conversation(SHORT[0], None, arguments)
         assert text_of(apart.render(conversation)) == text_of(whole.render(conversation))
+
+
+CALLING = """{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}\
+{{ '<|start_header_id|>' + c.function.name + '<|end_header_id|>' }}{% endfor %}<|im_end|>\
+{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}""".replace(
+    "{{ m.content }}", "{{ ('<|im_start|>' if m.role == 'assistant' else '') + m.content }}"
+)
+"""Calls end with a special token, which is not the one that ends a message. Neither is the end
+token of the tokenizer."""
+
+
+def test_an_answer_with_calls_learns_the_token_that_ends_messages() -> None:
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+    messages: list[Message] = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "there"},
+    ]
+    stops = [text for kind, text in pieces_of(CALLING, messages) if kind == "stop"]
+    assert stops == ["<|im_end|>", "<|im_end|>"]
+
+
+def test_thinking_by_two_names_that_differ_is_rendered_as_alone() -> None:
+    source = QWEN.replace("m.reasoning_content", "m.thinking")
+    shared = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
+    for thinking in ("same", "other", "same", "third"):
+        answer = {"role": "assistant", "content": "a", "reasoning_content": "same"}
+        messages = read_messages([*SHORT[0][:1], {**answer, "thinking": thinking}])
+        alone = text_of(rendered(source, messages))
+        assert f"<think>\n{thinking}\n</think>" in alone
+        assert text_of(shared.render(Conversation(messages))) == alone
+
+
+@pytest.mark.parametrize("place", ["list", "file"])
+def test_conversations_with_tools_take_their_own_template(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / "model"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    (folder / "tokenizer.json").write_bytes(tokenizer_json())
+    sources = {"default": CHATML, "tool_use": "{{ tools | length }} tools\n" + CHATML + "\n"}
+    listed = [{"name": name, "template": source} for name, source in sources.items()]
+    if place == "file":
+        (folder / "additional_chat_templates/tool_use.jinja").write_text(sources["tool_use"])
+        (folder / "chat_template.jinja").write_text(CHATML)
+    config = {"chat_template": listed} if place == "list" else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    make([{"messages": SHORT[0]}, {"messages": SHORT[0], "tools": TOOLS}], tmp_path / "out", folder)
+    tokenizer = Tokenizer.from_buffer(tokenizer_json())
+    texts = [tokenizer.decode(ids, False) for ids in column(tmp_path / "out", "input_ids")]
+    without, with_tools = sorted(texts, key=len)
+    assert with_tools == "1 tools\n" + without
+
+
+def test_append_finds_the_end_token_of_the_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
+    template = tmp_path / "two ends.jinja"
+    ends = CALLING.replace("<|im_end|>", "<|im_end|>{{ '</s>' if m.role == 'assistant' else '' }}")
+    template.write_text(ends)
+    rows = [{"messages": [*conversation, conversation[0]]} for conversation in SHORT]
+    make(rows, tmp_path / "out", tokenizer, "--chat-template", template)
+    before = (tmp_path / "out/chat_template.jinja").read_bytes()
+    more = tmp_path / "more.jsonl"
+    more.write_text("".join(json.dumps(row) + "\n" for row in [*rows[1:], rows[0]]))
+    call(main, more, tmp_path / "out", "--task", "chat", "--append")
+    assert (tmp_path / "out/chat_template.jinja").read_bytes() == before
+    table = feather.read_table(tmp_path / "out/train/00001.arrow", memory_map=False)
+    assert sorted(table["kinds"].to_pylist()) == sorted(column(tmp_path / "out", "kinds"))
+    ids = np.concatenate(column(tmp_path / "out", "input_ids"))
+    kinds = np.concatenate(column(tmp_path / "out", "kinds"))
+    stops = {peer().convert_ids_to_tokens(int(id_)) for id_ in ids[(kinds & 7) == Kind.STOP]}
+    assert stops == {"</s>"}
+
+
+def test_a_column_named_system_is_the_first_message(tmp_path: Path, tokenizer: Path) -> None:
+    system = {"role": "system", "content": "hello"}
+    whole = [{"messages": [system, *conversation]} for conversation in SHORT]
+    apart = [{"messages": conversation, "system": "hello"} for conversation in SHORT]
+    both = [{**row, "system": "ignored"} for row in whole]
+    for name, rows in (("whole", whole), ("apart", apart), ("both", both)):
+        make(rows, tmp_path / name, tokenizer)
+        assert column(tmp_path / name, "kinds") == column(tmp_path / "whole", "kinds")
+        assert column(tmp_path / name, "input_ids") == column(tmp_path / "whole", "input_ids")
+
+
+def test_arguments_in_a_map_of_parquet_are_an_object(tmp_path: Path, tokenizer: Path) -> None:
+    kind = pa.map_(pa.string(), pa.string())
+    arguments = pa.array([[("city", "Bern"), ("unit", "C")]], kind)
+    table = pa.table({"messages": [SHORT[0]], "chat_template_kwargs": arguments})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    make(tmp_path / "a.parquet", tmp_path / "out", tokenizer)
+    assert len(column(tmp_path / "out", "kinds")) == 1

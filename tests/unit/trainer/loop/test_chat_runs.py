@@ -19,11 +19,11 @@ PLAIN = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' 
 GENERATING = """{{ bos_token }}{% if brief %}user{% endif %}\
 {% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}\
 {% if message.role == 'assistant' %}{% generation %}\
-{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}\
+{{ message.content + '<|im_end|>\n' }}{% endgeneration %}\
 {% else %}{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"""
 CONVERSATIONS = [
     [
-        {"role": role, "content": f"{word} {number % 3}"}
+        {"role": role, "content": f"{word}\n{number % 3 + 2}"}
         for word, role in zip(
             ("ask", "reply", "more", "last"), ("user", "assistant") * 2, strict=True
         )
@@ -112,4 +112,4 @@ def test_samples_reply_to_a_conversation(targets: str | None, shards: Path, tmp_
         assert sample["prompt"].endswith("assistant\n")
         assert ("more" in sample["prompt"]) == (targets == "last")
         word = "last" if targets == "last" else "reply"
-        assert re.fullmatch(rf"{word} \d", sample["text"])  # it ends at the stop token
+        assert re.fullmatch(rf"{word}\n\d", sample["text"])  # it ends at the stop token
