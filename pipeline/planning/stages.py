@@ -5,7 +5,8 @@
 
 Every source has an endless order of its own: its record batches in a permutation, then all of them
 in another one, and so on. A stage decides only how fast each source advances. So a source goes on
-where the stage before left it, and no row comes twice before the source was read to its end.
+where the stage before left it. At the end of every window, no row has come twice before its source
+was read to its end. The window in which a reading ends mixes rows of both readings.
 
 The progress of a run is counted in tokens: every record batch counts as many as the source has on
 average. At a progress of t tokens, a source has given the record batches up to
@@ -27,7 +28,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import ceil, lcm
 from os import PathLike
 from os.path import realpath
@@ -175,7 +176,7 @@ def by_place(weights: Mapping[StorePath, float]) -> dict[object, float]:
     return found
 
 
-_Weight = Annotated[float, msgspec.Meta(ge=0)]
+_Weight = Annotated[float, msgspec.Meta(ge=-(1 << 31))]
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 61)]
 
 
@@ -184,8 +185,8 @@ class SavedStage(msgspec.Struct, frozen=True, omit_defaults=True):
 
     until: _Tokens | None
     weights: list[_Weight] | None = None
-    """In the order of the plan's data sets, up to the last one above 0. None: the weights at the
-    end of the stage before."""
+    """In the order of the plan's data sets, up to the last one above 0. A number below 0 counts
+    data sets with the weight 0. None: the weights at the end of the stage before."""
     to: list[_Weight] | None = None
     """Like `weights`. None: the weights stay."""
     window_tokens: _Tokens | None = None
@@ -250,11 +251,28 @@ def saved_stages(
 
 
 def _listed(weights: Mapping[str, float], data: Sequence[str]) -> list[float]:
-    """Return weights in the order of the data sets, without zeros at the end."""
-    listed = [weights.get(each, 0.0) for each in data]
-    while listed and not listed[-1]:
-        listed.pop()
-    return listed
+    """Return weights in the order of the data sets, with zeros as in `SavedStage.weights`."""
+    listed: list[float] = []
+    for each in data:
+        if weight := weights.get(each, 0):
+            listed.append(int(weight) if weight == int(weight) else weight)
+        elif listed and listed[-1] < 0:
+            listed[-1] -= 1
+        else:
+            listed.append(-1)
+    return listed[:-1] if listed and listed[-1] < 0 else listed
+
+
+def _with_zeros(listed: Sequence[float], count: int) -> list[float]:
+    """Return the weights of all data sets: the inverse of `_listed`. Empty if they are damaged."""
+    lengths = [int(-each) if each < 0 else 1 for each in listed]
+    if sum(lengths) > count or not sum(each for each in listed if each > 0):
+        return []
+    zeros = [0.0] * (count - sum(lengths))
+    filled = (
+        [0.0] * length if each < 0 else [each] for each, length in zip(listed, lengths, strict=True)
+    )
+    return [*chain.from_iterable(filled), *zeros]
 
 
 def planned_stages(
@@ -272,14 +290,14 @@ def planned_stages(
     for number, each in enumerate(saved, 1):
         weights = last if each.weights is None else each.weights
         ends = [weights] if each.to is None else [weights, each.to]
+        whole = [_with_zeros(end, len(data)) for end in ends]
         window_tokens = each.window_tokens or window_tokens
-        makes_sense = all(sum(end) > 0 and len(end) <= len(data) for end in ends) and window_tokens
+        makes_sense = all(whole) and window_tokens
         if begins is None or (each.until or ENDLESS) <= begins or not makes_sense:
             raise ResumeError(
                 f"cannot resume: stage {number} of the state is damaged. Use an unchanged state."
             )
         batching = each.batching or batching
-        whole = [[*end, *[0.0] * (len(data) - len(end))] for end in ends]
         used = [nth for nth in range(len(data)) if any(end[nth] for end in whole)]
         first, *change = ({data[nth]: end[nth] for nth in used} for end in whole)
         stages.append(

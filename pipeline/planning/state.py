@@ -107,11 +107,18 @@ class Delivered:
                 "order of rows is another one. Pass the same data, or start a new run."
             )
         _check_settings(plan, theirs, names)
+        if len(tokens) != len(theirs.data) or len(last) not in (0, len(tokens)):
+            raise ResumeError(
+                f"cannot resume: the state has the tokens of {len(tokens)} sources, but its plan "
+                f"has {len(theirs.data)}. Use an unchanged state."
+            )
         if plan.stages:
             of_data = dict(zip(plan.data, names, strict=False))
             plan, position = plan.going_on(theirs, position, of_data)
             if position.epoch < saved.epoch:  # the list was read to its end, and is longer now
                 tokens, last = last or tokens, ()
+            elif position.epoch > saved.epoch:  # the list ends here now
+                tokens, last = (0,) * len(tokens), tokens
             tokens = _moved(tokens, theirs.data, plan.data)
             last = _moved(last, theirs.data, plan.data) if last else ()
         if plan.skip is None:
@@ -130,7 +137,7 @@ class Delivered:
 
 def _moved(tokens: Sequence[int], data: Sequence[str], wanted: Sequence[str]) -> tuple[int, ...]:
     """Return the tokens of each source for sources in another order; 0 for a new source."""
-    counted = dict(zip(data, tokens, strict=False))
+    counted = dict(zip(data, tokens, strict=True))
     return tuple(counted.get(each, 0) for each in wanted)
 
 

@@ -356,6 +356,24 @@ def test_a_run_that_has_ended_goes_on_with_a_longer_list(folders: list[Path]) ->
     assert [b for step in joined(runs) for b in step] == [b for s in joined([alone]) for b in s]
 
 
+def test_a_list_that_ends_at_the_present_position_counts_as_read_to_its_end(
+    folders: list[Path],
+) -> None:
+    first = folders[0]
+    short = [Stage({first: 1}, until_tokens=9_000)]
+    longer = [*short, Stage({first: 1}, until_tokens=20_000)]
+    alone = Ranks(short, 1, batching=SMALL, **OPTIONS)  # type: ignore[arg-type]
+    end = alone.run()
+    with open_loader(longer, SMALL, **OPTIONS) as loader:  # type: ignore[arg-type]
+        for _ in loader:
+            if loader.state_dict()["digest"] == end["digest"]:
+                break
+        state = loader.state_dict()
+    with open_loader(short, SMALL, **OPTIONS) as loader:  # type: ignore[arg-type]
+        loader.load_state_dict(state)
+        assert loader.state_dict() == end
+
+
 def test_a_folder_may_be_written_in_several_ways(folders: list[Path]) -> None:
     first, second, *_ = folders
     written = f"{first.parent}/../{first.parent.name}/{first.name}/"
@@ -499,6 +517,23 @@ def test_a_state_of_seven_stages_has_less_than_a_kilobyte(
     assert len(state) < 1024
 
 
+def test_a_state_of_appended_data_has_no_number_for_each_other_source(tmp_path: Path) -> None:
+    folders = [
+        write_rows(tmp_path / str(n), {"train": random_rows(np.array([n]))}, VOCABULARY_SIZE)
+        for n in range(1, 32)
+    ]
+    list_ = [Stage({each: 1}, until_tokens=40 * n) for n, each in enumerate(folders, 1)]
+
+    with open_loader(list_, SMALL, window_tokens=40) as loader:  # type: ignore[arg-type]
+        for _ in loader:
+            pass
+        state = loader.state_dict()
+    with open_loader(list_, SMALL, window_tokens=40) as loader:  # type: ignore[arg-type]
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        assert loader.state_dict() == state
+    assert len(json.dumps(state)) < 3000  # 4,700 with a number for each weight of 0
+
+
 def refusal_of(path: object, **options: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         open_loader(path, SMALL, **OPTIONS | options)  # type: ignore[arg-type]
@@ -630,6 +665,7 @@ def test_damaged_lists_of_a_state_are_refused(saved: tuple[list[Stage], dict[str
         {"stages": [state["plan"]["stages"][0] | {"batching": "what()"}]},
         {"stages": [state["plan"]["stages"][0] | {"to": []}]},
         {"stages": [state["plan"]["stages"][0] | {"weights": [0, 0]}]},
+        {"stages": [state["plan"]["stages"][0] | {"weights": [-(10**9), 1]}]},
         {"batching": 7},
         {"given": 7},
     ):
@@ -642,3 +678,5 @@ def test_damaged_lists_of_a_state_are_refused(saved: tuple[list[Stage], dict[str
                 assert "\n" not in str(error)
             else:
                 assert "stages" not in change
+    with pytest.raises(ResumeError, match="the tokens of 1 sources, but its plan has"):
+        loader.load_state_dict({**state, "tokens": [0]})
