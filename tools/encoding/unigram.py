@@ -100,8 +100,8 @@ class UnigramWords:
             if text and alphabet.issuperset(text) and MARK not in text[1:]
         }
         is_small = sum(map(len, pieces)) <= _MOST_CHARACTERS
-        is_finite = all(np.isfinite(score) for _, score in pieces.values())
-        return cls(pieces) if MARK in pieces and is_small and is_finite else None
+        has_sums = all(abs(score) < 1e200 for _, score in pieces.values())  # that are finite
+        return cls(pieces) if MARK in pieces and is_small and has_sums else None
 
     def can_encode(self, data: np.ndarray, words: np.ndarray) -> np.ndarray:
         """Return which words can be encoded, bool: a space or none, and then pieces of ASCII.

@@ -126,7 +126,7 @@ class Words:
 _LOCAL = {"Precompiled", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "StripAccents"}
 """Normalizers that look at no character on the other side of a space between plain characters."""
 _RUNS_OF_SPACES = {"Regex": " {2,}"}
-_EXTENDING = "\uff9e\uff9f\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
+_EXTENDING = "\u0e33\u0eb3\uff9e\uff9f\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
 """Letters and signs that belong to the character before them."""
 _PREPENDED = (
     "\u0d4e\U000111c2\U000111c3\U000113d1\U0001193f\U00011941\U00011a3a\U00011d46\U00011f02"
@@ -149,12 +149,12 @@ class SpacedWords(Words):
         content = json.loads(tokenizer.json_bytes)
         splits = "WhitespaceSplit" in str(content["pre_tokenizer"])
         """Whether any white space ends a piece, and is dropped."""
-        is_space = (self._normalized(f"q{c}q") == self._normalized("q q") for c in " \t\n\r")
+        between = {c: self._normalized(f"q{c}q").strip("q") for c in " \t\n\r"}
         self._spaces = [
-            ord(c) for c, same in zip(" \t\n\r", is_space, strict=True) if same or splits
+            ord(c) for c, made in between.items() if made == " " or (splits and made.isspace())
         ]
         steps = _flat(content["normalizer"], "normalizers")
-        joins = bool(steps) and steps[-1]["type"] == "Replace" and _joins_spaces(steps[-1])
+        joins = bool(steps) and _joins_spaces(steps[-1])
         spaces = [*map(chr, self._spaces)]
         runs = (run for size in (2, 3) for run in itertools.product(spaces, repeat=size))
         self._joins_spaces = (splits or joins) and all(
@@ -167,6 +167,16 @@ class SpacedWords(Words):
         contents = [each["content"] for each in content["added_tokens"]]
         if (unknown := content["model"].get("unk_id")) is not None:
             contents.append(content["model"]["vocab"][unknown][0])  # two of them become one
+        # A run of spaces that becomes a mark is not stripped before these.
+        stripping = (
+            each["content"].encode()[0]
+            for each in content["added_tokens"]
+            if joins and steps[-1]["content"] == MARK
+            if splits or (each["normalized"] and each["lstrip"])
+        )
+        self._strips = np.zeros(256, bool)
+        """Whether each byte begins an added token before which a run of spaces is not one space."""
+        self._strips[[*stripping]] = True
         pattern = b"|".join(re.escape(each.encode()) for each in contents)
         self._added = re.compile(pattern or rb"(?!)")
         self._is_unsure = np.empty(0, bool)
@@ -183,17 +193,27 @@ class SpacedWords(Words):
             return None
         content = json.loads(tokenizer.json_bytes)
         steps = _flat(content["pre_tokenizer"], "pretokenizers")
+        splits = len(steps) > 1
         added = content.get("added_tokens") or []
+        normalizer = tokenizer.tokenizer.normalizer
         is_known = (
             [step["type"] for step in steps] in (["Metaspace"], ["WhitespaceSplit", "Metaspace"])
             and steps[-1].get("split", True)
             and steps[-1]["replacement"] == "\u2581"
+            and (not splits or _prepends(steps[-1]))
             and all(
                 _is_local(step) or (step["type"] == "Strip" and _prepends(steps[-1]))
                 for step in _flat(content["normalizer"], "normalizers")
             )
             and not any(
-                each["rstrip"] or re.search(r"[\s\u2581]", each["content"]) for each in added
+                each["rstrip"]
+                or re.search(r"[\s\u2581]", each["content"])
+                or (
+                    each["normalized"]
+                    and normalizer
+                    and normalizer.normalize_str(each["content"]) != each["content"]
+                )
+                for each in added
             )
         )
         return cls(tokenizer, encode, "") if is_known else None
@@ -226,8 +246,7 @@ class SpacedWords(Words):
             about = self._about_characters(data, before[marks])
             is_cut[marks] = (about & _BEFORE) != 0
             marks = marks[is_cut[marks] & ((about & _IS_MARK) != 0)]
-        if not self._joins_spaces:
-            is_cut &= sizes == 1
+        is_cut &= (sizes == 1) | ~self._strips[data[stops]] if self._joins_spaces else sizes == 1
         is_kept = np.append(True, ~(is_space[1:] & is_space[:-1]))
         is_kept[ranges(firsts[~is_cut] + 1, sizes[~is_cut] - 1)] = True
         firsts, shifts = firsts[is_cut], offsets_of(sizes[is_cut] - 1)
@@ -346,11 +365,9 @@ def _flat(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 
 def _is_local(step: dict[str, Any]) -> bool:
-    if step["type"] == "Replace":
-        return (
-            _joins_spaces(step) or " " not in step["pattern"].get("String", " ") + step["content"]
-        )
-    return step["type"] in _LOCAL
+    if step["type"] == "Replace" and not _joins_spaces(step):
+        return not re.search(r"\s", step["pattern"].get("String", " ") + step["content"])
+    return step["type"] == "Replace" or step["type"] in _LOCAL
 
 
 def _prepends(metaspace: dict[str, Any]) -> bool:
@@ -362,4 +379,5 @@ def _prepends(metaspace: dict[str, Any]) -> bool:
 
 def _joins_spaces(step: dict[str, Any]) -> bool:
     """Return whether a `Replace` makes one space of a run of spaces."""
-    return step["pattern"] == _RUNS_OF_SPACES and step["content"] in (" ", "\u2581")
+    is_run = step["type"] == "Replace" and step["pattern"] == _RUNS_OF_SPACES
+    return is_run and step["content"] in (" ", "\u2581")

@@ -193,6 +193,50 @@ def test_other_unigram_tokenizers_have_no_words(parts: Any, token: AddedToken | 
     assert SpacedWords.of_tokenizer(loaded, unused) is None
 
 
+NMT = normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC()])
+JOINING = normalizers.Replace(Regex(" {2,}"), MARK)
+SPLITS = pre_tokenizers.WhitespaceSplit()
+PIECES = [("<unk>", -9.0), (MARK, -2.0), (MARK + "a", -2.5), ("ab", -2.2), ("...", -2.0)]
+PIECES += [(c, -3.0 - n / 100) for n, c in enumerate("abcdefghijklmnopqrstuvwxyz.<>")]
+HUGE = [(text, 1e308 if text == "a" else score) for text, score in PIECES]
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "scheme", "splits", "token", "pieces", "text"),
+    [
+        (NMT, "always", False, AddedToken("\u2026"), PIECES, "a ..."),
+        (NMT, "always", False, AddedToken("\ufdfa"), PIECES, "a \ufdfa b"),
+        (None, "first", True, None, PIECES, "ab ab abc"),
+        (None, "never", True, None, PIECES, "ab ab abc"),
+        (normalizers.Replace("\n", "<n>"), "always", True, None, PIECES, "a\nb"),
+        (normalizers.Replace("a\tb", "zz"), "always", False, None, PIECES, "a\tb c"),
+        (JOINING, "always", False, AddedToken("<m>", lstrip=True), PIECES, "b  <m> b"),
+        (JOINING, "always", True, AddedToken("<m>"), PIECES, "b  <m> b  b"),
+        (None, "always", False, None, HUGE, "a abc ab"),
+        (NMT, "always", False, None, PIECES, "\u00a0\u0e33 < \u0e22\n\u0e33\u0301 b"),
+    ],
+)
+def test_words_that_depend_on_others_have_the_ids_of_whole_texts(
+    normalizer: Any,
+    scheme: str,
+    splits: bool,
+    token: AddedToken | None,
+    pieces: list[tuple[str, float]],
+    text: str,
+) -> None:
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    spaced = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    steps = pre_tokenizers.Sequence([SPLITS, spaced]) if splits else spaced
+    tokenizer.pre_tokenizer = steps
+    if token:
+        tokenizer.add_tokens([token])
+    json_bytes, texts = tokenizer.to_str().encode(), [text.encode()]
+    rows = [row.tolist() for row in engine(json_bytes).encode(texts).rows()]
+    assert rows == oracle(json_bytes, texts, splits_special=False)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_many_unigram_words_have_the_ids_of_single_words(seed: int) -> None:
     """Also where sums of scores are equal, or differ only by the order of additions."""
