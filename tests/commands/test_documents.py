@@ -54,6 +54,7 @@ NOT_RUN = {
     ("docs/how/remote.md", "train --shards s3://bucket/out", "needs a bucket"),
     ("docs/how/remote.md", "from tokenfeed import Padded, ShardLoader", "needs a bucket"),
     ("docs/how/chat.md", "pretokenize chats.jsonl chat/ --task chat --tokenizer Qwen", NETWORK),
+    ("docs/how/checkpoints.md", "rclone sync", "needs a bucket"),
     ("docs/how/hub.md", "pretokenize hub:roneneldan/TinyStories", NETWORK),
     ("docs/how/labels.md", "pretokenize emotion.train.jsonl bert/", NETWORK),
     ("docs/how/machines.md", "parts=$(sbatch", "needs a cluster"),
@@ -93,6 +94,7 @@ OF_OTHERS = {
     *("--nworkers", "--nthreads"),  # dask worker
     *("--memory", "--shuffle"),  # withdrawn: decision 13
     *("--objective", "--learning-rate-reference-tokens", "--init-from"),  # rejected: decision 37
+    *("--trainable", "--upload", "--gpu"),  # removed: decision 37
     "--no-check",  # zstd
 }
 

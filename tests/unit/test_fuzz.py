@@ -67,7 +67,7 @@ SEALED: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("manifest", lambda content: content["splits"]["train"]["length_histogram"].pop()),
     ("manifest", lambda content: _first(content).update(batches=0)),
     ("manifest", lambda content: content["tokenizer"].update(pad_id=2**63)),
-    ("checkpoint", lambda content: content["tensors"]["model.weight"].update(shape=[-4])),
+    ("checkpoint", lambda content: content["files"].update({"state-0.safetensors": -4})),
     ("state", lambda content: content["plan"].update(dict.fromkeys(content["plan"], True))),
 ]
 

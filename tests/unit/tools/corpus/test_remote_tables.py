@@ -165,6 +165,7 @@ def test_a_store_that_fails_between_row_groups_is_no_damage(
 
 
 def test_ctrl_c_is_heard_while_a_store_fails(halves: list[FilePart], remote: Remote) -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "of an earlier test"
     records = read_records(halves[1], TEXTS)
     next(records)
     remote.proxy.always, main = Fault("503"), threading.get_ident()

@@ -101,7 +101,7 @@ def test_rows_of_any_lengths_are_read_in_small_batches(
     (folder / "theirs").mkdir()
     WRITERS[kind](folder / "theirs", rows)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("datatrove._BATCH_TOKENS", "samples.CHUNK_BYTES"):
+        for name in ("datatrove._BATCH_TOKENS", "sample_containers.CHUNK_BYTES"):
             patch.setattr(f"tokenfeed.tools.corpus.formats.{name}", batch)
         assert rows_of(folder / "theirs", folder / "out", words) == [row for row in rows if row]
 

@@ -28,7 +28,7 @@ def test_reading_has_units_and_none_for_what_the_driver_refuses(
 
 
 def test_reader_keeps_its_reading_for_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds, used = itertools.accumulate([0.0, 1.5, 1.0]), itertools.count()
+    seconds, used = itertools.accumulate([0.0, 1.5, 1.0, 0.0]), itertools.count()
     monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _: next(used))
     monkeypatch.setattr(torch.cuda, "utilization", refuse)
