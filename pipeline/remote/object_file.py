@@ -119,7 +119,6 @@ class SeekableFile(io.RawIOBase):
     def __init__(self, size: int) -> None:
         self._size = size
         self._at = 0
-        self._interrupted: KeyboardInterrupt | None = None
 
     def readable(self) -> bool:
         """Always."""
@@ -144,14 +143,8 @@ class SeekableFile(io.RawIOBase):
         size = left if size < 0 else min(size, left)
         if not size:
             return b""
-        if self._interrupted:  # Arrow may ignore what a read raises, and read on
-            raise self._interrupted
         self._at += size
-        try:
-            return self._bytes(self._at - size, size)
-        except KeyboardInterrupt as error:
-            self._interrupted = error
-            raise
+        return self._bytes(self._at - size, size)
 
     def _bytes(self, at: int, size: int) -> bytes:
         """Return `size` bytes from `at` on. They are inside the file."""

@@ -4,7 +4,6 @@ import tracemalloc
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,19 +111,3 @@ def test_spans_are_joined_where_that_is_one_request_and_nothing_is_lost(
     assert joined == sorted(joined)
     assert all(any(a <= start and stop <= b for a, b in joined) for start, stop in spans)
     assert all(stop - start <= LARGEST_BYTES or (start, stop) in spans for start, stop in joined)
-
-
-def test_a_file_whose_read_was_interrupted_is_read_no_more() -> None:
-    """Arrow may ignore what a read raises."""
-
-    class Interrupted(Ranges):
-        def read_range(self, name: str, start: int, length: int) -> VersionedBytes:
-            if self.asked:
-                return super().read_range(name, start, length)
-            self.asked.append((start, length))
-            raise KeyboardInterrupt
-
-    file = SpansFile(Interrupted(DATA), "name", len(DATA))
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            file.read(10)
