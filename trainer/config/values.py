@@ -69,8 +69,9 @@ def _words(kind: Any) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return " Did you mean NAME?" with the most similar name; empty if no name is similar."""
-    found = difflib.get_close_matches(name, list(names), n=1)
-    return f" Did you mean {found[0]}?" if found else ""
+    bare = {each.lstrip("-"): each for each in names}  # dashes would make options similar
+    found = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
+    return f" Did you mean {bare[found[0]]}?" if found else ""
 
 
 def setting_of(kind: Any, value: Any, where: str) -> Any:

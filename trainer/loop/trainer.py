@@ -58,7 +58,7 @@ from tokenfeed.trainer.report.progress_lines import (
     remedies,
 )
 from tokenfeed.trainer.report.run_report import Report, StageTokens, tokens_of_stages, versions
-from tokenfeed.trainer.sensors.machine import device_name
+from tokenfeed.trainer.sensors.gpu import device_name
 from tokenfeed.trainer.sizing.run_plan import choose_micro_batch, gpu_of
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.tasks.registry import task_of

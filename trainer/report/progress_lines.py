@@ -21,7 +21,7 @@ from tokenfeed.trainer.feeding.batch_policy import padding_remedy
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.metrics import MetricsFile
-from tokenfeed.trainer.sensors.machine import GpuReader, GpuReading, device_name
+from tokenfeed.trainer.sensors.gpu import GpuReader, GpuReading, device_name
 from tokenfeed.trainer.sizing.recommended import epoch_of, knows_steps
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.stall_report import main_cause

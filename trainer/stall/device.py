@@ -152,7 +152,7 @@ class MeteredDevice:
     @property
     def peak_tflops(self) -> float | None:
         """Peak rate of dense arithmetic in half precision; None if unknown."""
-        from tokenfeed.trainer.sensors.gpu_models import peak_tflops
+        from tokenfeed.trainer.sensors.gpu import peak_tflops
 
         return peak_tflops(self.name) if self.on_gpu else None
 

@@ -39,7 +39,7 @@ from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.report.progress_lines import StepLog, notes_on
 from tokenfeed.trainer.report.run_report import Report
-from tokenfeed.trainer.sensors.machine import GpuReading
+from tokenfeed.trainer.sensors.gpu import GpuReading
 from tokenfeed.trainer.stall import CAUSES
 from tokenfeed.trainer.tasks.registry import make_task
 

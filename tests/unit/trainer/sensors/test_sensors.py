@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tokenfeed.trainer.sensors import machine
-from tokenfeed.trainer.sensors.machine import GpuReader, GpuReading
+from tokenfeed.trainer.sensors import gpu
+from tokenfeed.trainer.sensors.gpu import GpuReader, GpuReading
 
 FIGURES = {"device_memory_used": 3 << 30, "utilization": 75, "power_draw": 200_000}
 READING = {"memory_bytes": 3 << 30, "utilization": 0.75, "power_watts": 200.0}
@@ -29,7 +29,7 @@ def test_reading_has_units_and_none_for_what_the_driver_refuses(
 
 def test_reader_keeps_its_reading_for_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, used = itertools.accumulate([0.0, 1.5, 1.0, 0.0]), itertools.count()
-    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _: next(used))
     monkeypatch.setattr(torch.cuda, "utilization", refuse)
     monkeypatch.setattr(torch.cuda, "power_draw", refuse)

@@ -22,7 +22,7 @@ from tokenfeed.trainer.feeding.batch_policy import (
     shapes,
 )
 from tokenfeed.trainer.loop import trainer as loop
-from tokenfeed.trainer.sensors.gpu_models import peak_tflops
+from tokenfeed.trainer.sensors.gpu import peak_tflops
 from tokenfeed.trainer.sizing.run_plan import Gpu, RunPlan, choose_micro_batch, largest_fitting
 from tokenfeed.trainer.tasks.registry import task_of
 
