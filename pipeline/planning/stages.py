@@ -177,7 +177,8 @@ def by_place(weights: Mapping[StorePath, float]) -> dict[object, float]:
     return found
 
 
-_Weight = Annotated[float, msgspec.Meta(ge=-(1 << 31))]
+_AtLeast = msgspec.Meta(ge=-(1 << 31))
+_Weight = Annotated[int, _AtLeast] | Annotated[float, _AtLeast]
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 61)]
 
 
