@@ -19,6 +19,7 @@ that state would skip a step. Here the state travels with its step, and the modu
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         self._validation = validation
         self._read_state: Callable[[], dict[str, Any]] = dict
         self._training: ShardLoader | None = None
-        self._loaders: list[ShardLoader] = []
+        self._opened = ExitStack()
 
     def train_dataloader(self) -> Any:
         """Make the training loader. torch.distributed is initialized at this point."""
@@ -115,9 +116,7 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
 
     def teardown(self, stage: str) -> None:
         """Stop the workers."""
-        for loader in self._loaders:
-            loader.close()
-        self._loaders.clear()
+        self._opened.close()
         self._training = None
 
     def _loader(self, data: StorePath | Mixture | Sequence[Stage], **settings: Any) -> ShardLoader:
@@ -125,8 +124,7 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
             raise ConfigError("ShardDataModule: has no trainer yet. Pass it to `Trainer.fit`.")
         device = self.trainer.strategy.root_device
         loader = ShardLoader(data, batching=self._batching, device=device, **settings)
-        self._loaders.append(loader)
-        return loader
+        return self._opened.enter_context(loader)
 
 
 class _Steps:
@@ -137,9 +135,8 @@ class _Steps:
         self._loader, self._trainer = loader, trainer
 
     def __iter__(self) -> Iterator[Step]:
-        callbacks = self._trainer.callbacks
-        meters = (each.meter for each in callbacks if isinstance(each, StallCallback))
-        return steps(self._loader, meter=next(meters, None))
+        stalls = (each for each in self._trainer.callbacks if isinstance(each, StallCallback))
+        return steps(self._loader, meter=next((each.meter for each in stalls), None))
 
 
 class StallCallback(Callback):  # type: ignore[misc]  # untyped
@@ -161,27 +158,21 @@ class StallCallback(Callback):  # type: ignore[misc]  # untyped
         self.meter = MeterOfEvents(**settings)
         self._count = tokens
         self._tokens = self._steps = 0
-        self._save: Callable[..., Any] | None = None
         self.report: StallReport | None = None
         """Set when training ends."""
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the first batch. Checkpoints are bracketed from here on."""
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        """Wait for the first batch. Charge checkpoints until training ends."""
         self.meter.begin(trainer.strategy.root_device)
         self._tokens, self._steps = 0, trainer.global_step
-        self._save = trainer.save_checkpoint
-        trainer.save_checkpoint = self._bracketed_save
+        self.meter.charge_calls(trainer, "save_checkpoint", "checkpoint")
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
         """The batch is ready."""
         self._tokens += self._count(batch) if self._count else 0
         self.meter.train()
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """The batch is queued, and with it perhaps the step of the optimizer."""
         if trainer.global_step == self._steps:
             self.meter.wait()
@@ -190,27 +181,20 @@ class StallCallback(Callback):  # type: ignore[misc]  # untyped
         tokens, self._tokens = self._tokens, 0
         self.meter.step(tokens)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, *_: Any) -> None:
         """An evaluation has ended."""
         self.meter.claim("evaluation")
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
         """Report where the time went."""
         self._end(trainer)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, *_: Any) -> None:
         """Report the measurements of this rank. The other ranks may have ended."""
         self._end(trainer, has_failed=True)
 
     def _end(self, trainer: Any, *, has_failed: bool = False) -> None:
-        if self._save is None:  # training had not begun, or has ended
-            return
-        trainer.save_checkpoint, self._save = self._save, None
         is_first = trainer.is_global_zero
         folder = Path(trainer.default_root_dir) if is_first else None
-        self.report = self.meter.end(folder, is_first=is_first, has_failed=has_failed)
-
-    def _bracketed_save(self, *args: Any, **settings: Any) -> Any:
-        assert self._save is not None
-        with self.meter.cause("checkpoint"):
-            return self._save(*args, **settings)
+        ended = self.meter.end(folder, is_first=is_first, has_failed=has_failed)
+        self.report = ended or self.report  # an exception may follow the end of training

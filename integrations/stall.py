@@ -6,7 +6,7 @@ the next step counts as waiting for data, except the time of other events.
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class MeterOfEvents:
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
         self._meter: StallMeter | None = None
-        self._between = contextlib.ExitStack()
+        self._between, self._charged = contextlib.ExitStack(), contextlib.ExitStack()
         self._is_between = False
 
     def begin(self, device: Any) -> None:
@@ -61,6 +61,32 @@ class MeterOfEvents:
         """Charge the time inside the block to a cause."""
         return contextlib.nullcontext() if self._meter is None else self._meter.cause(name)
 
+    def charge_calls(
+        self,
+        owner: Any,
+        name: str,
+        cause: Cause,
+        unless: Callable[..., bool] = lambda *_, **__: False,
+    ) -> None:
+        """Charge calls of the method `owner.name` to a cause, until measuring ends.
+
+        Args:
+            owner: An object or a class.
+            name: Name of the method.
+            cause: The cause.
+            unless: Returns whether a call is not charged, from the arguments of the call.
+        """
+        method = getattr(owner, name)
+
+        def charged(*args: Any, **settings: Any) -> Any:
+            if unless(*args, **settings):
+                return method(*args, **settings)
+            with self.cause(cause):
+                return method(*args, **settings)
+
+        setattr(owner, name, charged)
+        self._charged.callback(setattr, owner, name, method)
+
     def end(
         self, folder: Path | None = None, *, is_first: bool = True, has_failed: bool = False
     ) -> StallReport | None:
@@ -92,6 +118,7 @@ class MeterOfEvents:
 
     def _close(self) -> None:
         self.train()
+        self._charged.close()
         if self._meter is not None:
             self._meter.close()
             self._meter = None

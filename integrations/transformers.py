@@ -12,7 +12,6 @@ batches: the loader delivers this rank's batches, on the device, from the saved 
     Trainer(..., callbacks=[StallCallback()])    # any Trainer, any data: where does its time go?
 """
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -140,7 +139,6 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
     def __init__(self, **settings: Any) -> None:
         """Args: `settings` of `StallMeter`."""
         self.meter, self._tokens = MeterOfEvents(**settings), 0
-        self._patched = contextlib.ExitStack()
         self.report: StallReport | None = None
         """Set when training ends."""
 
@@ -148,19 +146,13 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
         """Wait for the first batches. Until training ends, charge the exchange of target counts
         between ranks to `communication`."""
         self._tokens = int(state.num_input_tokens_seen)  # of the checkpoint
-        self._patched.close()  # after a training that an exception ended
-        trainer: Any = transformers.Trainer
-        count = trainer._get_num_items_in_batch
-
-        def bracketed(ours: Any, *args: Any) -> Any:
-            if ours.control.should_evaluate:  # the next event charges this to `evaluation`
-                return count(ours, *args)
-            with self.meter.cause("communication"):  # between events: the fetch of batches
-                return count(ours, *args)
-
-        trainer._get_num_items_in_batch = bracketed
-        self._patched.callback(setattr, trainer, "_get_num_items_in_batch", count)
         self.meter.begin(args.device)
+        self.meter.charge_calls(
+            transformers.Trainer,
+            "_get_num_items_in_batch",
+            "communication",
+            unless=lambda trainer, *_: trainer.control.should_evaluate,  # charged by an event
+        )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """All batches of the step are there."""
@@ -188,7 +180,6 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report where the time went."""
-        self._patched.close()
         folder = Path(args.output_dir) if args.should_save else None
         self.report = self.meter.end(folder, is_first=args.should_log)
 
