@@ -14,6 +14,7 @@ from support import warm
 from support.commands import COMMAND, call, error_of, run, run_json
 from support.corpora import texts, write_ballast, write_long_corpus
 from support.data_sets import files_of
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools import shards
@@ -112,8 +113,13 @@ def test_no_process_of_a_run_imports_pandas(
     noted = tmp_path / "noted"
     (tmp_path / "pandas.py").write_text(f"open({str(noted)!r}, 'w').close()\nraise ImportError")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    made = run_json(corpus, tmp_path / "out", "--tokenizer", tokenizer)
-    assert made["engine"].startswith("gigatoken")
+    words = Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
+    words.normalizer = normalizers.BertNormalizer()
+    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    words.save(str(tmp_path / "tokenizer.json"))
+    for engine, name in (("gigatoken", tokenizer), ("tokenizers", tmp_path / "tokenizer.json")):
+        made = run_json(corpus, tmp_path / engine, "--tokenizer", name)
+        assert made["engine"].startswith(engine)
     assert not noted.exists()
 
 

@@ -11,6 +11,7 @@ from support import warm
     ("service", "left"),
     [
         ("wandb", "wandb/offline-run-*/run-run-*.wandb"),
+        ("tensorboard", "tensorboard/events.out.*"),
         ("trackio", "tracked"),
     ],
 )

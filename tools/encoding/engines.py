@@ -204,13 +204,10 @@ class FastEngine:
         """
         self.routed = 0
         """Number of texts of the last batch that the reference encoded."""
-        self.made_of = json_bytes, vocabulary_size, splits_special
-        """The arguments of the constructor."""
         self._json, self._splits_special = json_bytes, splits_special
         self._vocabulary_size = vocabulary_size
         self._dtype = token_dtype(vocabulary_size)
-        with _raising(EngineUnavailable):
-            shape = proved_shape(json_bytes)
+        shape = self.check_shape(json_bytes)
         self.routes = Routes.from_shape(shape, splits_special=splits_special)
         self._digits = shape.substitute.digits
         with _raising(EngineUnavailable):
@@ -233,6 +230,16 @@ class FastEngine:
         )
         made.reference = ReferenceEngine(tokenizer)
         return made
+
+    @staticmethod
+    def check_shape(json_bytes: bytes) -> Shape:
+        """Return the shape of a tokenizer.json. The check is fast.
+
+        Raises:
+            EngineUnavailable: The fast engine cannot be used for this shape.
+        """
+        with _raising(EngineUnavailable):
+            return proved_shape(json_bytes)
 
     @staticmethod
     def check(tokenizer: TextTokenizer) -> None:
@@ -385,11 +392,14 @@ def installed_engines() -> list[str]:
     return found
 
 
-_loaded: list[FastEngine] = []
+_loaded: list[tuple[tuple[bytes, bool], Engine]] = []
+"""Each engine, with the tokenizer.json and `splits_special`."""
 
 
 def preload(name: str, vocabulary_size: int, *, splits_special: bool) -> None:
-    """Load an engine that `fast_engine` will return; if this fails, `fast_engine` raises the error.
+    """Load an engine that `load_engine` will return: the fast one, if it knows the tokenizer.
+
+    If this fails, `load_engine` raises the error.
 
     Args:
         name: The value of `--tokenizer`.
@@ -400,13 +410,29 @@ def preload(name: str, vocabulary_size: int, *, splits_special: bool) -> None:
         return  # what is forked from a process that has talked to a store could not talk to one
     with contextlib.suppress(Exception):
         json_bytes = fetch_tokenizer_json(name)
-        _loaded.append(FastEngine(json_bytes, vocabulary_size, splits_special=splits_special))
+        try:
+            FastEngine.check_shape(json_bytes)
+            kind: EngineName = FastEngine.name
+        except EngineUnavailable:
+            kind = ReferenceEngine.name
+        engine = load_engine(kind, json_bytes, vocabulary_size, splits_special=splits_special)
+        _loaded.append(((json_bytes, splits_special), engine))
 
 
-def fast_engine(json_bytes: bytes, vocabulary_size: int, *, splits_special: bool) -> FastEngine:
-    """Return the engine that `preload` loaded for this tokenizer, or a new engine."""
-    wanted = json_bytes, vocabulary_size, splits_special
-    for engine in _loaded:
-        if engine.made_of == wanted:
+def load_engine(
+    name: EngineName, json_bytes: bytes, vocabulary_size: int, *, splits_special: bool
+) -> Engine:
+    """Return the engine that `preload` loaded for this tokenizer, or a new engine.
+
+    Raises:
+        EngineUnavailable: The fast engine is wanted, but cannot be used for this tokenizer.
+    """
+    for made_of, engine in _loaded:
+        if made_of == (json_bytes, splits_special) and engine.name == name:
             return engine
-    return FastEngine(json_bytes, vocabulary_size, splits_special=splits_special)
+    if name == FastEngine.name:
+        return FastEngine(json_bytes, vocabulary_size, splits_special=splits_special)
+    tokenizer = TextTokenizer.load(
+        json_bytes, origin="the tokenizer", splits_special=splits_special
+    )
+    return ReferenceEngine(tokenizer)

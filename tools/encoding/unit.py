@@ -29,9 +29,8 @@ from tokenfeed.tools.encoding.engines import (
     EngineName,
     EngineUnavailable,
     FastEngine,
-    ReferenceEngine,
     Unencodable,
-    fast_engine,
+    load_engine,
 )
 from tokenfeed.tools.encoding.record_blocks import (
     RecordBlock,
@@ -42,7 +41,6 @@ from tokenfeed.tools.encoding.record_blocks import (
 )
 from tokenfeed.tools.encoding.tasks import Samples, TaskEncoder
 from tokenfeed.tools.encoding.template import Template
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 TRAIN, VALIDATION = "train", "validation"
 Report = Callable[[float, int, str], None]
@@ -110,7 +108,7 @@ class UnitEncoder:
         self._settings = settings
         self._threshold = np.uint64(int(settings.validation * 2**64))
         self._on_progress = on_progress
-        self._engine = engine or _load_engine(settings)
+        self._engine = engine or _load_engine(settings, settings.engine)
         self._task = settings.task.with_tokenizer(settings.output.read(TOKENIZER_FILE))
         self._fast = self._audited_engine()
 
@@ -171,9 +169,11 @@ class UnitEncoder:
         if isinstance(self._engine, FastEngine):
             return self._engine
         try:
-            return _load_fast(self._settings)
+            fast = _load_engine(self._settings, FastEngine.name)
         except EngineUnavailable:
             return None
+        assert isinstance(fast, FastEngine)
+        return fast
 
     def _writer(self, folder: Path, split: str, unit: Unit) -> ShardWriter:
         return ShardWriter(
@@ -256,20 +256,10 @@ def _naming_what_needs_memory(unit: Unit) -> Iterator[None]:
         raise MemoryError(f"at {unit}: {error}" if str(error) else f"at {unit}") from error
 
 
-def _load_engine(settings: EncodeSettings) -> Engine:
-    """Load the engine of the settings, and no other: a large vocabulary takes a second."""
-    return (_load_fast if settings.engine == FastEngine.name else _load_reference)(settings)
-
-
-def _load_fast(settings: EncodeSettings) -> FastEngine:
-    json_bytes = settings.output.read(TOKENIZER_FILE)
-    return fast_engine(json_bytes, settings.vocabulary_size, splits_special=settings.splits_special)
-
-
-def _load_reference(settings: EncodeSettings) -> ReferenceEngine:
-    json_bytes, origin = settings.output.read(TOKENIZER_FILE), settings.output.path(TOKENIZER_FILE)
-    special = settings.splits_special
-    return ReferenceEngine(TextTokenizer.load(json_bytes, origin=origin, splits_special=special))
+def _load_engine(settings: EncodeSettings, name: EngineName) -> Engine:
+    """Load one engine and no other: a large vocabulary takes a second."""
+    json_bytes, special = settings.output.read(TOKENIZER_FILE), settings.splits_special
+    return load_engine(name, json_bytes, settings.vocabulary_size, splits_special=special)
 
 
 def _shard_name(split: str, unit: Unit) -> str:

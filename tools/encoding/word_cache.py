@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pyarrow as pa
 
-from tokenfeed.pipeline.arithmetic import Ragged, offsets_of
+from tokenfeed.pipeline.arithmetic import Ragged, offsets_of, ranges
 
 Encode = Callable[[list[bytes]], Ragged]
 """Encodes UTF-8 texts or words."""
@@ -50,7 +50,9 @@ class WordCache:
             self._ids = np.concatenate([self._ids, made.values.astype(np.uint32)])
             self._offsets = np.append(self._offsets, self._offsets[-1] + np.cumsum(made.lengths))
             self.num_bytes += sum(map(len, new)) + _WORD_BYTES * len(new)
-        of_words: np.ndarray = numbers[found.indices.to_numpy()]
+        # `to_numpy` would import pandas.
+        indexes = np.frombuffer(found.indices.buffers()[1] or b"", np.int32)
+        of_words: np.ndarray = numbers[indexes]
         return of_words
 
     def ids(self, numbers: np.ndarray, ends: np.ndarray) -> Ragged:
@@ -62,7 +64,7 @@ class WordCache:
         """
         starts = self._offsets[numbers]
         lengths = self._offsets[numbers + 1] - starts
-        sizes = offsets_of(lengths)
         # Most words have one or two ids: then, an index per id is faster than `take`.
-        places = np.repeat(starts - sizes[:-1], lengths) + np.arange(sizes[-1])
-        return Ragged(self._ids[places], np.diff(sizes[ends], prepend=0))
+        return Ragged(
+            self._ids[ranges(starts, lengths)], np.diff(offsets_of(lengths)[ends], prepend=0)
+        )

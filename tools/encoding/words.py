@@ -38,8 +38,8 @@ _ARROW_BYTES = 1 << 31
 
 _TYPES = (BertNormalizer, BertPreTokenizer, WordPiece)
 
-_IS_BORDER = np.zeros(256, bool)
-_IS_BORDER[np.frombuffer(f" \t\n\r{string.punctuation}".encode(), np.uint8)] = True
+_IS_SPACE, _IS_SIGN = np.zeros(256, bool), np.zeros(256, bool)
+_IS_SPACE[[*b" \t\n\r"]] = _IS_SIGN[[*string.punctuation.encode()]] = True
 
 
 class Words:
@@ -94,7 +94,7 @@ class Words:
         return words, self._cache.find(data, words, self._encode_new)
 
     def _cut(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cut texts into words.
+        """Cut texts into words. Leave out white space, which has no ids.
 
         Returns:
             Bytes with the ids of all texts, uint8, the end of each text therein, and where each
@@ -102,10 +102,13 @@ class Words:
         """
         data = np.frombuffer(b"".join(texts), np.uint8)
         ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
-        is_border, is_cut = _IS_BORDER[data], np.ones(len(data) + 1, bool)
+        is_space = _IS_SPACE[data]
+        is_border, is_cut = is_space | _IS_SIGN[data], np.ones(len(data) + 1, bool)
         is_cut[1:-1] = is_border[1:] | is_border[:-1]
         is_cut[ends] = True
-        return data, ends, np.flatnonzero(is_cut)
+        is_kept = np.append(~is_space, True)
+        ends -= np.searchsorted(np.flatnonzero(is_space), ends)
+        return data[is_kept[:-1]], ends, np.flatnonzero(is_cut[is_kept])
 
     def _encode_new(self, words: list[bytes]) -> Ragged:
         """Encode words that are not in the cache."""

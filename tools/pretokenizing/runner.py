@@ -152,6 +152,8 @@ def _encode_all(run: Run, settings: EncodeSettings, records: RunRecords) -> Enco
         EngineRejected: The engine is missing or has wrong ids. Not all units are encoded then.
     """
     is_fast = settings.engine != ReferenceEngine.name
+    if is_fast:
+        FastEngine.check_shape(run.tokenizer.json_bytes)  # before workers load it
     done = {n: result for n, result in records.results.items() if result.engine == settings.engine}
     if is_fast and len(done) < len(records.results):
         FastEngine.check(run.tokenizer)  # before it may write over what the reference has made

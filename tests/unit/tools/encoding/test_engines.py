@@ -1,5 +1,7 @@
 """Engines: the fast one gives the reference's ids, and where it would not, that is found out."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,9 +12,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenfeed.tools.encoding import engines as engine_module
 from tokenfeed.tools.encoding.audit import EngineAnswers, adversarial_texts, beginning
 from tokenfeed.tools.encoding.engines import (
+    EngineName,
     FastEngine,
     ReferenceEngine,
     Unencodable,
+    load_engine,
+    preload,
 )
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
@@ -52,6 +57,19 @@ def test_dropping_the_cache_changes_no_id(
     first, second = fast.encode(texts), fast.encode(texts)
     assert fast._tokenizer is not before
     assert np.array_equal(first.values, second.values)
+
+
+def test_preloaded_engine_is_used_for_its_tokenizer(tmp_path: Path, byte_level: Tokenizer) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    names: tuple[EngineName, EngineName] = ("gigatoken", "tokenizers")
+    for name, tokenizer in zip(names, (byte_level, words), strict=True):
+        json_bytes = tokenizer.to_str().encode()
+        (tmp_path / name).write_bytes(json_bytes)
+        fresh = load_engine(name, json_bytes, 60_000, splits_special=True)
+        preload(str(tmp_path / name), 60_000, splits_special=True)
+        found = load_engine(name, json_bytes, 60_000, splits_special=True)
+        assert found is load_engine(name, json_bytes, 60_000, splits_special=True) is not fresh
+        assert found is not load_engine(name, json_bytes, 60_000, splits_special=False)
 
 
 def test_batches_without_texts_or_tokens_are_fine(byte_level: Tokenizer) -> None:
