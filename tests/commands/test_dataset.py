@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pyarrow import ipc
+from support import warm
 from support.delivery import (
     POLICIES,
     MakeDataset,
@@ -122,13 +123,14 @@ def test_a_copy_of_a_dataset_has_an_epoch_of_its_own(small_folder: Path, copied:
 
 @pytest.mark.slow
 def test_an_epoch_that_is_raised_reaches_workers_that_were_spawned(small_folder: Path) -> None:
+    warm.ensure_running()
     dataset = ShardDataset(small_folder, Padded(2048), window_tokens=5_000)
     loader = DataLoader(
         dataset,
         batch_size=None,
         num_workers=1,
         persistent_workers=True,
-        multiprocessing_context="spawn",
+        multiprocessing_context="forkserver",  # which pickles as spawn does, and starts warm
     )
     assert delivered(loader) == shuffled(small_folder, 0)
     dataset.epoch += 1

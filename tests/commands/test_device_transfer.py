@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from support import warm
 from support.delivery import open_loader, pool_of, same_values
-from support.processes import run_script, workers_of
+from support.processes import workers_of
 from support.simulated_cuda import CUDA_1, SimulatedCuda, started
 
 from tokenfeed import ShardLoader
@@ -124,7 +125,9 @@ def test_the_end_of_the_interpreter_waits_for_copies_too(folder: Path) -> None:
             loader = open_loader({str(folder)!r}, device="cuda:1", num_workers=1, epochs=None)
             batches = list(islice(loader, 5))
     """
-    marks = run_script(script)
+    ended = warm.run(["-c", script])
+    assert (ended.returncode, ended.stderr) == (0, "")
+    marks = json.loads(ended.stdout)
     assert "unregister" in marks
     assert TOO_EARLY not in marks
 

@@ -351,15 +351,3 @@ def test_merge_of_two_versions_is_refused(world: World) -> None:
     for paths in ((one, world.folder / "earlier"), (world.folder / "earlier", one)):
         said = call(shards.main, "merge", *paths, world.folder / "out", expect=2).stderr
         assert "is an earlier version of" in said
-
-
-def test_states_of_every_version_resume_after_many_appends(world: World) -> None:
-    folder, states = world.folder / "set0", []
-    for _ in range(4):
-        states.append(world.saved(folder))
-        run(*world.new_files(1), folder, "--append", "--validation", 0.2, "--shard-size", "1KB")
-    for state, end in states:
-        with open_loader(folder, Padded(256), window_tokens=400) as loader:
-            loader.load_state_dict(state)
-            assert (sum(1 for _ in loader) > 0) == (state != end)
-            assert loader.state_dict() == end

@@ -3,10 +3,9 @@
 import os
 import platform
 import resource
-import subprocess
-import sys
 
 import pytest
+from support import warm
 
 from tokenfeed.trainer.loop.trainer import SET_BY_USER
 
@@ -33,14 +32,8 @@ print((faults() - before) / {STEPS})
 
 
 def faults_of_a_step(device: str) -> float:
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, device],
-        env={name: value for name, value in os.environ.items() if name not in SET_BY_USER},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return float(ended.stdout)
+    env = {name: value for name, value in os.environ.items() if name not in SET_BY_USER}
+    return float(warm.run(["-c", PROGRAM, device], env=env).stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")

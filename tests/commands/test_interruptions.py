@@ -101,20 +101,6 @@ def interrupted(*arguments: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interruption_before_a_batch_is_counted_does_not_lose_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = [spans(batch) for batch in open_loader(folder)]
-    with open_loader(folder, num_workers=1) as loader:
-        delivered = [spans(batch) for batch in islice(loader, 5)]
-        with monkeypatch.context() as patch:
-            patch.setattr(loader._delivery.counters, "add_batch", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                next(iter(loader))
-        delivered += [spans(batch) for batch in loader]
-    assert delivered == whole
-
-
 INTERRUPT = """
 import random
 whole = {}

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -14,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.commands import COMMAND, kill_at, run, start
+from support.commands import COMMAND, kill_at, run
 from support.corpora import write_ballast, write_long_corpus
 from support.data_sets import files_of
 from support.installed_servers import can_run_slurm, slurm
@@ -170,44 +169,3 @@ def test_a_part_and_the_finish_killed_at_any_write_change_no_byte(
             moment += 1
         assert moment > 10
         run(corpus, before, *options, step)
-
-
-@pytest.mark.long
-def test_parts_and_drivers_killed_at_random_moments_change_no_byte(
-    big: Path, tmp_path: Path, tokenizer: Path
-) -> None:
-    options = ("--tokenizer", tokenizer, *SHARDS, "--workers", "1")
-    started = time.monotonic()
-    start(big, tmp_path / "plain", *options)
-    expected = files_of(tmp_path / "plain")
-    seconds = time.monotonic() - started
-    draw = random.Random(0)
-    kills = 0
-    for attempt in range(3):
-        out = tmp_path / f"out{attempt}"
-        left = [("--part", f"{index}/3") for index in range(3)]
-        while left:
-            which = draw.choice(left)
-            process = subprocess.Popen(
-                [*COMMAND, *map(str, (big, out, *options, *which))],
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            try:
-                assert process.wait(draw.uniform(0.2, seconds)) == 0
-                left.remove(which)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                kills += 1
-            seconds *= 1.05  # in the end all get through
-        while not (out / "manifest.json").exists() or (out / ".parts").exists():
-            finish = (big, out, *options[:-2], *(("--finish",) if attempt else ()))
-            process = subprocess.Popen([*COMMAND, *map(str, finish)], stdout=subprocess.DEVNULL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(draw.uniform(0.2, seconds))
-            process.kill()
-            process.wait()
-            seconds *= 1.05
-        assert files_of(out) == expected
-    assert kills

@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support import PROGRAMS, warm
 from support.data_sets import MakeDataset, WriteDataset
@@ -22,8 +21,7 @@ from support.programs.cache_reader import digest_of, maker_of
 from support.stores import RangedFolder, cached_files
 from support.training import make_config, run, write_counting
 
-from tokenfeed import Fixed, Mixture
-from tokenfeed.pipeline.errors import ConfigError, RemoteError
+from tokenfeed.pipeline.errors import RemoteError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.store import STORES
 
@@ -148,6 +146,7 @@ def delivered(loader: Iterator[object]) -> list[object]:
     return [spans(batch) for batch in loader]  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_run_moves_between_a_folder_and_a_store(store: RangedFolder, tmp_path: Path) -> None:
     options = {"cache_dir": tmp_path / "cache", "cache_bytes": PLENTY}
     whole = open_loader(store.folder)
@@ -182,6 +181,7 @@ def test_a_loader_reads_an_object_store_that_fails_now_and_then(
     assert stats.retries + stats.damaged >= 1
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_statistics_tell_what_came_from_where(store: RangedFolder, tmp_path: Path) -> None:
     pieces = num_pieces(store.folder)
     for first in (True, False):
@@ -198,6 +198,7 @@ def test_statistics_tell_what_came_from_where(store: RangedFolder, tmp_path: Pat
         assert found.wait_s.max > 0
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_store_is_never_read_in_the_training_process(store: RangedFolder, tmp_path: Path) -> None:
     with open_loader(store, num_workers=0, cache_dir=tmp_path) as loader:  # type: ignore[arg-type]
         assert loader.num_workers == 1
@@ -209,6 +210,7 @@ def test_a_store_is_never_read_in_the_training_process(store: RangedFolder, tmp_
     assert not store.mine
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_an_error_comes_at_its_windows_turn_and_the_loader_goes_on_when_it_is_mended(
     store: RangedFolder,
 ) -> None:
@@ -223,6 +225,7 @@ def test_an_error_comes_at_its_windows_turn_and_the_loader_goes_on_when_it_is_me
     assert found == expected
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.slow
 def test_training_reads_a_store_and_reports_what_it_took(
     write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -245,24 +248,3 @@ def test_training_reads_a_store_and_reports_what_it_took(
     without = run(make_config("ranged://out", tmp_path / "three", steps=4, **settings))
     assert without.loss_last == local.loss_last
     assert not (tmp_path / "none").exists()
-
-
-def test_a_bound_that_is_too_small_is_refused_before_anything_starts(
-    store: RangedFolder, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=r"`cache_bytes`=10000: 3 windows of this data set take"):
-        open_loader(store, cache_dir=tmp_path, cache_bytes=10_000)  # type: ignore[arg-type]
-    open_loader(store.folder, cache_dir=tmp_path, cache_bytes=10_000)
-
-
-def test_a_mixture_of_a_folder_and_a_store_is_that_of_two_folders(
-    folder: Path, make_dataset: MakeDataset, tmp_path: Path
-) -> None:
-    other = make_dataset(realistic_lengths(500))
-    store = RangedFolder(other, tmp_path / "requests")
-    mixed = Mixture({folder: 2.0, store: 1.0})  # type: ignore[dict-item]
-    with open_loader(mixed, Fixed(8), cache_dir=tmp_path) as loader:  # type: ignore[arg-type]
-        found = delivered(islice(loader, 40))
-    local = open_loader(Mixture({folder: 2.0, other: 1.0}), Fixed(8))  # type: ignore[arg-type]
-    assert found == delivered(islice(local, 40))
-    assert np.isfinite(loader.stats().wait_total_s)

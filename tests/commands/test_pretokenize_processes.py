@@ -7,14 +7,13 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import psutil
 import pytest
-from support.commands import COMMAND, begin
+from support.commands import COMMAND
 from support.corpora import write_ballast, write_long_corpus
 from support.data_sets import files_of
 from support.pretokenizing import make
@@ -200,19 +199,6 @@ def test_an_interruption_of_the_imports_is_one_line(number: signal.Signals) -> N
     code = INTERRUPTED_IMPORT.format(number=int(number))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert line_of(result, 128 + number) == "interrupted"
-
-
-def test_a_second_interruption_adds_no_line(corpus: Path, tmp_path: Path, tokenizer: Path) -> None:
-    write_long_corpus(corpus)
-    out = tmp_path / "out"
-    process = begin(out, corpus, out, "--tokenizer", tokenizer, stderr=subprocess.PIPE)
-    for _ in range(3):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.001)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
-    (line,) = stderr.splitlines()
-    assert line.startswith("interrupted")
 
 
 def limit(kind: int, number: int) -> Callable[[], None]:

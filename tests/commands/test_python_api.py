@@ -5,10 +5,7 @@ import functools
 import inspect
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +19,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import warm
 from support.commands import run
 from support.corpora import texts
 from support.data_sets import files_of
@@ -289,26 +287,22 @@ SCRIPT = """
 import sys, tokenfeed
 
 def records():
-    for at in range(5_000):
+    for at in range(2_000):
         yield {"text": f"document {at} " + " ".join(str(at * k) for k in range(1, 120))}
 
-tokenfeed.pretokenize(records, sys.argv[1], tokenizer=sys.argv[2], shard_size="100KB", workers=2)
+out, tokenizer, workers = sys.argv[1:]
+tokenfeed.pretokenize(
+    records, out, tokenizer=tokenizer, shard_size="100KB", workers=int(workers)
+)
 """
 
 
-def test_a_killed_script_without_a_main_guard_continues_to_the_same_bytes(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    command = [sys.executable, "-c", SCRIPT]
-    subprocess.run([*command, tmp_path / "whole", tokenizer], check=True, timeout=100)
-    process = subprocess.Popen([*command, tmp_path / "killed", tokenizer])
-    while not list(tmp_path.glob("killed/train/*.arrow")) and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "killed/manifest.json").exists(), "killed before its end"
-    subprocess.run([*command, tmp_path / "killed", tokenizer], check=True, timeout=100)
-    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
+def test_a_script_without_a_main_guard_uses_workers(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    for workers in ("1", "2"):
+        words = [tmp_path / "script.py", tmp_path / workers, tokenizer, workers]
+        assert warm.run(words).returncode == 0
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
 
 
 NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)

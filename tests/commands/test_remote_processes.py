@@ -13,7 +13,6 @@ import pytest
 from support import PROGRAMS, warm
 from support.object_server import FAST, Fault, Remote, as_own_process, remote_store
 from support.processes import children_of, eventually, is_alive
-from support.training import make_config, run, write_labelled
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote.own_process import read_in_child
@@ -80,18 +79,6 @@ def test_a_child_ends_with_its_parent(remote: Remote) -> None:
         (child,) = children_of(parent.pid)
         parent.send_signal(signal.SIGKILL)
     assert eventually(lambda: not is_alive(child), 10)
-
-
-@pytest.mark.slow
-def test_a_run_asks_a_store_once_for_its_manifest_however_often_it_evaluates(
-    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy_data_set(str(write_labelled(tmp_path / "lm", "lm")), remote.store.name)
-    as_own_process(monkeypatch, is_own=False)  # as in a training process
-    remote.proxy.seen.clear()
-    run(make_config(remote.store.name, tmp_path / "run", eval_every=4, cache_dir=tmp_path / "c"))
-    (asked,) = [line for line in remote.proxy.seen if "manifest.json" in line]
-    assert asked.startswith("GET")
 
 
 def test_a_copy_that_is_interrupted_in_an_outage_ends(

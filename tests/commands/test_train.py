@@ -182,7 +182,7 @@ def test_training_on_a_gpu_reports_its_stall(counting: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [20, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [12, pytest.param(60, marks=pytest.mark.long)])
 def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(
     kills: int, tmp_path: Path, write_dataset: Callable[..., Path]
 ) -> None:

@@ -116,15 +116,6 @@ def test_workers_that_cannot_start_are_an_error_with_their_exit_status(
         list(loader)
 
 
-def test_a_program_that_is_not_there_is_an_error_in_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process, "command", lambda *fds: ["/no/such/python"])
-    loader = open_loader(folder, num_workers=2)
-    with pytest.raises(LoaderError, match="loader worker 0 cannot be started: No such file"):
-        list(loader)
-
-
 def test_a_bug_in_a_worker_keeps_its_traceback(folder: Path) -> None:
     loader = open_loader(folder, num_workers=1)
     object.__setattr__(loader._plan, "batching", "no policy")
@@ -243,15 +234,6 @@ def test_two_loaders_at_the_same_time_do_not_meet(folder: Path) -> None:
         pairs = [(spans(a), spans(b)) for a, b in zip(ours, theirs, strict=False)]
     count = min(len(first), len(second))
     assert pairs == list(zip(first[:count], second[:count], strict=True))
-
-
-def test_workers_import_no_torch(folder: Path) -> None:
-    with open_loader(folder, num_workers=1) as loader:
-        next(iter(loader))
-        [pid] = workers_of()
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        assert "libarrow" in maps
-        assert "torch" not in maps
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def share() -> None:
             ends = self.popen.stdin, self.popen.stdout
             gateway_base.Popen2IO.__init__(self, *ends, execmodel=execmodel)
 
-    _ensure_running()
+    ensure_running()
     os.environ[_ADDRESS] = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
     gateway_io.Popen2IOMaster = Gateway  # type: ignore[misc]
 
@@ -81,7 +81,8 @@ def forget(package: str) -> None:
         del sys.modules[name]
 
 
-def _ensure_running() -> None:
+def ensure_running() -> None:
+    """Start the warm process, or connect to the one that another process shares."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     address = os.environ.get(_ADDRESS)
     is_watched = server._forkserver_pid is not None or "ensure_running" in vars(server)
@@ -156,7 +157,7 @@ class Popen(subprocess.Popen[str]):
         self._process = _context.Process(target=_become, args=(args[1:], streams, *self._settings))
         try:
             with _turn:
-                _ensure_running()
+                ensure_running()
                 self._process.start()
         finally:
             self._close_pipe_fds(*ends)  # type: ignore[attr-defined]

@@ -53,19 +53,16 @@ class Journal(TorchDispatchMode):
         return out
 
 
-def _move(module: Any, given: Any, out: Any) -> None:
+def _wait(module: Any, given: Any, out: Any) -> None:
     out.cpu()
+    out.sum().item()
 
 
 def _mix(module: Any, given: Any, out: Any) -> Any:
     return out + torch.ones(out.shape)
 
 
-def _ask(module: Any, given: Any, out: Any) -> None:
-    out.sum().item()
-
-
-FAULTS = {"value": _ask, "copy": _move, "device": _mix}
+FAULTS = {"wait": _wait, "device": _mix}
 """Hooks that a model calls after its forward pass."""
 
 

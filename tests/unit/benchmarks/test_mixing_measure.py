@@ -6,24 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.shuffle.__main__ import STEPS, Measure
+from benchmarks.shuffle.__main__ import Measure
 from benchmarks.shuffle.case import delivered, open_loader
-from benchmarks.shuffle.cases import CASES, COSTS, MIXTURES
 from benchmarks.shuffle.corpora import CORPORA, Corpus, tenths, write_shards
-from benchmarks.shuffle.learning import stand_in
 from benchmarks.shuffle.metrics import (
     Order,
     again,
     by_rows,
-    drift,
     full_shuffle,
-    label_variance,
     neighbours,
-    persistence,
-    shares,
 )
-from benchmarks.shuffle.peers import PEERS
-from benchmarks.shuffle.staged import drawn, expected, planned, rows_of_batches
+from benchmarks.shuffle.staged import planned, rows_of_batches
 from tokenfeed import Packed, Padded, ShardLoader, Stage
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.planning.plan import Plan
@@ -46,12 +39,6 @@ def measure(corpus: Corpus) -> Measure:
 
 def in_order(corpus: Corpus, order: np.ndarray) -> Order:
     return by_rows(order, corpus.lengths, 32)
-
-
-def in_blocks(size: int) -> np.ndarray:
-    """Blocks of consecutive rows in random order."""
-    blocks = np.arange(ROWS).reshape(-1, size)
-    return np.random.default_rng(0).permutation(blocks).reshape(-1)
 
 
 def test_a_full_shuffle_is_as_far_from_the_corpus_as_a_full_shuffle(
@@ -79,35 +66,6 @@ def test_a_sorted_order_is_far_from_it_and_every_epoch_the_same(
     assert found["drift"] == pytest.approx(10)
 
 
-def test_the_deviation_of_blocks_grows_with_the_root_of_their_size(
-    corpus: Corpus, measure: Measure
-) -> None:
-    """A step of n rows holds n / k blocks: its variance is that of k times as few rows."""
-    for size in (4, 16):
-        found = measure.describe([in_order(corpus, in_blocks(size))])
-        assert found["deviation"][STEP] == pytest.approx(size**0.5, rel=0.2)
-        assert found["correlation"][STEP] == pytest.approx(0, abs=0.2)
-
-
-def test_shares_are_by_tokens_and_the_tail_is_left_out() -> None:
-    lengths, groups = np.array([3, 1, 2, 2, 1]), np.array([0, 1, 0, 1, 1])
-    found = shares(by_rows(np.arange(5), lengths, 2), groups, 4)
-    assert found.tolist() == [[0.75, 0.25], [0.5, 0.5]]
-
-
-def test_an_order_that_drifts_is_told_from_one_that_does_not(corpus: Corpus) -> None:
-    place = np.arange(ROWS) + np.random.default_rng(0).normal(0, ROWS, ROWS)
-    drifting = drift(in_order(corpus, np.argsort(place)), corpus.groups)
-    assert drifting > 5 * drift(full_shuffle(corpus.lengths, 32, 0), corpus.groups)
-
-
-def test_neighbouring_steps_that_alternate_are_correlated_negatively() -> None:
-    of_steps = np.tile([[0.4, 0.6], [0.6, 0.4]], (20, 1))
-    found = persistence(of_steps, np.array([0.5, 0.5]))
-    assert found is not None
-    assert found < -0.9
-
-
 def test_pairs_that_meet_again_are_counted() -> None:
     lengths = np.ones(6, np.int64)
     first = by_rows(np.arange(6), lengths, 2)
@@ -122,17 +80,6 @@ def test_a_row_that_is_cut_is_one_row() -> None:
     assert neighbours(order)["distance"] == pytest.approx(1 / (3 * (1 - 0.5**0.5)))
     assert again(order, order)["pairs"] == 1
     assert order.padding == 0.25
-
-
-def test_labels_drawn_at_random_have_the_binomial_variance_and_sorted_ones_that_of_batches() -> (
-    None
-):
-    labels = np.random.default_rng(0).integers(0, 2, ROWS)
-    lengths = np.ones(ROWS, np.int64)
-    random = label_variance(by_rows(np.arange(ROWS), lengths, 16), labels)
-    apart = label_variance(by_rows(np.argsort(labels), lengths, 16), labels)
-    assert random == pytest.approx(1, abs=0.1)
-    assert apart == pytest.approx(16, rel=0.02)
 
 
 @pytest.mark.parametrize("batching", [Padded(2048), Packed(256, 4)], ids=str)
@@ -160,18 +107,6 @@ def test_order_of_a_planned_list_is_the_order_that_a_loader_delivers(
         assert np.array_equal(getattr(order, name), getattr(found, name))
 
 
-def test_random_rows_follow_the_shares_of_the_list() -> None:
-    """The lengths differ, so shares of rows and shares of tokens differ too."""
-    corpora = [Corpus(np.full(9_000, length), np.zeros(9_000, np.int64)) for length in (40, 10)]
-    order = drawn(corpora, part := 60_000, seed=0)
-    ends = np.cumsum(order.tokens)
-    edges = np.searchsorted(ends, np.linspace(0, 3 * part, 13))
-    of_first = np.append(0, np.cumsum(order.tokens * (order.rows < 9_000)))[edges]
-    found = np.diff(of_first) / np.diff(np.append(0, ends)[edges])
-    due = expected(np.linspace(0, 3 * part, 13)[:-1] + part / 8, part)
-    assert found == pytest.approx(due, abs=0.05)
-
-
 @pytest.mark.parametrize("policy", [("Padded", 2048), ("Packed", 256, 4), ("Fixed", 16)])
 def test_what_is_measured_of_us_is_every_token_once_with_the_padding_that_stats_say(
     tmp_path: Path, policy: tuple[str, int]
@@ -186,24 +121,3 @@ def test_what_is_measured_of_us_is_every_token_once_with_the_padding_that_stats_
     assert np.bincount(order.rows, order.tokens).tolist() == lengths.tolist()
     assert np.bincount(order.rows[order.whole]).tolist() == [1] * len(lengths)
     assert order.padding == pytest.approx(loader.stats().padding, abs=1e-6)
-
-
-def test_every_case_is_of_a_corpus_and_of_a_peer_that_there_are() -> None:
-    assert {*CASES, *COSTS, *MIXTURES.corpora} <= {*CORPORA}
-    for cases in CASES.values():
-        assert len({case.name for case in cases}) == len(cases)
-        assert all(case.peer in PEERS for case in cases if case.peer)
-    assert list(STEPS.values()) == sorted(STEPS.values())
-
-
-def test_the_chance_of_a_peer_is_that_of_its_own_sampler() -> None:
-    lengths = np.random.default_rng(0).integers(1, 100, 2000)
-    order = PEERS["full shuffle (datasets, map-style)"].give(lengths, 8, 0)
-    assert sorted(order.tolist()) == list(range(2000))
-
-
-def test_few_rows_come_as_those_do_that_they_stand_for() -> None:
-    order = np.random.default_rng(0).permutation(1000)
-    assert stand_in(order, 1000).tolist() == order.tolist()
-    few = stand_in(np.concatenate([np.arange(500, 1000), np.arange(500)]), 10)
-    assert few.tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4]

@@ -13,7 +13,7 @@ from support.delivery import realistic_lengths, small_batches
 from support.object_server import FAST, FAULTS, Fault, Remote, as_own_process, remote_store
 from support.stores import cached_reader
 
-from tokenfeed.pipeline.errors import RemoteError, ShardFormatError
+from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.windows.reader import WindowReader
 
@@ -85,12 +85,3 @@ def test_a_store_that_flips_every_answer_is_told_apart_from_a_cache_that_did(
         reader.read(all_batches(folder))
     remote.proxy.always = None
     assert reader.read(all_batches(folder)), "what was damaged is fetched again"
-
-
-def test_a_store_that_refuses_says_so_once_and_at_once(
-    folder: Path, remote: Remote, tmp_path: Path
-) -> None:
-    reader = cached_reader(remote, tmp_path)
-    remote.proxy.always = Fault("403")
-    with pytest.raises(RemoteError, match=r"s3://bucket\d+/data/train/.*refuses access \(403"):
-        reader.read(all_batches(folder))

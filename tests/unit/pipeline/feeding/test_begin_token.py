@@ -16,7 +16,7 @@ from tokenfeed.pipeline.format.schema import IGNORED, Column, task_columns
 from tokenfeed.pipeline.planning.policies import describe, policy_of
 
 TOKEN = 7
-LENGTHS = np.random.default_rng(0).integers(1, 90, 300)
+LENGTHS = np.random.default_rng(0).integers(1, 90, 150)
 
 
 def rows_of(task: str) -> Rows:

@@ -88,9 +88,9 @@ def test_runs_of_any_stops_and_resizes_deliver_what_one_run_delivers(
 def test_a_state_of_every_round_continues_over_every_seam(
     make_dataset: MakeDataset, small: None, batching: Batching
 ) -> None:
-    lengths = realistic_lengths(120)
+    lengths = realistic_lengths(70)
     folder = make_dataset(lengths)
-    options: dict[str, Any] = {"batching": batching, "epochs": 2, "window_tokens": 6_000}
+    options: dict[str, Any] = {"batching": batching, "epochs": 2, "window_tokens": 4_000}
     loader = open_loader(folder, micro_batches_per_step=4, rank=0, world_size=3, **options)
     states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
     assert {(state["epoch"], state["window"]) for state in states if not state["micro_batch"]} >= {

@@ -66,9 +66,9 @@ def test_order_of_stages_never_changes_between_releases() -> None:
 
 
 def test_many_sources_with_equal_weights_share_every_window() -> None:
-    order = staged(500, 100_000)
-    counts = [len(order.window(0, window)) for window in range(25)]
-    assert sum(counts) == pytest.approx(2_500, abs=5)
+    order = staged(200, 100_000)
+    counts = [len(order.window(0, window)) for window in range(10)]
+    assert sum(counts) == pytest.approx(1_000, abs=5)
     assert min(counts) > 60, "100 on average"
 
 
@@ -167,11 +167,11 @@ def test_a_window_has_one_record_batch_of_every_stratum_of_the_corpus(
 @pytest.mark.slow
 def test_every_record_batch_comes_in_every_window_about_equally_often() -> None:
     counts = np.zeros((4, 14), np.int64)
-    for seed in range(500):
+    for seed in range(250):
         order = order_of_one(14, 4, seed=seed, shuffle=True)
         for window in range(4):
             counts[window, order.window(0, window)] += 1
-    expected = 500 * np.array([[3], [4], [3], [4]]) / 14
+    expected = 250 * np.array([[3], [4], [3], [4]]) / 14
     assert (abs(counts / expected - 1) < 0.35).all()
 
 

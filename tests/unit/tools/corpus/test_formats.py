@@ -22,7 +22,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import error_of, run, run_json
-from support.corpora import TEXTS, check_ledger, lines_of, read, read_bytes, texts, write_lines
+from support.corpora import TEXTS, check_ledger, lines_of, read, read_bytes, write_lines
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -314,12 +314,6 @@ def test_a_json_list_does_not_depend_on_how_blocks_fall(
     }
 
 
-def test_json_list_with_control_character_is_not_read_as_text(tmp_path: Path) -> None:
-    good, bad = read_bytes(tmp_path / "a.json", b'[{"text": "a\x01b"}, {"text": "c"}]')
-    assert good == {}
-    assert "Invalid control character" in bad[0]
-
-
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz", "-"])
 @pytest.mark.parametrize("is_given", [True, False])
 def test_json_records_without_the_field_are_rejected(
@@ -439,28 +433,6 @@ def test_parquet_memory_stays_flat_over_parts(tmp_path: Path) -> None:
     before = resident_bytes()
     read_parts(parts[10:40])
     assert resident_bytes() - before < 40 * footer_bytes  # one copy was 8 times its size
-
-
-def test_compressed_batches_are_decompressed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, rows = tmp_path / "a.feather", texts(70)
-    table = pa.table({"id": range(70), "text": rows})
-    feather.write_feather(table, str(path), chunksize=7, compression="zstd")
-    indices: list[int] = []
-
-    def get_batch(reader: pa.ipc.RecordBatchFileReader, index: int) -> pa.RecordBatch:
-        indices.append(index)
-        return super(CountingReader, reader).get_batch(index)
-
-    CountingReader = type(
-        "CountingReader", (pa.ipc.RecordBatchFileReader,), {"get_batch": get_batch}
-    )
-    monkeypatch.setattr(pa.ipc, "open_file", CountingReader)
-    monkeypatch.setattr(pa.ipc, "RecordBatchFileReader", CountingReader)
-    good, bad = read(path, shard_bytes=1)
-    assert (list(good.values()), bad) == ([row.encode() for row in rows], {})
-    assert indices == list(range(10))
 
 
 def test_many_record_batches_are_few_parts(tmp_path: Path) -> None:

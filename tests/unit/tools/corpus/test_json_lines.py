@@ -152,7 +152,7 @@ TEXT: Fields = {"text": FieldKind.TEXT}
 
 
 @pytest.mark.slow
-@settings(max_examples=3 * settings().max_examples)
+@settings(max_examples=2 * settings().max_examples)
 @given(
     block=blocks() | damaged() | st.lists(st.sampled_from(PIECES)).map("".join).map(str.encode),
     fields=st.sampled_from([TEXT, *FIELDS]),

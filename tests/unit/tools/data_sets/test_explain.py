@@ -3,7 +3,6 @@
 import json
 from collections import defaultdict
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -161,50 +160,6 @@ def test_what_cannot_be_told_is_one_line(
     assert "expected a rank" in explain(folder, path, "--rank", 2, "--world-size", 2, expect=2)
     other = make_dataset([5] * 30)
     assert "Give the same data sets, in the same order" in explain(other, path, expect=1)
-
-
-def test_ranks_that_take_several_steps_at_once_are_told_them_as_one(
-    folder: Path, tmp_path: Path
-) -> None:
-    """Three ranks, and one micro-batch a step."""
-    held: dict[int, list[Any]] = {}
-    for rank in range(3):
-        settings: Any = {"micro_batches_per_step": 1, "rank": rank, "world_size": 3}
-        with open_loader(folder, **settings) as loader:
-            batches = iter(loader)
-            next(batches)
-            state = loader.state_dict()
-            held[rank] = [[o.record for o in loader.explain(next(batches))] for _ in range(4)]
-    path = tmp_path / "state.json"
-    path.write_text(json.dumps(state))
-    for rank, step in product(range(3), range(4)):
-        options = ("--step", step + 1, "--rank", rank, "--world-size", 3, "--json")
-        (told,) = lines_of(explain(folder, path, *options))
-        assert [piece["record"] for piece in told["pieces"]] == held[rank][step]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_streams": 0}, "cannot resume: this is not a loader state ("),
-        ({"weights": []}, "the state has 0 weights for 1 data sets"),
-        ({"phases": []}, "cannot resume: the state was saved with phases=[]"),
-        ({"phases": [[1, 1]]}, "cannot resume: the state was saved with phases=[[1, 1]]"),
-    ],
-)
-def test_a_state_that_is_none_is_told_in_one_line(
-    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    with open_loader(folder) as loader:
-        state = loader.state_dict()
-    path = tmp_path / "state.json"
-    path.write_text(json.dumps(state | {"plan": state["plan"] | changes}))
-    assert explain(folder, path, expect=1).startswith(f"error: {message}")
-    path.write_text('{"streams": 5}')
-    assert explain(folder, path, expect=1).startswith("error: cannot resume: this is not a loader")
-    for step in ({}, {"step": "x"}):
-        path.write_text(json.dumps({"meta": {"loader": state} | step}))
-        assert "the checkpoint has no step" in explain(folder, path, expect=2)
 
 
 @pytest.mark.parametrize(

@@ -212,16 +212,6 @@ def test_merge_rejects_wrong_places(two: tuple[Path, Path], tmp_path: Path) -> N
     assert "expected FROM... OUT" in call(shards.main, "merge", one, other, expect=2).stderr
 
 
-def test_merge_rejects_a_damaged_shard_that_it_copies(
-    two: tuple[Path, Path], tmp_path: Path
-) -> None:
-    shard = LocalStore(two[1]).folder / "train/00000.arrow"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ShardFormatError, match=r"other/train/00000\.arrow"):
-        merge([*map(str, two)], str(tmp_path / "out"))
-    assert not (tmp_path / "out/manifest.json").exists()
-
-
 def test_grow_adds_rows_and_keeps_each_version(
     two: tuple[Path, Path], make: Make, tmp_path: Path, remote: Remote
 ) -> None:

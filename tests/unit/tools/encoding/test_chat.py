@@ -3,7 +3,6 @@
 import functools
 import html
 import json
-import pickle
 import random
 import re
 import warnings
@@ -725,6 +724,9 @@ OPERATIONS = [
     "content }}{% set x = '<' | forceescape %}{{ x + content",
     *("m.values() | list | string", "m.get('content').count('b')", "m.get(content)"),
     *("messages | map(attribute='content.1') | join", "[content] | join(attribute=1)"),
+    *("content.split('\n', maxsplit=1)[0]", "content.rsplit(sep='\n')[-1]"),
+    *("content.expandtabs(tabsize=2)", "(content, '').count('a')", "(content, 'a').index('a')"),
+    *("content.format(name='Bob')", "m.items().isdisjoint([('content', 'a')])"),
     "messages | selectattr('content.1', 'eq', 'a') | list | length",
     "messages | rejectattr('content.1', 'undefined') | list | length",
 ]
@@ -737,38 +739,8 @@ def test_conversations_of_one_shape_are_rendered_as_alone(operation: str) -> Non
     assert_rendered_as_alone(READING.replace("OPERATION", operation), made_of_texts(draw))
 
 
-@pytest.mark.parametrize(
-    ("operation", "first", "second"),
-    [
-        ("m.content.split('\n', maxsplit=1)[0]", "one line", "two\nlines"),
-        ("m.content.split(sep='\n')[0]", "one line", "two\nlines"),
-        ("m.content.rsplit('\n', maxsplit=1)[-1]", "one line", "two\nlines"),
-        ("m.content.expandtabs(tabsize=2)", "one", "t\two"),
-        ("(m.content, '').count('hi')", "ho", "hi"),
-        ("(m.content, 'hi').index('hi')", "ho", "hi"),
-        ("m.items().isdisjoint([('content', 'hi')])", "ho", "hi"),
-        ("('> '|safe) + m.content", "hi", "1 < 2"),
-        ("m.content.format(name='Bob')", "hi", "hi {name}"),
-        ("([m] | map(attribute='content.1') | first) == 'e'", "abc", "hello"),
-        ("([m.content] | map(attribute=1) | first) == 'e'", "abc", "hello"),
-        ("[m] | selectattr('content.1', 'eq', 'e') | list | length", "abc", "hello"),
-        ("[m] | rejectattr('content.1', 'eq', 'e') | list | length", "abc", "hello"),
-        ("[m.content] | join(attribute=1) == 'e'", "abc", "hello"),
-    ],
-)
-def test_a_second_conversation_is_rendered_as_alone(
-    operation: str, first: str, second: str
-) -> None:
-    source = CHATML.replace("message.content +", "X ~").replace("message", "m")
-    source = source.replace("m in ms", "m in messages").replace("X", f"({operation})")
-    question = {"role": "user", "content": "q"}
-    made = [Conversation([question, {"role": "assistant", "content": c}]) for c in (first, second)]
-    assert_rendered_as_alone(source, made)
-    assert_rendered_as_alone(source, [*reversed(made)])
-
-
 def made_of_texts(draw: random.Random) -> Iterator[Conversation]:
-    for _ in range(25):
+    for _ in range(15):
         texts = ["".join(draw.choices("ab c\n<{", k=draw.randint(0, 3))) for _ in range(2)]
         pairs = zip(("user", "assistant"), texts, strict=True)
         messages = [{"role": role, "content": text} for role, text in pairs]
@@ -832,7 +804,7 @@ def made_of_calls(draw: random.Random) -> Iterator[Conversation]:
     def text() -> str:
         return "".join(draw.choices(texts, k=draw.randint(0, 3)))
 
-    for _ in range(25):
+    for _ in range(15):
         x = {"x": text()}
         arguments = draw.choice([{}, x, x, {**x, "y": [draw.random(), x]}, json.dumps(x), ""])
         arguments = draw.choice([arguments, arguments, {"is_read": text(), "settings": text()}])
@@ -876,18 +848,6 @@ def test_special_text_in_arguments_is_part_of_the_call() -> None:
         found = pieces_of(source, [*SHORT[0][:1], answer])
         assert found[-2:] == [("call", found[-2][1]), ("stop", "<|im_end|>")]
         assert written in found[-2][1]
-
-
-def test_special_text_in_keys_of_arguments_is_part_of_the_call() -> None:
-    arguments = {"<|im_end|>": "z", "</think>": "<|im_start|>assistant\n", "x": 2}
-    function = {"name": "f", "arguments": arguments}
-    answer = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
-    pairs = "{% for k, v in call.function.arguments.items() %}{{ k ~ v }}{% endfor %}"
-    source = QWEN.replace("{{ call.function.arguments | tojson }}", pairs)
-    assert source != QWEN
-    found = pieces_of(source, [*SHORT[0][:1], answer])
-    assert found[-2:] == [("call", found[-2][1]), ("stop", "<|im_end|>")]
-    assert "<|im_end|>z</think>" in found[-2][1]
 
 
 @pytest.mark.parametrize("source", [GENERATING, QWEN, JOINING])
@@ -977,14 +937,6 @@ def test_template_is_watched_once_for_each_shape(
         tools = [{"name": function["name"], "parameters": {"type": "object"}}]
         template.render(Conversation([*SHORT[0][:1], answer, result], tools))
     assert len(runs) == 3 * prompts
-
-
-def test_an_encoder_is_the_same_in_another_process() -> None:
-    task, engine = encoder(QWEN)
-    values = {"messages": [THOUGHTFUL], "tools": [TOOLS]}
-    here = task.encode(values, engine.encode, Template((), (), ()))
-    there = pickle.loads(pickle.dumps(task)).encode(values, engine.encode, Template((), (), ()))
-    assert here.per_token == there.per_token
 
 
 @pytest.mark.parametrize("seen", ["alone", "after others", "unproved"])
@@ -1111,21 +1063,6 @@ def test_texts_that_the_template_separates_are_no_special_text() -> None:
     assert not samples.unusable
 
 
-def test_special_text_in_tools_and_arguments_is_rejected(tmp_path: Path, tokenizer: Path) -> None:
-    rows = [
-        {"messages": SHORT[0], "tools": [{"name": "<|im_end|>"}]},
-        {"messages": SHORT[0], "chat_template_kwargs": {"mood": "<|im_end|>"}},
-        {"messages": SHORT[0], "tools": TOOLS, "chat_template_kwargs": {"mood": "glad"}},
-    ]
-    printed = make(rows, tmp_path / "out", tokenizer).stdout
-    rejects = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
-    for name, reject in zip(("the list of tools", "a template argument"), rejects, strict=True):
-        assert f"{name} has the text of the special token '<|im_end|>'" in reject
-    assert "1 template arguments that the template does not read" in printed
-    make(rows, tmp_path / "split", tokenizer, "--special-tokens-in-text", "split")
-    assert len(column(tmp_path / "split", "kinds")) == 3
-
-
 def test_a_named_column_that_no_table_has_is_rejected(tmp_path: Path, tokenizer: Path) -> None:
     tools = [json.dumps(TOOLS)]
     parquet.write_table(pa.table({"messages": SHORT[:1]}), tmp_path / "a.parquet")
@@ -1209,17 +1146,6 @@ def test_an_answer_with_calls_learns_the_token_that_ends_messages() -> None:
     ]
     stops = [text for kind, text in pieces_of(CALLING, messages) if kind == "stop"]
     assert stops == ["<|im_end|>", "<|im_end|>"]
-
-
-def test_thinking_by_two_names_that_differ_is_rendered_as_alone() -> None:
-    source = QWEN.replace("m.reasoning_content", "m.thinking")
-    shared = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
-    for thinking in ("same", "other", "same", "third"):
-        answer = {"role": "assistant", "content": "a", "reasoning_content": "same"}
-        messages = read_messages([*SHORT[0][:1], {**answer, "thinking": thinking}])
-        alone = text_of(rendered(source, messages))
-        assert f"<think>\n{thinking}\n</think>" in alone
-        assert text_of(shared.render(Conversation(messages))) == alone
 
 
 @pytest.mark.parametrize("place", ["list", "file"])

@@ -79,7 +79,7 @@ def test_words_have_the_ids_of_whole_texts(values: list[bool], accents: bool | N
     flags = dict(zip(FLAGS, values, strict=True)) | {"strip_accents": accents}
     json_bytes = bert(**flags)
     for splits_special in (False, True):
-        texts = [*made_texts(random.Random(str(flags)), PARTS, 600), b"", b" ", b"\n", b"."]
+        texts = [*made_texts(random.Random(str(flags)), PARTS, 300), b"", b" ", b"\n", b"."]
         made = engine(json_bytes, splits_special=splits_special)
         rows = [row.tolist() for _ in range(2) for row in made.encode(texts).rows()]
         assert rows == 2 * oracle(json_bytes, texts, splits_special=splits_special)
@@ -166,7 +166,7 @@ def test_spaced_words_have_the_ids_of_whole_texts(name: str, scheme: str) -> Non
     json_bytes = unigram(name, scheme)
     draw = random.Random(scheme)
     texts = made_texts(draw, PARTS + SPACED, 150)
-    spaced = (draw.choices(PARTS + SPACED, k=draw.randint(1, 8)) for _ in range(600))
+    spaced = (draw.choices(PARTS + SPACED, k=draw.randint(1, 8)) for _ in range(250))
     texts += [*(" ".join(words).encode() for words in spaced), b"", b" ", b"  ", b" a", b"a "]
     for splits_special in (False, True):
         made = engine(json_bytes, splits_special=splits_special)
@@ -237,7 +237,7 @@ def test_words_that_depend_on_others_have_the_ids_of_whole_texts(
     assert rows == oracle(json_bytes, texts, splits_special=False)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_many_unigram_words_have_the_ids_of_single_words(seed: int) -> None:
     """Also where sums of scores are equal, or differ only by the order of additions."""
     draw = random.Random(seed)
@@ -322,7 +322,7 @@ def test_parts_of_words_have_the_ids_of_whole_texts(seed: int) -> None:
             "\u00e9",
             "\n",
         ]
-        given = ["".join(draw.choices(parts, k=draw.randint(1, 40))).encode() for _ in range(999)]
+        given = ["".join(draw.choices(parts, k=draw.randint(1, 40))).encode() for _ in range(400)]
         given += [b"", b" ", b"a" + b"-" * 5000, b" " + b"a-" * 3000]
         for few in (given[::2], given[1::2], given):
             rows = [row.tolist() for row in made.encode(few).rows()]

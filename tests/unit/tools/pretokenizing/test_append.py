@@ -90,11 +90,6 @@ def test_append_knows_a_file_by_its_bytes(out: Path, tmp_path: Path, write: Writ
     assert (said["skipped_known"], said["documents"]) == (1, 42)
 
 
-def test_append_of_a_changed_file_adds_its_rows(out: Path, tmp_path: Path, write: Write) -> None:
-    write("a.jsonl", [*TEXTS, "one more"])
-    assert run_json(tmp_path / "corpus", out, "--append")["documents"] == 81
-
-
 def test_append_rejects_a_name_with_unknown_content(
     out: Path, tmp_path: Path, write: Write
 ) -> None:

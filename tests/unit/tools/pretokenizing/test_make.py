@@ -101,19 +101,6 @@ def test_finish_encodes_units_of_missing_parts(
     assert make(lines, out, tokenizer, validation=0.1, finish=True).already_finished
 
 
-def test_finish_encodes_damaged_unit_again(
-    lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes]
-) -> None:
-    out = tmp_path / "out"
-    units = part("0/1", lines, out, tokenizer, validation=0.1).units
-    record = next((out / ".parts").glob("0*1.json"))
-    shard = next(iter(json.loads(record.read_bytes())["result"]["shards"].values()))["file"]
-    (out / shard).write_bytes(b"not as it was left")
-    made = make(lines, out, tokenizer, validation=0.1, finish=True)
-    assert made.resumed_units == units - 1
-    assert files_of(out) == undisturbed
-
-
 def test_finish_encodes_nothing_that_parts_of_other_counts_have_done(
     lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes]
 ) -> None:
@@ -260,17 +247,3 @@ def test_finish_leaves_folders_that_are_not_its_own(
     (tmp_path / "out" / folder).mkdir(parents=True)
     make(lines, tmp_path / "out", tokenizer, validation=0.1, finish=True)
     assert files_of(tmp_path / "out") == undisturbed
-
-
-@pytest.mark.parametrize("name", ["00000.json", "plan.json", "job.json"])
-def test_records_nested_too_deeply_are_damaged_records(
-    lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes], name: str
-) -> None:
-    part("0/1", lines, tmp_path / "out", tokenizer, validation=0.1)
-    (tmp_path / "out/.parts" / name).write_text("[" * 100_000)
-    if name == "job.json":
-        with pytest.raises(ConfigError, match=r"job\.json: is damaged"):
-            make(lines, tmp_path / "out", tokenizer, validation=0.1)
-    else:
-        make(lines, tmp_path / "out", tokenizer, validation=0.1)
-        assert files_of(tmp_path / "out") == undisturbed

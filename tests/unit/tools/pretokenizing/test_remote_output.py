@@ -1,6 +1,5 @@
 """A data set made in a store is the one made in a folder, wherever its making was broken off."""
 
-import contextlib
 import itertools
 import json
 import sys
@@ -9,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from support.corpora import texts
 from support.data_sets import files_of
 from support.false_engine import false_engine, sampled_document
@@ -18,7 +15,7 @@ from support.object_server import FAULTS, Fault, Remote
 from support.pretokenizing import CarelessExecutor, make, on_cluster, part, with_fast_engine
 from tokenizers import Tokenizer
 
-from tokenfeed.pipeline.errors import ConfigError, CorpusError, ManifestError
+from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 
@@ -130,34 +127,6 @@ def test_a_shard_is_one_request_and_carries_its_checksum(
 
 
 @pytest.mark.slow
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    attempts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=4),
-    last=st.permutations(range(3)),
-    finishes=st.booleans(),
-)
-def test_parts_in_any_order_repeated_and_killed_make_the_same_objects(
-    attempts: list[tuple[int, int]],
-    last: list[int],
-    finishes: bool,
-    lines: Path,
-    tokenizer: Path,
-    remote: Remote,
-    undisturbed: dict[str, bytes],
-) -> None:
-    remote.server.objects.clear()
-    for index, changes in attempts:
-        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
-            killed_after(patch, changes)
-            part(f"{index}/3", lines, url_of(remote), tokenizer, validation=0.1)
-    for index in last[: 3 if finishes else 1]:
-        part(f"{index}/3", lines, url_of(remote), tokenizer, validation=0.1)
-    made = make(lines, url_of(remote), tokenizer, validation=0.1, finish=finishes)
-    assert made.resumed_units >= (made.units if finishes else made.units // 3)
-    assert objects_of(remote) == undisturbed
-
-
-@pytest.mark.slow
 def test_a_cluster_needs_no_shared_folder_and_a_wrong_engine_leaves_nothing(
     tmp_path: Path, byte_level: Tokenizer, remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,26 +168,6 @@ def test_what_is_in_a_store_is_recognised_or_refused_as_in_a_folder(
     del remote.server.objects[f"{remote.prefix}/train/00001.arrow"]
     with pytest.raises(ManifestError, match=f"{url}/train/00001.arrow: is missing or of another"):
         make(lines, url, tokenizer)
-
-
-def test_a_damaged_shard_of_an_unfinished_run_is_made_again(
-    lines: Path, tokenizer: Path, remote: Remote, undisturbed: dict[str, bytes]
-) -> None:
-    for index in range(3):
-        part(f"{index}/3", lines, url_of(remote), tokenizer, validation=0.1)
-    remote.put("train/00001.arrow", b"not as it was left")
-    made = make(lines, url_of(remote), tokenizer, validation=0.1)
-    assert made.resumed_units == made.units - 1
-    assert objects_of(remote) == undisturbed
-
-
-def test_a_run_without_a_document_leaves_nothing(
-    tmp_path: Path, tokenizer: Path, remote: Remote
-) -> None:
-    (tmp_path / "lines.jsonl").write_text('{"text": 1}\n')
-    with pytest.raises(CorpusError, match="no usable document"):
-        make(tmp_path / "lines.jsonl", url_of(remote), tokenizer)
-    assert not objects_of(remote)
 
 
 @pytest.mark.parametrize("url", ["https://example.org/out", "hf://datasets/a/b"])

@@ -18,7 +18,7 @@ from support.commands import call
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import report as report_command
 from tokenfeed.trainer.report.page import page_of, write_page
-from tokenfeed.trainer.report.plots import Plot, Scale, Series, thinned
+from tokenfeed.trainer.report.plots import Plot, Series, thinned
 from tokenfeed.trainer.report.run_folder import RunData
 from tokenfeed.trainer.stall import StallReport
 
@@ -171,14 +171,6 @@ def test_every_plot_can_be_read_without_eyes_and_without_a_mouse() -> None:
     assert page.count("<summary>values</summary>") == 8
 
 
-def test_cause_table_explains_each_cause_that_shows() -> None:
-    causes = {"data": cause(0.04), "log": cause(4e-5)}
-    page = page_of(run_of(report_of(stall=stall_of(causes=causes))))
-    Checked(page)
-    assert "<th>data<span class=soft>a batch that was not ready</span></th>" in page
-    assert "<th>log" not in page
-
-
 @pytest.mark.parametrize("missing", ["real_tokens_per_s", "loss_last", "validation_loss_last"])
 def test_what_is_not_known_is_left_out(missing: str) -> None:
     stall = stall_of(**{missing: None} if missing == "real_tokens_per_s" else {})
@@ -247,16 +239,6 @@ def test_all_that_is_drawn_lies_within_the_picture(
         assert all(-0.1 <= number <= 720.1 for number in numbers)
 
 
-def test_the_table_of_a_plot_has_its_values() -> None:
-    series = [Series("a", [1, 2, 3], [1, 2, 3]), Series("b", [2, 4], [20, 40])]
-    assert Plot("t", "r", series).table() == [
-        ("1", ["1", ""]),
-        ("2", ["2", "20"]),
-        ("3", ["3", ""]),
-        ("4", ["", "40"]),
-    ]
-
-
 @given(ys=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=500), most=st.integers(1, 50))
 def test_fewer_points_keep_the_mean_and_the_last_step(ys: list[float], most: int) -> None:
     series = Series("a", list(range(len(ys))), ys)
@@ -267,16 +249,6 @@ def test_fewer_points_keep_the_mean_and_the_last_step(ys: list[float], most: int
     counts = [int(b - a) for a, b in pairwise(ends)]
     total = sum(count * value for count, value in zip(counts, found.ys, strict=True))
     assert total == pytest.approx(sum(ys), rel=1e-6, abs=1e-3)
-
-
-@given(low=Values, span=st.floats(1e-3, 1e9))
-def test_ticks_are_round_few_and_within(low: float, span: float) -> None:
-    scale = Scale(low, low + span, 0, 100)
-    ticks = scale.ticks()
-    assert 1 <= len(ticks) <= 7
-    room = 1e-6 * span + 1e-12 * abs(low)
-    assert all(low - room <= tick <= low + span + room for tick in ticks)
-    assert (scale(scale.low), scale(scale.high)) == (0, pytest.approx(100))
 
 
 def write_run(folder: Path, report: dict[str, Any] | str, lines: str = "") -> Path:

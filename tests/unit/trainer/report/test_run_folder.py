@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import resource
 import shutil
 import time
@@ -13,18 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import call
 from support.training import assert_same_run, make_config, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.tools import report as report_command
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.loop import evaluation
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.report.metrics import MetricsFile
-from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.tasks.task import Metrics, Task
 
@@ -137,11 +133,6 @@ def test_out_of_memory_gives_advice_that_the_run_can_follow(
         run(make_config(counting, tmp_path, resume=True))
 
 
-def test_a_run_that_was_moved_to_a_folder_of_any_name_has_a_page(finished: Path) -> None:
-    moved = finished.rename(finished.with_name(os.fsdecode(b"latin\xe9")))
-    assert "latin\\udce9" in write_page(moved).read_text()
-
-
 def test_a_validation_loss_that_is_not_finite_is_null_in_the_report(
     counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,17 +216,6 @@ def test_a_finished_run_trains_nothing_more(counting: Path, finished: Path) -> N
     assert str(finished) in page, "the page is written again, for the folder where the run is now"
 
 
-def test_report_command_prints_a_run_again(undisturbed: Path, finished: Path) -> None:
-    before = (finished / "report.html").read_bytes()
-    (finished / "report.html").unlink()
-    said = call(report_command.main, finished).stdout
-    assert said.startswith("model ")
-    assert f"page     {finished}/report.html" in said
-    assert (finished / "report.html").read_bytes() == before.replace(
-        str(undisturbed).encode(), str(finished).encode()
-    )
-
-
 @pytest.mark.parametrize("report", [None, "stale", "damaged"])
 def test_a_run_killed_before_its_report_gets_it_by_resuming(
     report: str | None, counting: Path, undisturbed: Path, finished: Path
@@ -254,16 +234,6 @@ def test_a_run_killed_before_its_report_gets_it_by_resuming(
     assert {key: written[key] for key in same} == {key: expected[key] for key in same}
     assert made.summary()
     assert_same_run(finished, undisturbed, 8)
-
-
-def test_a_lost_metrics_file_costs_the_report_its_losses_only(
-    counting: Path, finished: Path
-) -> None:
-    (finished / "metrics.jsonl").unlink()
-    (finished / "report.json").unlink()
-    report = run(make_config(counting, finished, resume=True))
-    assert report.loss_first is None
-    assert "loss     not known, validation" in report.summary()
 
 
 def test_a_new_start_in_a_folder_without_checkpoints_keeps_no_old_figures(

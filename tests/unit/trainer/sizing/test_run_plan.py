@@ -105,7 +105,7 @@ ONE_LAYER = "support.training:one_layer_model"
 
 
 def auto(every_task: Path, folder: Path, way: str, **settings: Any) -> TrainConfig:
-    given = RUNS[way] | {"model": ONE_LAYER, "steps": 3, "step_tokens": 768} | settings
+    given = RUNS[way] | {"model": ONE_LAYER, "steps": 3, "step_tokens": 384} | settings
     given |= {"micro_batch_tokens": "auto"}
     return make_config(every_task / given.pop("shards"), folder, **given)
 
