@@ -24,6 +24,7 @@ from tokenfeed.integrations.stall import MeterOfEvents
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.planning.state import resealed
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.watchers import watching
 
@@ -125,7 +126,8 @@ def _state_now(loader: ShardLoader, after_step: dict[str, Any]) -> dict[str, Any
     if plan == before or not has_gone_on or plan.get("given") != before.get("given"):
         return after_step
     counted = dict(zip(before["data"], after_step["tokens"], strict=True))
-    return after_step | {"plan": plan, "tokens": [counted[data] for data in plan["data"]]}
+    tokens = [counted[data] for data in plan["data"]]
+    return resealed(after_step, plan=plan, tokens=tokens)
 
 
 def _check_group(ranks: int, group: "dist.ProcessGroup | None") -> None:

@@ -40,6 +40,7 @@ from tokenfeed.pipeline.caching.eviction import sweep
 from tokenfeed.pipeline.caching.node import Node
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.state import resealed
 
 SHARDS, RANKS, DELAY_MS = 100_000, 1024, 30.0
 CHARACTERS, SHARD_SIZE = 660_000_000, "224MB"
@@ -110,8 +111,8 @@ def case(name: str, url: str, cache: str, kept: str) -> Entry:
     next(batches)
     found["first_batch_s"] = time.perf_counter() - started
     found |= asked("first_batch", url, before)
-    middle = {"window": loader._plan.num_windows // 2, "micro_batch": 0}
-    state.write_text(json.dumps(loader.state_dict() | middle))
+    middle = loader._plan.num_windows // 2
+    state.write_text(json.dumps(resealed(loader.state_dict(), window=middle, micro_batch=0)))
     first, cpu, started = loader.position.window, cpu_seconds(), time.perf_counter()
     training = worker = 0
     while (windows := loader.position.window - first) < WINDOWS:

@@ -20,8 +20,7 @@ state. Torch-free, no I/O.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import accumulate
+from functools import cached_property, lru_cache
 from math import gcd
 from typing import NamedTuple, Self
 
@@ -68,12 +67,12 @@ def _mix_one(value: int) -> int:
     return value ^ value >> 31
 
 
-def permute(positions: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
+def permute(positions: np.ndarray, size: int | np.ndarray, key: int | np.ndarray) -> np.ndarray:
     """Apply a keyed permutation of range(size) to positions.
 
     Args:
         positions: Any shape, every value in [0, size).
-        size: Length of the permuted range.
+        size: Length of the permuted range. Or one length per position, int64.
         key: 64 bits; every key gives another permutation. Or one key per position, uint64.
 
     Returns:
@@ -84,51 +83,55 @@ def permute(positions: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarr
     return _walk(_feistel, positions, size, key)
 
 
-def unpermute(values: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
+def unpermute(values: np.ndarray, size: int | np.ndarray, key: int | np.ndarray) -> np.ndarray:
     """Invert `permute`, at the same cost."""
     return _walk(_unfeistel, values, size, key)
 
 
 def _walk(
-    network: Callable[[np.ndarray, int, list[np.ndarray]], np.ndarray],
+    network: Callable[..., np.ndarray],
     values: np.ndarray,
-    size: int,
+    size: int | np.ndarray,
     key: int | np.ndarray,
 ) -> np.ndarray:
-    """Apply a network repeatedly, until every value is below `size`.
+    """Apply a network repeatedly, until every value is below its `size`.
 
     The network permutes range(4 ** half_bits), which includes range(size). A value that leaves
     range(size) is permuted again until it returns ("cycle walking"), so the result is a permutation
     of range(size). Example with size 5, half_bits 2, so range(16): if the
     network sends 3 to 11 and 11 to 4, the result for 3 is 4.
     """
-    half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+    sizes = np.atleast_1d(np.asarray(size, np.uint64))
+    bits = np.frexp(np.maximum(sizes, 2) - 1)[1]  # `int.bit_length` of the largest value
+    half_bits = ((bits + 1) // 2).astype(np.uint64)
     begun = next_keys(0, key)
-    keys = [next_keys(begun, number) for number in range(_ROUNDS)]
-    reached = network(values.astype(np.uint64), half_bits, keys)
-    while (outside := reached >= size).any():
-        again = [part if part.size == 1 else part[outside] for part in keys]
-        reached[outside] = network(reached[outside], half_bits, again)
+    parts = [half_bits, *(next_keys(begun, number) for number in range(_ROUNDS))]
+    reached = network(values.astype(np.uint64), *parts)
+    while (outside := reached >= sizes).any():
+        again = (part if part.size == 1 else part[outside] for part in parts)
+        reached[outside] = network(reached[outside], *again)
     return reached.astype(np.int64)
 
 
-def _feistel(values: np.ndarray, half_bits: int, keys: list[np.ndarray]) -> np.ndarray:
+def _feistel(values: np.ndarray, half_bits: np.ndarray, *keys: np.ndarray) -> np.ndarray:
     """Permute values below 4 ** half_bits. `keys` has a key per round, or a key per round and
     value."""
-    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = values >> shift, values & mask
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    left, right = values >> half_bits, values & mask
     for key in keys:
         left, right = right, left ^ (mix64(right ^ key) & mask)
-    return left << shift | right
+    made: np.ndarray = left << half_bits | right
+    return made
 
 
-def _unfeistel(values: np.ndarray, half_bits: int, keys: list[np.ndarray]) -> np.ndarray:
+def _unfeistel(values: np.ndarray, half_bits: np.ndarray, *keys: np.ndarray) -> np.ndarray:
     """Undo `_feistel`."""
-    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = values >> shift, values & mask
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    left, right = values >> half_bits, values & mask
     for key in reversed(keys):
         left, right = right ^ (mix64(left ^ key) & mask), left
-    return left << shift | right
+    made: np.ndarray = left << half_bits | right
+    return made
 
 
 def derive_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
@@ -207,8 +210,8 @@ class SourceOrder(ABC):
         """Return the first place of a source in a window, and the place after the last."""
 
     @abstractmethod
-    def _shuffled(self, source: int, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Return the record batches of a source at some places, shape (K,), int64."""
+    def _shuffled(self, sources: np.ndarray, epoch: int, places: np.ndarray) -> np.ndarray:
+        """Return the record batches of some sources at some places, all of shape (K,), int64."""
 
     @abstractmethod
     def _places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
@@ -221,17 +224,18 @@ class SourceOrder(ABC):
         They ascend in each source, so that a shard is opened once; with `keeps_rows`, they have the
         order of reading.
         """
-        parts = []
-        for source, first in enumerate(accumulate(self.sizes[:-1], initial=0)):
-            start, stop = self.places(source, window)
-            if stop > start:
-                places = np.arange(start, stop)
-                if self.shuffle:
-                    batches = self._shuffled(source, epoch, places)
-                else:
-                    batches = places % self.sizes[source]
-                parts.append(first + (batches if self.keeps_rows else np.sort(batches)))
-        return np.concatenate(parts)
+        count = len(self.sizes)
+        starts, stops = np.array([self.places(each, window) for each in range(count)]).T
+        sources = np.repeat(np.arange(count), stops - starts)
+        offsets = starts + (stops - starts) - np.cumsum(stops - starts)
+        places = np.arange(len(sources)) + offsets[sources]
+        sizes = np.array(self.sizes)
+        if self.shuffle:
+            batches = self._shuffled(sources, epoch, places)
+        else:
+            batches = places % sizes[sources]
+        batches = batches + (np.cumsum(sizes) - sizes)[sources]
+        return batches if self.keeps_rows else np.sort(batches)
 
     def places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
         """Return the places of record batches of a source in one reading."""
@@ -272,12 +276,12 @@ class EpochOrder(SourceOrder):
         key = derive_key(self.seed, epoch, window)
         return Draw(key, cycle_key, cycle_epoch, self.num_windows)
 
-    def _shuffled(self, source: int, epoch: int, places: np.ndarray) -> np.ndarray:
-        size, rounds = self.sizes[source], self._rounds_of(source)
-        return batches_at(places, size, rounds, derive_key(self.seed, epoch, source))
+    def _shuffled(self, sources: np.ndarray, epoch: int, places: np.ndarray) -> np.ndarray:
+        sizes, rounds = np.array(self.sizes)[sources], np.array(self._rounds)[sources]
+        return batches_at(places, sizes, rounds, next_keys(derive_key(self.seed, epoch), sources))
 
     def _places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
-        size, rounds = self.sizes[source], self._rounds_of(source)
+        size, rounds = self.sizes[source], self._rounds[source]
         return places_at(batches, size, rounds, derive_key(self.seed, epoch, source), reading)
 
     def places(self, source: int, window: int) -> tuple[int, int]:
@@ -305,27 +309,31 @@ class EpochOrder(SourceOrder):
             first += phase.num_windows
         return windows
 
-    def _rounds_of(self, source: int) -> int:
-        """Return the number of windows that read a source once, at the rate of its first phase."""
-        size = self.sizes[source]
-        windows, batches = next(
-            (phase.num_windows, phase.batches[source])
-            for phase in self.phases
-            if phase.batches[source]
-        )
-        return min(size, max(1, round(size * windows / batches)))
+    @cached_property
+    def _rounds(self) -> tuple[int, ...]:
+        """Number of windows that read each source once, at the rate of its first phase."""
+        rounds = [0] * len(self.sizes)
+        for phase in self.phases:
+            for source, batches in enumerate(phase.batches):
+                if batches and not rounds[source]:
+                    per_reading = round(self.sizes[source] * phase.num_windows / batches)
+                    rounds[source] = min(self.sizes[source], max(1, per_reading))
+        return tuple(rounds)
 
 
-def batches_at(places: np.ndarray, size: int, num_rounds: int, key: int) -> np.ndarray:
-    """Return the record batches of a source at some places of its order, shape (K,), int64.
+def batches_at(
+    places: np.ndarray, size: int | np.ndarray, num_rounds: int | np.ndarray, key: int | np.ndarray
+) -> np.ndarray:
+    """Return the record batches at some places of a source's order, shape (K,), int64.
 
-    Reading r of the source has the places from r * size on, and a permutation of its own.
+    Reading r of the source has the places from r * size on, and a permutation of its own. For
+    places of several sources, the other arguments are arrays with one value per place.
     """
     reading, place = np.divmod(places, size)
     keys = next_keys(key, reading)
-    offset = derive_keys(keys, 3) % np.uint64(size)  # every reading has other strata
-    batches: np.ndarray = _stratified(place, size, num_rounds, keys)
-    return (batches + offset.astype(np.int64)) % size
+    batches = _stratified(place, size, num_rounds, keys)
+    made: np.ndarray = (batches + _offsets(keys, size)) % size
+    return made
 
 
 def places_at(
@@ -333,12 +341,18 @@ def places_at(
 ) -> np.ndarray:
     """Return the places of record batches in one reading: the inverse of `batches_at`."""
     keys = next_keys(key, reading)
-    offset = int(derive_keys(keys, 3)[0] % np.uint64(size))
-    values = (batches - offset) % size
+    values = (batches - _offsets(keys, size)) % size
     return reading * size + _unstratified(values, size, num_rounds, keys)
 
 
-def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray) -> np.ndarray:
+def _offsets(keys: np.ndarray, size: int | np.ndarray) -> np.ndarray:
+    """Return where the strata of each reading begin: every reading has other strata."""
+    return (derive_keys(keys, 3) % np.asarray(size, np.uint64)).astype(np.int64)
+
+
+def _stratified(
+    places: np.ndarray, size: int | np.ndarray, num_rounds: int | np.ndarray, keys: np.ndarray
+) -> np.ndarray:
     """Permute range(size) so that every round, a run of places, has one value of each stratum.
 
     Round r has the places from size * r // num_rounds on. A stratum is `num_rounds` consecutive
@@ -351,29 +365,19 @@ def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray
 
     Args:
         places: Places, shape (K,), int64.
-        size: Length of the permuted range.
-        num_rounds: Number of rounds, at most `size`.
+        size: Length of the permuted range, or one for each place.
+        num_rounds: Number of rounds, at most `size`, or one for each place.
         keys: 64-bit key of each place, shape (K,), uint64. Every key gives another permutation.
 
     Returns:
         The value at each place, shape (K,), int64.
     """
     rounds = (num_rounds * (places + 1) - 1) // size
-    begins = size * rounds // num_rounds
-    sizes = size * (rounds + 1) // num_rounds - begins
-    strata = np.empty(len(places), np.int64)
-    for count in np.unique(sizes).tolist():  # at most two different sizes
-        chosen = sizes == count
-        key, nth = derive_keys(keys[chosen], 0), (places - begins)[chosen]
-        strata[chosen] = permute(nth, count, derive_keys(key, rounds[chosen]))
-    full = size // num_rounds
-    values = np.empty(len(places), np.int64)
-    is_full = strata < full
-    of_stratum = derive_keys(derive_keys(keys[is_full], 1), strata[is_full])
-    values[is_full] = permute(rounds[is_full], num_rounds, of_stratum)
-    nth = (begins - rounds * full)[~is_full]  # rounds before it with a value of the last stratum
-    values[~is_full] = permute(nth, max(1, size % num_rounds), derive_keys(keys[~is_full], 2))
-    made: np.ndarray = strata * num_rounds + values
+    begins, stops = size * rounds // num_rounds, size * (rounds + 1) // num_rounds
+    strata = permute(places - begins, stops - begins, derive_keys(derive_keys(keys, 0), rounds))
+    # rounds before it with a value of the same stratum: of the last stratum, only some have one
+    nth = np.where(strata < size // num_rounds, rounds, begins - rounds * (size // num_rounds))
+    made: np.ndarray = strata * num_rounds + permute(nth, *_strata(strata, size, num_rounds, keys))
     return made
 
 
@@ -381,22 +385,23 @@ def _unstratified(values: np.ndarray, size: int, num_rounds: int, keys: np.ndarr
     """Invert `_stratified`: return the places of values. `keys` has the one key of them
     all."""
     strata, values = np.divmod(values, num_rounds)
-    full, extra = divmod(size, num_rounds)
-    is_full = strata < full
-    rounds = np.empty(len(values), np.int64)
-    of_stratum = derive_keys(derive_keys(keys, 1), strata[is_full])
-    rounds[is_full] = unpermute(values[is_full], num_rounds, of_stratum)
-    nth = unpermute(values[~is_full], max(1, extra), derive_keys(keys, 2))
-    rounds[~is_full] = ((nth + 1) * num_rounds - 1) // max(1, extra)
-    begins = size * rounds // num_rounds
-    sizes = size * (rounds + 1) // num_rounds - begins
-    places = np.empty(len(values), np.int64)
-    for count in np.unique(sizes).tolist():  # at most two different sizes
-        chosen = sizes == count
-        key = derive_keys(keys, 0)
-        nth = unpermute(strata[chosen], count, derive_keys(key, rounds[chosen]))
-        places[chosen] = begins[chosen] + nth
-    return places
+    lengths, of_strata = _strata(strata, size, num_rounds, keys)
+    nth = unpermute(values, lengths, of_strata)
+    rounds = ((nth + 1) * num_rounds - 1) // lengths
+    begins, stops = size * rounds // num_rounds, size * (rounds + 1) // num_rounds
+    of_rounds = derive_keys(derive_keys(keys, 0), rounds)
+    made: np.ndarray = begins + unpermute(strata, stops - begins, of_rounds)
+    return made
+
+
+def _strata(
+    strata: np.ndarray, size: int | np.ndarray, num_rounds: int | np.ndarray, keys: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the length of each stratum, and the key of its permutation; see `_stratified`."""
+    is_full = strata < size // num_rounds
+    lengths = np.where(is_full, num_rounds, size % num_rounds)
+    of_full = derive_keys(derive_keys(keys, 1), strata)
+    return lengths, np.where(is_full, of_full, derive_keys(keys, 2))
 
 
 _NEIGHBOURS = 16
@@ -405,27 +410,28 @@ _TRIED = 8
 """Numbers on each side of 0.618 * size among which `_stride` chooses."""
 
 
-def evenly(places: np.ndarray, size: int, key: int) -> np.ndarray:
+def evenly(places: np.ndarray, size: int | np.ndarray, key: int | np.ndarray) -> np.ndarray:
     """Return the values at some places of an endless order of range(size), shape (K,), int64.
 
     Any places in a row have values from all parts of the range, however many they are. Reading r
     has the places from r * size on, and every value once: strides of about 0.618 * size from a
     random value on. Then the values of every block of 16 neighbours change their places, so that
-    the same values do not meet in every reading. Example with size 8, a stride of 5 and blocks
-    of 2, from the value 3:
+    the same values do not meet in every reading. `size` and `key` may be arrays with one value per
+    place. Example with size 8, a stride of 5 and blocks of 2, from the value 3:
 
         strides             3 0 5 2 7 4 1 6
         blocks shuffled     2 1 5 3 6 4 0 7
     """
     reading, place = np.divmod(places, size)
     keys = next_keys(key, reading)
-    begins = (derive_keys(keys, 0) % np.uint64(size)).astype(np.int64)
-    return _in_blocks(permute, (begins + place * _stride(size)) % size, size, keys)
+    begins = (derive_keys(keys, 0) % np.asarray(size, np.uint64)).astype(np.int64)
+    strides = np.array(list(map(_stride, np.atleast_1d(size).tolist())))
+    return _in_blocks(permute, (begins + place * strides) % size, size, keys)
 
 
 def evenly_inverse(values: np.ndarray, size: int, key: int, reading: int) -> np.ndarray:
     """Return the places of values in one reading: the inverse of `evenly`."""
-    keys = next_keys(key, np.full(len(values), reading))
+    keys = next_keys(key, reading)
     begins = (derive_keys(keys, 0) % np.uint64(size)).astype(np.int64)
     strides = _in_blocks(unpermute, values, size, keys) - begins
     places: np.ndarray = reading * size + strides * pow(_stride(size), -1, size) % size
@@ -433,19 +439,17 @@ def evenly_inverse(values: np.ndarray, size: int, key: int, reading: int) -> np.
 
 
 def _in_blocks(
-    network: Callable[[np.ndarray, int, np.ndarray], np.ndarray],
+    network: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray],
     values: np.ndarray,
-    size: int,
+    size: int | np.ndarray,
     keys: np.ndarray,
 ) -> np.ndarray:
     """Permute the values of each block of neighbours, with one key per value. The last block may be
     shorter."""
-    made, block = np.empty(len(values), np.int64), values // _NEIGHBOURS
-    whole = size // _NEIGHBOURS
-    for width, chosen in ((_NEIGHBOURS, block < whole), (size % _NEIGHBOURS, block == whole)):
-        of_block, nth = block[chosen], values[chosen] % _NEIGHBOURS
-        of_key = derive_keys(derive_keys(keys[chosen], 1), of_block)
-        made[chosen] = of_block * _NEIGHBOURS + network(nth, width, of_key)
+    block, nth = np.divmod(values, _NEIGHBOURS)
+    width = np.minimum(_NEIGHBOURS, size - block * _NEIGHBOURS)
+    of_block = derive_keys(derive_keys(keys, 1), block)
+    made: np.ndarray = block * _NEIGHBOURS + network(nth, width, of_block)
     return made
 
 

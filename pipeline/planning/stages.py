@@ -53,6 +53,7 @@ from tokenfeed.pipeline.planning.order import (
     derive_key,
     evenly,
     evenly_inverse,
+    next_keys,
 )
 from tokenfeed.pipeline.planning.policies import describe, policy_of
 from tokenfeed.pipeline.planning.policy import Batching
@@ -176,7 +177,8 @@ def by_place(weights: Mapping[StorePath, float]) -> dict[object, float]:
     return found
 
 
-_Weight = Annotated[float, msgspec.Meta(ge=-(1 << 31))]
+_AtLeast = msgspec.Meta(ge=-(1 << 31))
+_Weight = Annotated[int, _AtLeast] | Annotated[float, _AtLeast]
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 61)]
 
 
@@ -484,8 +486,10 @@ class StagedOrder(SourceOrder):
             windows[chosen] = self.first_windows[number] + np.minimum(nth, stage.num_windows - 1)
         return windows
 
-    def _shuffled(self, source: int, epoch: int, places: np.ndarray) -> np.ndarray:
-        return evenly(places, self.sizes[source], self._key_of(source, epoch))
+    def _shuffled(self, sources: np.ndarray, epoch: int, places: np.ndarray) -> np.ndarray:
+        fingerprints = np.array([int(each, 16) for each in self.data], np.uint64)
+        keys = next_keys(derive_key(self.seed, epoch), fingerprints)
+        return evenly(places, np.array(self.sizes)[sources], keys[sources])
 
     def _places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
         return evenly_inverse(batches, self.sizes[source], self._key_of(source, epoch), reading)

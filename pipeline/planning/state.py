@@ -1,8 +1,8 @@
 """What a run has delivered, and its saved state.
 
 A state has a few integers, the settings of their plan, and a digest of all delivered rows. It does
-not contain ranks, workers, prefetching or devices, so a run can continue with other ones.
-Torch-free.
+not contain ranks, workers, prefetching or devices, so a run can continue with other ones. Its
+checksum detects a state that was damaged or edited. Torch-free.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,10 @@ from operator import add
 from typing import Annotated, Any, Self
 
 import msgspec
+import xxhash
 
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
+from tokenfeed.pipeline.format.manifest import canonical
 from tokenfeed.pipeline.planning.batching import Round
 from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
@@ -74,15 +76,15 @@ class Delivered:
     def state(self) -> dict[str, Any]:
         """Return the saved state, a JSON-serialisable dict."""
         has_stages = bool(self.plan.stages)
-        last = {"last_epoch_tokens": list(self.last_epoch_tokens)}
-        return {
-            "version": _STAGED_VERSION if has_stages else _VERSION,
-            "plan": msgspec.to_builtins(self.plan.settings()),
-            **self.position._asdict(),
-            "digest": f"{self.digest:016x}",
-            "tokens": list(self.tokens),
-            **(last if has_stages and self.last_epoch_tokens else {}),
-        }
+        saved = SavedState(
+            _STAGED_VERSION if has_stages else _VERSION,
+            self.plan.settings(),
+            *self.position,
+            f"{self.digest:016x}",
+            list(self.tokens),
+            list(self.last_epoch_tokens) if has_stages else [],
+        )
+        return saved.sealed()
 
     @classmethod
     def from_state(
@@ -141,7 +143,7 @@ def _moved(tokens: Sequence[int], data: Sequence[str], wanted: Sequence[str]) ->
     return tuple(counted.get(each, 0) for each in wanted)
 
 
-class SavedState(msgspec.Struct, frozen=True):
+class SavedState(msgspec.Struct, frozen=True, omit_defaults=True):
     """A saved state, with checked types and ranges."""
 
     version: int
@@ -154,6 +156,14 @@ class SavedState(msgspec.Struct, frozen=True):
     last_epoch_tokens: list[_Count] = []
     """With stages: tokens of each source in the list, if it was read to its end. A longer list goes
     on counting from them."""
+    checksum: str = ""
+    """Of all other fields."""
+
+    def sealed(self) -> dict[str, Any]:
+        """Return the state as a JSON-serialisable dict with its checksum."""
+        content: dict[str, Any] = msgspec.to_builtins(self)
+        content.pop("checksum", None)
+        return content | {"checksum": xxhash.xxh3_64_hexdigest(canonical(content))}
 
     @classmethod
     def checked(cls, state: object) -> Self:
@@ -176,9 +186,20 @@ class SavedState(msgspec.Struct, frozen=True):
                 "tokenfeed that saved the state, or start a new run."
             )
         try:
-            return msgspec.convert(dict(state), cls)
+            saved = msgspec.convert(dict(state), cls)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise ResumeError(f"cannot resume: this is not a loader state ({error}).") from error
+        if (expected := saved.sealed()["checksum"]) != saved.checksum:
+            raise ResumeError(
+                "cannot resume: the state was changed after it was saved: its checksum is "
+                f"{saved.checksum!r}, but its content has {expected!r}. Load an unchanged state."
+            )
+        return saved
+
+
+def resealed(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return a state with other fields, and the checksum of the result."""
+    return msgspec.convert(state | changes, SavedState).sealed()
 
 
 def first_difference(ours: PlanSettings, theirs: PlanSettings) -> tuple[str, object, object] | None:

@@ -11,7 +11,6 @@ from support import warm
     ("service", "left"),
     [
         ("wandb", "wandb/offline-run-*/run-run-*.wandb"),
-        ("tensorboard", "tensorboard/events.out.*"),
         ("trackio", "tracked"),
     ],
 )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -37,6 +38,7 @@ from tokenfeed.pipeline.format.manifest import CHECKSUM_KEY, Manifest, canonical
 from tokenfeed.pipeline.format.shard import ExpectedShard, ShardReader
 from tokenfeed.pipeline.format.shard_ranges import RangedShard
 from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.pipeline.planning.state import resealed
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.data_sets.adopt import adopt
 from tokenfeed.tools.data_sets.explain import Explain
@@ -68,6 +70,12 @@ def _seal_manifest(content: dict[str, Any]) -> bytes:
     return json.dumps(
         content | {CHECKSUM_KEY: xxhash.xxh3_64_hexdigest(canonical(content))}
     ).encode()
+
+
+def _seal_state(content: dict[str, Any]) -> bytes:
+    with contextlib.suppress(msgspec.ValidationError):  # refused before its checksum is compared
+        content = resealed(content)
+    return json.dumps(content).encode()
 
 
 def _seal_checkpoint(content: dict[str, Any]) -> bytes:
@@ -374,7 +382,7 @@ PARSERS = {
     "state": Parser(
         make=_make_state,
         reads=[_read_state, _explain],
-        seals={"state.json": lambda content: json.dumps(content).encode()},
+        seals={"state.json": _seal_state},
     ),
     "checkpoint": Parser(
         make=_make_checkpoint,

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from tokenfeed import Batch, Fixed, Packed, Padded, ShardDataset, ShardLoader
 from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.state import resealed
 
 MakeDataset = Callable[..., Path]
 Span = tuple[int, int, int]
@@ -26,6 +28,16 @@ POLICIES: list[Batching] = [
     Packed(sequence_length=256, batch_size=4, split=True),
     Fixed(batch_size=16),
 ]
+
+
+def with_settings(state: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """Return a state with other settings of its plan, and a right checksum if they have types and
+    ranges of settings."""
+    changed = state | {"plan": state["plan"] | settings}
+    try:
+        return resealed(changed)
+    except msgspec.ValidationError:
+        return changed
 
 
 PREAMBLE = """

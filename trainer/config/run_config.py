@@ -45,7 +45,7 @@ AttentionName = Literal["auto", "documents", "rows"]
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
-TrackerName = Literal["tensorboard", "wandb", "trackio"]
+TrackerName = Literal["wandb", "trackio"]
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"

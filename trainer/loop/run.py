@@ -97,8 +97,7 @@ def _begin(config: TrainConfig) -> TrainConfig:
         config = dataclasses.replace(config, resume=latest is not None)
     _check_folder(config)
     config.check()
-    check_trackers(config.track)
-
+    check_trackers(config)
     check_export(config)
     return config
 

@@ -57,7 +57,7 @@ from tokenfeed.trainer.report.progress_lines import (
     notes_on,
     remedies,
 )
-from tokenfeed.trainer.report.run_report import Report, StageTokens, tokens_of_stages, versions
+from tokenfeed.trainer.report.run_report import Report, StageTokens, planned_tokens, versions
 from tokenfeed.trainer.sensors.gpu import device_name
 from tokenfeed.trainer.sizing.run_plan import choose_micro_batch, gpu_of
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
@@ -221,6 +221,7 @@ class Trainer:
             for name in ("loss", "validation_loss", "skipped_steps")
         )
         step_sync, manifest, stall = self.step_sync, self.task.manifest, self.stall.report()
+        delivered = self.loader.stats().epoch_tokens if self.config.mixing else {}
         return Report(
             run_dir=str(self.config.run_dir),
             finished=self.is_finished,
@@ -246,23 +247,13 @@ class Trainer:
             device=device_name(self.device),
             precision=self.learner.precision.name,
             versions=versions(),
-            stages=self._stages([line.get("source_tokens", {}) for line in lines]),
+            stages=self._stages(delivered),
+            delivered=delivered,
             rows_by_length=list(manifest.split("train").length_histogram),
         )
 
-    def _source_tokens(self) -> dict[str, int]:
-        """Return the tokens of each data set; empty if the mixture does not change."""
-        return self.loader.stats().epoch_tokens if self.config.mixing else {}
-
-    def _stages(self, counts: list[dict[str, int]]) -> list[StageTokens]:
-        """Return the stages of the data, with tokens counted at progress lines.
-
-        Lines from before a data set was moved have its old name and are left out: the tokens up to
-        the next line are divided among the stages as planned.
-        """
-        if not self.config.mixing:
-            return []
-        present = self._source_tokens()
+    def _stages(self, delivered: Mapping[str, int]) -> list[StageTokens]:
+        """Return the stages of the data, which have delivered these tokens of each data set."""
 
         def shares(weights: Mapping[StorePath, float]) -> dict[str, float]:
             whole = sum(weights.values())
@@ -270,10 +261,9 @@ class Trainer:
 
         stages = [
             (each.until_tokens, shares(each.weights), shares(each.to or each.weights))
-            for each in self.loader.stages
+            for each in (self.loader.stages if delivered else ())
         ]
-        known = [each for each in counts if {n for n, count in each.items() if count} <= {*present}]
-        return tokens_of_stages(stages, [each for each in known if each])
+        return planned_tokens(stages, sum(delivered.values()))
 
     def _final_metrics(self) -> dict[str, Metrics]:
         """Return metrics by split: of the best weights if they are known, else of the last."""
@@ -402,9 +392,7 @@ class Trainer:
             self.saver.check()
         with self.stall.cause("log"):
             self.step_sync.wait()
-            skips = self.progress_log.write(
-                self.step, self.step_sync.tokens, self._source_tokens(), self.last_norm
-            )
+            skips = self.progress_log.write(self.step, self.step_sync.tokens, self.last_norm)
             gc.collect(1)
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:

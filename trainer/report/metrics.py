@@ -1,7 +1,7 @@
 """metrics.jsonl of a run: one object per progress line and per evaluation; and trackers.
 
-Rank 0 forwards each line to TensorBoard, Weights & Biases or trackio. A tracker that raises is
-logged once and disabled. The run continues.
+Rank 0 forwards each line to Weights & Biases or trackio. A tracker that raises is logged once and
+disabled. The run continues.
 """
 
 import contextlib
@@ -12,42 +12,49 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.storage import atomic_write, hold
-from tokenfeed.trainer.config.run_config import METRICS_FILE, TrackerName, TrainConfig
+from tokenfeed.trainer.config.run_config import METRICS_FILE, TrainConfig
+from tokenfeed.trainer.sensors.gpu import GpuReading
 from tokenfeed.trainer.stall.statistics import StepSeconds
 
 
-class _Gpu(msgspec.Struct, frozen=True):
-    memory_bytes: float | None = None
-    power_watts: float | None = None
+class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line of metrics.jsonl: all fields of a progress line, and fields of other lines that are
+    read again.
 
-
-class _Sample(msgspec.Struct, frozen=True):
-    prompt: str
-    text: str
-
-
-class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a line of metrics.jsonl that are read again."""
+    The file leaves out unknown figures. Rates cover the steps since the previous line.
+    """
 
     step: int
     loss: float | None = None
+    """Mean per target token, in nats, over the steps since the previous line with a finite loss;
+    None without such a step."""
     validation_loss: float | None = None
     learning_rate: float | None = None
     gradient_norm: float | None = None
+    """Norm of this step, before clipping; None if it was not finite and the step was skipped."""
     skipped_steps: int = 0
+    """Steps since the previous line that changed nothing: their gradients were not finite."""
+    tokens: int = 0
+    """Real tokens trained since the first step."""
     real_tokens_per_s: float | None = None
-    stall_causes: dict[str, float] | None = None
+    """None during warm-up."""
+    stall: float | None = None
+    """Fraction of the wall time, 0 to 1; None during warm-up."""
+    stall_causes: dict[str, float] = {}
+    """Share of the wall time by cause, without causes of 0."""
     step_seconds: StepSeconds | None = None
-    gpu: _Gpu | None = None
-    samples: list[_Sample] | None = None
+    """None during warm-up."""
+    gpu: GpuReading | None = None
+    samples: list[dict[str, str]] | None = None
 
 
 class MetricsFile:
@@ -74,12 +81,12 @@ class MetricsFile:
         kept = [line for line in self.read() if line["step"] <= until_step]
         self._file.truncate(sum(map(len, self._lines()[: len(kept)])))
 
-    def write(self, values: dict[str, Any]) -> None:
-        """Append a line. `values` has at least `step`."""
+    def write(self, values: MetricsLine | dict[str, Any]) -> None:
+        """Append a line. A dictionary has at least `step`."""
         line = msgspec.json.encode(values) + b"\n"  # null for infinity and NaN
         if self._file.write(line) < len(line):  # the last bytes that the disk had
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        self.on_line(values)
+        self.on_line(msgspec.to_builtins(values))
 
     def evaluation(self, step: int, split: str) -> dict[str, float]:
         """Return the metrics of a split at a step by name; empty if no line has them."""
@@ -124,43 +131,13 @@ _TRACKED_FILE = "tracked"
 _log = logging.getLogger(__name__)
 
 
-class Tracker(NamedTuple):
-    """The functions of an open tracker."""
-
-    log: Callable[[dict[str, float], int], None]
-    """Takes the figures of a step."""
-    finish: Callable[[], None]
-    """Sends or writes what is left."""
-
-
-def _open(name: TrackerName, config: TrainConfig) -> Tracker:
-    """Open a tracker. TensorBoard gets event files in the run's folder. `wandb` and `trackio` have
-    the same functions."""
-    if name == "tensorboard":
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        writer = SummaryWriter(str(config.run_dir / "tensorboard"))
-
-        def log(values: dict[str, float], step: int) -> None:
-            for key, value in values.items():
-                writer.add_scalar(key, value, step)
-
-        return Tracker(log, writer.close)
-    service, run_id = __import__(name), _id_of(config.run_dir)
-    named = {"id": run_id, "dir": str(config.run_dir)} if name == "wandb" else {}
-    project = os.environ.get(f"{name.upper()}_PROJECT", "tokenfeed")
-    settings = config.as_dict()
-    service.init(project=project, name=run_id, config=settings, resume="allow", **named)
-    return Tracker(lambda values, step: service.log(values, step=step), service.finish)
-
-
-def check_trackers(names: tuple[TrackerName, ...]) -> None:
+def check_trackers(config: TrainConfig) -> None:
     """Refuse trackers whose package is not installed.
 
     Raises:
         ConfigError: A package is missing.
     """
-    for name in names:
+    for name in config.track:
         if find_spec(name) is None:
             raise ConfigError(
                 f"`--track`={name}: the package {name} is not installed. Run `pip install {name}`, "
@@ -169,26 +146,30 @@ def check_trackers(names: tuple[TrackerName, ...]) -> None:
 
 
 class Trackers:
-    """The trackers of a run."""
+    """The trackers of a run: modules with the functions `init`, `log` and `finish`."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._open: dict[str, Tracker] = {}
-        for name in config.track if os.environ.get("RANK", "0") == "0" else ():
+        self._open: dict[str, Any] = {}
+        for name in config.track:
             with self._survived(name):
-                self._open[name] = _open(name, config)
+                service, run_id = import_module(name), _id_of(config.run_dir)
+                named = {"id": run_id, "dir": str(config.run_dir)} if name == "wandb" else {}
+                project = os.environ.get(f"{name.upper()}_PROJECT", "tokenfeed")
+                settings = config.as_dict()
+                service.init(project=project, name=run_id, config=settings, resume="allow", **named)
+                self._open[name] = service
 
     def log(self, line: dict[str, Any]) -> None:
         """Forward the numbers of a line of metrics.jsonl by name. Never raises."""
-        values = _numbers(line)
-        for name, tracker in [*self._open.items()]:
+        for name, service in [*self._open.items()]:
             with self._survived(name):
-                tracker.log(values, line["step"])
+                service.log(_numbers(line), step=line["step"])
 
     def finish(self) -> None:
         """Finish all trackers. Never raises."""
-        for name, tracker in [*self._open.items()]:
+        for name, service in [*self._open.items()]:
             with self._survived(name):
-                tracker.finish()
+                service.finish()
 
     @contextlib.contextmanager
     def _survived(self, name: str) -> Iterator[None]:

@@ -156,7 +156,7 @@ def _value_at(line: MetricsLine, path: str) -> float | None:
     found: Any = line
     for name in path.split("."):
         found = None if found is None else getattr(found, name)
-    return found if isinstance(found, float) else None
+    return found if isinstance(found, (int, float)) else None
 
 
 def _fits(value: float) -> bool:

@@ -1,15 +1,13 @@
 """What a run logs: its beginning, and progress lines. Nothing else in the loop waits for the
 device.
 
-A line on the console and an object in metrics.jsonl are made from the same `StepLog`, so they
-always agree. An unknown figure is null in the file and left out of the line.
+A line on the console is made from the same `MetricsLine` as the line of metrics.jsonl, so they
+always agree.
 """
 
-import dataclasses
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +18,11 @@ from tokenfeed.trainer.data.datasets import shown
 from tokenfeed.trainer.feeding.batch_policy import padding_remedy
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
-from tokenfeed.trainer.report.metrics import MetricsFile
-from tokenfeed.trainer.sensors.gpu import GpuReader, GpuReading, device_name
+from tokenfeed.trainer.report.metrics import MetricsFile, MetricsLine
+from tokenfeed.trainer.sensors.gpu import GpuReader, device_name
 from tokenfeed.trainer.sizing.recommended import epoch_of, knows_steps
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.stall_report import main_cause
-from tokenfeed.trainer.stall.statistics import StepSeconds
 from tokenfeed.trainer.tasks.task import Metrics, Task
 
 _TRIVIAL = (
@@ -42,58 +39,25 @@ MOST_SKIPPED = 20
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepLog:
-    """The state of a run at a step. Rates cover the steps since the previous line."""
-
-    step: int
-    loss: float | None
-    """Mean per target token, in nats, over the steps since the previous line with a finite loss;
-    None without such a step."""
-    learning_rate: float
-    gradient_norm: float | None
-    """Norm of this step, before clipping; None if it was not finite and the step was skipped."""
-    skipped_steps: int
-    """Steps since the previous line that changed nothing: their gradients were not finite."""
-    tokens: int
-    """Real tokens trained since the first step."""
-    source_tokens: dict[str, int]
-    """These tokens by data set; empty without `mixing`."""
-    real_tokens_per_s: float | None
-    """None during warm-up."""
-    stall: float | None
-    """Fraction of the wall time, 0 to 1; None during warm-up."""
-    stall_causes: dict[str, float]
-    """Share of the wall time by cause, without causes of 0."""
-    step_seconds: StepSeconds | None
-    """None during warm-up."""
-    gpu: GpuReading | None
-
-    def line(self, steps: int) -> str:
-        """Return the line for the console. `steps` is the last step of the run."""
-        parts = [
-            f"step {self.step:>{len(str(steps))}}/{steps}",
-            *([] if self.loss is None else [f"loss {self.loss:.4f}"]),
-            f"lr {self.learning_rate:.2e}",
-        ]
-        if self.real_tokens_per_s is not None and self.stall is not None:
-            # With its main cause: an evaluation must not look like a slow loader.
-            stall = f"stall {self.stall:.2%}{main_cause(self.stall_causes)}"
-            parts += [f"{self.real_tokens_per_s:,.0f} real tok/s", stall]
-        else:
-            parts.append("warming up")
-        if self.gpu is not None and self.gpu.memory_bytes is not None:
-            busy = "" if self.gpu.utilization is None else f" {self.gpu.utilization:.0%}"
-            parts.append(f"gpu {self.gpu.memory_bytes / 1e9:.1f} GB{busy}")
-        if self.skipped_steps:
-            parts.append(f"{self.skipped_steps} skipped")
-        return " | ".join(parts)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the object for metrics.jsonl. A missing loss and missing data sets are left
-        out."""
-        missing = [name for name in ("loss", "source_tokens") if getattr(self, name) in (None, {})]
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in missing}
+def console_line(line: MetricsLine, steps: int) -> str:
+    """Return a progress line for the console. `steps` is the last step of the run."""
+    parts = [
+        f"step {line.step:>{len(str(steps))}}/{steps}",
+        *([] if line.loss is None else [f"loss {line.loss:.4f}"]),
+        f"lr {line.learning_rate:.2e}",
+    ]
+    if line.real_tokens_per_s is not None and line.stall is not None:
+        # With its main cause: an evaluation must not look like a slow loader.
+        stall = f"stall {line.stall:.2%}{main_cause(line.stall_causes)}"
+        parts += [f"{line.real_tokens_per_s:,.0f} real tok/s", stall]
+    else:
+        parts.append("warming up")
+    if line.gpu is not None and line.gpu.memory_bytes is not None:
+        busy = "" if line.gpu.utilization is None else f" {line.gpu.utilization:.0%}"
+        parts.append(f"gpu {line.gpu.memory_bytes / 1e9:.1f} GB{busy}")
+    if line.skipped_steps:
+        parts.append(f"{line.skipped_steps} skipped")
+    return " | ".join(parts)
 
 
 class Skips(NamedTuple):
@@ -149,15 +113,12 @@ class ProgressLog:
         self._first_skipped = torch.where(is_first, step, self._first_skipped)
         self.is_behind = True
 
-    def write(
-        self, step: int, tokens: int, source_tokens: dict[str, int], norm: Tensor
-    ) -> Skips | None:
+    def write(self, step: int, tokens: int, norm: Tensor) -> Skips | None:
         """Write a line. This waits for the device.
 
         Args:
             step: The latest step.
             tokens: Real tokens trained so far.
-            source_tokens: These tokens by data set; empty if the mixture does not change.
             norm: Norm of the latest step's gradient.
 
         Returns:
@@ -172,14 +133,13 @@ class ProgressLog:
             return Skips(step - int(in_a_row) + 1, int(in_a_row))
         reading = self._stall.read()
         window, self._reading = reading.since(self._reading), reading
-        log = StepLog(
+        line = MetricsLine(
             step=step,
             loss=total / targets if targets else None,
             learning_rate=self._learner.rate(step),
             gradient_norm=latest_norm if math.isfinite(latest_norm) else None,
             skipped_steps=self._skipped - before,
             tokens=tokens,
-            source_tokens=source_tokens,
             real_tokens_per_s=window.tokens_per_s if window.steps else None,
             stall=window.fraction if window.steps else None,
             stall_causes={name: part for name, part in window.cause_fractions.items() if part},
@@ -187,8 +147,8 @@ class ProgressLog:
             gpu=self._gpu.read(),
         )
         if self._metrics:
-            self._metrics.write(log.as_dict())
-        _log.info("%s", log.line(self._steps))
+            self._metrics.write(line)
+        _log.info("%s", console_line(line, self._steps))
         return Skips(int(first), int(in_a_row)) if first else None
 
     def _empty_interval(self) -> tuple[Tally, Tensor]:

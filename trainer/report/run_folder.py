@@ -9,7 +9,7 @@ import msgspec
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
 from tokenfeed.trainer.report.metrics import MetricsLine
-from tokenfeed.trainer.report.run_report import Report, decode_json
+from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.stall.stall_report import StallReport
 
 
@@ -44,7 +44,8 @@ class RunData:
             data = path.read_bytes()
             if not config:
                 with contextlib.suppress(ValueError):
-                    return cls(folder=folder, stall=decode_json(data, _LoopReport).stall)
+                    loop = msgspec.json.decode(data, type=_LoopReport)
+                    return cls(folder=folder, stall=loop.stall)
             report = Report.of_json(data, folder)
         except FileNotFoundError:
             raise ConfigError(
@@ -53,7 +54,7 @@ class RunData:
             ) from None
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}. Give the folder of a run.") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             again = f" `train --resume --run-dir {folder}` writes it again." if config else ""
             raise ConfigError(
                 f"{path} is damaged, or from another version of tokenfeed ({error}).{again}"
@@ -79,7 +80,7 @@ def _lines(path: Path) -> list[MetricsLine]:
     found = []
     for line in _read(path).splitlines():
         try:
-            found.append(decode_json(line.encode(), MetricsLine))
-        except ValueError:
+            found.append(msgspec.json.decode(line, type=MetricsLine))
+        except (ValueError, RecursionError):
             continue
     return found

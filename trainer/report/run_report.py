@@ -7,14 +7,12 @@ killed run keeps what it measured.
 
 import functools
 import importlib.metadata
-import json
 import logging
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
@@ -25,19 +23,16 @@ from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER, PAGE_FILE, R
 from tokenfeed.trainer.stall.stall_report import StallReport, advice, speed_parts, stall_facts
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 RowsByLength = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
-_LARGEST_INT = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTokens:
-    """The tokens of a stage so far, by data set."""
+    """The tokens of a stage so far, by data set, as its weights plan them."""
 
     until: int | None
     """Tokens of the run at which the stage ends; None for the last one."""
-    planned: dict[str, float] = field(default_factory=dict)
-    delivered: dict[str, float] = field(default_factory=dict)
+    planned: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,16 +81,23 @@ class Report:
     versions: dict[str, str]
     stages: list[StageTokens] = field(default_factory=list)
     """The stages of `mixing` that the run has reached; empty without `mixing`."""
+    delivered: dict[str, int] = field(default_factory=dict)
+    """Tokens of each data set in all stages so far."""
     rows_by_length: RowsByLength = field(default_factory=list)
     """Rows of the split `train` by length in tokens: entry k counts those of 2**k up to
     2**(k+1) - 1."""
+
+    @property
+    def planned(self) -> Mapping[str, float]:
+        """Tokens of each data set in all stages so far, as the weights plan them."""
+        return {n: sum(s.planned.get(n, 0.0) for s in self.stages) for n in self.delivered}
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "Report | None":
         """The report in a run's folder; None if it is missing or damaged."""
         try:
             return cls.of_json((run_dir / REPORT_FILE).read_bytes(), run_dir)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
 
     @classmethod
@@ -103,10 +105,10 @@ class Report:
         """Decode report.json of the run that is in a folder now.
 
         Raises:
-            ValueError: It is not a report.
+            ValueError, RecursionError: It is not a report.
         """
         # The folder may have been moved or copied.
-        return replace(decode_json(data, cls), run_dir=str(run_dir))
+        return replace(msgspec.json.decode(data, type=cls), run_dir=str(run_dir))
 
     def write(self, run_dir: Path) -> None:
         """Write report.json, atomically."""
@@ -173,63 +175,26 @@ Shares = Mapping[str, float]
 """Shares of the tokens by data set. Their sum is 1."""
 
 
-def tokens_of_stages(
-    stages: Sequence[tuple[int | None, Shares, Shares]], counts: Sequence[Mapping[str, int]]
+def planned_tokens(
+    stages: Sequence[tuple[int | None, Shares, Shares]], tokens: int
 ) -> list[StageTokens]:
-    """Return the planned and delivered tokens of the stages that a run has reached.
-
-    If progress lines are on both sides of the end of a stage, the tokens between them are divided
-    between the two stages as planned.
-
-    Example: a stage of 100 tokens, half a and half b, then only a; counts of {a: 49, b: 51} and
-    {a: 149, b: 51}. The first stage has planned 50 and 50, and delivered 49 and 51. The second one
-    has planned and delivered 100.
+    """Return the planned tokens of the stages that a run has reached.
 
     Args:
         stages: Of each stage the tokens of the run at its end, and the shares at both ends.
-        counts: Tokens of each data set since the beginning of the run, at each progress line.
+        tokens: The tokens of the run so far.
     """
-    found = [StageTokens(until=until) for until, _, _ in stages]
-    for before, now in pairwise(({}, *counts)):
-        start, end, begin = sum(before.values()), sum(now.values()), 0
-        parts: list[tuple[StageTokens, dict[str, float]]] = []
-        for result, (until, first, last) in zip(found, stages, strict=True):
-            low, high = max(start, begin), end if until is None else min(end, until)
-            if high > low:
-                middle = 0.0 if until is None else ((low + high) / 2 - begin) / (until - begin)
-                shares = {name: first[name] + middle * (last[name] - first[name]) for name in first}
-                parts.append((result, {name: (high - low) * shares[name] for name in shares}))
-            begin = end if until is None else until
-        for result, planned in parts:
-            for name, tokens in planned.items():
-                result.planned[name] = result.planned.get(name, 0.0) + tokens
-        for name, tokens in now.items():
-            wanted = [planned.get(name, 0.0) for _, planned in parts]
-            if not any(wanted):  # not in the plan here: the rounding to whole record batches
-                wanted = [float(part == parts[-1]) for part in parts]
-            for (result, _), share in zip(parts, wanted, strict=True):
-                more = (tokens - before.get(name, 0)) * share / sum(wanted)
-                result.delivered[name] = result.delivered.get(name, 0.0) + more
-    return [result for result in found if result.planned]
-
-
-def decode_json(data: bytes, kind: type[T]) -> T:
-    """Decode JSON as a type.
-
-    Raises:
-        ValueError: It is not JSON, is of another type, is nested too deeply, or has an integer of
-            more than 64 bits.
-    """
-    try:
-        return msgspec.convert(json.loads(data, parse_int=_bounded), kind)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _bounded(text: str) -> int:
-    if abs(number := int(text)) > _LARGEST_INT:
-        raise ValueError(f"the number {text[:20]} has more than 64 bits")
-    return number
+    found, begin = [], 0
+    for until, first, last in stages:
+        end = tokens if until is None else min(tokens, until)
+        if end <= begin:
+            break
+        middle = 0.0 if until is None else (end - begin) / 2 / (until - begin)
+        shares = {name: first[name] + middle * (last[name] - first[name]) for name in first}
+        planned = {name: (end - begin) * share for name, share in shares.items()}
+        found.append(StageTokens(until=until, planned=planned))
+        begin = end
+    return found
 
 
 def _change(first: float | None, last: float | None) -> str:

@@ -195,7 +195,7 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
         (["--compile=yes"], r"`--compile`: takes no value\. See train --help"),
         (["--resume", "perhaps"], "`--resume`: expected true or false or auto, got perhaps"),
         (["--shards"], "`--shards` is empty"),
-        (["--track", "x"], "`--track`: expected a list of one of tensorboard, wandb, trackio"),
+        (["--track", "x"], "`--track`: expected a list of one of wandb, trackio"),
         ([], "`--shards` is needed"),
     ],
 )

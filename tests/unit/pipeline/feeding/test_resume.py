@@ -22,6 +22,7 @@ from support.delivery import (
     realistic_lengths,
     small_batches,
     spans,
+    with_settings,
 )
 
 from tokenfeed import Fixed, Mixture, Packed, Padded, ShardLoader, merge_states
@@ -238,8 +239,7 @@ def test_a_field_that_a_saved_policy_does_not_name_has_its_default(
     small_folder: Path, saved: str, now: Batching
 ) -> None:
     loader = open_loader(small_folder, now)
-    state = loader.state_dict()
-    state["plan"]["batching"] = saved
+    state = with_settings(loader.state_dict(), batching=saved)
     loader.load_state_dict(state)
 
 
@@ -266,8 +266,7 @@ def test_a_field_that_a_saved_policy_does_not_name_has_its_default(
 )
 def test_another_policy_and_no_policy_are_refused(small_folder: Path, saved: Any) -> None:
     loader = open_loader(small_folder, Padded(700))
-    state = loader.state_dict()
-    state["plan"]["batching"] = saved
+    state = with_settings(loader.state_dict(), batching=saved)
     with pytest.raises(ResumeError, match=r"(saved with |\$\.plan\.)batching"):
         loader.load_state_dict(state)
 
@@ -291,8 +290,7 @@ def test_junk_in_the_settings_of_a_state_is_refused_by_its_name(
     small_folder: Path, name: str, junk: Any
 ) -> None:
     loader = open_loader(small_folder)
-    state = loader.state_dict()
-    state["plan"][name] = junk
+    state = with_settings(loader.state_dict(), **{name: junk})
     with pytest.raises(ResumeError, match=rf"(saved with |\$\.plan\.){name}"):
         loader.load_state_dict(state)
 
@@ -313,12 +311,10 @@ def test_what_is_no_state_is_no_state_wherever_it_is_given(small_folder: Path, j
 )
 def test_merging_refuses_junk(small_folder: Path, name: str, junk: Any) -> None:
     state = open_loader(small_folder).state_dict()
-    state["plan"][name] = junk
     with pytest.raises(ResumeError, match="not a loader state"):
-        merge_states([state])
-    state["plan"] |= {"stream": 0, "num_streams": 10**12}
+        merge_states([with_settings(state, **{name: junk})])
     with pytest.raises(ResumeError, match="the state of stream 1 of"):
-        merge_states([state])
+        merge_states([with_settings(state, stream=0, num_streams=10**12)])
 
 
 def test_a_state_goes_through_pickle_with_the_loader(small_folder: Path) -> None:

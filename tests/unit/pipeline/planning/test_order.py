@@ -195,6 +195,18 @@ def test_places_are_the_inverse_of_batches(size: int, data: st.DataObject, key: 
         assert evenly_inverse(even, size, key, reading).tolist() == places.tolist()
 
 
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 2**64 - 1)), min_size=1, max_size=9))
+def test_orders_of_several_sources_equal_the_order_of_each(sources: list[tuple[int, int]]) -> None:
+    sizes = np.array([size for size, _ in sources]).repeat(7)
+    keys = np.array([key for _, key in sources], np.uint64).repeat(7)
+    places, rounds = np.arange(len(sizes)) * 5, (sizes + 2) // 3
+    together = batches_at(places, sizes, rounds, keys), evenly(places, sizes, keys)
+    for nth, (size, key) in enumerate(sources):
+        own = slice(7 * nth, 7 * nth + 7)
+        alone = batches_at(places[own], size, (size + 2) // 3, key), evenly(places[own], size, key)
+        assert [each[own].tolist() for each in together] == [each.tolist() for each in alone]
+
+
 def test_even_order_never_changes_between_releases() -> None:
     """Order is part of saved states: these values may only change with the state's version."""
     assert evenly(np.arange(38, 46), 40, key=1).tolist() == [20, 0, 0, 36, 21, 5, 3, 18]

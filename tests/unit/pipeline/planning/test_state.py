@@ -18,7 +18,7 @@ from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.state import Delivered
+from tokenfeed.pipeline.planning.state import Delivered, resealed
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.reader import Window
 
@@ -232,8 +232,7 @@ def test_a_position_beyond_the_window_is_refused_when_it_is_read() -> None:
 JUNK: list[tuple[str, Any]] = [
     *[(name, value) for name in ("epoch", "window", "micro_batch") for value in (0.5, -1, True)],
     *[(name, 10**30) for name in ("epoch", "window", "micro_batch")],
-    ("window", 3),
-    *[("tokens", value) for value in ([0.5], [10**30], "1", [], [1, 2])],
+    *[("tokens", value) for value in ([0.5], [10**30], "1")],
     *[("digest", value) for value in ("0x00000000000000", " 0123456789abcde", 5, "1" * 17)],
     *[("version", value) for value in (1, 2.5, None)],
     *[("plan", value) for value in ([1], {1: 2}, {})],
@@ -247,3 +246,25 @@ def test_junk_in_a_state_is_refused_in_one_line(name: str, junk: Any) -> None:
     for damaged in (state | {name: junk}, without):
         with pytest.raises(ResumeError, match=r"^cannot resume: .*$"):
             Delivered.from_state(plan, damaged)
+
+
+def test_edited_numbers_of_a_state_are_refused_by_its_checksum() -> None:
+    plan, state = saved()
+    changes: list[dict[str, Any]] = [
+        *({name: state[name] + 1} for name in ("epoch", "window", "micro_batch")),
+        {"digest": "0" * 16},
+        {"tokens": [state["tokens"][0] + 1]},
+        {"plan": state["plan"] | {"skip": {plan.data[0]: [(0, 1)]}}},
+        {"checksum": "0" * 16},
+        {"checksum": ""},
+    ]
+    for change in changes:
+        with pytest.raises(ResumeError, match=r"was changed after it was saved.*checksum"):
+            Delivered.from_state(plan, state | change)
+
+
+@pytest.mark.parametrize("changes", [{"window": 3}, {"tokens": []}, {"tokens": [1, 2]}], ids=str)
+def test_a_state_of_no_place_in_the_plan_is_refused(changes: dict[str, Any]) -> None:
+    plan, state = saved()
+    with pytest.raises(ResumeError, match=r"^cannot resume: the (plan has no|state has the tok)"):
+        Delivered.from_state(plan, resealed(state, **changes))

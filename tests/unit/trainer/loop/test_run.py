@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -37,7 +38,8 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.report.progress_lines import StepLog, notes_on
+from tokenfeed.trainer.report.metrics import MetricsLine
+from tokenfeed.trainer.report.progress_lines import console_line, notes_on
 from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.sensors.gpu import GpuReading
 from tokenfeed.trainer.stall import CAUSES
@@ -435,28 +437,28 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(
 
 
 def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -> None:
-    log = StepLog(
+    log = MetricsLine(
         step=20,
         loss=5.25,
         learning_rate=1e-3,
         gradient_norm=0.5,
         skipped_steps=0,
         tokens=4096,
-        source_tokens={},
         real_tokens_per_s=12345.6,
         stall=0.0123,
         stall_causes={"data": 0.0013, "evaluation": 0.011},
         step_seconds=None,
         gpu=GpuReading(memory_bytes=12_300_000_000, utilization=0.98),
     )
-    assert log.line(1000) == (
+    assert console_line(log, 1000) == (
         "step   20/1000 | loss 5.2500 | lr 1.00e-03 | 12,346 real tok/s "
         "| stall 1.23% (evaluation 1.10) | gpu 12.3 GB 98%"
     )
-    skipped = dataclasses.replace(log, skipped_steps=3, gpu=None)
-    assert skipped.line(1000).endswith("stall 1.23% (evaluation 1.10) | 3 skipped")
-    hardly_any = dataclasses.replace(log, stall=0.0001, stall_causes={"data": 0.0001}, gpu=None)
-    assert hardly_any.line(1000).endswith("| stall 0.01%")
+    skipped = msgspec.structs.replace(log, skipped_steps=3, gpu=None)
+    assert console_line(skipped, 1000).endswith("stall 1.23% (evaluation 1.10) | 3 skipped")
+    causes = {"data": 0.0001}
+    hardly_any = msgspec.structs.replace(log, stall=0.0001, stall_causes=causes, gpu=None)
+    assert console_line(hardly_any, 1000).endswith("| stall 0.01%")
 
 
 @pytest.mark.parametrize(
