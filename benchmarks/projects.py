@@ -42,7 +42,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -63,8 +62,8 @@ ROWS, LENGTH, VOCABULARY = 8, 256, 2048
 TITAN_ROWS = 2  # torchtitan's attention computes all pairs of a batch on a CPU
 WARMUP, EVERY, DOCUMENTS = 10, 50, 200
 """Steps that are not timed; a document of each so many is held out; documents to validate on."""
-WHOLE = Packed(LENGTH, ROWS, fill=True)
-"""The batches of our adapter for nanoGPT and nanochat."""
+FULL = Packed(LENGTH, ROWS, fill=True, split=True)
+"""The batches of our adapters for nanoGPT, nanochat and torchtitan."""
 PAGE = Path(__file__).parents[1] / "docs" / "how" / "projects.md"
 OWN, OURS, RESUMED = "own", "tokenfeed", "resumed"
 
@@ -211,7 +210,7 @@ def nanogpt(options: argparse.Namespace) -> Entry:
     sys.argv = ["train.py", *(f"--{name}={value}" for name, value in settings.items())]
     script = partial(runpy.run_path, "train.py", run_name="__main__")
     steps, names = trained(script, r"iter (\d+): loss ([\d.]+), time ([\d.]+)ms")
-    return entry(options, steps, shards, lambda ids: names["raw_model"](ids, ids)[0], WHOLE)
+    return entry(options, steps, shards, lambda ids: names["raw_model"](ids, ids)[0], FULL)
 
 
 def nanochat(options: argparse.Namespace) -> Entry:
@@ -236,7 +235,7 @@ def nanochat(options: argparse.Namespace) -> Entry:
     script = partial(runpy.run_module, "scripts.base_train", run_name="__main__", alter_sys=True)
     pattern = r"step (\d+)/\d+ .*?loss: ([\d.]+) .*?dt: ([\d.]+)ms"
     steps, names = trained(script, pattern)
-    return entry(options, steps, shards, names["orig_model"], WHOLE)
+    return entry(options, steps, shards, names["orig_model"], FULL)
 
 
 def litgpt(options: argparse.Namespace) -> Entry:
@@ -342,7 +341,7 @@ def torchtitan(options: argparse.Namespace) -> Entry:
         masks = model.get_attention_masks(positions=positions)
         return model(ids[0], positions=positions, attention_masks=masks)[None]
 
-    return entry(options, steps, shards, logits, replace(WHOLE, split=True), TITAN_ROWS)
+    return entry(options, steps, shards, logits, FULL, TITAN_ROWS)
 
 
 TINY = [("dim = 256\n", "dim = 64\n"), ("n_heads = 16\n", "n_heads = 2\n"), ("= 6\n", "= 2\n")]

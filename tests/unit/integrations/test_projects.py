@@ -36,7 +36,9 @@ def nanochat_batches(shards: Path, split: str = "train", **settings: Any) -> Ite
 
 
 def test_nanochat_gets_targets_of_the_same_document(shards: Path) -> None:
-    with ShardLoader(shards, batching=Packed(16, 4, fill=True), num_workers=0) as loader:
+    with ShardLoader(
+        shards, batching=Packed(16, 4, fill=True, split=True), num_workers=0
+    ) as loader:
         expected = list(loader)
     made = list(islice(nanochat_batches(shards), len(expected)))
     for (inputs, targets, _), batch in zip(made, expected, strict=True):
