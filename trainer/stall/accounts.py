@@ -108,12 +108,17 @@ class Accounts:
         that are not measured."""
         self._ahead: dict[SpanKind, LinearFit] = {}
         """References from spans with the host ahead of the device at both ends."""
+        self._partly: dict[SpanKind, LinearFit] = {}
+        """Upper bounds of references from spans behind a spin that were queued only in part, since
+        the queue of a device is limited."""
         self._spin = 0.0
         """Length of a spin just before the next span; 0 without a spin."""
         self._host_seconds: dict[SpanKind, float] = {}
         """Usual host seconds to queue a span."""
         self._waiting: set[SpanKind] = set()
         """Kinds of spans inside which the host waits for the device."""
+        self._has_full_queue = False
+        """Whether the host is held up inside spans by a full queue, and not by waits."""
         self._usual: dict[SpanKind, LinearFit] = {}
         """Usual device seconds of a span, waits included."""
         self.behind_share = 0.0
@@ -126,6 +131,16 @@ class Accounts:
     def waits_inside(self) -> bool:
         """Whether the host was seen to wait for the device inside a span."""
         return bool(self._waiting)
+
+    def blame_queue(self) -> None:
+        """Take it that a full queue holds up the host inside spans: its code waits nowhere.
+
+        The rest of such a span is queued while the device works, so the span is queued in part.
+        """
+        self._has_full_queue = True
+        for kind in self._waiting:
+            self._partly[kind] = self._queued.pop(kind)
+        self._waiting.clear()
 
     def add(self, phase: Phase, start: Moment, end: Moment) -> None:
         """Add a segment."""
@@ -174,7 +189,10 @@ class Accounts:
         """Return the sums of all whole steps so far. Later steps do not change the reading."""
         kinds = self._queued.keys() | self._ahead.keys()
         references = {kind: line for kind in kinds if (line := self._reference(kind)) is not None}
-        return copy.deepcopy(dataclasses.replace(self._sums, references=references))
+        bounds = {kind: line for kind, line in self._partly.items() if kind not in references}
+        return copy.deepcopy(
+            dataclasses.replace(self._sums, references=references, upper_references=bounds)
+        )
 
     def _reference(self, kind: SpanKind) -> LinearFit | None:
         """Return the reference of a kind of spans, preferably from spans behind a full queue."""
@@ -288,6 +306,8 @@ class Accounts:
         usual = self._host_seconds.setdefault(span.kind, host)
         if not span.spin:
             self._host_seconds[span.kind] = min(host, 1.1 * usual)
+        elif self._has_full_queue:
+            pass
         elif host - usual > 0.5 * span.spin and lead <= _LEAST_LEAD_SECONDS:
             self._waiting.add(span.kind)
             span.is_queued = True  # its kernels were queued in time, up to the wait
@@ -311,9 +331,9 @@ class Accounts:
     def _add_references(self) -> None:
         """Add references from a step that is not measured: only spans behind a spin."""
         for span in self._step.spans:
-            if span.spin and span.is_queued:
-                fit = self._queued.setdefault(span.kind, LinearFit())
-                fit.add(span.slots, span.seconds)
+            if span.spin:
+                fits = self._queued if span.is_queued else self._partly
+                fits.setdefault(span.kind, LinearFit()).add(span.slots, span.seconds)
 
     def _blame(self, cause: Cause) -> None:
         """Charge the time by which this step's spans took longer than usual to a cause."""
@@ -351,13 +371,15 @@ class Accounts:
         if span.is_known:
             fits = self._queued if span.is_queued else self._ahead
             fits.setdefault(span.kind, LinearFit()).add(span.slots, span.seconds)
+        elif span.spin:
+            self._partly.setdefault(span.kind, LinearFit()).add(span.slots, span.seconds)
         if span.is_queued and not span.hidden_idle:
             return 0.0
         charge = Charge(span.kind, span.cause)
         self._sums.work.setdefault(charge, WorkSums()).add(span)
         alone = WorkSums()
         alone.add(span)
-        reference = self._reference(span.kind)
+        reference = self._reference(span.kind) or self._partly.get(span.kind)
         self._step.gaps[span.cause] += idle_seconds(alone, reference, span.cause)
         return 0.0 if span.is_known or not self._needs_reference(charge) else span.bound
 

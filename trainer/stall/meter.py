@@ -309,6 +309,8 @@ class StallMeter:
         waits.end_step()
         if self._accounts.waits_inside and not waits.has_looked:
             self.find_waits()
+        elif self._accounts.waits_inside and waits.found_none:
+            self._accounts.blame_queue()
         if calibration is not None:
             calibration.end_step(self._clock.now(), self._accounts.behind_share)
 

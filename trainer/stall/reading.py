@@ -208,6 +208,9 @@ class StallReading:
     """Spans of work that may have been idle in part."""
     references: dict[SpanKind, LinearFit] = field(default_factory=dict)
     """Seconds that spans take on a device that never waits, by kind."""
+    upper_references: dict[SpanKind, LinearFit] = field(default_factory=dict)
+    """Upper bounds of these seconds, for kinds without a reference. So idle time has a lower
+    bound."""
     marking_seconds: float = 0.0
     """Host seconds of the meter's marks. Without the marks the device may have idled less."""
 
@@ -216,8 +219,11 @@ class StallReading:
         """Idle seconds by cause."""
         seconds: dict[Cause, float] = {cause: self.gaps.get(cause, 0.0) for cause in CAUSES}
         for (kind, cause), sums in self.work.items():
-            seconds[cause] += idle_seconds(sums, self.references.get(kind), cause)
+            seconds[cause] += idle_seconds(sums, self._reference(kind), cause)
         return seconds
+
+    def _reference(self, kind: SpanKind) -> LinearFit | None:
+        return self.references.get(kind) or self.upper_references.get(kind)
 
     @property
     def tokens_per_s(self) -> float:
@@ -239,7 +245,7 @@ class StallReading:
     def unseen_seconds(self) -> float:
         """Upper bound of further idle time: in spans without a reference."""
         return sum(
-            sums.bound
+            sums.bound - idle_seconds(sums, self.upper_references.get(kind), cause)
             for (kind, cause), sums in self.work.items()
             if cause != "other" and kind not in self.references
         )
@@ -259,12 +265,13 @@ class StallReading:
         counts: dict[SpanKind, float] = defaultdict(float)
         bounds: dict[SpanKind, float] = defaultdict(float)
         for (kind, charged), sums in self.work.items():
-            if kind in self.references and cause in (None, charged):
+            if self._reference(kind) is not None and cause in (None, charged):
                 counts[kind] += sums.count
                 bounds[kind] += sums.bound
         squares = (
-            min(self.references[kind].half_width(count), bounds[kind]) ** 2
+            min(line.half_width(count), bounds[kind]) ** 2
             for kind, count in counts.items()
+            if (line := self._reference(kind)) is not None
         )
         return math.sqrt(sum(squares))
 
@@ -284,5 +291,6 @@ class StallReading:
                 for charge, sums in self.work.items()
             },
             references=self.references,
+            upper_references=self.upper_references,
             marking_seconds=self.marking_seconds - earlier.marking_seconds,
         )

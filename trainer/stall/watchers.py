@@ -180,6 +180,8 @@ class WaitFinder:
         self._left = self._steps = 0
         self._caught: Any = None
         self._mode_before: Any = None
+        self._can_look = False
+        """Whether torch can warn of waits."""
 
     @property
     def is_looking(self) -> bool:
@@ -190,6 +192,11 @@ class WaitFinder:
     def has_looked(self) -> bool:
         """Whether any step was examined, or will be."""
         return self._steps + self._left > 0
+
+    @property
+    def found_none(self) -> bool:
+        """Whether steps were examined by torch, and no line waited."""
+        return self._steps > 0 and not self.is_looking and self._can_look and not self._lines
 
     def begin(self, steps: int) -> None:
         """Examine this many steps from now on."""
@@ -237,6 +244,7 @@ class WaitFinder:
         try:
             self._mode_before = cuda.get_sync_debug_mode()
             cuda.set_sync_debug_mode(mode)
+            self._can_look = True
         except (AttributeError, RuntimeError):  # a build of torch without sync debug mode
             self._mode_before = None
 
