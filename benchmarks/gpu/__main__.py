@@ -18,6 +18,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ __all__ = ["PARTS", "RUNS", "compared", "comparison", "predicted_step"]
 
 Entry = dict[str, Any]
 
+PYTEST = ["-m", "pytest", "-q", "-m", "cuda", "--no-header", "-p", "no:cacheprovider"]
 CASE = ["-m", "benchmarks.gpu.case"]
 STALL_CASE = ["-m", "benchmarks.stall.case"]
 RUNS: dict[str, Entry] = {
@@ -40,9 +43,20 @@ RUNS: dict[str, Entry] = {
 }
 """Settings of what is trained."""
 COMPILED: dict[str, Entry] = {"lm compiled": {"compile": True}}
+TESTS = Path(__file__).parents[2] / "tests"
+CHECKS = ("tests", "races", "waits")
+"""What measures no time."""
+CHECK_BYTES = 16_000_000_000
+"""Memory of a GPU that a check may need."""
 NEEDS_CUDA = ("tests", "races", "waits", "stall")
+
+
+def _needs_cuda(path: Path) -> bool:
+    return "mark.cuda" in path.read_text()
+
+
 PARTS: dict[str, list[str]] = {
-    "tests": ["-m", "pytest", "-q", "-m", "cuda", "--no-header", "-p", "no:cacheprovider"],
+    "tests": [*PYTEST, *(str(path) for path in TESTS.rglob("test_*.py") if _needs_cuda(path))],
     "races": [*CASE, "races"],
     **{f"waits {name}": [*CASE, "waits"] for name in RUNS},
     "loader": [*CASE, "loader"],
@@ -52,6 +66,31 @@ PARTS: dict[str, list[str]] = {
 }
 """What is run, by name: the first word says what, the rest with which settings."""
 PATIENCE_SECONDS = 1800
+
+
+def run_parts(data: Path, options: argparse.Namespace) -> Iterator[Entry]:
+    """Run checks side by side, as many as fit the GPU, and then one measurement after the other."""
+    checks = [name for name in options.parts if name.split()[0] in CHECKS]
+    at_once = 1
+    if options.device == "cuda":
+        at_once = max(1, torch.cuda.get_device_properties(0).total_memory // CHECK_BYTES)
+    with ThreadPoolExecutor(at_once) as pool:
+        yield from pool.map(lambda name: run_part(name, data, options), checks)
+    measured: dict[str, Entry] = {}
+    for name in options.parts:
+        if name not in checks:
+            measured[name] = found = run_part(name, data, options)
+            if name.startswith("stall ") and "tokens_per_s" in found:
+                mended = measured.get("stall none", {})
+                found["measured_gain"] = gain(found, mended)
+            yield found
+
+
+def gain(faulty: Entry, mended: Entry) -> float | None:
+    """Return how much faster the loop is without the fault; None if it is another loop."""
+    if not mended.get("tokens_per_s") or faulty["loop"] != mended["loop"]:
+        return None
+    return float(mended["tokens_per_s"] / faulty["tokens_per_s"])
 
 
 def run_part(name: str, data: Path, options: argparse.Namespace) -> Entry:
@@ -69,6 +108,7 @@ def run_part(name: str, data: Path, options: argparse.Namespace) -> Entry:
         return {"part": name, "outcome": f"failed: took more than {PATIENCE_SECONDS} s"}
     last = last_line(said.stdout)
     if said.returncode:
+        print(said.stdout if what == "tests" else said.stderr, file=sys.stderr, flush=True)
         reason = last if what == "tests" else last_line(said.stderr)
         return {"part": name, "outcome": f"failed: {reason or f'ended with {said.returncode}'}"}
     found = {"tests": last} if what == "tests" else json.loads(last)
@@ -167,11 +207,11 @@ def main() -> None:
         data = options.data or Path(folder)
         make_data(data, small=options.small)
         results = []
-        for name in options.parts:
-            results.append(run_part(name, data, options))
-            print(json.dumps(results[-1]), flush=True)
-            if results[-1].get("compared"):
-                print(comparison(results[-1]), flush=True)
+        for found in run_parts(data, options):
+            results.append(found)
+            print(json.dumps(found), flush=True)
+            if found.get("compared"):
+                print(comparison(found), flush=True)
     about = machine(options.device)
     if options.results is not None:
         name = slug(options.name or about["device"])

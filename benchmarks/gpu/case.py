@@ -70,6 +70,7 @@ SMALL = Scale(
 )
 TRACED_STEPS = 2
 WAITING_STEPS = 20
+LONGEST_KERNELS = 40
 
 
 def policies(scale: Scale) -> dict[str, Batching]:
@@ -93,11 +94,13 @@ def races(data: Path, device: str, scale: Scale) -> Entry:
 
 def waits(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
     """Steps in which only log lines, saves and evaluations may wait; torch raises at a wait."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, waits_are_errors():
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         steps = {"steps": WAITING_STEPS, "log_every": 5}
         trainer = Trainer(config(data, device, scale, Path(folder) / "run", settings | steps))
         with contextlib.closing(trainer):
-            trainer.train(lambda: False)
+            with waits_are_errors():
+                trainer.train(lambda: False)
+            trainer.finish()
     return {"steps": WAITING_STEPS}
 
 
@@ -170,22 +173,37 @@ def speed(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
         "step_tokens": tokens,
         "compile": device == "cuda",
         "attention": "rows",
-        "profile": f"{scale.steps - TRACED_STEPS + 1}:{scale.steps}",
     }
+    traced = {"steps": TRACED_STEPS + 5, "profile": f"6:{TRACED_STEPS + 5}"}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        run = config(data, device, scale, Path(folder) / "run", settings)
+        run = config(data, device, scale, Path(folder) / "run", dict(settings))
         plan = RunPlan(replace(run, precision="bf16" if device == "cuda" else "fp32"), None)
         report = train(run, lambda: False)
-        trace = json.loads((run.run_dir / "profile" / "trace.json").read_text())
-    kernels = sum(event.get("cat") == "kernel" for event in trace["traceEvents"])
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+        # A run of its own: a profiler slows what comes after it.
+        profiled = config(data, device, scale, Path(folder) / "traced", settings | traced)
+        train(profiled, lambda: False)
+        trace = json.loads((profiled.run_dir / "profile" / "trace.json").read_text())
+    kernels: dict[str, list[float]] = {}
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "kernel":
+            kernels.setdefault(event["name"], []).append(event["dur"] / 1e3)
+    by_time = sorted(kernels.items(), key=lambda item: -sum(item[1]))
     return {
         "model": report.model,
         "precision": report.precision,
         "tokens_per_step": tokens,
         "tokens_per_s": report.real_tokens_per_s and round(report.real_tokens_per_s),
         "mfu": report.stall.mfu,
-        "kernels": kernels / TRACED_STEPS if device == "cuda" else None,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "kernels": sum(map(len, kernels.values())) / TRACED_STEPS if device == "cuda" else None,
+        "longest_kernels": {
+            name[:100]: {
+                "launches": len(times) / TRACED_STEPS,
+                "milliseconds": round(sum(times) / TRACED_STEPS, 3),
+            }
+            for name, times in by_time[:LONGEST_KERNELS]
+        },
+        "peak_memory_bytes": peak,
         "predicted_memory_bytes": plan.peak(run),
         "stall": asdict(report.stall),
     }
