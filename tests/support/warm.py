@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.reduction import DupFd
@@ -224,6 +225,8 @@ def _become(
     passed: dict[int, _Inherited],
 ) -> None:
     gc.freeze()  # else collections would look at, and copy, all that was imported
+    # At the exit, the finalizers of torch's operators would take 50 ms.
+    weakref.finalize._registry = {}  # type: ignore[attr-defined]
     if is_leader:
         os.setsid()
     for number, stream in enumerate(streams):

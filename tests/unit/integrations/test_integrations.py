@@ -134,18 +134,6 @@ def test_dataloader_face_transforms_batches_and_resumes(folder: Path) -> None:
     assert [(ids.tolist(), targets.tolist()) for ids, targets in [*given, *rest]] == expected
 
 
-def test_dataloader_face_of_validation_begins_anew(both_splits: Path) -> None:
-    settings = {"split": "validation", "num_workers": 0, "window_tokens": 1000}
-    face = StatefulShardLoader(open_loader(both_splits, Fixed(8), **settings))
-    whole = ids_of(face)
-    assert ids_of(islice(face, 3)) == whole[:3]
-    assert ids_of(face) == whole
-    train = StatefulShardLoader(open_loader(both_splits, Fixed(8), **settings | {"split": "train"}))
-    first = ids_of(islice(train, 3))
-    train.rewind()
-    assert ids_of(islice(train, 3)) == first
-
-
 def test_accelerate_neither_splits_nor_loses_batches(folder: Path, tmp_path: Path) -> None:
     from accelerate import Accelerator
 

@@ -1,6 +1,12 @@
 """Leaves out what tests parts that are not installed here: extras, and what a newer torch has."""
 
 from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.data_sets import random_rows, write_rows
+from support.training import write_labelled
 
 collect_ignore = [
     file
@@ -16,3 +22,15 @@ collect_ignore = [
     if find_spec(module) is None
     for file in files
 ]
+
+
+@pytest.fixture(scope="session")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data sets of two sizes for one task, and two that do not fit them; only to be read."""
+    folder = tmp_path_factory.mktemp("sets")
+    write_labelled(folder / "code", "lm", count=200)
+    write_labelled(folder / "prose", "lm", count=80)
+    write_labelled(folder / "classes", "classify", count=30)
+    rows = {"train": random_rows(np.full(9, 5), "lm", vocabulary_size=32)}
+    write_rows(folder / "other", rows, 32, tokenizer=b"{}")
+    return folder

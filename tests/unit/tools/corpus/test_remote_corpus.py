@@ -29,7 +29,6 @@ from support.object_server import (
 from support.pretokenizing import make
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
-from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.tools.corpus.blocks import Blocks
 from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.read_records import read_records, read_texts
@@ -214,17 +213,6 @@ def test_the_url_of_a_file_is_quoted_as_urls_are(remote: Remote) -> None:
     for said in (name, quote(name)):
         (source,) = find_corpus((f"{host}/{said}",), out=None, field="text").sources
         assert b"".join(Blocks(source.path)) == b"one"
-
-
-def test_a_worker_that_cannot_open_the_store_ends_and_finds_no_damage(
-    remote: Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remote.put("x.jsonl", b'{"text": "one"}\n')
-    (source,) = find_corpus((f"s3://{remote.prefix}",), out=None, field="text").sources
-    part = FilePart(source=source, weight_bytes=1)
-    monkeypatch.setattr(process, "_orphaned", True)
-    with pytest.raises(CorpusError, match="was forked from one that had already used"):
-        list(read_records(part, {"text": FieldKind.TEXT}))
 
 
 def test_small_objects_are_fetched_once(tokenizer: Path, remote: Remote, tmp_path: Path) -> None:

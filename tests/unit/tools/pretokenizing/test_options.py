@@ -152,13 +152,6 @@ def test_address_in_place_of_path_is_rejected_without_secret(main: Any, words: l
     assert "hunter2" not in shown
 
 
-@pytest.mark.parametrize("word", ["--help", "-h"])
-def test_shards_help_lists_every_command(word: str) -> None:
-    shown = call(shards.main, word).stdout
-    for name in ("inspect", "verify", "cat", "copy", "explain"):
-        assert f"\n{name} " in shown
-
-
 def test_paths_and_options_may_be_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "a --strict b --exclude *.md c --exclude *.txt --workers=3 -"
     monkeypatch.setattr("sys.argv", ["pretokenize", *words.split()])

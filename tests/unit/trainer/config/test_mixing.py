@@ -15,7 +15,6 @@ from support.training import (
     go_on_from,
     make_config,
     run,
-    write_labelled,
 )
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
@@ -29,17 +28,8 @@ from tokenfeed.trainer.tasks.registry import make_task
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sets")
-    write_labelled(folder / "code", "lm", count=200)
-    write_labelled(folder / "prose", "lm", count=80)
-    write_labelled(folder / "classes", "classify", count=30)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def mixing(folder: Path) -> tuple[StageSettings, ...]:
-    code, prose = str(folder / "code"), str(folder / "prose")
+def mixing(sets: Path) -> tuple[StageSettings, ...]:
+    code, prose = str(sets / "code"), str(sets / "prose")
     weights = {code: 1.0, prose: 3.0}
     first = StageSettings(shards=weights, until_tokens=1_500, sequence_length=16)
     return first, StageSettings(shards=code)
@@ -47,22 +37,22 @@ def mixing(folder: Path) -> tuple[StageSettings, ...]:
 
 @pytest.fixture(scope="module")
 def whole(
-    folder: Path, mixing: tuple[StageSettings, ...], tmp_path_factory: pytest.TempPathFactory
+    sets: Path, mixing: tuple[StageSettings, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """A run that nothing disturbed, with a checkpoint of every step."""
     run_dir = tmp_path_factory.mktemp("whole")
     kept: dict[str, Any] = {"save_every": 1, "keep": 99, "steps": 10, "mixing": mixing}
-    run(make_config(folder / "code", run_dir, **kept))
+    run(make_config(sets / "code", run_dir, **kept))
     return run_dir
 
 
 def test_the_report_shows_planned_and_delivered_tokens_of_each_stage(
-    whole: Path, folder: Path
+    whole: Path, sets: Path
 ) -> None:
     report = Report.of_run(whole)
     assert report is not None
     first, second = report.stages
-    code, prose = str(folder / "code"), str(folder / "prose")
+    code, prose = str(sets / "code"), str(sets / "prose")
     assert (first.until, second.until) == (1_500, None)
     assert first.planned == {code: pytest.approx(375), prose: pytest.approx(1_125)}
     assert second.planned == {code: pytest.approx(report.tokens - 1_500)}
@@ -76,11 +66,11 @@ def test_the_report_shows_planned_and_delivered_tokens_of_each_stage(
 def test_stages_of_a_run_that_goes_on_with_moved_folders_count_each_token_once(
     whole: Path,
     mixing: tuple[StageSettings, ...],
-    folder: Path,
+    sets: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(sets)
     moved = (
         dataclasses.replace(mixing[0], shards={"code": 1.0, "prose": 3.0}),
         StageSettings(shards="code"),
@@ -93,9 +83,9 @@ def test_stages_of_a_run_that_goes_on_with_moved_folders_count_each_token_once(
 
 
 def test_a_run_whose_mixing_was_edited_equals_a_run_of_the_final_mixing(
-    folder: Path, tmp_path: Path
+    sets: Path, tmp_path: Path
 ) -> None:
-    code, prose = str(folder / "code"), str(folder / "prose")
+    code, prose = str(sets / "code"), str(sets / "prose")
     first = StageSettings(shards={code: 1.0, prose: 3.0}, until_tokens=4_000)
     planned = (first, StageSettings(shards=code))
     edited = (
@@ -107,7 +97,7 @@ def test_a_run_whose_mixing_was_edited_equals_a_run_of_the_final_mixing(
 
     def config(name: str, steps: int, mixing: tuple[StageSettings, ...], **more: Any) -> Any:
         settings = {**even, "steps": steps, "mixing": mixing, **more}
-        return make_config(folder / "code", tmp_path / name, **settings)
+        return make_config(sets / "code", tmp_path / name, **settings)
 
     run(config("edited", 5, planned))
     run(config("edited", 30, edited, resume=True))
@@ -122,9 +112,9 @@ def test_a_run_whose_mixing_was_edited_equals_a_run_of_the_final_mixing(
 
 
 def test_order_skipped_rows_and_lengths_of_a_file_reach_the_loader(
-    folder: Path, tmp_path: Path
+    sets: Path, tmp_path: Path
 ) -> None:
-    code = str(folder / "code")
+    code = str(sets / "code")
     mixing = (
         StageSettings(shards=code, until_tokens=2_700, sequence_length=16),  # one reading
         StageSettings(shards=code),
@@ -149,8 +139,8 @@ def test_order_skipped_rows_and_lengths_of_a_file_reach_the_loader(
     assert [stage.targets for stage in training_source(staged)] == ["last"]  # type: ignore[union-attr]
 
 
-def test_mixing_that_contradicts_itself_is_refused(folder: Path, tmp_path: Path) -> None:
-    code = str(folder / "code")
+def test_mixing_that_contradicts_itself_is_refused(sets: Path, tmp_path: Path) -> None:
+    code = str(sets / "code")
     ending, endless = StageSettings(shards=code, until_tokens=9_000), StageSettings(shards=code)
     longer, uneven = (StageSettings(shards=code, sequence_length=n) for n in (64, 24))
     for settings, message in (
@@ -161,15 +151,15 @@ def test_mixing_that_contradicts_itself_is_refused(folder: Path, tmp_path: Path)
         ({"mixing": (uneven,)}, "a stage has sequence_length 24, which does not divide --micro-"),
     ):
         with pytest.raises(ConfigError, match=message):
-            run(make_config(folder / "code", tmp_path, **settings))
+            run(make_config(sets / "code", tmp_path, **settings))
 
 
 def test_a_file_may_remove_all_skipped_rows(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "run.yaml"
-    for skip in ({str(folder / "code"): [[1, 3]]}, {}):
-        file.write_text(yaml.safe_dump({"shards": str(folder / "code"), "skip": skip}))
+    for skip in ({str(sets / "code"): [[1, 3]]}, {}):
+        file.write_text(yaml.safe_dump({"shards": str(sets / "code"), "skip": skip}))
         command = ["train", "--config", str(file), "--run-dir", str(tmp_path)]
         monkeypatch.setattr(sys, "argv", command)
         config = parse_config()
@@ -190,19 +180,19 @@ def test_a_file_may_remove_all_skipped_rows(
     ],
 )
 def test_mixing_of_a_file_that_cannot_be_read_is_refused_in_one_line(
-    content: str, words: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str, words: str, sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run.yaml").write_text(f"mixing: {content}")
-    argv = ["train", "--shards", str(folder / "code"), "--config", str(tmp_path / "run.yaml")]
+    argv = ["train", "--shards", str(sets / "code"), "--config", str(tmp_path / "run.yaml")]
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(ConfigError, match=words) as caught:
         parse_config().check()
     assert "\n" not in str(caught.value)
 
 
-def test_data_sets_of_a_later_stage_are_checked_at_the_start(folder: Path, tmp_path: Path) -> None:
-    first = StageSettings(shards=str(folder / "code"), until_tokens=1_500)
-    other_task = (first, StageSettings(shards=str(folder / "classes")))
+def test_data_sets_of_a_later_stage_are_checked_at_the_start(sets: Path, tmp_path: Path) -> None:
+    first = StageSettings(shards=str(sets / "code"), until_tokens=1_500)
+    other_task = (first, StageSettings(shards=str(sets / "classes")))
     with pytest.raises(ConfigError, match="one task"):
-        run(make_config(folder / "code", tmp_path, mixing=other_task))
+        run(make_config(sets / "code", tmp_path, mixing=other_task))
     assert not (tmp_path / "checkpoints").exists()

@@ -9,9 +9,8 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from support.data_sets import random_rows, write_rows
 from support.stores import MemoryStore, keep_in_memory
-from support.training import assert_same_run, make_config, read_metrics, run, write_labelled
+from support.training import assert_same_run, make_config, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
@@ -23,20 +22,8 @@ from tokenfeed.trainer.data.datasets import DataSets, read_manifest, shown
 from tokenfeed.trainer.loop.evaluation import over_all
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data sets of two sizes for one task, and two that do not fit them."""
-    folder = tmp_path_factory.mktemp("sets")
-    write_labelled(folder / "code", "lm", count=200)
-    write_labelled(folder / "prose", "lm", count=80)
-    write_labelled(folder / "classes", "classify", count=30)
-    rows = {"train": random_rows(torch.full((9,), 5).numpy(), "lm", vocabulary_size=32)}
-    write_rows(folder / "other", rows, 32, tokenizer=b"{}")
-    return folder
-
-
-def weights(folder: Path, **shares: float) -> dict[str, float]:
-    return {str(folder / name): share for name, share in shares.items()}
+def weights(sets: Path, **shares: float) -> dict[str, float]:
+    return {str(sets / name): share for name, share in shares.items()}
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *words: object) -> Any:
@@ -44,8 +31,8 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: object) -> Any:
     return parse_config()
 
 
-def test_a_run_reads_the_mixture_and_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    shards = weights(folder, code=0.6, prose=0.4)
+def test_a_run_reads_the_mixture_and_resumes_bit_for_bit(sets: Path, tmp_path: Path) -> None:
+    shards = weights(sets, code=0.6, prose=0.4)
     for name, stop in (("whole", None), ("parts", 3)):
         run(make_config(shards, tmp_path / name), stop_after=stop)
     run(make_config(shards, tmp_path / "parts", resume=True))
@@ -62,9 +49,9 @@ def test_a_run_reads_the_mixture_and_resumes_bit_for_bit(folder: Path, tmp_path:
 
 
 def test_each_validation_split_is_told_and_their_mean_by_weight_decides(
-    folder: Path, tmp_path: Path
+    sets: Path, tmp_path: Path
 ) -> None:
-    report = run(make_config(weights(folder, code=3, prose=1), tmp_path))
+    report = run(make_config(weights(sets, code=3, prose=1), tmp_path))
     code, prose, both, perplexity = (
         read_metrics(tmp_path, f"validation_{name}")[8]
         for name in ("loss/code", "loss/prose", "loss", "perplexity")
@@ -102,9 +89,9 @@ def test_a_mean_lies_between_its_parts_and_one_that_is_empty_does_not_count(
 
 @given(st.tuples(st.floats(0.01, 100), st.floats(0.01, 100)))
 def test_one_manifest_for_all_has_what_an_epoch_reads(
-    folder: Path, shares: tuple[float, float]
+    sets: Path, shares: tuple[float, float]
 ) -> None:
-    both = DataSets.read(weights(folder, code=shares[0], prose=shares[1]))
+    both = DataSets.read(weights(sets, code=shares[0], prose=shares[1]))
     code, prose = (each.split("train") for each in both.manifests)
     train = both.manifest.split("train")
     duration = max(code.tokens / shares[0], prose.tokens / shares[1])
@@ -116,8 +103,8 @@ def test_one_manifest_for_all_has_what_an_epoch_reads(
     assert validation.rows == sum(each.split("validation").rows for each in both.manifests)
 
 
-def test_one_data_set_is_its_own_manifest(folder: Path) -> None:
-    path = str(folder / "code")
+def test_one_data_set_is_its_own_manifest(sets: Path) -> None:
+    path = str(sets / "code")
     assert read_manifest(path) == read_manifest({path: 0.5}) == Manifest.read(path)
 
 
@@ -128,9 +115,9 @@ def test_sets_are_called_by_their_last_part_unless_two_end_alike(tmp_path: Path)
 
 
 def test_command_line_list_and_mapping_say_the_same(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shards = weights(folder, code=0.7, prose=0.3)
+    shards = weights(sets, code=0.7, prose=0.3)
     words = [f"{path}={share}" for path, share in shards.items()]
     said = [command(monkeypatch, "--shards", *words)]
     for value in (shards, words):
@@ -142,15 +129,15 @@ def test_command_line_list_and_mapping_say_the_same(
 
 
 def test_a_folder_may_have_an_equals_sign_in_its_name(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     odd = tmp_path / "part=1"
-    odd.symlink_to(folder / "prose")
+    odd.symlink_to(sets / "prose")
     assert command(monkeypatch, "--shards", odd).shards == str(odd)
-    both = command(monkeypatch, "--shards", f"{odd}=2", f"{folder / 'code'}=1").shards
-    assert both == {str(odd): 2.0, str(folder / "code"): 1.0}
+    both = command(monkeypatch, "--shards", f"{odd}=2", f"{sets / 'code'}=1").shards
+    assert both == {str(odd): 2.0, str(sets / "code"): 1.0}
     with pytest.raises(ConfigError, match="part=1 has no weight"):
-        command(monkeypatch, "--shards", odd, f"{folder / 'code'}=1")
+        command(monkeypatch, "--shards", odd, f"{sets / 'code'}=1")
 
 
 @pytest.mark.parametrize(
@@ -183,19 +170,19 @@ def test_weights_that_say_nothing_are_refused_in_one_line(
     ],
 )
 def test_data_sets_that_do_not_fit_are_refused_in_one_line(
-    names: dict[str, float], message: str, folder: Path, tmp_path: Path
+    names: dict[str, float], message: str, sets: Path, tmp_path: Path
 ) -> None:
     with pytest.raises((ConfigError, ManifestError), match=message) as caught:
-        run(make_config(weights(folder, **names), tmp_path / "run"))
+        run(make_config(weights(sets, **names), tmp_path / "run"))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 def test_defaults_and_plans_go_by_what_an_epoch_reads(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shards = weights(folder, code=1, prose=1)
+    shards = weights(sets, code=1, prose=1)
     words = [f"{path}={share}" for path, share in shards.items()]
     config = command(monkeypatch, "--shards", *words, "--epochs", 2, "--step-tokens", 2048)
     tokens = read_manifest(shards).split("train").tokens
@@ -203,9 +190,9 @@ def test_defaults_and_plans_go_by_what_an_epoch_reads(
 
 
 @pytest.fixture
-def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def asked(sets: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The small files that are read of `memory://`, which has the data set `code`."""
-    keep_in_memory(monkeypatch, folder / "code")
+    keep_in_memory(monkeypatch, sets / "code")
     names: list[str] = []
     read = MemoryStore.read
 
