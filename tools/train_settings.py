@@ -106,7 +106,7 @@ PRESETS: dict[PresetName, dict[str, Any]] = {
 the command line override a preset.
 
 The presets for GPUs train on documents for one epoch, with a warm-up of 3.7 % of the steps, at most
-700. Their micro-batches fit according to `RunPlan`.
+700. Their micro-batches fit according to `benchmarks/gpu/memory.py`.
 """
 
 _BUDGETS = ("steps", "epochs", "tokens")

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.memory import RunPlan
 from tokenfeed import Packed, Padded, ShardLoader
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.sizing.run_plan import RunPlan
 from tokenfeed.trainer.stall import Cause, StallMeter
 
 __all__ = ["Scale"]
@@ -177,7 +177,8 @@ def speed(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
     traced = {"steps": TRACED_STEPS + 5, "profile": f"6:{TRACED_STEPS + 5}"}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         run = config(data, device, scale, Path(folder) / "run", dict(settings))
-        plan = RunPlan(replace(run, precision="bf16" if device == "cuda" else "fp32"), None)
+        like = replace(run, precision="bf16" if device == "cuda" else "fp32")
+        plan = RunPlan(like, on_gpu=device == "cuda")
         report = train(run, lambda: False)
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
         # A run of its own: a profiler slows what comes after it.

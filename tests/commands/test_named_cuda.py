@@ -1,5 +1,6 @@
 """Whole steps of the real loop on a CUDA device in name only: what a GPU would be told to do."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from support import PROGRAMS, named_cuda
 from support.hub_models import save_model
 from support.training import RUNS, make_config
 
-from tokenfeed.trainer.sizing.run_plan import Gpu, RunPlan
+from benchmarks.gpu.memory import RunPlan
 
 LACKING = named_cuda.why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(LACKING is not None, reason=str(LACKING))]
@@ -175,7 +176,9 @@ def test_the_memory_of_steps_on_a_gpu_is_as_predicted_without_one(
     settings = {"num_workers": 0} | CASES[case]
     shards = every_task / settings.pop("shards")
     config = make_config(shards, every_task / "run", steps=100, **settings)
-    predicted = RunPlan(config, Gpu(free_bytes=79 << 30)).peak(config)
+    if config.precision == "auto":
+        config = dataclasses.replace(config, precision="bf16")
+    predicted = RunPlan(config, on_gpu=True).peak(config)
     assert predicted == pytest.approx(seen[case]["peak"], rel=0.03)
 
 

@@ -396,5 +396,6 @@ class TrainConfig:
 
     @property
     def step_slots(self) -> int:
-        """Token slots of a step, approximately."""
-        return self.accumulation * self.micro_batch_slots
+        """Token slots of a step at most."""
+        rows = self.step_rows
+        return self.step_tokens if rows is None else rows * self.sequence_length

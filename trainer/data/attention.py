@@ -81,7 +81,7 @@ class Scope:
             mask = mask.new_ones((rows, 1, length if mask.shape[2] > 1 else 1, length))
         if ends is not None:
             ends = row_ends(rows, length, ends.device)
-            longest = size_only(length, ends.device)
+            longest = None if longest is None else size_only(length, ends.device)
         return Scope(self.causal, mask, ends, longest)
 
     def mark_dynamic(self) -> None:

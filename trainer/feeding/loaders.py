@@ -44,7 +44,6 @@ class SplitLoaders:
         device: torch.device,
         *,
         separation: Separation = "mask",
-        on_gpu: bool | None = None,
     ) -> None:
         """
         Args:
@@ -52,15 +51,12 @@ class SplitLoaders:
             task: Its preferences apply where a setting is auto.
             device: The device that batches are moved to.
             separation: What separates packed documents.
-            on_gpu: Whether padded lengths must suit tensor cores. Default: unless `device` is a
-                CPU.
 
         Raises:
             ConfigError: Settings contradict each other, or the task.
         """
         check_rows(config, task)
         self._config, self._device, self._manifest = config, device, task.manifest
-        self._on_gpu = device.type != "cpu" if on_gpu is None else on_gpu
         self.policy = self._policy_of(config.sequence_length)
         """The batching of training."""
         self._evaluation = self._policy(config, packed=task.head.causal)
@@ -161,7 +157,7 @@ class SplitLoaders:
         return make_policy(
             config,
             packed=packed,
-            on_gpu=self._on_gpu,
+            on_gpu=self._device.type != "cpu",
             long_rows=long_rows_of(config, self._manifest),
         )
 

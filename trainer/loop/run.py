@@ -12,14 +12,14 @@ from tokenfeed.pipeline.planning.state import SavedState
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, TrainConfig
 from tokenfeed.trainer.data.datasets import weights_of
-from tokenfeed.trainer.distributed.world import RankError, World, device_named, join_world
+from tokenfeed.trainer.distributed.world import RankError, join_world
 from tokenfeed.trainer.loop.model_export import check_export, export_run
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.optim.train_state import is_out_of_memory
 from tokenfeed.trainer.report.metrics import check_trackers
 from tokenfeed.trainer.report.progress_lines import log_beginning
 from tokenfeed.trainer.report.run_report import Report
-from tokenfeed.trainer.sizing.run_plan import RunPlan, choose_micro_batch, gpu_of
+from tokenfeed.trainer.sizing.micro_batch_size import peak_of_step
 
 _log = logging.getLogger(__name__)
 
@@ -65,18 +65,19 @@ def train(
 
 
 def announce(config: TrainConfig) -> None:
-    """Log what a run logs before its first step, and the predicted memory of a step. Write nothing.
+    """Log what a run logs before its first step, and on a GPU the memory of a step, which is tried.
+    Write nothing.
 
     Raises:
         TokenfeedError: Settings or shards do not allow the run.
     """
-    config.check()
-    device = device_named(config.device)
-    gpu = gpu_of(device)
-    config = choose_micro_batch(config, World(device), gpu)
-    plan = RunPlan(config, gpu)
-    log_beginning(config, plan.task, plan.learner, device, 0)
-    _log.info("memory of a step, with activations: %.2f GB", plan.peak(config) / 1e9)
+    with contextlib.closing(Trainer(config)) as trainer:
+        log_beginning(trainer.config, trainer.task, trainer.learner, trainer.device, 0)
+        if trainer.device.type == "cpu":
+            return
+        peak = peak_of_step(trainer.learner, trainer.loaders)
+        found = "more than there is" if peak is None else f"{peak / 1e9:.2f} GB"
+        _log.info("memory of a step, with activations: %s", found)
 
 
 def _keep_versions(config: TrainConfig) -> None:

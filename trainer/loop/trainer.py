@@ -59,7 +59,7 @@ from tokenfeed.trainer.report.progress_lines import (
 )
 from tokenfeed.trainer.report.run_report import Report, StageTokens, planned_tokens, versions
 from tokenfeed.trainer.sensors.gpu import device_name
-from tokenfeed.trainer.sizing.run_plan import choose_micro_batch, gpu_of
+from tokenfeed.trainer.sizing.micro_batch_size import choose_micro_batch
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.tasks.registry import task_of
 from tokenfeed.trainer.tasks.task import Metrics
@@ -96,14 +96,11 @@ class Trainer:
         self.world = world or World(device_named(config.device))
         self.device = self.world.device
         keep_freed_memory(self.device)
-        if config.micro_batch_tokens == "auto":
-            config = choose_micro_batch(config, self.world, gpu_of(self.device))
-        self.config = config
         self.task = task_of(config, self.device)
         precision = Precision(config.precision, self.device)
-        apart_by = separation(self.device, precision.dtype, compiled=config.compile)
-        self.loaders = SplitLoaders(config, self.task, self.device, separation=apart_by)
         self.learner = Learner(config, self.task, precision, self.device, self.world)
+        config = choose_micro_batch(config, self.learner, self.loaders_of, self.world)
+        self.config, self.loaders = config, self.loaders_of(config)
 
         self.loader = self.loaders.train_loader()
         self.evaluator = Evaluator(config, self.loaders, self.learner, self.world, self._is_stopped)
@@ -132,6 +129,12 @@ class Trainer:
         self._resources.callback(self.loader.close)
         if self.saver:
             self._resources.callback(self.saver.close)
+
+    def loaders_of(self, config: TrainConfig) -> SplitLoaders:
+        """Return the loaders of the run with some settings."""
+        dtype = self.learner.precision.dtype
+        apart_by = separation(self.device, dtype, compiled=config.compile)
+        return SplitLoaders(config, self.task, self.device, separation=apart_by)
 
     def train(
         self, should_stop: Callable[[], bool], should_save: Callable[[], bool] = bool

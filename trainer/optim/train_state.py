@@ -87,7 +87,7 @@ class Learner:
         world: World | None = None,
     ) -> None:
         """Draw weights from the seed. All ranks get those of rank 0."""
-        self._config, self.task, self._device = config, task, device
+        self._config, self.task, self.device = config, task, device
         self._world = world or World(device)
         self.precision = precision
         self._replicas: Replicas | None = None
@@ -124,15 +124,20 @@ class Learner:
         )
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of weights, gradients and moments, over all ranks that share them."""
+    def moment_bytes(self) -> int:
+        """Bytes of the optimizer's moments, over all ranks that share them."""
         trained = [group["params"] for group in self.optimizer.param_groups]
         moments: int = 2 * sum(weight.nbytes for group in trained for weight in group)
         if isinstance(self.optimizer, MuonAdamW):  # its last group has one moment
             moments -= sum(weight.nbytes for weight in trained[-1])
-        gradients: int = sum(weight.nbytes for group in trained for weight in group)
-        weights: int = sum(weight.nbytes for weight in self.model.parameters())
-        return weights + gradients + moments
+        return moments
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients and moments, over all ranks that share them."""
+        weights = [*self.model.parameters()]
+        gradients: int = sum(weight.nbytes for weight in weights if weight.requires_grad)
+        return sum(weight.nbytes for weight in weights) + gradients + self.moment_bytes
 
     def compile(self, micro_batches: list[MicroBatch]) -> None:
         """Compile the model for the shapes of some micro-batches, for training and evaluation,
@@ -141,23 +146,43 @@ class Learner:
         self.task.is_compiled = True
         listed = ", ".join(" x ".join(map(str, shown.ids_BT.shape)) for shown in micro_batches)
         _log.info("compiles micro-batches of %s tokens", listed)
-        random = random_state(self._device)
         for shown in micro_batches:
             shown.scope.mark_dynamic()
-            with self.precision.autocast():
-                loss = self.task.loss(self.model, shown)
-            self.precision.backward(loss.sum)
-        self.model.zero_grad(set_to_none=True)
-        self.model.eval()
-        with torch.no_grad(), self.precision.autocast():
+        self.rehearse(micro_batches)
+
+    def rehearse(self, micro_batches: list[MicroBatch], *, spare_bytes: int = 0) -> None:
+        """Compute losses and gradients of some micro-batches, then losses alone as in an
+        evaluation. Nothing changes.
+
+        Args:
+            micro_batches: The micro-batches.
+            spare_bytes: Memory that is taken meanwhile, for what a run needs besides.
+        """
+        random = random_state(self.device)
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        try:
+            spare = torch.empty(spare_bytes, dtype=torch.uint8, device=self.device)
             for shown in micro_batches:
-                self.task.loss(self.model, shown)
-        self.model.train()
-        set_random_state(random, self._device)
+                with self.precision.autocast():
+                    loss = self.task.loss(self.model, shown)
+                self.precision.backward(loss.sum)
+            self.model.zero_grad(set_to_none=True)
+            self.model.eval()
+            with torch.no_grad(), self.precision.autocast():
+                for shown in micro_batches:
+                    self.task.loss(self.model, shown)
+            del spare
+        finally:
+            self.model.zero_grad(set_to_none=True)
+            self.model.train()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            set_random_state(random, self.device)
 
     def draw_for(self, number: int) -> None:
         """Seed dropout for the micro-batch of this number. The seed does not depend on the rank."""
-        seed_random(derive_key(self._config.seed, number, _OF_DROPOUT), self._device)
+        seed_random(derive_key(self._config.seed, number, _OF_DROPOUT), self.device)
 
     def add_gradients(
         self,
@@ -244,7 +269,7 @@ class Learner:
         make_moments(self.optimizer, self.model, checkpoint)
         state = checkpoint.read(self._state(weights), self._world)
         self.precision.load_state_dict(part_of(state, "precision."))
-        set_random_state(part_of(state, "random."), self._device)
+        set_random_state(part_of(state, "random."), self.device)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Overwrite the weights with a checkpoint's weights."""
@@ -256,7 +281,7 @@ class Learner:
             **with_prefix("model.", weights),
             **with_prefix("optimizer.", moments_of(self.optimizer, self.model)),
             **with_prefix("precision.", self.precision.state_dict()),
-            **with_prefix("random.", random_state(self._device)),
+            **with_prefix("random.", random_state(self.device)),
         }
 
 

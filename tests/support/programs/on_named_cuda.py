@@ -12,8 +12,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from support import named_cuda
+from support import ROOT, named_cuda
 
+sys.path.append(str(ROOT))  # for benchmarks/
 torch = named_cuda.begin(Path(sys.argv[1]))
 
 import pytest  # noqa: E402
@@ -22,9 +23,9 @@ from support.training import follow_brackets, make_config  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_iter  # noqa: E402
 
+from benchmarks.gpu.memory import PeakBytes  # noqa: E402
 from tokenfeed.trainer.loop.trainer import Trainer  # noqa: E402
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize  # noqa: E402
-from tokenfeed.trainer.sizing.run_plan import PeakBytes  # noqa: E402
 
 _STEPS = 2  # the first makes the optimizer's state
 _SIZE = ModelSize(layers=1, width=64, heads=2)

@@ -61,7 +61,7 @@ PROVED_ELSEWHERE = {
     "config": "test_train_settings.py",
     "preset": "test_train_settings.py",
     "print_config": "test_train_settings.py",
-    "dry_run": "test_run_plan.py",
+    "dry_run": "test_micro_batch_size.py",
     "monitor_only": "test_monitor.py",
     "num_workers": "test_train.py",  # of tests/commands: it starts processes
     "shard_model": "test_ranks.py",  # likewise

@@ -9,8 +9,11 @@ from support.training import LONGEST, RUNS, make_config
 
 from tokenfeed import Packed, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batch_policy import (
+    EpochEstimate,
+    is_packed,
     make_policy,
     padding_remedy,
 )
@@ -68,3 +71,14 @@ def waste(config: TrainConfig) -> float:
     with ShardLoader(config.shards, batching=policy, num_workers=0) as loader:
         assert all(loader)
         return loader.stats().padding
+
+
+@pytest.mark.parametrize("way", RUNS)
+def test_estimate_of_an_epoch_is_near_what_is_delivered(way: str, every_task: Path) -> None:
+    settings = RUNS[way] | {"micro_batch_tokens": 128, "step_tokens": 128}
+    config = make_config(every_task / settings.pop("shards"), every_task / "run", **settings)
+    manifest = Manifest.read(config.shards)
+    policy = make_policy(config, packed=is_packed(config, manifest), on_gpu=False)
+    found = EpochEstimate.of_split(manifest.split("train"), policy, config)
+    with ShardLoader(config.shards, batching=policy, num_workers=0) as loader:
+        assert found.steps == pytest.approx(sum(1 for _ in loader), rel=0.1)

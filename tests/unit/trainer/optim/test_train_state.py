@@ -1,22 +1,27 @@
 """What is saved of a model in training, and what loading it takes."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import hub_models
 from support.checkpoints import CPU, save
 from support.training import make_config, run, write_counting
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from benchmarks.gpu.memory import PeakBytes
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_format import part_of
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import OptimizerName, TrainConfig
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
-from tokenfeed.trainer.sizing.run_plan import PeakBytes
 from tokenfeed.trainer.tasks.registry import task_of
 
 
@@ -108,3 +113,46 @@ def test_state_bytes_are_those_of_weights_gradients_and_moments(
     learner.optimizer.step()
     moments = sum(tensor.nbytes for tensor in moments_of(learner) if tensor.dim())
     assert predicted == 2 * sum(weight.nbytes for weight in weights) + moments
+
+
+SIZE = ModelSize(layers=2, width=64, heads=2)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_operations_of_a_token_are_those_of_the_formula(
+    layers: int, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "tiny", dataclasses.replace(SIZE, layers=layers))
+    learner = learner_of(make_config(shards, tmp_path, model="tiny"))
+    in_products = 12 * layers * SIZE.width**2 + 64 * SIZE.width
+    wanted = 6 * in_products + 12 * layers * SIZE.width * 32
+    assert learner.operations_per_token(32) == pytest.approx(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_operations_of_transformers_models_are_as_torch_counts(name: str, tmp_path: Path) -> None:
+    folder = hub_models.save_model(tmp_path / "hub", "CausalLM", name)
+    shards = hub_models.write_shards(tmp_path / "shards", "lm")
+    config = hub_models.train_config(folder, shards=str(shards))
+    learner = learner_of(config)
+    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    counter = FlopCounterMode(
+        display=False,
+        custom_mapping={
+            on_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)
+        },
+    )
+    with counter, torch.no_grad():
+        learner.model(MicroBatch.of_ids(torch.zeros((2, 32), dtype=torch.int64), causal=True))
+    counted = 3 * counter.get_total_flops() / (2 * 32)
+    assert learner.operations_per_token(32) == pytest.approx(counted)
+
+
+def test_weights_that_are_not_trained_cost_two_operations_less(
+    shards: Path, tmp_path: Path
+) -> None:
+    learner = learner_of(make_config(shards, tmp_path))
+    frozen, cost = learner.model.blocks[0].feed_in.weight, learner.operations_per_token(32)
+    frozen.requires_grad_(False)
+    assert cost - learner.operations_per_token(32) == pytest.approx(2 * frozen.numel())
