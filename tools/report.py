@@ -14,7 +14,7 @@ from tokenfeed.tools.shell.command_line import parse_command
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.trainer.config.run_config import PAGE_FILE
 from tokenfeed.trainer.report.page import write_page
-from tokenfeed.trainer.report.run_folder import RunData
+from tokenfeed.trainer.report.run_report import RunData
 
 log = logging.getLogger(__name__)
 

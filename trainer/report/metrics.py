@@ -6,7 +6,6 @@ disabled. The run continues.
 
 import contextlib
 import errno
-import json
 import logging
 import math
 import os
@@ -15,15 +14,16 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import atomic_write, hold
 from tokenfeed.trainer.config.run_config import METRICS_FILE, TrainConfig
-from tokenfeed.trainer.sensors.gpu import GpuReading
 from tokenfeed.trainer.stall.statistics import StepSeconds
+
+T = TypeVar("T")
 
 
 class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -53,7 +53,8 @@ class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Share of the wall time by cause, without causes of 0."""
     step_seconds: StepSeconds | None = None
     """None during warm-up."""
-    gpu: GpuReading | None = None
+    gpu_bytes: int | None = None
+    """Memory of the GPU that torch holds; None on a CPU."""
     samples: list[dict[str, str]] | None = None
 
 
@@ -78,8 +79,12 @@ class MetricsFile:
 
     def keep(self, until_step: int) -> None:
         """Drop the lines after a step. A resumed run writes them again."""
-        kept = [line for line in self.read() if line["step"] <= until_step]
-        self._file.truncate(sum(map(len, self._lines()[: len(kept)])))
+        size = end = 0
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            size += len(line)
+            if any(found.step <= until_step for found in decode_lines(line, MetricsLine)):
+                end = size
+        self._file.truncate(end)
 
     def write(self, values: MetricsLine | dict[str, Any]) -> None:
         """Append a line. A dictionary has at least `step`."""
@@ -99,30 +104,23 @@ class MetricsFile:
         }
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all whole lines. A killed run may have cut the last one short; it is left out.
-
-        Raises:
-            ResumeError: A line is not a metrics record.
-        """
-        return [self._parse(number, line) for number, line in enumerate(self._lines(), 1)]
+        """Return all lines."""
+        return decode_lines(self._path.read_bytes(), dict[str, Any])
 
     def close(self) -> None:
         """Close the file, which unlocks the folder."""
         self._file.close()
 
-    def _lines(self) -> list[bytes]:
-        content = self._path.read_bytes()
-        return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
 
-    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
-        try:
-            values: dict[str, Any] = json.loads(line)
-            msgspec.convert(values, MetricsLine)
-        except (ValueError, RecursionError) as error:  # such as 10,000 brackets
-            raise ResumeError(
-                f"{self._path}: line {number} is not a metrics record ({error}). Delete that line."
-            ) from error
-        return values
+def decode_lines(content: bytes, kind: type[T]) -> list[T]:
+    """Decode lines of metrics.jsonl. Damaged lines are left out, such as the last line of a killed
+    run."""
+    found = []
+    for line in content.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            msgspec.json.decode(line, type=MetricsLine)
+            found.append(msgspec.json.decode(line, type=kind))
+    return found
 
 
 _TRACKED_FILE = "tracked"

@@ -6,8 +6,7 @@ from typing import Any
 
 from tokenfeed.trainer.report.metrics import MetricsLine
 from tokenfeed.trainer.report.plots import Plot, Series, short
-from tokenfeed.trainer.report.run_folder import RunData
-from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.report.run_report import Report, RunData
 from tokenfeed.trainer.stall.stall_report import render_page, save_page, share_of, stall_cards
 
 _LARGEST = 1e100
@@ -118,13 +117,8 @@ def _plots(run: RunData) -> list[Plot]:
         ),
         Plot(
             "GPU memory, GB",
-            "In use by all programs on the GPU. Near the top, running out of memory is near too.",
-            [_series(run, "memory", "gpu.memory_bytes", factor=1e-9)],
-        ),
-        Plot(
-            "GPU power, W",
-            "Read from NVML at progress lines. Far below the limit, the GPU has little to do.",
-            [_series(run, "power", "gpu.power_watts")],
+            "Held by torch. Near the size of the GPU, running out of memory is near too.",
+            [_series(run, "memory", "gpu_bytes", factor=1e-9)],
         ),
     ]
 
@@ -135,7 +129,7 @@ def _series(run: RunData, name: str, path: str, factor: float = 1.0) -> Series:
     Args:
         run: The run.
         name: Name of the series.
-        path: Field of `MetricsLine`, or of an object in it, as in "gpu.power_watts".
+        path: Field of `MetricsLine`, or of an object in it, as in "step_seconds.p50".
         factor: Multiplies the values.
     """
     found = [(line.step, _value_at(line, path)) for line in run.lines]

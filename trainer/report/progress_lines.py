@@ -19,7 +19,7 @@ from tokenfeed.trainer.feeding.batch_policy import padding_remedy
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.metrics import MetricsFile, MetricsLine
-from tokenfeed.trainer.sensors.gpu import GpuReader, device_name
+from tokenfeed.trainer.sensors.gpu import device_name, memory_held
 from tokenfeed.trainer.sizing.recommended import epoch_of, knows_steps
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.stall_report import main_cause
@@ -52,9 +52,8 @@ def console_line(line: MetricsLine, steps: int) -> str:
         parts += [f"{line.real_tokens_per_s:,.0f} real tok/s", stall]
     else:
         parts.append("warming up")
-    if line.gpu is not None and line.gpu.memory_bytes is not None:
-        busy = "" if line.gpu.utilization is None else f" {line.gpu.utilization:.0%}"
-        parts.append(f"gpu {line.gpu.memory_bytes / 1e9:.1f} GB{busy}")
+    if line.gpu_bytes is not None:
+        parts.append(f"gpu {line.gpu_bytes / 1e9:.1f} GB")
     if line.skipped_steps:
         parts.append(f"{line.skipped_steps} skipped")
     return " | ".join(parts)
@@ -76,7 +75,7 @@ class ProgressLog:
         metrics: Receives each line as an object; None on ranks other than 0.
         stall: Its readings give speed and stall of the steps since the previous line.
         learner: Its learning rate and skipped steps are logged.
-        device: Holds the sums. Its memory and utilization are logged.
+        device: Holds the sums. Its memory is logged.
         steps: Last step of the run.
         skipped: Number of steps that earlier sessions skipped.
     """
@@ -91,7 +90,7 @@ class ProgressLog:
         skipped: int,
     ) -> None:
         self._metrics, self._stall, self._learner, self._steps = metrics, stall, learner, steps
-        self._device, self._gpu = device, GpuReader(device)
+        self._device = device
         self._interval, self._first_skipped = self._empty_interval()
         self._skipped = skipped
         self.is_behind = False
@@ -144,7 +143,7 @@ class ProgressLog:
             stall=window.fraction if window.steps else None,
             stall_causes={name: part for name, part in window.cause_fractions.items() if part},
             step_seconds=self._stall.latest_steps(),
-            gpu=self._gpu.read(),
+            gpu_bytes=memory_held(self._device),
         )
         if self._metrics:
             self._metrics.write(line)

@@ -1,18 +1,10 @@
-"""The GPU of a run: its name and peak speed, and memory, utilization and power as torch reads them
-by NVML."""
+"""The GPU of a run: its name, its peak speed, and the memory that torch holds."""
 
-import math
 import re
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tokenfeed.pipeline.feeding.devices import accelerator
-
-_SECONDS_BETWEEN = 2.0
 
 
 def device_name(device: torch.device) -> str:
@@ -22,48 +14,9 @@ def device_name(device: torch.device) -> str:
     return str(accelerator(device).module.get_device_name(device))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuReading:
-    """A GPU at one moment. None stands for a figure that the driver does not have."""
-
-    memory_bytes: int | None = None
-    """In use by all processes."""
-    utilization: float | None = None
-    """Share of NVML's last sampling period in which any kernel ran, 0 to 1."""
-    power_watts: float | None = None
-
-
-class GpuReader:
-    """Reads the GPU of a run at progress lines: at most every two seconds, since NVML takes
-    milliseconds."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._next_s = -math.inf if device.type == "cuda" else math.inf
-        self._latest: GpuReading | None = None
-
-    def read(self) -> GpuReading | None:
-        """Return the latest reading; None without CUDA."""
-        now_s = time.monotonic()
-        if now_s >= self._next_s:
-            self._next_s = now_s + _SECONDS_BETWEEN
-            percent, milliwatts = (
-                self._ask(torch.cuda.utilization),
-                self._ask(torch.cuda.power_draw),
-            )
-            self._latest = GpuReading(
-                memory_bytes=self._ask(torch.cuda.device_memory_used),
-                utilization=None if percent is None else percent / 100,
-                power_watts=None if milliwatts is None else milliwatts / 1000,
-            )
-        return self._latest
-
-    def _ask(self, read: Callable[[Any], int]) -> int | None:
-        """Return a figure; None if the driver fails, which must not stop the training."""
-        try:
-            return read(self._device)
-        except Exception:
-            return None
+def memory_held(device: torch.device) -> int | None:
+    """Return the bytes of a GPU that torch holds; None on a CPU."""
+    return None if device.type == "cpu" else accelerator(device).module.memory_reserved(device)
 
 
 PEAK_TFLOPS = {

@@ -41,7 +41,6 @@ from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.report.metrics import MetricsLine
 from tokenfeed.trainer.report.progress_lines import console_line, notes_on
 from tokenfeed.trainer.report.run_report import Report
-from tokenfeed.trainer.sensors.gpu import GpuReading
 from tokenfeed.trainer.stall import CAUSES
 from tokenfeed.trainer.tasks.registry import make_task
 
@@ -448,16 +447,16 @@ def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -
         stall=0.0123,
         stall_causes={"data": 0.0013, "evaluation": 0.011},
         step_seconds=None,
-        gpu=GpuReading(memory_bytes=12_300_000_000, utilization=0.98),
+        gpu_bytes=12_300_000_000,
     )
     assert console_line(log, 1000) == (
         "step   20/1000 | loss 5.2500 | lr 1.00e-03 | 12,346 real tok/s "
-        "| stall 1.23% (evaluation 1.10) | gpu 12.3 GB 98%"
+        "| stall 1.23% (evaluation 1.10) | gpu 12.3 GB"
     )
-    skipped = msgspec.structs.replace(log, skipped_steps=3, gpu=None)
+    skipped = msgspec.structs.replace(log, skipped_steps=3, gpu_bytes=None)
     assert console_line(skipped, 1000).endswith("stall 1.23% (evaluation 1.10) | 3 skipped")
     causes = {"data": 0.0001}
-    hardly_any = msgspec.structs.replace(log, stall=0.0001, stall_causes=causes, gpu=None)
+    hardly_any = msgspec.structs.replace(log, stall=0.0001, stall_causes=causes, gpu_bytes=None)
     assert console_line(hardly_any, 1000).endswith("| stall 0.01%")
 
 

@@ -19,7 +19,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import report as report_command
 from tokenfeed.trainer.report.page import page_of, write_page
 from tokenfeed.trainer.report.plots import Plot, Series, thinned
-from tokenfeed.trainer.report.run_folder import RunData
+from tokenfeed.trainer.report.run_report import RunData
 from tokenfeed.trainer.stall import StallReport
 
 Values = st.floats(-1e9, 1e9).map(lambda value: round(value, 6))
@@ -141,7 +141,7 @@ def full_lines(count: int = 30) -> list[dict[str, Any]]:
             "real_tokens_per_s": 6000.0,
             "stall_causes": {"data": 0.04, "log": 0.01, "copy": 0.0},
             "step_seconds": {"p50": 0.01, "max": 0.05},
-            "gpu": {"memory_bytes": 8_000_000_000, "power_watts": 250.0},
+            "gpu_bytes": 8_000_000_000,
         }
         for number in range(1, count + 1)
     ]
@@ -155,7 +155,7 @@ def test_a_page_is_well_formed_and_asks_nobody_for_anything() -> None:
     assert "url(" not in page
     assert "@import" not in page
     drawings = re.findall(r"(?s)<svg.*?</svg>", page)
-    assert len(drawings) == 8 + 6  # a plot each, and samples in three legends
+    assert len(drawings) == 7 + 6  # a plot each, and samples in three legends
     for drawing in drawings:
         ElementTree.fromstring(drawing)
 
@@ -163,12 +163,12 @@ def test_a_page_is_well_formed_and_asks_nobody_for_anything() -> None:
 def test_every_plot_can_be_read_without_eyes_and_without_a_mouse() -> None:
     page = page_of(run_of(report_of(rows_by_length=[4]), full_lines()))
     figures = re.findall(r"(?s)<figure.*?</figure>", page)
-    assert len(figures) == 8
+    assert len(figures) == 7
     for figure in figures:
         assert 'tabindex="0"' in figure
         assert 'role="img" aria-label="' in figure
         assert len(re.sub("<[^>]*>", "", figure.split("</svg>\n<p>")[1].split("</p>")[0])) > 15
-    assert page.count("<summary>values</summary>") == 8
+    assert page.count("<summary>values</summary>") == 7
 
 
 @pytest.mark.parametrize("missing", ["real_tokens_per_s", "loss_last", "validation_loss_last"])
@@ -286,7 +286,7 @@ ODD_LINES = [
     '{"step": 5, "loss": 1%s}' % ("0" * 400),
     '{"step": 5, "loss": -1e308}\n{"step": 6, "loss": 1e308}',
     '{"step": 5, "real_tokens_per_s": 5e-324}',
-    '{"step": 5, "gpu": 7}',
+    '{"step": 5, "gpu_bytes": []}',
     '{"step": "x"}',
     "[" * 10**5,
     "\x00",

@@ -1,38 +1,27 @@
-"""Readings of a GPU whose driver is simulated."""
-
-import itertools
-from types import SimpleNamespace
+"""What is known of a GPU by its name."""
 
 import pytest
-import torch
 
-from tokenfeed.trainer.sensors import gpu
-from tokenfeed.trainer.sensors.gpu import GpuReader, GpuReading
-
-FIGURES = {"device_memory_used": 3 << 30, "utilization": 75, "power_draw": 200_000}
-READING = {"memory_bytes": 3 << 30, "utilization": 0.75, "power_watts": 200.0}
+from tokenfeed.trainer.sensors.gpu import peak_tflops
 
 
-def refuse(device: torch.device) -> int:
-    raise RuntimeError("the driver has failed")
-
-
-@pytest.mark.parametrize("refused", [None, *FIGURES])
-def test_reading_has_units_and_none_for_what_the_driver_refuses(
-    refused: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [
+        ("NVIDIA A40", 149.7),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("Tesla T4", 65),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A400", None),
+        ("something else", None),
+    ],
+)
+def test_a_gpu_that_is_there_has_a_speed_only_where_it_is_certain(
+    device: str, tflops: float | None
 ) -> None:
-    for name, figure in FIGURES.items():
-        monkeypatch.setattr(torch.cuda, name, refuse if name == refused else lambda _, n=figure: n)
-    missing = {field: None for field, name in zip(READING, FIGURES, strict=True) if name == refused}
-    assert GpuReader(torch.device("cuda")).read() == GpuReading(**READING | missing)
-
-
-def test_reader_keeps_its_reading_for_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds, used = itertools.accumulate([0.0, 1.5, 1.0, 0.0]), itertools.count()
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda _: next(used))
-    monkeypatch.setattr(torch.cuda, "utilization", refuse)
-    monkeypatch.setattr(torch.cuda, "power_draw", refuse)
-    reader = GpuReader(torch.device("cuda"))
-    assert [reader.read() for _ in range(3)] == [GpuReading(memory_bytes=n) for n in (0, 0, 1)]
-    assert GpuReader(torch.device("cpu")).read() is None
+    assert peak_tflops(device) == tflops

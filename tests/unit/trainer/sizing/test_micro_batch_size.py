@@ -24,7 +24,6 @@ from tokenfeed.trainer.feeding.batch_policy import (
     shapes,
 )
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.sensors.gpu import peak_tflops
 from tokenfeed.trainer.tasks.registry import task_of
 
 
@@ -62,28 +61,6 @@ def test_every_size_makes_the_same_step(
         )
         if compiled and not by_rows:
             assert shapes(policy, longest)
-
-
-@pytest.mark.parametrize(
-    ("device", "tflops"),
-    [
-        ("NVIDIA A40", 149.7),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("Tesla T4", 65),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA RTX A6000", 154.8),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A400", None),
-        ("something else", None),
-    ],
-)
-def test_a_gpu_that_is_there_has_a_speed_only_where_it_is_certain(
-    device: str, tflops: float | None
-) -> None:
-    assert peak_tflops(device) == tflops
 
 
 CPU = torch.device("cpu")
