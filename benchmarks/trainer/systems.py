@@ -20,13 +20,12 @@ from torch import nn
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.policies import Fixed
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.config.schedule import learning_rate
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
-from tokenfeed.trainer.optim.optimizer import set_learning_rate
+from tokenfeed.trainer.optim.optimizer import learning_rate, set_learning_rate
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.tasks.task import Task

@@ -14,7 +14,7 @@ import torch
 from support import PROGRAMS, training, warm
 from support.training import assert_same_run, load_weights, run, write_counting
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.report.run_report import Report
@@ -165,7 +165,7 @@ def test_killed_run_without_checkpoint_says_how_to_start_again(
     report = Report.of_run(run_dir)
     assert report
     assert "start it again without --resume" in report.summary()
-    with pytest.raises(ConfigError, match="ended before its first checkpoint"):
+    with pytest.raises(ResumeError, match="leave --resume out to start again"):
         run(make_config(counting, run_dir, resume=True))
     assert run(make_config(counting, run_dir, steps=2)).finished
 

@@ -22,10 +22,6 @@ def make_meta(step: int, **changes: Any) -> CheckpointMeta:
         "step": step,
         "tokens": step * 100,
         "slots": step * 128,
-        "model": "tiny",
-        "task": "lm",
-        "optimizer": "adamw",
-        "vocabulary_size": 64,
         "loader": {"epoch": 0, "window": step, "step": 3},
         "config": {"steps": 10, "learning_rate": 2e-3},
     }

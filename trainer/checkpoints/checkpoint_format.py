@@ -34,12 +34,8 @@ _VERSION = 4
 CONTENT_FILE = "checkpoint.json"
 _READERS = 4
 _FILE_NAME = re.compile(r"state-\d+\.safetensors")
-_WORDS = {
-    "model": "--model",
-    "task": "task",
-    "vocabulary_size": "vocabulary size",
-    "optimizer": "--optimizer",
-}
+_KEPT = ("model", "optimizer")
+"""Settings that a resumed run cannot change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +51,7 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMeta:
-    """The progress of a run, and the settings that a resumed run must not change."""
+    """The progress of a run, and its settings."""
 
     step: int
     """Steps trained."""
@@ -63,36 +59,31 @@ class CheckpointMeta:
     """Real tokens trained."""
     slots: int
     """Token slots trained, padding included."""
-    model: str
-    vocabulary_size: int
-    task: str
-    optimizer: str
     loader: dict[str, Any]
     """`ShardLoader.state_dict()` after the last batch of `step`."""
     best: Best | None = None
     """The best step so far, this one included."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The run's settings, for people and for `check`."""
+    """The settings of the run."""
 
-    def check(self, config: TrainConfig, ours: "CheckpointMeta") -> None:
+    def check(self, config: TrainConfig) -> None:
         """Reject a resumed run with another model, or with fewer steps than were trained.
 
         Raises:
             ConfigError: --steps is below the trained steps.
-            ResumeError: `ours`, a new run with `config`, would train another model, task or
-                optimizer.
+            ResumeError: `config` has another model or optimizer.
         """
         if self.step > config.steps:
             raise ConfigError(
                 f"`--steps`={config.steps}: {config.run_dir} has trained {self.step} steps "
                 "already. Raise it to go on."
             )
-        for name, words in _WORDS.items():
-            saved, wanted = getattr(self, name), getattr(ours, name)
+        for name in _KEPT:
+            saved, wanted = self.config.get(name), getattr(config, name)
             if saved != wanted:
                 raise ResumeError(
-                    f"cannot resume: the checkpoint has {words} {saved}, this run has "
-                    f"{wanted}. Use the same, or start a new run in another --run-dir."
+                    f"cannot resume: the checkpoint has --{name} {saved}, this run has {wanted}. "
+                    "Use the same, or start a new run in another --run-dir."
                 )
 
 

@@ -60,7 +60,7 @@ class Checkpoints:
         if latest is None:
             raise ResumeError(
                 f"{self._folder}: no checkpoint to resume from. Give --run-dir the folder of an "
-                "earlier run, or start a new one without --resume."
+                "earlier run, or leave --resume out to start again."
             )
         return latest
 

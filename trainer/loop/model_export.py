@@ -51,7 +51,7 @@ from tokenfeed.trainer.models.starcoder2 import (
     to_starcoder2,
 )
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
-from tokenfeed.trainer.optim.saved_state import kept_weights
+from tokenfeed.trainer.optim.train_state import kept_weights
 from tokenfeed.trainer.tasks.registry import make_task
 
 _WEIGHTS, _ABOUT = "model.safetensors", "tokenfeed.json"
@@ -107,20 +107,11 @@ def check_export(config: TrainConfig) -> None:
     run = config.run_dir.resolve()
     if folder.resolve() in (run, *run.parents):
         raise ConfigError(f"`--export`: {folder} will hold the run. Give a folder of its own.")
-    if folder.exists() and not _is_exported(config, folder):
+    meta = Checkpoints.of_run(config.run_dir).latest_meta() if config.resume else None
+    is_exported = meta is not None and meta.step >= config.steps and Exported.of(folder)
+    if folder.exists() and not is_exported:
         raise ConfigError(f"`--export`: {folder} exists already. Give a new one, or delete it.")
     read_tokenizer(first_of(config.shards))  # fail now, not after the last step
-
-
-def _is_exported(config: TrainConfig, folder: Path) -> bool:
-    """Return whether a folder holds the export of a finished run that is started again."""
-    about, checkpoints = Exported.of(folder), Checkpoints.of_run(config.run_dir)
-    meta = checkpoints.latest_meta() if config.resume else None
-    if about is None or meta is None or meta.step < config.steps:
-        return False
-    best = checkpoints.best()
-    exported = (best.step, best.metrics) if best else (meta.step, {})
-    return repr((about.step, about.metrics)) == repr(exported)  # NaN does not equal NaN
 
 
 def export_run(config: TrainConfig, folder: Path) -> None:

@@ -10,7 +10,7 @@ from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, Manifest
 from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.planning.state import SavedState
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
-from tokenfeed.trainer.config.run_config import CONFIG_FILE, TrainConfig
+from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import weights_of
 from tokenfeed.trainer.distributed.world import RankError, join_world
 from tokenfeed.trainer.loop.model_export import check_export, export_run
@@ -115,15 +115,13 @@ def _train(
         return trainer.finish()
     except Exception:
         with contextlib.suppress(Exception):  # the device may have failed, or nothing has begun
-            trainer.write_draft(now=True)
+            trainer.write_draft()
         if trainer.saver:
             trainer.saver.wait_after_error()
         raise
 
 
 def _check_folder(config: TrainConfig) -> None:
-    if config.run_dir.exists() and not config.run_dir.is_dir():
-        raise ConfigError(f"`--run-dir`: {config.run_dir} is not a folder.")
     if (config.run_dir / MANIFEST_FILE).exists():
         raise ConfigError(
             f"`--run-dir`: {config.run_dir} holds shards, and a run would mix its files with them. "
@@ -131,12 +129,6 @@ def _check_folder(config: TrainConfig) -> None:
         )
     checkpoints = Checkpoints.of_run(config.run_dir)
     if config.resume:
-        if checkpoints.latest() is None and (config.run_dir / CONFIG_FILE).exists():
-            raise ConfigError(
-                f"`--resume`: the run in {config.run_dir} ended before its first checkpoint "
-                f"(--save-every {config.save_every}). Leave --resume out, and give its settings "
-                "again, to start it again in this folder."
-            )
         checkpoints.to_resume()
     elif checkpoints.latest():
         raise ConfigError(

@@ -14,7 +14,6 @@ import dataclasses
 import gc
 import json
 import logging
-import math
 import os
 import platform
 import time
@@ -66,9 +65,6 @@ from tokenfeed.trainer.tasks.task import Metrics
 
 _BAD_STEP_FILE = "bad-step.jsonl"
 """Files and records of the first step that was skipped."""
-
-SECONDS_BETWEEN_DRAFTS, SHARE_OF_DRAFTS = 30.0, 0.001
-"""Least time between two drafts of the report, and their largest share of the time."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt, as in malloc.h."""
@@ -123,7 +119,6 @@ class Trainer:
         """The trace of --profile, from its first step to its last."""
         self._first_traced = 0
         self._should_stop: Callable[[], bool] = bool
-        self._next_draft_s = -math.inf
 
         self._resources = contextlib.ExitStack()
         self._resources.callback(self.loader.close)
@@ -385,8 +380,8 @@ class Trainer:
         return self.step == self.config.steps or self.step % every == 0
 
     def _write_log(self, *, saving: bool = False) -> None:
-        """Write a progress line, and an interim report if the latest one is old, or if a checkpoint
-        follows, from which a killed run goes on.
+        """Write a progress line, and an interim report for the first step, and if a checkpoint
+        follows.
 
         Raises:
             ConfigError: The run has skipped too many steps in a row.
@@ -400,26 +395,21 @@ class Trainer:
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:
                 self._gather_stall()
-                self.write_draft(now=saving)
+                if saving or self.step == 1:
+                    self.write_draft()
             if skips and not ends:
                 self._warn_of_skip(skips.first)
         if skips and ends:
             raise self._diverged(skips)
 
-    def write_draft(self, *, now: bool = False) -> None:
-        """Write report.json while the run goes on, so that a killed run keeps what it measured.
-
-        Do nothing if the latest draft is recent, unless `now`.
-        """
-        started_s = time.perf_counter()
-        if not self.world.is_main or (started_s < self._next_draft_s and not now):
+    def write_draft(self) -> None:
+        """Write report.json while the run goes on, so that a killed run keeps what it measured."""
+        if not self.world.is_main:
             return
         try:
             dataclasses.replace(self._report({}), finished=False).write(self.config.run_dir)
         except OSError as error:
             _log.warning("report.json cannot be written, training goes on: %s", error)
-        taken_s = time.perf_counter() - started_s
-        self._next_draft_s = started_s + max(SECONDS_BETWEEN_DRAFTS, taken_s / SHARE_OF_DRAFTS)
 
     def _gather_stall(self) -> None:
         if self.world.size > 1:
@@ -508,10 +498,6 @@ class Trainer:
             step=self.step,
             tokens=self.step_sync.tokens,
             slots=self.step_sync.slots,
-            model=self.config.model,
-            vocabulary_size=self.task.manifest.tokenizer.vocabulary_size,
-            task=self.task.name,
-            optimizer=self.config.optimizer,
             loader=self.loader.state_dict(),
             best=self.evaluator.best,
             config=self.config.as_dict(),
@@ -576,8 +562,7 @@ class Trainer:
         config = self.config
         checkpoint = self._open_checkpoint()
         progress = checkpoint.meta
-        progress.check(config, self._meta())
-
+        progress.check(config)
         self.loader.load_state_dict(progress.loader)
         self.learner.load(checkpoint)
         self.skipped = int(self.learner.precision.skips[0])

@@ -219,7 +219,11 @@ def _describe(source: str, config: TrainConfig, head: Head) -> Any:
         text_config.pad_token_id = head.pad_id
     if config.dropout is not None:
         _set_dropout(described, config.dropout if config.lora is None else 0.0)
-    _check_layers(described, config.model)
+    if unknown := set(getattr(described, "layer_types", None) or ()) - _KNOWN_LAYERS:
+        raise ConfigError(
+            f"`--model`={config.model}: has layers of {', '.join(sorted(unknown))}, and `train` "
+            f"knows {' and '.join(sorted(_KNOWN_LAYERS))}. Take another model."
+        )
     return described
 
 
@@ -257,20 +261,6 @@ def _dropout_shares(described: Any) -> dict[str, float]:
         if isinstance(value, (int, float)) and not isinstance(value, bool)
         if "drop" in name and "layer" not in name
     }
-
-
-def _check_layers(described: Any, name: str) -> None:
-    if described.is_encoder_decoder:
-        raise ConfigError(
-            f"`--model`={name}: has an encoder and a decoder, and `train` learns models that are "
-            "one of the two. Take another model."
-        )
-    unknown = set(getattr(described, "layer_types", None) or ()) - _KNOWN_LAYERS
-    if unknown:
-        raise ConfigError(
-            f"`--model`={name}: has layers of {', '.join(sorted(unknown))}, and `train` knows "
-            f"{' and '.join(sorted(_KNOWN_LAYERS))}. Take another model."
-        )
 
 
 def _from_weights(

@@ -72,7 +72,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._matrices, self._adamw = matrices, adamw
         self._world, self._compiled = world, compiled
         super().__init__([*adamw.param_groups, own], {})
-        self._share()
+        adamw.param_groups, adamw.state = self.param_groups[:-1], self.state
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -96,15 +96,6 @@ class MuonAdamW(torch.optim.Optimizer):
             torch._foreach_copy_(momenta_S, momentum_SMN.unbind())  # pyright: ignore[reportPrivateImportUsage]
             update_SMN = self._world.concatenate(own)[: len(weights_S)]
             torch._foreach_add_(weights_S, (update_SMN * rate).unbind())  # pyright: ignore[reportPrivateImportUsage]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the moments and the momentum of `state_dict()`."""
-        super().load_state_dict(state_dict)  # makes new groups and a new state
-        self._share()
-
-    def _share(self) -> None:
-        """Let AdamW work on this optimizer's groups and state."""
-        self._adamw.param_groups, self._adamw.state = self.param_groups[:-1], self.state
 
     def _stacks(self, weights: list[Tensor]) -> Iterator[list[tuple[Tensor, ...]]]:
         """Yield sections of one shape: their weights, gradients and momenta."""

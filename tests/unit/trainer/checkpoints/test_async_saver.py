@@ -22,7 +22,7 @@ from tokenfeed.trainer.checkpoints.tensor_file import HostCopy
 from tokenfeed.trainer.config.run_config import OptimizerName
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
-from tokenfeed.trainer.optim.saved_state import make_moments, moments_of
+from tokenfeed.trainer.optim.train_state import make_moments, moments_of
 
 
 @pytest.fixture

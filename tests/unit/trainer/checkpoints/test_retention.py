@@ -30,7 +30,7 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.checkpoints.checkpoint_format import Best
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.distributed.world import State
-from tokenfeed.trainer.optim.saved_state import random_state, set_random_state
+from tokenfeed.trainer.optim.train_state import random_state, set_random_state
 
 DTYPES = [
     torch.float64,

@@ -373,12 +373,6 @@ def test_evaluation_sees_short_and_long_documents(counting: Path, tmp_path: Path
     assert lengths.max() > 25
 
 
-def test_a_file_is_no_run_folder(counting: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("")
-    with pytest.raises(ConfigError, match="is not a folder"):
-        run(make_config(counting, tmp_path / "run"))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from support.training import make_config, run
 
-from tokenfeed.trainer.loop import trainer
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.report.run_report import Report
 
@@ -15,11 +14,9 @@ class Killed(BaseException):
 
 
 def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfinished(
-    few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_rows: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(trainer, "SECONDS_BETWEEN_DRAFTS", 0.0)
-    monkeypatch.setattr(trainer, "SHARE_OF_DRAFTS", 1e9)
-    config = make_config(few_rows, tmp_path / "run", steps=8)
+    config = make_config(few_rows, tmp_path / "run", steps=8, save_every=2)
     asked = iter(range(1, 100))
 
     def kill() -> bool:
@@ -40,8 +37,6 @@ def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfini
 def test_the_last_line_of_a_run_leaves_no_report_that_says_it_is_finished(
     few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "SECONDS_BETWEEN_DRAFTS", 0.0)
-    monkeypatch.setattr(trainer, "SHARE_OF_DRAFTS", 1e9)
     seen: list[tuple[int, bool]] = []
     write = Report.write
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tokenfeed.trainer.config.run_config import ScheduleName
-from tokenfeed.trainer.config.schedule import learning_rate
+from tokenfeed.trainer.optim.optimizer import learning_rate
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
