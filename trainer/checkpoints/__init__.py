@@ -11,6 +11,6 @@ All files are written and synced in a folder with a temporary name. One rename m
 checkpoint. A killed save leaves a temporary folder, which is ignored; the next save deletes it.
 
 The loop does not wait for a save. The device copies tensors to host memory while it computes
-(`tensor_file.HostCopy`), and a thread writes the files (`async_saver`). checkpoint.json also names
-the best step on the validation split, and its metric.
+(`HostCopy`), and a thread writes the files. checkpoint.json also names the best step on the
+validation split, and its metric.
 """

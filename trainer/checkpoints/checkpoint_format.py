@@ -26,7 +26,6 @@ from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.trainer.checkpoints.tensor_file import is_sharded_tensor, stored_form
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import State, World
 
@@ -34,6 +33,11 @@ _VERSION = 4
 CONTENT_FILE = "checkpoint.json"
 _READERS = 4
 _FILE_NAME = re.compile(r"state-\d+\.safetensors")
+_STORED = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KEPT = ("model", "optimizer")
 """Settings that a resumed run cannot change."""
 
@@ -123,6 +127,19 @@ def _identity(tensor: Any) -> Any:
     if own.numel() == 0:
         return id(tensor)
     return own.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def is_sharded_tensor(tensor: Tensor) -> bool:
+    """Return whether ranks hold shards of this tensor. Importing DTensor to ask takes a second."""
+    return hasattr(tensor, "to_local")
+
+
+def stored_form(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor in a dtype that safetensors has: of complex numbers their parts,
+    of rare dtypes their bits."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor if tensor.dtype in _STORED else tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

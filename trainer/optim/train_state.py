@@ -20,10 +20,10 @@ from tokenfeed.pipeline.planning.order import derive_key
 from tokenfeed.trainer.checkpoints.checkpoint_format import (
     Checkpoint,
     part_of,
+    stored_form,
     unshared,
     with_prefix,
 )
-from tokenfeed.trainer.checkpoints.tensor_file import stored_form
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import choose_flash_attention
 from tokenfeed.trainer.data.micro_batch import MicroBatch

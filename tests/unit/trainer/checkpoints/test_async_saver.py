@@ -15,10 +15,9 @@ from support.training import make_config, run, write_counting
 from torch import nn
 
 from tokenfeed.trainer.checkpoints import async_saver
-from tokenfeed.trainer.checkpoints.async_saver import Saver
+from tokenfeed.trainer.checkpoints.async_saver import HostCopy, Saver
 from tokenfeed.trainer.checkpoints.checkpoint_format import part_of, with_prefix
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
-from tokenfeed.trainer.checkpoints.tensor_file import HostCopy
 from tokenfeed.trainer.config.run_config import OptimizerName
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
