@@ -13,8 +13,7 @@ from tokenfeed.pipeline.facts import facts
 from tokenfeed.tools.shell.command_line import parse_command
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.trainer.config.run_config import PAGE_FILE
-from tokenfeed.trainer.report.page import write_page
-from tokenfeed.trainer.report.run_report import RunData
+from tokenfeed.trainer.report.page import RunData, write_page
 
 log = logging.getLogger(__name__)
 

@@ -146,28 +146,17 @@ def _full_shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
 def possible_sizes(config: TrainConfig, task: "Task") -> list[int]:
     """Return the values that --micro-batch-tokens may take with the same step, ascending.
 
-    Each divides the step, and has room for the longest row. They also suit the evaluation, which
-    packs the rows of causal models.
-
-    Raises:
-        ConfigError: No value does.
+    Each divides the step. They also suit the evaluation, which packs the rows of causal models.
     """
     length = config.sequence_length
     if config.step_rows is not None:
         return [rows * length for rows in _divisors(config.step_rows)]
-    packed = task.head.causal or is_packed(config, task.manifest)
-    if packed:
+    found = _divisors(config.step_tokens)
+    if task.head.causal or is_packed(config, task.manifest):
         check_multiple(config, "step_tokens", "sequence_length")
-    longest = task.manifest.split("train").longest_row
-    row = length if packed else round_up(min(length, longest), _multiple_of(config, on_gpu=True))
-    least = 2 * row if config.compile else row
-    found = [size for size in _divisors(config.step_tokens) if size >= least]
-    if not found:
-        raise ConfigError(
-            f"`--step-tokens`={config.step_tokens}: a micro-batch needs at least {least} tokens, "
-            "and a step has at least one. Raise it."
-        )
-    return [size for size in found if not packed or size % length == 0]
+        found = [size for size in found if size % length == 0]
+    least = 2 * length if config.compile else length
+    return [size for size in found if size >= least] or found[-1:]
 
 
 def _divisors(number: int) -> list[int]:

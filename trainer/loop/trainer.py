@@ -397,10 +397,8 @@ class Trainer:
                 self._gather_stall()
                 if saving or self.step == 1:
                     self.write_draft()
-            if skips and not ends:
-                self._warn_of_skip(skips.first)
-        if skips and ends:
-            raise self._diverged(skips)
+            if skips:
+                self._name_skipped(skips, ends=ends)
 
     def write_draft(self) -> None:
         """Write report.json while the run goes on, so that a killed run keeps what it measured."""
@@ -503,40 +501,34 @@ class Trainer:
             config=self.config.as_dict(),
         )
 
-    def _warn_of_skip(self, step: int) -> None:
-        """Log the records of the first skipped step, once per session.
+    def _name_skipped(self, skips: Skips, *, ends: bool) -> None:
+        """Log the records of the first skipped step, once per session. If the run ends, raise.
 
-        With fp16 this is left out: a skipped step only means that the scale of the loss was too
-        large.
+        If that step was before the run was resumed, take the first step since. With fp16 nothing is
+        logged: a skipped step only means that the scale of the loss was too large.
+
+        Raises:
+            ConfigError: `ends` is true.
         """
-        if self.has_named_records or self.learner.precision.name == "fp16":
+        if not ends and (self.has_named_records or self.learner.precision.name == "fp16"):
             return
         self.has_named_records = True
-        rows, named = self._rows_of(step), ""
+        step, named = max(skips.first, self.rows_of_steps[0][0]), "see rank 0"
+        rows = self._rows_of(step)
         if self.world.is_main:
-            with contextlib.suppress(TokenfeedError, OSError):  # the run goes on
-                named = f". Its records, {self._write_records(rows)}"
+            with contextlib.suppress(TokenfeedError, OSError):  # records may be gone
+                named = f"its records, {self._write_records(rows)}"
+        if not ends:
             reason = "its loss or gradients are not finite"
-            _log.warning("step %d was skipped: %s%s", step, reason, named)
-
-    def _diverged(self, skips: Skips) -> ConfigError:
-        """Return the error that ends the run. It names the records of the first bad step.
-
-        If that step was before the run was resumed, it names those of the first step since.
-        """
+            _log.warning("step %d was skipped: %s; %s", step, reason, named)
+            return
         if self.saver:
             self.saver.wait_after_error()
-        steps = f"{count_of(skips.in_a_row, 'step')} in a row, from step {skips.first} on"
-        finding = f"loss or gradients are not finite, {steps}"
-        step = max(skips.first, self.rows_of_steps[0][0])
-        rows = self._rows_of(step)
-        if not self.world.is_main:
-            return ConfigError(f"{finding}; see rank 0")
-        way_on, records = self.checkpoints.way_on(), self._write_records(rows)
-        return ConfigError(
-            f"{finding}. Lower --learning-rate or raise --warmup-steps, and {way_on}. If the run "
-            "fails again after that checkpoint, delete it to go on from the one before. The "
-            f"records of step {step}, {records}."
+        raise ConfigError(
+            f"loss or gradients are not finite, {count_of(skips.in_a_row, 'step')} in a row, from "
+            f"step {skips.first} on. Lower --learning-rate or raise --warmup-steps, and "
+            f"{self.checkpoints.way_on()}. If the run fails again after that checkpoint, delete it "
+            f"to go on from the one before. Step {step}: {named}."
         )
 
     def _write_records(self, rows: np.ndarray) -> str:

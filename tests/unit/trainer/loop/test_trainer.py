@@ -95,13 +95,13 @@ def test_progress_line_of_skipped_steps_shows_no_loss(
 
 def test_diverged_run_that_resumes_ends_in_one_line_again(counting: Path, tmp_path: Path) -> None:
     config = make_config(counting, tmp_path, steps=40, learning_rate=1e30, save_every=1)
-    with pytest.raises(ConfigError, match=r"from step 2 on\..* records of step 2, ") as error:
+    with pytest.raises(ConfigError, match=r"from step 2 on\..* Step 2: its records, ") as error:
         run(config)
     newest = max(tmp_path.glob("checkpoints/step-*"))
     latest = int(newest.name[5:])
     assert f"go on with --resume from {newest}. If the run fails again" in str(error.value)
     assert "\n" not in str(error.value)
-    message = rf"20 steps in a row, from step 2 on\..* records of step {latest + 1}, "
+    message = rf"20 steps in a row, from step 2 on\..* Step {latest + 1}: its records, "
     assert read_metrics(tmp_path, "validation_loss")[latest] is None  # not finite, and read again
     with pytest.raises(ConfigError, match=message):
         run(dataclasses.replace(config, resume=True))

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from support.stall_device import SimulatedDevice
 from support.stall_scenarios import REGIMES, Run
 
-from tokenfeed.trainer.report.page import page_of
-from tokenfeed.trainer.report.run_report import RunData
+from tokenfeed.trainer.report.page import RunData, page_of
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.make_report import advise
