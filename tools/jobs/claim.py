@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,7 @@ _AT_ONCE = 16
 """Number of files whose sizes are read at the same time."""
 _UNITS = "the number of units"
 _FILES = "the input files"
+_FOLDER = "the folder of relative paths"
 """The entries of .made_by.json that do not belong to the recipe."""
 
 State = Literal["new", "unfinished", "finished"]
@@ -95,7 +96,7 @@ def remember(
         num_units: Number of units of the run.
         files: Name, size and state of each input file.
     """
-    content = recipe | {_UNITS: num_units, _FILES: [*files]}
+    content = recipe | {_UNITS: num_units, _FOLDER: os.getcwd(), _FILES: [*files]}
     output.write(MADE_BY_FILE, json.dumps(content, indent=1).encode() + b"\n")
 
 
@@ -117,13 +118,23 @@ def _made_by(output: Place) -> dict[str, Any]:
     return recipe
 
 
-def files_made_of(output: Place) -> dict[str, tuple[int, int | str]]:
-    """Return size and state of the input files of a finished data set, by name, as far as they
-    are known."""
+class MadeOf(NamedTuple):
+    """The input files of a finished data set, as far as they are known."""
+
+    files: dict[str, tuple[int, int | str]] = {}
+    """Size and state, by name."""
+    folder: str = ""
+    """The folder that relative names start from."""
+
+
+def files_made_of(output: Place) -> MadeOf:
+    """Return the input files of a finished data set."""
     with contextlib.suppress(OSError, ConfigError, ValueError):
-        files = msgspec.convert(_made_by(output).get(_FILES, []), list[tuple[str, int, int | str]])
-        return {name: (size, state) for name, size, state in files}
-    return {}
+        made_by = _made_by(output)
+        files = msgspec.convert(made_by.get(_FILES, []), list[tuple[str, int, int | str]])
+        by_name = {name: (size, state) for name, size, state in files}
+        return MadeOf(by_name, str(made_by.get(_FOLDER, "")))
+    return MadeOf()
 
 
 def recognise(output: Place, recipe: dict[str, Any]) -> tuple[Manifest, int]:
@@ -136,6 +147,7 @@ def recognise(output: Place, recipe: dict[str, Any]) -> tuple[Manifest, int]:
     was = _made_by(output)
     num_units = was.pop(_UNITS, 0)
     was.pop(_FILES, None)
+    was.pop(_FOLDER, None)
     if difference := differences(was, recipe):
         raise ConfigError(
             f"{output}: already holds a finished data set, of another command or input: "

@@ -55,14 +55,19 @@ class Onto:
     """Number of input files that were left out, because the data set has them."""
     hidden: LocalStore = field(init=False)
     """The folder of the new rows, until they are part of the data set."""
+    folder: str = ""
+    """The folder that relative names in `unproved` start from."""
     _of_size: dict[int, list[str]] = field(init=False)
-    """Names of the files in `unproved` whose state is known, by size."""
+    """Names of the files of this machine in `unproved` whose state is known, by size."""
+    _lost: dict[tuple[int, int | str], str] = field(init=False, default_factory=dict)
+    """Names of these files that changed or are missing, by their size with their time, and by
+    their size with their name without folders."""
 
     def __post_init__(self) -> None:
         self.hidden = LocalStore(self.store.folder / _HIDDEN)
         self._of_size = {}
         for name, recorded in self.unproved.items():
-            if recorded is not None:
+            if recorded is not None and isinstance(recorded[1], int):
                 self._of_size.setdefault(recorded[0], []).append(name)
 
     @classmethod
@@ -80,7 +85,7 @@ class Onto:
                 "Leave `--append` out to make one."
             )
         with alone_in_folder(output):
-            manifest, files = Manifest.read(output), files_made_of(output)
+            manifest, (files, folder) = Manifest.read(output), files_made_of(output)
             checksums: set[str] = set()
             unproved: dict[str, tuple[int, int | str] | None] = {}
             for line in read_checked(output, manifest.sources).splitlines():
@@ -89,7 +94,7 @@ class Onto:
                     checksums.add(source["xxh3"])
                 elif source["path"]:
                     unproved[source["path"]] = files.get(source["path"])
-            onto = cls(output, manifest, checksums, unproved)
+            onto = cls(output, manifest, checksums, unproved, folder=folder)
             onto._remove_committed()
             yield onto
 
@@ -127,8 +132,8 @@ class Onto:
 
         Raises:
             NothingNew: It has all of them.
-            ConfigError: It has a file of this name and size, and nothing says whether the content
-                is the same.
+            ConfigError: It may have a file under this name or another one, and nothing says whether
+                the content is the same.
         """
         new: list[InputFile] = []
         for source in corpus.sources:
@@ -139,11 +144,11 @@ class Onto:
             self._prove(source.bytes)
             if xxh3 in self.checksums:
                 continue
-            if source.name in self.unproved and _may_be(recorded, source.bytes):
+            if known := self._may_be(source):
                 raise ConfigError(
-                    f"`--append`: {self.store} has an input file {source.name} already, and no "
-                    "record that shows whether the content has changed. Rename the file if it has, "
-                    "or `--exclude` it."
+                    f"`--append`: {source.name} may be the input file {known} that {self.store} "
+                    "has already: no record shows whether the content is the same. `--exclude` the "
+                    "file if it is. If not, change its name and time (`cp`)."
                 )
             self.checksums.add(xxh3)
             new.append(replace(source, index=len(new), xxh3=xxh3))
@@ -210,8 +215,19 @@ class Onto:
     def _prove(self, size: int) -> None:
         """Add the checksums of the data set's files of a size, if they are as they were read."""
         for name in self._of_size.pop(size, ()):
-            if _state(name) == self.unproved[name]:
-                self.checksums.add(_checksum(name))
+            recorded, path = self.unproved[name], os.path.join(self.folder, name)
+            if recorded and _state(path) == recorded:
+                self.checksums.add(_checksum(path))
+            elif recorded and size:
+                self._lost |= {recorded: name, (size, os.path.basename(name)): name}
+
+    def _may_be(self, source: InputFile) -> str | None:
+        """Return the name of the data set's file that a file may be, moved or touched; else
+        None."""
+        if source.name in self.unproved and self.unproved[source.name] is None:
+            return source.name
+        moved = self._lost.get((source.bytes, source.state))
+        return moved or self._lost.get((source.bytes, os.path.basename(source.name)))
 
 
 def _shards(manifest: Manifest) -> set[str]:
@@ -224,12 +240,6 @@ def _state(name: str) -> tuple[int, int] | None:
         return size_and_state(name)
     except (OSError, ValueError):
         return None
-
-
-def _may_be(recorded: tuple[int, int | str] | None, size: int) -> bool:
-    """Return whether a file of a recorded name may have the recorded content. States that are not
-    times differ only if the content does."""
-    return recorded is None or (recorded[0] == size and isinstance(recorded[1], int))
 
 
 def _checksum(path: Location) -> str:
