@@ -126,6 +126,16 @@ def adopt(
     of_split: dict[str, list[int]] = {"train": []}
     for number, file in enumerate(files):
         of_split.setdefault(_split_of(file.name, splits), []).append(number)
+    if unused := [given for given in splits if given[0] not in of_split]:
+        raise ConfigError(f"`--split {'='.join(unused[0])}`: no file matches it. Correct the GLOB.")
+    by_place: dict[str, int] = {}
+    for number, file in enumerate(files):
+        first = by_place.setdefault(file.file.real_path, number)
+        if first != number:
+            raise ConfigError(
+                f"{file.name}: is the file {files[first].name}, whose rows would be there twice. "
+                "Give it once."
+            )
     described = " ".join(f"{file.file.path} {file.file.size}" for file in files)
     names = (*of_split, TOKENIZER_FILE, SOURCES_FILE, REJECTS_FILE)
     with (

@@ -55,11 +55,14 @@ class _ForeignFile:
 
         Raises:
             ConfigError: The address has a query, which may be a secret, or there is no such store.
+                Or the path is not UTF-8.
         """
         if "://" not in path:
             absolute = str(local_path(path).absolute())
             if not os.path.isfile(absolute):
                 return None
+            if os.fsencode(absolute).decode(errors="replace") != absolute:
+                raise ConfigError(f"{path!a}: its name is not UTF-8. Rename the file.")
             return cls(absolute, path, absolute, os.path.getsize(absolute))
         if public(path) != path:
             raise ConfigError(
@@ -75,6 +78,11 @@ class _ForeignFile:
         except FileNotFoundError:
             return None
         return cls(path, path, RemoteFile(store, info), info.size)
+
+    @property
+    def real_path(self) -> str:
+        """Return the path without symbolic links, or the address."""
+        return os.path.realpath(self.path) if isinstance(self.place, str) else self.path
 
     def beside(self, old: str, new: str) -> "_ForeignFile | None":
         """Return the file whose name ends with `new` instead of `old`; None if it is missing."""
@@ -180,7 +188,9 @@ def _opened(name: str, tokenizer: TextTokenizer) -> TokenFile:
         header = file.array("<i4", 0, 256).tolist() if file.size >= 1024 else [0]
         if dtype := _LLM_C.get(tuple(header[:2])):
             return flat(dtype, None, first=1024, tokens=header[2])
-        _refuse_other_ids(file, any(header[3:]))
+        if file.size >= 1024 and not any(header[3:]):
+            raise CorpusError(f"{name}: begins with an unknown header. Copy it again.")
+        _refuse_four_bytes(file)
         return flat("<u2", None)
     if suffix == ".ds":
         return flat(*_datatrove(file))
@@ -190,7 +200,10 @@ def _opened(name: str, tokenizer: TextTokenizer) -> TokenFile:
         if file.read(0, len(MAGIC_PREFIX)) == MAGIC_PREFIX:
             values, first = _numpy_header(file)
             return flat(values, by_index, first=first)
-        return flat(token_dtype(tokenizer.vocabulary_size), by_index)
+        own = token_dtype(tokenizer.vocabulary_size)
+        if own == np.uint16:
+            _refuse_four_bytes(file)
+        return flat(own, by_index)
     raise ConfigError(
         f"{name}: of no known format. Known are .bin (with .idx: Megatron; else nanoGPT, llm.c), "
         ".npy (OLMo) and .ds (datatrove)."
@@ -203,23 +216,17 @@ _MEGATRON = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """dtype by its code in an index."""
 
 
-def _refuse_other_ids(file: _ForeignFile, is_filled: bool) -> None:
-    """Reject a file whose ids do not have two bytes each.
-
-    Args:
-        file: A file without an index and with no known header.
-        is_filled: Whether bytes 12 to 1024 are not all zero.
+def _refuse_four_bytes(file: _ForeignFile) -> None:
+    """Reject a file that does not say how long ids are, if every second id of two bytes is 0.
 
     Raises:
-        CorpusError: It begins with a damaged header of llm.c, or every second id is 0.
+        CorpusError: The ids have four bytes.
     """
-    if file.size >= 1024 and not is_filled:
-        raise CorpusError(f"{file.name}: begins with an unknown header. Copy it again.")
     ids = file.array("<u2", 0, min(file.size // 2, CHUNK_TOKENS))
     if len(ids) >= 16 and not ids[1::2].any():
         raise CorpusError(
             f"{file.name}: every second id of two bytes is 0, so the ids have four bytes. If it "
-            "is of Megatron, put its .idx beside it."
+            "is of Megatron, put its .idx beside it. Else write the ids again as uint16."
         )
 
 

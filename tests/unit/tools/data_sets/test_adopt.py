@@ -1,5 +1,6 @@
 """Adopted files: the same rows as they came with, read in place, and never wrong ones."""
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -222,6 +223,10 @@ WRONG: dict[str, tuple[Callable[[Path], str], str]] = {
         lambda folder: save(folder / "a.bin", [*range(1, 20)], np.int32),
         "every second id of two bytes is 0, so the ids have four bytes",
     ),
+    "ids of four bytes in a file of OLMo": (
+        lambda folder: save(folder / "a.npy", [*range(1, 20)], np.uint32),
+        "every second id of two bytes is 0, so the ids have four bytes",
+    ),
     "an array of two dimensions": (table, "a header that says uint16 of the shape"),
     "an index instead of tokens": (
         lambda folder: save(folder / "a.idx", []),
@@ -240,6 +245,21 @@ def test_a_wrong_file_is_one_line_and_leaves_no_data_set(what: str, tmp_path: Pa
         adopt([make(tmp_path)], str(tmp_path / "out"), TOKENIZERS[width])
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_files_given_twice_and_splits_without_files_are_refused(tmp_path: Path) -> None:
+    file, link = save(tmp_path / "a.bin", [1, 7]), tmp_path / "link.bin"
+    link.symlink_to(file)
+    for paths, splits, message in (
+        ([file, str(link)], (), "link.bin: is the file .*a.bin, whose rows would be there twice"),
+        ([file], (("test", "*.npy"),), "`--split test=.*no file matches it"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            adopt(paths, str(tmp_path / "out"), TOKENIZERS["narrow"], splits)
+    name = os.fsdecode(os.fsencode(file).replace(b"a.bin", b"caf\xe9.bin"))
+    shutil.copy(file, name)
+    with pytest.raises(ConfigError, match="name is not UTF-8"):
+        adopt([name], str(tmp_path / "out"), TOKENIZERS["narrow"])
 
 
 def test_no_end_token_is_told_before_reading(tmp_path: Path) -> None:
