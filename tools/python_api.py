@@ -150,6 +150,7 @@ def _pretokenized(
         stack: Deletes temporary files when it ends.
     """
     from tokenfeed.pipeline.format.manifest import Manifest
+    from tokenfeed.tools.corpus.records import shown_names
     from tokenfeed.tools.data_sets.append import append_rows
     from tokenfeed.tools.pretokenizing.make import make_dataset
     from tokenfeed.tools.pretokenizing.options import Options
@@ -159,17 +160,22 @@ def _pretokenized(
     for name in ("field", "split", "template_argument"):
         if not isinstance(given[name] or {}, Mapping):
             raise ConfigError(f"`{name}`: expected a dict, got {type(given[name]).__name__}.")
-    keep = given["keep"]
+    keep = given["keep"] if isinstance(given["keep"], Mapping) else _texts(given["keep"])
     words["field"] = tuple((f"{own}={name}",) for own, name in (given["field"] or {}).items())
-    kept = keep.items() if isinstance(keep, Mapping) else ((name, "") for name in _texts(keep))
-    words["keep"] = tuple(f"{name}={dtype}".rstrip("=") for name, dtype in kept)
+    if isinstance(keep, Mapping):
+        keep = tuple(f"{name}={dtype}" for name, dtype in keep.items())
+    words["keep"] = keep
     words["split"] = tuple(f"{name}={pattern}" for name, pattern in (given["split"] or {}).items())
     words["exclude"] = _texts(given["exclude"])
     for name in ("tokenizer", "chat_template"):
         words[name] = None if given[name] is None else _path(name, given[name])
-    words["template_argument"] = tuple(
-        f"{name}={json.dumps(value)}" for name, value in (given["template_argument"] or {}).items()
-    )
+    try:
+        words["template_argument"] = tuple(
+            f"{name}={json.dumps(value)}"
+            for name, value in (given["template_argument"] or {}).items()
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"`template_argument`: cannot be written as JSON: {error}.") from None
     place = _path("out", out)
     paths, patterns = _paths_by_split(source) if isinstance(source, Mapping) else (None, ())
     words["split"] += patterns
@@ -179,6 +185,11 @@ def _pretokenized(
     words = {name: setting_of(kinds[name], value, f"`{name}`") for name, value in words.items()}
     options = Options(paths=(*(paths or by_split or ()), place), **words)
     options.check()
+    if isinstance(source, Mapping) and options.make_task().fields.keys() <= source.keys():
+        raise ConfigError(
+            f"source: its keys are {shown_names(source)}, expected names of splits. To give "
+            "columns, use `pyarrow.table(source)`."
+        )
     if by_split and options.runner != "local":
         raise ConfigError(
             f"`runner` {options.runner!r}: its workers cannot read objects of this process. Write "
@@ -240,7 +251,8 @@ def _paths_by_split(
     if len(having) < len(by_split):
         raise ConfigError(
             f"source: the split {having[0]!r} has paths, and other splits have records. Make a "
-            "data set of each kind, and join them with `shards merge`."
+            "data set of each kind, and join them with `shards merge`. To give columns, use "
+            "`pyarrow.table(source)`."
         )
     found: list[str] = []
     patterns: list[str] = []

@@ -67,7 +67,9 @@ SOURCES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
     "a polars frame": pl.DataFrame,
     "a column of pandas": lambda rows: pd.DataFrame(rows)["text"],
     "a column of polars": lambda rows: pl.DataFrame(rows)["text"],
+    "an array of pyarrow": lambda rows: pa.array([row["text"] for row in rows]),
     "a Dataset": datasets.Dataset.from_list,
+    "a column of a Dataset": lambda rows: datasets.Dataset.from_list(rows)["text"],
     "a shuffled and restored Dataset": lambda rows: datasets.Dataset.from_list(rows[::-1]).select(
         range(len(rows) - 1, -1, -1)
     ),
@@ -195,6 +197,15 @@ def test_a_conversation_that_is_nested_too_deeply_is_one_reject(
     ]
 
 
+class OldFrame:
+    """A table without Arrow, like a frame of Dask. Its iterator returns names of columns."""
+
+    columns = ("text",)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+
 USED_UP = (row for row in list[Any]())
 assert not [*USED_UP]
 
@@ -205,7 +216,13 @@ WRONG: dict[str, tuple[object, type[Exception], str]] = {
     "a function of no records": (lambda: None, ConfigError, "returns NoneType"),
     "a function of one text": (lambda: "abc", ConfigError, "returns str, expected an iterator"),
     "a function of one record": (lambda: {"text": "a"}, ConfigError, "returns dict"),
-    "a dict of columns": ({"text": ["some", "words"]}, CorpusError, "some: not found"),
+    "a dict of columns": ({"text": ["some", "words"]}, ConfigError, r"use `pyarrow\.table"),
+    "a frame that iterates its columns": (OldFrame(), ConfigError, "records: got .*OldFrame"),
+    "a Dataset with a transform": (
+        datasets.Dataset.from_list([{"text": "a"}]).with_transform(lambda rows: rows),
+        ConfigError,
+        "has a transform",
+    ),
     "paths and records": ({"train": "a", "test": [{"text": "a"}]}, ConfigError, "'train' has path"),
     "a list of numbers": ([1, 2], CorpusError, "records, record 0: is int, expected a dict"),
     "an empty list": ([], CorpusError, "no text in 1 input file: there is no record"),
@@ -224,6 +241,8 @@ WRONG: dict[str, tuple[object, type[Exception], str]] = {
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"task": None}, "`task`: expected one of lm"),
     ({"field": ["text=a"]}, "`field`: expected a dict, got list"),
+    ({"keep": 5}, "`keep`: expected a list of text, got 5"),
+    ({"template_argument": {"a": object()}}, "`template_argument`: cannot be written as JSON"),
     ({"exclude": 3}, "`exclude`: expected a list of text, got 3"),
     ({"validation": "half"}, "`validation`: expected a share from 0 up to 1, got half"),
     ({"tokenizer": object()}, "`tokenizer`: got object, expected a path"),

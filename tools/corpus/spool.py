@@ -184,11 +184,8 @@ def _row_lists(name: str, records: object, fields: Fields) -> Iterator[list[dict
 def _records(name: str, records: object, fields: Fields) -> Iterator[object]:
     """Yield single records, or tables."""
     if type(records).__module__.startswith("datasets."):
-        known: Any = records
-        if known.column_names is not None:
-            known = known.select_columns(_columns(name, fields, known.column_names))
-        yield from known.with_format("arrow").iter(_BATCH_RECORDS)
-    elif hasattr(records, "__arrow_c_stream__"):
+        yield from _of_datasets(name, records, fields)
+    elif hasattr(records, "__arrow_c_stream__") or hasattr(records, "__arrow_c_array__"):
         yield records
     elif callable(records):
         made: Any = records()
@@ -205,13 +202,29 @@ def _records(name: str, records: object, fields: Fields) -> Iterator[object]:
             f"{name}: {_kind(records)} can be read only once, so an interrupted run could not "
             "continue. Give the function that returns it."
         )
-    elif isinstance(records, Iterable):
+    elif isinstance(records, Iterable) and not hasattr(records, "columns"):  # names of columns
         yield from records
     else:
         raise ConfigError(
             f"{name}: got {_kind(records)}. Give paths, a datasets.Dataset, a table, a list of "
             "dicts, or a function that returns an iterator of dicts."
         )
+
+
+def _of_datasets(name: str, records: Any, fields: Fields) -> Iterator[object]:
+    """Yield the tables of a data set of `datasets`, or the values of its column as records."""
+    if not hasattr(records, "column_names"):
+        first = next(iter(fields))
+        yield from ({first: value} for value in records)
+        return
+    if getattr(records, "format", {}).get("type") == "custom":
+        raise ConfigError(
+            f"{name}: the data set has a transform (`set_transform`), which `map` would apply and "
+            "reading tables does not. Use `map`, or give the function `lambda: iter(dataset)`."
+        )
+    if records.column_names is not None:
+        records = records.select_columns(_columns(name, fields, records.column_names))
+    yield from records.with_format("arrow").iter(_BATCH_RECORDS)
 
 
 def _needed(fields: Fields) -> set[str]:
@@ -236,8 +249,10 @@ def _columns(name: str, fields: Fields, present: Iterable[str]) -> list[str]:
 
 def _rows(name: str, table: Any, fields: Fields) -> Iterator[list[dict[str, Any]]]:
     """Yield lists of rows of a table that exports Arrow."""
-    if isinstance(table, pa.RecordBatch) or not hasattr(table, "__arrow_c_stream__"):
-        table = pa.Table.from_batches([pa.record_batch(table)])
+    if isinstance(table, pa.RecordBatch):
+        table = pa.Table.from_batches([table])
+    elif not hasattr(table, "__arrow_c_stream__"):
+        table = pa.chunked_array([pa.array(table)])
     try:
         reader = pa.RecordBatchReader.from_stream(table)
     except pa.ArrowInvalid:  # a column, like a Series

@@ -121,9 +121,9 @@ def _made_by(output: Place) -> dict[str, Any]:
 class MadeOf(NamedTuple):
     """The input files of a finished data set, as far as they are known."""
 
-    files: dict[str, tuple[int, int | str]] = {}
+    files: dict[str, tuple[int, int | str]]
     """Size and state, by name."""
-    folder: str = ""
+    folder: str
     """The folder that relative names start from."""
 
 
@@ -134,7 +134,7 @@ def files_made_of(output: Place) -> MadeOf:
         files = msgspec.convert(made_by.get(_FILES, []), list[tuple[str, int, int | str]])
         by_name = {name: (size, state) for name, size, state in files}
         return MadeOf(by_name, str(made_by.get(_FOLDER, "")))
-    return MadeOf()
+    return MadeOf({}, "")
 
 
 def recognise(output: Place, recipe: dict[str, Any]) -> tuple[Manifest, int]:
