@@ -447,7 +447,7 @@ class _InputSearch:
     def add_spooled(self, file: Spooled, format_: Format) -> None:
         """Add a file that this process made from input that it cannot read twice."""
         source = self._source(file.name, file.path, format_)
-        source = replace(source, state=file.checksum, is_spooled=True)
+        source = replace(source, state=f"{file.checksum:016x}", is_spooled=True)
         self._append(source, file.name, file.split)
 
     def _source(self, name: str, path: Location, format_: Format) -> InputFile:

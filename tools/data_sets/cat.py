@@ -147,10 +147,12 @@ def _decoded_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[dic
             marked = {"targets": mask.tolist()}
             if not wanted.json:
                 marked["parts"] = _parts(ids, mask, decode)
+        source = int(rows.per_row[ORIGIN_FILE][0])
         yield {
             "split": wanted.split,
             "row": row,
-            "file": json.loads(sources[int(rows.per_row[ORIGIN_FILE][0])])["path"],
+            "file": json.loads(sources[source])["path"],
+            "source": source,
             "record": int(rows.per_row[ORIGIN_RECORD][0]),
             "tokens": len(ids),
             **_values(rows, manifest, tokenizer),

@@ -61,7 +61,8 @@ class Select:
     input files whose path matches GLOB. `*` also matches `/`."""
     rows: Annotated[Path, msgspec.Meta(title="FILE", description="a path")] | None = None
     """Keep the rows that a JSON Lines file lists. Each line is an object with `file` and `record`,
-    as `shards cat --json` prints it. An object with `file` alone selects all rows of that file."""
+    as `shards cat --json` prints it. An object with `file` alone selects all rows of that file.
+    `source` selects one of several input files with the same name."""
     drop: bool = False
     """Remove the selected rows instead, and keep all others."""
     json: bool = False
@@ -89,8 +90,9 @@ class Selection:
 
     glob: str | None
     """Select all records of the files that match; None: those in `listed`."""
-    listed: dict[str, set[int] | None]
-    """Records by file; None for all of a file."""
+    listed: dict[tuple[str, int | None], set[int] | None]
+    """Records by the name of the file and its line in sources.jsonl. A line of None selects all
+    files of this name; records of None, all of a file."""
     drop: bool
     """Whether the selected records are removed, and not the others."""
 
@@ -107,7 +109,7 @@ class Selection:
             raise ConfigError(
                 f"`--rows` {path}: {error.strerror}. Give an existing file."
             ) from None
-        listed: dict[str, set[int] | None] = {}
+        listed: dict[tuple[str, int | None], set[int] | None] = {}
         for number, line in enumerate(lines, 1):
             try:
                 item = msgspec.convert(json.loads(line), _Listed)
@@ -116,23 +118,28 @@ class Selection:
                     f"`--rows` {path}, line {number}: {error}. Expected an object like "
                     '{"file": "corpus/a.txt", "record": 0}.'
                 ) from None
-            known = listed.setdefault(item.file, set())
+            key = item.file, item.source
+            known = listed.setdefault(key, set())
             if item.record is None:
-                listed[item.file] = None
+                listed[key] = None
             elif known is not None:
                 known.add(item.record)
         return cls(None, listed, drop)
 
-    def is_whole(self, file: str) -> bool:
+    def is_whole(self, file: str, line: int) -> bool:
         """Return whether all records of an input file are selected."""
         if self.glob is not None:
             return fnmatch.fnmatchcase(file, self.glob)
-        return self.listed.get(file, ()) is None
+        return any(self.listed.get((file, source), ()) is None for source in (None, line))
+
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class _Listed(msgspec.Struct):
     file: str
-    record: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    record: _Number | None = None
+    source: _Number | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,24 +198,33 @@ class _Chosen:
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in content.splitlines()]
         self.names: list[str] = [line["path"] for line in self.lines]
         self.drop = selection.drop
-        self.number_of = {name: n for n, name in reversed([*enumerate(self.names)])}
-        """The first line of each name. Lines of a merged data set may have the same name."""
-        self._numbers = np.array([self.number_of[name] for name in self.names], np.int64)
-        whole = {name: selection.is_whole(name) for name in self.number_of}
-        self._is_whole = np.array([whole[name] for name in self.names], bool)
-        listed = {name: records for name, records in selection.listed.items() if records}
-        keys = [
-            complex(self.number_of[name], record)
-            for name, records in listed.items()
-            if name in self.number_of
-            for record in records
+        self.lines_of: dict[str, list[int]] = {}
+        """The lines of each name. Appended and merged files may have the same name."""
+        for number, name in enumerate(self.names):
+            self.lines_of.setdefault(name, []).append(number)
+        whole = [selection.is_whole(name, number) for number, name in enumerate(self.names)]
+        self._is_whole = np.array(whole, bool)
+        listed = [
+            (file, line, record)
+            for (file, line), records in selection.listed.items()
+            for record in records or ()
         ]
-        self._keys = np.append(np.sort(np.array(keys, np.complex128)), np.inf)
-        """Listed records, sorted: file + record * 1j. The record of a row is below 2**53, so it is
+        keys = np.array(
+            [
+                (complex(number, record), entry)
+                for entry, (file, line, record) in enumerate(listed)
+                for number in self.lines_of.get(file, ())
+                if line in (None, number)
+            ],
+            [("key", np.complex128), ("entry", np.int64)],
+        )
+        keys = keys[np.argsort(keys["key"])]
+        self._keys = np.append(keys["key"], np.inf)
+        """Listed records, sorted: line + record * 1j. The record of a row is below 2**53, so it is
         exact. With infinity at the end, every search finds an entry."""
+        self._entries, self._num_listed = keys["entry"], len(listed)
         self._found = np.zeros(len(self._keys), bool)
-        self._num_listed = sum(map(len, listed.values()))
-        if not keys and not self._is_whole.any():
+        if not len(keys) and not self._is_whole.any():
             raise ConfigError(
                 f"{store.name}: no input file is selected. `shards cat --json` prints the "
                 "names of input files."
@@ -217,11 +233,11 @@ class _Chosen:
     @property
     def not_found(self) -> int:
         """Number of listed records that `kept` has not met."""
-        return self._num_listed - int(self._found.sum())
+        return self._num_listed - len(np.unique(self._entries[self._found[:-1]]))
 
     def kept(self, files: np.ndarray, records: np.ndarray) -> np.ndarray:
-        """Return which records stay, bool, by the numbers of their input files."""
-        keys = self._numbers[files] + 1j * records
+        """Return which records stay, bool, by the lines of their input files."""
+        keys = files + 1j * records
         places = np.searchsorted(self._keys, keys)
         is_listed = self._keys[places] == keys
         self._found[places[is_listed]] = True
@@ -230,12 +246,11 @@ class _Chosen:
 
     def gone(self, rows_left: np.ndarray) -> np.ndarray:
         """Return the input files of which no row stays, and none may stay; bool."""
-        numbers, size = self._numbers, len(self.names)
-        written = np.bincount(numbers, [line["written"] for line in self.lines], size)
-        left = np.bincount(numbers, rows_left, size)
-        is_selected = self._is_whole | np.isin(numbers, np.real(self._keys[:-1]))
+        written = np.array([line["written"] for line in self.lines])
+        lines = np.arange(len(self.names))
+        is_selected = self._is_whole | np.isin(lines, np.real(self._keys[:-1]))
         may_not_stay = self._is_whole if self.drop else ~is_selected
-        gone: np.ndarray = may_not_stay | ((written > 0) & (left == 0))[numbers]
+        gone: np.ndarray = may_not_stay | ((written > 0) & (rows_left == 0))
         return gone
 
 
@@ -346,9 +361,11 @@ def _rejects(content: bytes, chosen: _Chosen, is_gone: np.ndarray) -> tuple[byte
     """Return the lines of rejects.jsonl that stay, and how many go, by input file."""
     lines = content.splitlines(keepends=True)
     rejects = [json.loads(line) for line in lines]
-    files = np.array([chosen.number_of[reject["file"]] for reject in rejects], np.int64)
-    records = np.array([reject["record"] for reject in rejects], np.uint64)
-    stays = (chosen.kept(files, records) & ~is_gone[files]).tolist()
+    stays: list[bool] = []
+    for reject in rejects:
+        files = np.array(chosen.lines_of[reject["file"]])  # of several files, all must stay
+        kept = chosen.kept(files, np.full(len(files), reject["record"]))
+        stays.append(bool((kept & ~is_gone[files]).all()))
     lost = Counter(reject["file"] for reject, kept in zip(rejects, stays, strict=True) if not kept)
     return b"".join(line for line, kept in zip(lines, stays, strict=True) if kept), lost
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pyarrow import ipc
 from support.commands import call, run
 from support.data_sets import corpus_rows, files_of, random_rows, write_rows
 
+from tokenfeed import pretokenize
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import KINDS
@@ -134,6 +136,35 @@ def test_select_counts_listed_records_that_are_missing(out: Path, tmp_path: Path
     assert (tmp_path / "new/rejects.jsonl").read_bytes() == b""
     told = call(shards.main, "select", out, tmp_path / "again", "--rows", rows, "--drop").stdout
     assert "2 records removed, 3 listed records not found" in told
+
+
+def test_select_distinguishes_input_files_of_one_name(tmp_path: Path, tokenizer: Path) -> None:
+    """Python objects all have the name `records`. Without `source`, all files of a name count."""
+    out, given = tmp_path / "out", partial(pretokenize, tokenizer=tokenizer, validation=0)
+    for name in ("first", "second", "third"):
+        given(
+            [{"text": f"{name} {number}"} for number in range(3)] + [{}], out, append=out.exists()
+        )
+    printed = call(shards.main, "cat", out, "--rows", 99, "--json").stdout.splitlines()
+    one = next(row for row in map(json.loads, printed) if row["text"] == "second 1")
+    assert (one["file"], one["record"], one["source"]) == ("records", 1, 1)
+    named = {"file": "records", "record": 1}
+    for number, (line, removed) in enumerate(
+        [(one, 1), (named, 3), ({"file": "records", "source": 2}, 4), (named | {"source": 3}, 0)]
+    ):
+        rows = listed(tmp_path / "l", line)
+        if not removed:
+            assert (
+                "no input file is selected"
+                in call(
+                    shards.main, "select", out, tmp_path / "no", "--rows", rows, "--drop", expect=2
+                ).stderr
+            )
+            continue
+        said = selected(out, tmp_path / f"without{number}", "--rows", rows, "--drop")
+        kept = selected(out, tmp_path / f"with{number}", "--rows", rows)
+        assert (said["not_found"], said["rows"] + kept["rows"]) == (0, 9)
+        assert kept["rows"] == min(removed, 3)
 
 
 def test_select_counts_kinds_of_the_tokens_that_stay(tmp_path: Path) -> None:
