@@ -339,6 +339,7 @@ def test_careless_commands_are_one_line_and_change_nothing(world: World) -> None
         assert not (world.folder / "out").exists()
         now = files_of(world.folder)
         assert {name: now.get(name) for name in before} == before, words
+    assert f"delete {one}/.append," in attempt(pretokenize.main, files[1], one, "--append").stderr
     call(pretokenize.main, files[0], one, "--append", "--shard-size", "1KB")
     assert corpus_rows(one) == world.sets["set0"].rows + world.rows_of(files[:1])
     assert not [name for name in files_of(one) if name.startswith(".append")]

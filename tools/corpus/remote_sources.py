@@ -32,8 +32,8 @@ from tokenfeed.tools.corpus.locations import RemoteFile
 
 _SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """Files in the folder of a saved data set, and in the folder of several splits."""
-_INDEX = "index.json"
-"""A file in a folder of litData or mosaicml-streaming."""
+_INDEX, _LISTED = "index.json", re.compile(r"^chunk-.*\.bin$|\.mds(\.\w+)?$")
+"""A file in a folder of litData or mosaicml-streaming, and the names of files that it lists."""
 _PARTS_OF_DS = (".ds.index", ".ds.metadata", ".ds.loss")
 
 
@@ -86,8 +86,8 @@ def saved_entries(
 
 
 def _listed(folder: str, names: list[str]) -> list[str] | None:
-    """Return the files that index.json of litData or mosaicml-streaming lists, in its order; None
-    if the file is another index."""
+    """Return the files that index.json of litData or mosaicml-streaming lists, in its order, or
+    the folders that contain them; None if the file is another index."""
     try:
         index = json.loads(Path(folder, _INDEX).read_bytes())
         if "chunks" in index:
@@ -98,7 +98,9 @@ def _listed(folder: str, names: list[str]) -> list[str] | None:
             listed = [next((n for n in way if n in names), way[0]) for way in each]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         return None
-    return listed if all(isinstance(name, str) and "/" not in name for name in listed) else None
+    if not all(isinstance(name, str) for name in listed):
+        return None
+    return [*dict.fromkeys(name.partition("/")[0] for name in listed)]
 
 
 NOT_A_CORPUS = (
@@ -164,11 +166,19 @@ def objects_below(url: str) -> Iterator[tuple[RemoteFile, tuple[str, ...]]]:
     skipped = {folder for folder, names in within.items() if is_data_set(names)}
     if () in skipped:
         raise CorpusError(f"{store.name}: {NOT_A_CORPUS}")
-    for parts in sorted(found.keys() - within.keys()):  # what stands for a folder is no file
+    folders_or_indexes = within.keys() | _indexes(found)
+    for parts in sorted(found.keys() - folders_or_indexes):  # what stands for a folder is no file
         folders = [parts[:depth] for depth in range(len(parts))]
         if not any(map(is_hidden, parts)) and skipped.isdisjoint(folders):
             paths = ("/".join((store.name, *folder)) for folder in folders[1:])
             yield RemoteFile(store, found[parts]), tuple(paths)
+
+
+def _indexes(paths: Iterable[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    """Return the paths that an index of litData or mosaicml-streaming can have, for files with
+    these paths. An index may list files of folders below it."""
+    folders = {parts[:-1] for parts in paths if _LISTED.search(parts[-1])}
+    return {(*folder[:depth], _INDEX) for folder in folders for depth in range(len(folder) + 1)}
 
 
 def _object_store(url: str) -> ObjectStore:
@@ -198,6 +208,7 @@ def repository_files(url: str) -> list[RemoteFile]:
     except RemoteError as error:
         raise CorpusError(str(error)) from None
     store, kind = place.files_at(commit), f"{place.kind}s"
+    indexes = _indexes(tuple(path.split("/")) for path in files)
     return [
         RemoteFile(
             store,
@@ -205,7 +216,7 @@ def repository_files(url: str) -> list[RemoteFile]:
             pinned=f"hf://{kind}/{place.repository}@{commit}/{path}",
         )
         for path, size in sorted(files.items(), key=lambda each: each[0].split("/"))
-        if not any(map(is_hidden, path.split("/")))
+        if not any(map(is_hidden, parts := path.split("/"))) and tuple(parts) not in indexes
     ]
 
 

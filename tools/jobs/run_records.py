@@ -261,7 +261,8 @@ def check_recipe(output: Place, recipe: dict[str, Any], changed: str = "") -> No
     if difference := differences(was, now):
         raise ConfigError(
             f"{output}: holds an unfinished run of another command, input or machine: "
-            f"{difference}{changed}. Repeat the first command, or give another folder."
+            f"{difference}{changed}. Repeat the first command, delete {output}, or give another "
+            "folder."
         )
 
 

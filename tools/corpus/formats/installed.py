@@ -35,7 +35,7 @@ def installed_format(ending: str) -> Format | None:
     Raises:
         ConfigError: The package cannot be imported.
     """
-    points = [point for point in _points() if f".{point.name.lower()}" == ending]
+    points = [point for point in _points() if f".{point.name.lower().lstrip('.')}" == ending]
     if not points:
         return None
     if len({point.value for point in points}) > 1:

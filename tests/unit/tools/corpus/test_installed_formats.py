@@ -41,7 +41,7 @@ POINTS = """
 [tokenfeed.formats]
 pages = pages_package:read_pages
 broken = pages_package:missing
-careless = pages_package:read_careless
+.Careless = pages_package:read_careless
 twice = pages_package:read_pages
 """
 

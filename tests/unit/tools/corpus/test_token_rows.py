@@ -147,6 +147,25 @@ def test_mds_file_with_another_checksum_than_its_index_is_rejected(
             pretokenize(tmp_path / "theirs", tmp_path / "out", task="ids", tokenizer=words)
 
 
+def test_index_of_several_folders_is_no_record(tmp_path: Path, words: Path) -> None:
+    """`merge_index` of mosaicml-streaming writes it. A file that it does not list is not read."""
+    theirs, shards = tmp_path / "theirs", []
+    for name, rows in (("b", ROWS[:40]), ("a", ROWS[40:])):
+        (theirs / name).mkdir(parents=True)
+        WRITERS["MDS, zstd"](theirs / name, rows)
+        (shard,) = json.loads((theirs / name / "index.json").read_text())["shards"]
+        for way in shard.values():
+            way["basename"] = f"{name}/{way['basename']}"
+        shards.append(shard)
+    (theirs / "index.json").write_text(json.dumps({"shards": shards, "version": 2}))
+    (theirs / "notes.txt").write_text("not a record")
+    assert rows_of(theirs, tmp_path / "out", words) == ROWS
+    assert Manifest.read(tmp_path / "out").ledger.rejected == 0
+    (theirs / "index.json").write_text(json.dumps({"shards": shards}).replace('"b/', '"../b/'))
+    with pytest.raises(CorpusError, match=r"names '\.\.', which is not in this folder"):
+        rows_of(theirs, tmp_path / "no", words)
+
+
 def test_missing_index_is_named(tmp_path: Path, words: Path) -> None:
     write_datatrove(tmp_path, ROWS)
     (tmp_path / "0.ds.index").unlink()
@@ -190,9 +209,10 @@ def test_files_of_a_bucket_have_their_index_beside_them(
     write_datatrove(tmp_path / "ds", ROWS)
     write_litdata(tmp_path / "lit", ROWS, chunk_rows=90)
     remote.put_folder(tmp_path)
-    for number, name in enumerate(("ds/0.ds", "lit/chunk-0-0.bin", "ds")):
+    for number, name in enumerate(("ds/0.ds", "lit/chunk-0-0.bin", "ds", "lit")):
         source = f"s3://{remote.prefix}/{name}"
         assert rows_of(source, tmp_path / f"out{number}", words, shard_size="1KB") == ROWS
+        assert Manifest.read(tmp_path / f"out{number}").ledger.rejected == 0
     for number, name in enumerate(("ds/0.ds.index", "lit/index.json")):
         remote.put(name, remote.content(name) + b" ")  # the ids are the same
         source = f"s3://{remote.prefix}/{('ds/0.ds', 'lit/chunk-0-0.bin')[number]}"
