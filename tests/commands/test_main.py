@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from support import ROOT, warm
 from support.commands import call
 
-from tokenfeed.pipeline.feeding import cores
 from tokenfeed.tools import doctor
 
 
@@ -65,40 +63,10 @@ def test_doctor_fails_if_address_or_data_set_cannot_be_read(
     assert "pass" not in found.stdout
 
 
-def test_doctor_finds_limits_of_nested_control_groups(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "membership").write_text("0::/user/job\n")
-    for group, limit in (("", "max"), ("user", "8589934592"), ("user/job", "max")):
-        (tmp_path / group).mkdir(exist_ok=True)
-        (tmp_path / group / "memory.max").write_text(limit)
-    monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(cores, "CGROUPS", tmp_path)
-    limits = doctor._limits()
-    assert limits["memory of the container"] == "8589934592"
-    assert limits["CPU time of the container"] == "unlimited"
-
-
-def test_issue_templates_ask_for_output_of_doctor() -> None:
-    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
-    for name in ("bug.yml", "question.yml"):
-        form = yaml.safe_load((folder / name).read_text())
-        asked = {field["id"]: field for field in form["body"] if "id" in field}
-        assert "tokenfeed doctor --json" in asked["doctor"]["attributes"]["description"]
-        assert asked["doctor"]["validations"]["required"] == (name == "bug.yml")
-
-
-def test_an_interruption_of_the_imports_of_a_command_is_one_line() -> None:
-    code = (
-        "import os, signal, sys\n"
-        "class Finder:\n"
-        "    def find_spec(name, path=None, target=None):\n"
-        "        if name == 'psutil':\n"
-        "            os.kill(os.getpid(), signal.SIGINT)\n"
-        "sys.meta_path.insert(0, Finder)\n"
-        "sys.argv = ['tokenfeed', 'doctor']\n"
-        "from tokenfeed.tools.main import main\n"
-        "main()\n"
+def test_cat_into_a_closed_pipe_is_quiet(documents: Path) -> None:
+    command = (
+        f"'{sys.executable}' -m tokenfeed.tools.shards cat '{documents}' --rows 90 | head -n 1"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (130, "interrupted\n")
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert result.stdout.startswith("--- train row 0 ")
+    assert result.stderr == ""

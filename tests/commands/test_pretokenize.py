@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -18,9 +17,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools import shards
-from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.labels import CountLabels
-from tokenfeed.tools.pretokenizing import inputs
 
 
 def test_output_is_the_same_bytes_with_one_and_two_workers(
@@ -136,25 +132,3 @@ def test_of_two_that_start_at_once_one_is_refused(
     (refusal,) = (stderr for stderr, code in ended if code == 2)
     assert "another run is writing here" in refusal or "already holds a finished" in refusal
     call(shards.main, "verify", tmp_path / "out")
-
-
-def test_labels_of_much_text_are_counted_by_workers(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = ({"text": text, "label": f"k{len(text) % 5}"} for text in texts(300))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ("--task", "classify", "--tokenizer", tokenizer, "--shard-size", "50KB")
-    run(tmp_path / "rows.jsonl", tmp_path / "plain", *options, "--workers", 1)
-    counted: list[int] = []
-    of_unit = CountLabels.of_unit
-
-    def counting(work: CountLabels, unit: Unit) -> Counter[str]:
-        counted.append(unit.number)
-        return of_unit(work, unit)
-
-    monkeypatch.setattr(CountLabels, "of_unit", counting)
-    monkeypatch.setattr(inputs, "COUNTED_ALONE_BYTES", 0)
-    run(tmp_path / "rows.jsonl", tmp_path / "out", *options, "--workers", 2)
-    assert not counted  # by this process
-    assert Manifest.read(tmp_path / "out").label_names == ("k0", "k1", "k2", "k3", "k4")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "plain")

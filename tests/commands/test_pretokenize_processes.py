@@ -185,18 +185,29 @@ INTERRUPTED_IMPORT = """
 import os, sys
 class Finder:
     def find_spec(name, path=None, target=None):
-        if name == "numpy":
+        if name == "{package}":
             os.kill(os.getpid(), {number})
 sys.meta_path.insert(0, Finder)
-sys.argv = ["pretokenize", "corpus", "out"]
-from tokenfeed.tools.pretokenize import main
+sys.argv = {words}
+from tokenfeed.tools.{command} import main
 main()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_of_the_imports_is_one_line(number: signal.Signals) -> None:
-    code = INTERRUPTED_IMPORT.format(number=int(number))
+@pytest.mark.parametrize(
+    ("words", "package", "number"),
+    [
+        (["pretokenize", "corpus", "out"], "numpy", signal.SIGINT),
+        (["pretokenize", "corpus", "out"], "numpy", signal.SIGTERM),
+        (["main", "doctor"], "psutil", signal.SIGINT),
+        (["shards", "cat", "out"], "numpy", signal.SIGINT),
+    ],
+)
+def test_an_interruption_of_the_imports_is_one_line(
+    words: list[str], package: str, number: signal.Signals
+) -> None:
+    named = {"package": package, "number": int(number), "words": words, "command": words[0]}
+    code = INTERRUPTED_IMPORT.format(**named)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert line_of(result, 128 + number) == "interrupted"
 

@@ -3,7 +3,6 @@
 import errno
 import os
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
@@ -205,16 +204,6 @@ def test_where_no_worker_can_run_the_loader_says_so_and_reads_without(
     assert len(list(loader)) > 5
     with pytest.raises(ConfigError, match="loader workers cannot run here"):
         loader.num_workers = 2
-
-
-def test_workers_run_on_systems_without_the_features_of_linux(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = deliver(folder, num_workers=2)
-    monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.delattr(socket, "SOCK_SEQPACKET")
-    assert deliver(folder, num_workers=2) == expected
 
 
 @pytest.mark.parametrize("pool", [None, "mimalloc"])

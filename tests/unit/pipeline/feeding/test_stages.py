@@ -224,25 +224,6 @@ def test_a_run_whose_future_changed_equals_an_uninterrupted_run_of_its_final_lis
     check_rows(open_loader(final, SMALL, **options), final, folders)
 
 
-def test_a_loop_that_reweighs_is_replayed_from_its_list(folders: list[Path]) -> None:
-    first, second, third, _ = folders
-    list_ = [
-        Stage({first: 1, second: 1}, until_tokens=12_000),
-        Stage({second: 1, third: 1}, until_tokens=30_000),
-    ]
-    with open_loader(list_, SMALL, **OPTIONS) as loader:
-        steps = iter(loader)
-        before = [spans(batch) for batch in islice(steps, 5)]
-        loader.reweigh({third: 3, first: 1})
-        before += [spans(batch) for batch in steps]
-        with open_loader(loader.stages, SMALL, **OPTIONS) as other:
-            assert [spans(batch) for batch in other] == before
-            assert other.state_dict()["digest"] == loader.state_dict()["digest"]
-        cut, rest, last = loader.stages
-    assert (cut.weights, rest.weights) == ({first: 1, second: 1}, {third: 3, first: 1})
-    assert (rest.until_tokens, last) == (12_000, list_[1])
-
-
 def test_the_list_of_a_script_resumes_a_run_that_was_reweighed(folders: list[Path]) -> None:
     first, second, *_ = folders
     script = [Stage({first: 1, second: 1}, until_tokens=30_000)]
@@ -277,41 +258,6 @@ def test_state_of_a_step_has_a_later_change_of_weights(folders: list[Path]) -> N
         loader.rewind()
         loader.reweigh({first: 1})
         assert step.state == before, "the list has another past now"
-
-
-def test_reweighing_in_the_last_window_of_a_stage_changes_no_other_stage(
-    folders: list[Path],
-) -> None:
-    first, second, third, _ = folders
-    list_ = [
-        Stage({first: 1}, until_tokens=6_000),
-        Stage({second: 1}, to={third: 1}, until_tokens=20_000),
-    ]
-    with open_loader(list_, SMALL, **OPTIONS) as loader:  # type: ignore[arg-type]
-        num_windows = len(edges_of(loader.state_dict())[0]) - 1
-        messages = {}
-        for _ in loader:
-            if tuple(loader.position) > (0, num_windows - 1, 0):
-                with pytest.raises(ConfigError) as caught:
-                    loader.reweigh({first: 1})
-                messages[tuple(loader.position)] = str(caught.value)
-            assert loader.stages == list_
-    found = list(messages.values())
-    assert found[0].startswith("`reweigh`: the present stage ends at token 6,000, and its last")
-    assert "the weights change linearly until token 20,000" in messages[0, num_windows, 0]
-    assert "the present stage ends at token 20,000" in found[-2]
-    assert "was read to its end" in found[-1]
-
-
-def test_a_list_that_ends_before_the_position_is_refused(folders: list[Path]) -> None:
-    endless, short = Stage({folders[1]: 1}), Stage({folders[1]: 1}, until_tokens=6_000)
-    with open_loader([endless], SMALL, **OPTIONS) as loader:  # type: ignore[arg-type]
-        for _ in loader:
-            if loader.position.window == 6:
-                break
-        state = loader.state_dict()
-    with pytest.raises(ResumeError, match=r"ends at token 6,000, but .* Lengthen the list"):
-        open_loader([short], SMALL, **OPTIONS).load_state_dict(state)  # type: ignore[arg-type]
 
 
 def test_batches_of_stages_that_are_shorter_than_a_window_are_estimated(
@@ -373,23 +319,6 @@ def test_a_list_that_ends_at_the_present_position_counts_as_read_to_its_end(
     with open_loader(short, SMALL, **OPTIONS) as loader:  # type: ignore[arg-type]
         loader.load_state_dict(state)
         assert loader.state_dict() == end
-
-
-def test_a_folder_may_be_written_in_several_ways(folders: list[Path]) -> None:
-    first, second, *_ = folders
-    written = f"{first.parent}/../{first.parent.name}/{first.name}/"
-    one = [Stage({first: 1}, until_tokens=9_000), Stage({first: 1, second: 1}, until_tokens=18_000)]
-    other = [one[0], Stage({written: 1, str(second): 1}, until_tokens=18_000)]
-    runs = [Ranks(each, 1, batching=SMALL, **OPTIONS).run() for each in (one, other)]  # type: ignore[arg-type]
-    assert runs[0] == runs[1]
-    with open_loader(other, SMALL, **OPTIONS) as loader:
-        loader.reweigh({written: 1})
-        assert loader.stages[0].weights == {first: 1}
-        with pytest.raises(ConfigError, match="is in one stage twice"):
-            loader.reweigh({written: 1, first: 2})
-    change = Stage({first: 1}, to={written: 1, second: 1}, until_tokens=9_000)
-    assert change.to == {first: 1, second: 1}
-    assert change.weights == {first: 1, second: 0}
 
 
 def test_a_list_without_an_end_repeats_its_data_sets(folders: list[Path]) -> None:

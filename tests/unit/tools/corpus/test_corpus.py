@@ -3,13 +3,11 @@
 import bz2
 import errno
 import gzip
-import inspect
 import itertools
 import json
 import lzma
 import os
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +25,6 @@ from tokenfeed.tools.corpus.read_records import read_records
 from tokenfeed.tools.corpus.records import FieldKind, Reject
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
-
-TEXTS = ["first", "zwei\nZeilen", "", "trois 🎉", "\u2028odd\r line"]
-
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress,
@@ -144,19 +139,6 @@ def test_unreadable_entries_of_a_folder_raise(tree: Path, monkeypatch: pytest.Mo
     for paths in ((tree,), (tree / "b.py",)):
         with pytest.raises(CorpusError, match=r"b\.py: cannot be read: Input/output error"):
             find(*paths, out=tree.parent / "out", exclude=("itself",))
-
-
-def test_folders_deeper_than_the_stack_are_read(tmp_path: Path) -> None:
-    folder = tmp_path / "in" / "/".join("d" * 150)
-    folder.mkdir(parents=True)
-    (folder / "a.txt").write_text("text")
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(len(inspect.stack()) + 100)
-    try:
-        (source,) = find(tmp_path / "in").sources
-    finally:
-        sys.setrecursionlimit(before)
-    assert source.name == str(folder / "a.txt")
 
 
 def test_missing_and_unusable_input_is_one_error(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,26 @@ def test_what_cannot_be_told_is_one_line(
     assert "expected a rank" in explain(folder, path, "--rank", 2, "--world-size", 2, expect=2)
     other = make_dataset([5] * 30)
     assert "Give the same data sets, in the same order" in explain(other, path, expect=1)
+
+
+def test_ranks_that_take_several_steps_at_once_are_told_them_as_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Three ranks, and one micro-batch a step."""
+    held: dict[int, list[Any]] = {}
+    for rank in range(3):
+        settings: Any = {"micro_batches_per_step": 1, "rank": rank, "world_size": 3}
+        with open_loader(folder, **settings) as loader:
+            batches = iter(loader)
+            next(batches)
+            state = loader.state_dict()
+            held[rank] = [[o.record for o in loader.explain(next(batches))] for _ in range(4)]
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(state))
+    for rank, step in product(range(3), range(4)):
+        options = ("--step", step + 1, "--rank", rank, "--world-size", 3, "--json")
+        (told,) = lines_of(explain(folder, path, *options))
+        assert [piece["record"] for piece in told["pieces"]] == held[rank][step]
 
 
 @pytest.mark.parametrize(

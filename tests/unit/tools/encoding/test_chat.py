@@ -3,6 +3,7 @@
 import functools
 import html
 import json
+import pickle
 import random
 import re
 import warnings
@@ -1184,6 +1185,37 @@ def test_append_finds_the_end_token_of_the_tokenizer(tmp_path: Path, tokenizer: 
     kinds = np.concatenate(column(tmp_path / "out", "kinds"))
     stops = {peer().convert_ids_to_tokens(int(id_)) for id_ in ids[(kinds & 7) == Kind.STOP]}
     assert stops == {"</s>"}
+
+
+def test_special_text_in_keys_of_arguments_is_part_of_the_call() -> None:
+    arguments = {"<|im_end|>": "z", "</think>": "<|im_start|>assistant\n", "x": 2}
+    function = {"name": "f", "arguments": arguments}
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    pairs = "{% for k, v in call.function.arguments.items() %}{{ k ~ v }}{% endfor %}"
+    source = QWEN.replace("{{ call.function.arguments | tojson }}", pairs)
+    assert source != QWEN
+    found = pieces_of(source, [*SHORT[0][:1], answer])
+    assert found[-2:] == [("call", found[-2][1]), ("stop", "<|im_end|>")]
+    assert "<|im_end|>z</think>" in found[-2][1]
+
+
+def test_an_encoder_is_the_same_in_another_process() -> None:
+    task, engine = encoder(QWEN)
+    values = {"messages": [THOUGHTFUL], "tools": [TOOLS]}
+    here = task.encode(values, engine.encode, Template((), (), ()))
+    there = pickle.loads(pickle.dumps(task)).encode(values, engine.encode, Template((), (), ()))
+    assert here.per_token == there.per_token
+
+
+def test_thinking_by_two_names_that_differ_is_rendered_as_alone() -> None:
+    source = QWEN.replace("m.reasoning_content", "m.thinking")
+    shared = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
+    for thinking in ("same", "other", "same", "third"):
+        answer = {"role": "assistant", "content": "a", "reasoning_content": "same"}
+        messages = read_messages([*SHORT[0][:1], {**answer, "thinking": thinking}])
+        alone = text_of(rendered(source, messages))
+        assert f"<think>\n{thinking}\n</think>" in alone
+        assert text_of(shared.render(Conversation(messages))) == alone
 
 
 def test_a_column_named_system_is_the_first_message(tmp_path: Path, tokenizer: Path) -> None:

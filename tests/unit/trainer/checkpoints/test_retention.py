@@ -229,6 +229,12 @@ def test_a_damaged_checkpoint_is_one_line_with_its_folder_and_the_remedy(
     assert "\n" not in str(error.value)
 
 
+def test_checkpoint_of_another_step_is_refused(folder: Path) -> None:
+    save(folder, 1).rename(folder / "step-00000007")
+    with pytest.raises(ResumeError, match=r"step-00000007.* \(its checkpoint\.json is of step 1\)"):
+        load(folder)
+
+
 @pytest.mark.parametrize("name", ["/dev/zero", "../state-0.safetensors", "state-0.bin"])
 def test_checkpoint_that_lists_foreign_files_is_refused(folder: Path, name: str) -> None:
     path = save(folder, 1) / "checkpoint.json"
