@@ -230,10 +230,19 @@ def _path(name: str, given: object) -> str:
 
 
 def _paths(source: object) -> tuple[str, ...] | None:
-    """Return the paths of a source; None if the source has records."""
+    """Return the paths of a source; None if the source has records.
+
+    Raises:
+        ConfigError: A list has paths and records.
+    """
     sources = source if isinstance(source, list | tuple) else [source]
     paths = [os.fspath(path) for path in sources if isinstance(path, str | os.PathLike)]
-    return tuple(paths) if paths and len(paths) == len(sources) else None
+    if paths and len(paths) < len(sources):
+        raise ConfigError(
+            f"source: the list has paths, like {paths[0][:40]!r}, and records. Give either, or a "
+            "function that returns texts and dicts."
+        )
+    return tuple(paths) or None
 
 
 def _paths_by_split(

@@ -236,9 +236,12 @@ def _columns(name: str, fields: Fields, present: Iterable[str]) -> list[str]:
     """Return the columns to read of a table.
 
     Raises:
-        CorpusError: The table lacks a field, or has none of them.
+        CorpusError: The table lacks a field, has none of them, or has a field twice.
     """
+    present = [*present]
     found = [field for field in fields if field in present]
+    if doubled := [field for field in found if present.count(field) > 1]:
+        raise CorpusError(f"{name}: has several columns `{doubled[0]}`. Rename or drop them.")
     if (missing := _needed(fields) - {*present}) or not found:
         raise CorpusError(
             f"{name}: no column `{'` or `'.join(sorted(missing) or fields)}`; it has: "
@@ -254,9 +257,12 @@ def _rows(name: str, table: Any, fields: Fields) -> Iterator[list[dict[str, Any]
     elif not hasattr(table, "__arrow_c_stream__"):
         table = pa.chunked_array([pa.array(table)])
     try:
-        reader = pa.RecordBatchReader.from_stream(table)
-    except pa.ArrowInvalid:  # a column, like a Series
-        reader = pa.table({next(iter(fields)): pa.chunked_array(table)}).to_reader()
+        try:
+            reader = pa.RecordBatchReader.from_stream(table)
+        except pa.ArrowInvalid:  # a column, like a Series
+            reader = pa.table({next(iter(fields)): pa.chunked_array(table)}).to_reader()
+    except (pa.ArrowException, ValueError) as error:  # pandas converts its values here
+        raise CorpusError(f"{name}: cannot be read as a table: {error}.") from None
     for batch in reader:
         wanted = batch.select(_columns(name, fields, batch.schema.names))
         fitting = _BLOCK_BYTES * batch.num_rows // max(wanted.nbytes, 1)

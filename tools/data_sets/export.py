@@ -19,6 +19,7 @@ import xxhash
 from pyarrow import csv, parquet
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import Manifest, read_checked
 from tokenfeed.pipeline.format.rows import Rows, record_batch
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD, shard_schema, token_dtype
@@ -49,7 +50,7 @@ class ExportSummary:
     seconds: float
 
     def __str__(self) -> str:
-        rows = ", ".join(f"{rows:,} rows of {name}" for name, rows in self.splits.items())
+        rows = ", ".join(f"{count_of(rows, 'row')} of {name}" for name, rows in self.splits.items())
         left = f" Without the columns {', '.join(self.left_out)}." if self.left_out else ""
         return f"{self.to}: {rows}, {self.tokens:,} tokens, as {self.format}.{left}"
 
@@ -208,7 +209,8 @@ class _NanoGpt(_Ids):
                 f"{self.store.name}: nanoGPT reads ids of two bytes, and the tokenizer has "
                 f"{self.vocabulary_size:,} ids. Use `--to llm.c` or `--to megatron`."
             )
-        self.split = "val" if self.split == "validation" else self.split
+        if self.split == "validation" and "val" not in self.manifest.splits:
+            self.split = "val"
         super().begin()
 
 

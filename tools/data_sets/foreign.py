@@ -6,6 +6,7 @@ files beside it. Indexes and ids are read in pieces, so memory stays small.
 
 import gzip
 import io
+import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 CHUNK_TOKENS = 1 << 22
 CHUNK_ROWS = 1 << 20
 _LINES, _LONGEST_LINE = 1 << 14, 1 << 12
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,5 +417,11 @@ def _by_end(tokens: TokenFile) -> Iterator[np.ndarray]:
         if len(ends):
             yield np.diff(ends, prepend=begin)
             begin = int(ends[-1])
+    if not begin:
+        _log.warning(
+            "%s: has no end token (id %s), so all ids are one row. Check `--tokenizer` and "
+            "`--end-token`.",
+            *(tokens.name, tokens.end_id),
+        )
     if begin < tokens.tokens:
         yield np.array([tokens.tokens - begin])

@@ -247,6 +247,17 @@ def test_a_wrong_file_is_one_line_and_leaves_no_data_set(what: str, tmp_path: Pa
     assert not (tmp_path / "out/manifest.json").exists()
 
 
+def test_file_without_end_tokens_is_one_row_and_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, ids, is_warned in (("none", [1, 2, 3], True), ("one", [1, END, 3], False)):
+        caplog.clear()
+        file = save(tmp_path / f"{name}.bin", ids)
+        adopt([file], str(tmp_path / name), TOKENIZERS["narrow"])
+        assert [token for row in rows_in(tmp_path / name) for token in row] == ids
+        assert ("has no end token (id 7)" in caplog.text) == is_warned
+
+
 def test_files_given_twice_and_splits_without_files_are_refused(tmp_path: Path) -> None:
     file, link = save(tmp_path / "a.bin", [1, 7]), tmp_path / "link.bin"
     link.symlink_to(file)

@@ -119,6 +119,7 @@ def test_every_format_is_read_here() -> None:
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=60),
     width=st.sampled_from([*VOCABULARIES]),
     shards=st.integers(1, 3),
+    has_val=st.booleans(),
 )
 def test_exported_rows_are_those_of_the_data_set(
     tmp_path_factory: pytest.TempPathFactory,
@@ -126,10 +127,13 @@ def test_exported_rows_are_those_of_the_data_set(
     lengths: list[int],
     width: str,
     shards: int,
+    has_val: bool,
 ) -> None:
     folder = tmp_path_factory.mktemp("export") / width
     rows = random_rows(np.array(lengths), vocabulary_size=VOCABULARIES[width])
     splits = {"train": rows, "validation": rows.slice(0, 1)}
+    if has_val:
+        splits["val"] = rows.slice(0, len(rows))
     folder.mkdir()
     data = write_rows(folder / "data", splits, VOCABULARIES[width], min(shards, len(lengths)))
     if (to, width) == ("nanogpt", "wide"):
@@ -138,9 +142,10 @@ def test_exported_rows_are_those_of_the_data_set(
         assert not (folder / "out").exists()
         return
     exported = export_data_set(str(data), folder / "out", to)
-    assert exported.splits == {"train": len(rows), "validation": 1}
+    assert exported.splits == {name: len(wanted) for name, wanted in splits.items()}
     for split, wanted in splits.items():
-        name = "val" if (to, split) == ("nanogpt", "validation") else split
+        is_named_val = (to, split) == ("nanogpt", "validation") and not has_val
+        name = "val" if is_named_val else split
         found, expected = READERS[to](folder / "out", name), lists_of(wanted)
         if to in WITHOUT_ROWS:
             expected = [[token for row in expected for token in row]]
