@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.protocol import summary, write_result
 from benchmarks.stall.case import FAULTS
-from tokenfeed.trainer import StallMeter
+from tokenfeed.trainer.stall import StallMeter
 
 __all__ = ["overhead"]
 

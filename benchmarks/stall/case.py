@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from tokenfeed.trainer import StallMeter, StallReport
-from tokenfeed.trainer.stall import Cause
+from tokenfeed.trainer.stall import Cause, StallMeter, StallReport
 
 __all__ = ["FAULTS", "idle_of_trace", "merged"]
 

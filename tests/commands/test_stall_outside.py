@@ -12,7 +12,7 @@ import torch
 from support.sleeping import Sleeping, Tiny, sleep, slept
 from torch.utils.data import DataLoader
 
-from tokenfeed.trainer import StallMeter, StallReport
+from tokenfeed.trainer.stall import StallMeter, StallReport
 
 WARMUP = 2
 

@@ -31,7 +31,6 @@ from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.trainer.checkpoints.checkpoint_format import (
     CheckpointMeta,
     is_sharded_tensor,
-    stored_form,
     unshared,
     write_content,
 )
@@ -190,10 +189,9 @@ def _shards(tensors: Mapping[str, Tensor], rank: int) -> dict[str, tuple[Tensor,
     for name, tensor in tensors.items():
         if not is_sharded_tensor(tensor):
             if rank == 0:
-                whole = stored_form(tensor)
-                found[name] = whole, (0,) * whole.dim()
+                found[name] = tensor, (0,) * tensor.dim()
             continue
-        shard: Any = stored_form(tensor)
+        shard: Any = tensor
         places = zip(shard.placements, shard.device_mesh.get_coordinate(), strict=True)
         is_replica = any(place.is_replicate() and number for place, number in places)
         own = shard.to_local()

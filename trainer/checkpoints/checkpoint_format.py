@@ -37,7 +37,6 @@ _STORED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KEPT = ("model", "optimizer")
 """Settings that a resumed run cannot change."""
 
@@ -108,14 +107,15 @@ def unshared(state: Mapping[str, Tensor]) -> State:
     """Return each tensor once: tied weights under the first of their names.
 
     Raises:
-        ConfigError: A value is not a tensor.
+        ConfigError: A value is not a tensor, or of a dtype that cannot be saved.
     """
     first: dict[Any, str] = {}
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        if kind not in _STORED:
             raise ConfigError(
-                f"{name}: a {type(tensor).__name__} cannot be saved. Let the model's state have "
-                "only tensors."
+                f"{name}: {kind} cannot be saved. Let the model's state have only tensors of real "
+                "numbers."
             )
         first.setdefault(_identity(tensor), name)
     return {name: state[name] for name in first.values()}
@@ -134,14 +134,6 @@ def is_sharded_tensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def stored_form(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor in a dtype that safetensors has: of complex numbers their parts,
-    of rare dtypes their bits."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj())
-    return tensor if tensor.dtype in _STORED else tensor.view(_INTEGERS[tensor.dtype.itemsize])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Content:
     """The fields of checkpoint.json, without its own checksum."""
@@ -153,7 +145,7 @@ class _Content:
 
 
 class TensorInfo(NamedTuple):
-    """Dtype and shape of a whole tensor, as the files have it (`stored_form`)."""
+    """Dtype and shape of a whole tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -247,7 +239,7 @@ class Checkpoint:
             warnings.simplefilter("ignore")
             try:
                 load(
-                    {name: stored_form(tensor) for name, tensor in tensors.items()},
+                    dict(tensors),
                     storage_reader=HuggingFaceStorageReader(str(self.folder)),
                     no_dist=True,
                 )

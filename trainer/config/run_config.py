@@ -154,7 +154,7 @@ class TrainConfig:
     """Attention in packed rows: within documents, or across the row. auto: rows for lm, else
     documents."""
     balance_attention: bool = False
-    """Give ranks packed rows with equal work in attention within documents."""
+    """With packed rows: give ranks rows with equal work in attention within documents."""
     micro_batch_tokens: Positive | Literal["auto"] = 2048
     """Tokens of one forward and backward pass. auto: as many as fit in memory."""
     step_tokens: Positive = 2048

@@ -204,33 +204,13 @@ def _settings(content: Mapping[Any, Any], kinds: Mapping[str, Any], where: str) 
         name = str(written).replace("-", "_")
         if name not in kinds:
             raise ConfigError(f"{where} unknown setting {written}.{nearest(name, kinds)}")
-        if name in found:
-            raise ConfigError(f"{where} {name} occurs twice. Leave one out.")
         found[name] = setting_of(kinds[name], value, f"{where} {written}")
     return found
 
 
-class _Loader(yaml.SafeLoader):
-    """Reject repeated names, of which PyYAML keeps the last one silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a node.
-
-        Raises:
-            yaml.YAMLError: A name occurs twice.
-        """
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if name in lines:
-                raise yaml.YAMLError(f"line {line} repeats {name} of line {lines[name]}")
-            lines[name] = line
-        return super().construct_mapping(node, deep)
-
-
 def _read_yaml(path: Path) -> dict[Any, Any]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}. Give a YAML file.") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:

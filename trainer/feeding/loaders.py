@@ -164,18 +164,7 @@ class SplitLoaders:
     def _policy_of(self, length: int) -> Policy:
         """Return the policy of a stage with sequences of this length."""
         config = dataclasses.replace(self._config, sequence_length=length)
-        packed = is_packed(config, self._manifest)
-        if config.balance_attention and not packed:
-            raise ConfigError(
-                "`--balance-attention`: the rows of this run are padded, not packed. Leave it out, "
-                "or add --batching packed."
-            )
-        if packed and config.mixing and config.micro_batch_slots % length:
-            raise ConfigError(
-                f"`mixing`: a stage has sequence_length {length}, which does not divide "
-                f"--micro-batch-tokens={config.micro_batch_tokens}. Choose a divisor."
-            )
-        return self._policy(config, packed=packed)
+        return self._policy(config, packed=is_packed(config, self._manifest))
 
     def _of_stages(self) -> list[Policy]:
         lengths = (stage.sequence_length for stage in self._config.mixing)

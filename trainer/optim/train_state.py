@@ -20,7 +20,6 @@ from tokenfeed.pipeline.planning.order import derive_key
 from tokenfeed.trainer.checkpoints.checkpoint_format import (
     Checkpoint,
     part_of,
-    stored_form,
     unshared,
     with_prefix,
 )
@@ -321,7 +320,7 @@ def kept_weights(model: nn.Module, config: TrainConfig, checkpoint: Checkpoint) 
         ResumeError: The checkpoint is of another model.
     """
     ours = kept_state(model, config)
-    expected = {name: tuple(stored_form(each).shape) for name, each in unshared(ours).items()}
+    expected = {name: tuple(each.shape) for name, each in unshared(ours).items()}
     found = {name: kind.shape for name, kind in part_of(checkpoint.tensors, "model.").items()}
     if expected != found:
         name = min(name for name, _ in expected.items() ^ found.items())

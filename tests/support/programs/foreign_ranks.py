@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tokenfeed.trainer import StallMeter
+from tokenfeed.trainer.stall import StallMeter
 
 _slept: list[float] = []
 

@@ -150,8 +150,6 @@ def test_a_switch_of_a_file_can_be_turned_off(told: Any, shards: Path, tmp_path:
         ("run_dir: ''", r"run_dir is empty: expected a path"),
         ("shards: {}", r"shards is empty: expected a folder"),
         ("mixing: [{shards: {}}]", r"mixing 1: shards is empty"),
-        ("log_every: 2\nlog-every: 3", "log_every occurs twice"),
-        ("steps: 2\nseed: 1\nsteps: 3", "line 3 repeats steps of line 1"),
         ("mixing: [{shards: a, sequence_length: 1}]", "sequence_length"),
         ("cache_bytes: 5 bags", r"cache_bytes: expected a size like 50GB, or 0, got 5 bags\."),
         ("steps: 2\nepochs: 1", "`epochs` and steps both say how long to train. Leave one out."),

@@ -148,7 +148,7 @@ def test_mixing_that_contradicts_itself_is_refused(sets: Path, tmp_path: Path) -
         ({"mixing": (endless, endless)}, "stage 1 has no end"),
         ({"mixing": (longer,)}, "`mixing`: a stage has sequence_length 64, but the run has 32"),
         ({"mixing": (longer,), "step_rows": 8}, "needs steps of a number of tokens"),
-        ({"mixing": (uneven,)}, "a stage has sequence_length 24, which does not divide --micro-"),
+        ({"mixing": (uneven,)}, "expected a multiple of --sequence-length=24"),
     ):
         with pytest.raises(ConfigError, match=message):
             run(make_config(sets / "code", tmp_path, **settings))

@@ -46,14 +46,11 @@ def test_packing_is_advised_where_it_is_taken_and_would_change_something(
     assert ("--batching packed" in remedy(config)) == (is_padded and takes_packing(config))
 
 
-def test_balanced_attention_needs_packed_rows(every_task: Path, tmp_path: Path) -> None:
+def test_balanced_attention_is_a_setting_of_packed_rows(every_task: Path, tmp_path: Path) -> None:
     packed = make_config(every_task / "lm", tmp_path, balance_attention=True)
     policy = SplitLoaders(packed, task_of(packed, CPU), CPU).policy
     assert isinstance(policy, Packed)
     assert policy.balance_attention
-    padded = dataclasses.replace(packed, batching="padded")
-    with pytest.raises(ConfigError, match="`--balance-attention`: the rows of this run are padded"):
-        SplitLoaders(padded, task_of(padded, CPU), CPU)
 
 
 def test_what_is_advised_instead_means_less_padding(every_task: Path, tmp_path: Path) -> None:
