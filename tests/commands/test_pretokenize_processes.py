@@ -186,7 +186,10 @@ import os, sys
 class Finder:
     def find_spec(name, path=None, target=None):
         if name == "{package}":
-            os.kill(os.getpid(), {number})
+            try:
+                os.kill(os.getpid(), {number})
+            except KeyboardInterrupt as error:  # as extension modules do
+                raise ImportError(name) from error
 sys.meta_path.insert(0, Finder)
 sys.argv = {words}
 from tokenfeed.tools.{command} import main
