@@ -290,13 +290,14 @@ def at_every_step(run: Callable[[], object], do: Callable[[], None], *, opcodes:
 def test_a_state_taken_between_any_two_bytecodes_is_that_of_a_batch_given_out(
     small_folder: Path,
 ) -> None:
-    loader = open_loader(small_folder, **OPTIONS)
+    options = OPTIONS | {"batching": Padded(4096)}
+    loader = open_loader(small_folder, **options)
     given_out = [json.dumps(loader.state_dict())]
     given_out += [json.dumps(loader.state_dict()) for _ in loader]
     assert loader.position == (2, 0, 0)
     assert len(given_out) > 12
 
-    handled = open_loader(small_folder, **OPTIONS)
+    handled = open_loader(small_folder, **options)
     found: list[str] = []
 
     def handler() -> None:
