@@ -174,7 +174,8 @@ def speed(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
         "compile": device == "cuda",
         "attention": "rows",
     }
-    traced = {"steps": TRACED_STEPS + 5, "profile": f"6:{TRACED_STEPS + 5}"}
+    traced = {"steps": TRACED_STEPS + 5}
+    schedule = torch.profiler.schedule(wait=4, warmup=1, active=TRACED_STEPS, repeat=1)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         run = config(data, device, scale, Path(folder) / "run", dict(settings))
         like = replace(run, precision="bf16" if device == "cuda" else "fp32")
@@ -183,8 +184,12 @@ def speed(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
         # A run of its own: a profiler slows what comes after it.
         profiled = config(data, device, scale, Path(folder) / "traced", settings | traced)
-        train(profiled, lambda: False)
-        trace = json.loads((profiled.run_dir / "profile" / "trace.json").read_text())
+        path = Path(folder) / "trace.json"
+        with torch.profiler.profile(
+            schedule=schedule, on_trace_ready=lambda found: found.export_chrome_trace(str(path))
+        ) as profiler:
+            train(profiled, bool, lambda: bool(profiler.step()))
+        trace = json.loads(path.read_text())
     kernels: dict[str, list[float]] = {}
     for event in trace["traceEvents"]:
         if event.get("cat") == "kernel":

@@ -65,6 +65,7 @@ NOT_RUN = {
     ("docs/how/remote.md", "pip install 'tokenfeed[remote]'", "needs a bucket"),
     ("docs/how/remote.md", "pretokenize corpus/ s3://bucket/out", "needs a bucket"),
     ("docs/how/remote.md", "pretokenize s3://raw/ out/", "needs a bucket"),
+    ("docs/how/settings.md", "import torch", "test_profiler.py does the same"),
     ("docs/mixing.md", "python -m benchmarks.shuffle.staged", "takes 4 minutes"),
     ("docs/mixing.md", "python -m benchmarks.shuffle", "needs the peers and hours"),
     ("docs/pretokenize.md", "pretokenize code/ code-fim/", NETWORK),
@@ -94,7 +95,7 @@ OF_OTHERS = {
     *("--nworkers", "--nthreads"),  # dask worker
     *("--memory", "--shuffle"),  # withdrawn: decision 13
     *("--objective", "--learning-rate-reference-tokens", "--init-from"),  # rejected: decision 37
-    *("--trainable", "--upload", "--gpu"),  # removed: decision 37
+    *("--trainable", "--upload", "--gpu", "--profile"),  # removed: decision 37
     "--no-check",  # zstd
 }
 

@@ -6,7 +6,6 @@ a run reads or writes any file.
 
 import dataclasses
 import datetime
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -61,8 +60,6 @@ OF_ONE_COMMAND = ("resume", "json", "export")
 """Settings that config.yaml of a run leaves out: they are for one command, not for the run."""
 
 _ADDRESSES = ("shards", "to", "skip")
-_MOST_TRACED = 100
-"""Steps. The trace of more steps is too large for a viewer."""
 _LENGTHS = "a whole number of at least 2"
 _NOT_NEGATIVE = "a number of at least 0"
 _BelowOne = Annotated[
@@ -219,8 +216,6 @@ class TrainConfig:
     """Steps between progress lines."""
     track: tuple[TrackerName, ...] = ()
     """Tracker that receives every record of metrics.jsonl. Can be given several times."""
-    profile: Annotated[str, _shown("A:B")] | None = None
-    """Trace steps A to B into profile/trace.json of the run, for perfetto.dev."""
     run_dir: Path = field(default_factory=_new_run_dir)
     """Folder of the run. Default: a new one in runs/."""
     export: Path | None = None
@@ -246,12 +241,6 @@ class TrainConfig:
         self._check_numbers()
         if self.step_rows is None and self.micro_batch_tokens != "auto":
             check_multiple(self, "step_tokens", "micro_batch_tokens")
-        steps = self.profiled_steps
-        if steps and steps[0] > self.steps:
-            raise ConfigError(
-                f"`--profile`={self.profile}: the run has {self.steps:,} steps. Give steps from 1 "
-                f"to {self.steps}."
-            )
         if self.mixing and self.mixing[-1].until_tokens is not None:
             raise ConfigError(
                 "`mixing`: the last stage goes on until the last step. Leave out its until_tokens."
@@ -343,18 +332,6 @@ class TrainConfig:
                 f"{error} {path} is not the config.yaml of a run: restore it, or delete it and "
                 "give all settings."
             ) from error
-
-    @property
-    def profiled_steps(self) -> range:
-        """The steps that --profile names, the last one included."""
-        found = re.fullmatch(r"(\d+):(\d+)", self.profile or "")
-        steps = range(int(found[1]), int(found[2]) + 1) if found else range(0)
-        if self.profile and not (steps and steps[0] > 0 and len(steps) <= _MOST_TRACED):
-            raise ConfigError(
-                f"`--profile`={self.profile}: expected the first and last of at most "
-                f"{_MOST_TRACED} steps, like 20:23."
-            )
-        return steps
 
     @property
     def is_hub(self) -> bool:

@@ -115,9 +115,6 @@ class Trainer:
         """Step and rows of the latest micro-batches, to name the records of a skipped step."""
         self.has_named_records = False
         self.step_sync = StepSync(self.world)
-        self.profile: torch.profiler.profile | None = None
-        """The trace of --profile, from its first step to its last."""
-        self._first_traced = 0
         self._should_stop: Callable[[], bool] = bool
 
         self._resources = contextlib.ExitStack()
@@ -307,8 +304,6 @@ class Trainer:
         )
         if self._is_due(config.eval_every):
             self._evaluate()
-        if config.profile and self.world.is_main:
-            self._trace()
 
     def _row_length(self) -> float:
         """Return the slots of a packed row, or the tokens of an average padded row."""
@@ -352,29 +347,6 @@ class Trainer:
             raise
         if saving and not stops:
             self._save()
-        if config.profile and self.world.is_main:
-            with self.stall.cause("log"):
-                self._trace()
-
-    def _trace(self) -> None:
-        """Begin or end the trace of --profile, if it is due after this step."""
-        steps = self.config.profiled_steps
-        if self.profile is None and self.step + 1 in steps:
-            self.profile, self._first_traced = torch.profiler.profile(), self.step + 1
-            self.profile.start()
-            self._resources.callback(self._end_trace)
-        elif self.step == steps[-1]:
-            self._end_trace()
-
-    def _end_trace(self) -> None:
-        """Write profile/trace.json, for perfetto.dev, if steps are being traced."""
-        if self.profile is not None:
-            self.profile.stop()
-            path = self.config.run_dir / "profile" / "trace.json"
-            path.parent.mkdir(exist_ok=True)
-            self.profile.export_chrome_trace(str(path))
-            _log.info("traced steps %d to %d: %s", self._first_traced, self.step, path)
-            self.profile = None
 
     def _is_due(self, every: int) -> bool:
         return self.step == self.config.steps or self.step % every == 0

@@ -1,1 +1,1 @@
-"""What a run reports: report.json, metrics, progress, trackers, profiles."""
+"""What a run reports: report.json, metrics, progress, trackers."""
