@@ -24,7 +24,6 @@ CODE: tuple[str, ...] = (
     "trainer/models",
     "trainer/optim",
     "trainer/report",
-    "trainer/sensors",
     "trainer/sizing",
     "trainer/stall",
     "trainer/tasks",

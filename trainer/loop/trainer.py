@@ -52,12 +52,12 @@ from tokenfeed.trainer.report.progress_lines import (
     MOST_SKIPPED,
     ProgressLog,
     Skips,
+    device_name,
     log_beginning,
     notes_on,
     remedies,
 )
 from tokenfeed.trainer.report.run_report import Report, StageTokens, planned_tokens, versions
-from tokenfeed.trainer.sensors.gpu import device_name
 from tokenfeed.trainer.sizing.micro_batch_size import choose_micro_batch
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.tasks.registry import task_of

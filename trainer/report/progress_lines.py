@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import shown
 from tokenfeed.trainer.feeding.batch_policy import padding_remedy
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.metrics import MetricsFile, MetricsLine
-from tokenfeed.trainer.sensors.gpu import device_name, memory_held
 from tokenfeed.trainer.sizing.recommended import epoch_of, knows_steps
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.stall_report import main_cause
@@ -57,6 +57,18 @@ def console_line(line: MetricsLine, steps: int) -> str:
     if line.skipped_steps:
         parts.append(f"{line.skipped_steps} skipped")
     return " | ".join(parts)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's model, or cpu, for reports."""
+    if device.type == "cpu":
+        return device.type
+    return str(accelerator(device).module.get_device_name(device))
+
+
+def memory_held(device: torch.device) -> int | None:
+    """Return the bytes of a GPU that torch holds; None on a CPU."""
+    return None if device.type == "cpu" else accelerator(device).module.memory_reserved(device)
 
 
 class Skips(NamedTuple):

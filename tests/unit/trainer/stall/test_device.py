@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenfeed.trainer.sensors.gpu import peak_tflops
+from tokenfeed.trainer.stall.device import peak_tflops
 
 
 @pytest.mark.parametrize(
