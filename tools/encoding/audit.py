@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, Self
 
@@ -125,9 +126,12 @@ class Audit:
         self.differing: list[bytes] = []
         """Compared texts whose ids differed."""
         self._tokenizer = tokenizer
-        self._reference = ReferenceEngine(tokenizer)
         self._right = EngineAnswers.joined([])
         self._units, self._fields, self._seed = units, fields, seed
+
+    @cached_property
+    def _reference(self) -> ReferenceEngine:
+        return ReferenceEngine(self._tokenizer)  # takes 0.1 s, and is not always needed
 
     def questions(self) -> Questions:
         """Return the texts that the fast engine encodes at the start of the run."""
@@ -156,7 +160,7 @@ class Audit:
 
     def compare(self, answers: EngineAnswers) -> list[bytes]:
         """Return the texts with other ids than the reference's."""
-        return answers.differing(self._reference)
+        return answers.differing(self._reference) if len(answers) else []
 
 
 def adversarial_texts(tokenizer: TextTokenizer) -> list[bytes]:

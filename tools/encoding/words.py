@@ -13,12 +13,12 @@ behind any indentation.
 """
 
 import itertools
-import json
 import re
 import string
 import unicodedata
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 import tokenizers
 from tokenizers.models import Unigram, WordPiece
@@ -38,8 +38,13 @@ _ARROW_BYTES = 1 << 31
 
 _TYPES = (BertNormalizer, BertPreTokenizer, WordPiece)
 
-_IS_SPACE, _IS_SIGN = np.zeros(256, bool), np.zeros(256, bool)
-_IS_SPACE[[*b" \t\n\r"]] = _IS_SIGN[[*string.punctuation.encode()]] = True
+_SPACES = b" \t\n\r"
+_SIGN, _SPACE = 1, 2
+_KINDS = bytes(
+    _SPACE if byte in _SPACES else _SIGN if chr(byte) in string.punctuation else 0
+    for byte in range(256)
+)
+"""The kind of each byte: white space, a sign of ASCII, or 0."""
 
 
 class Words:
@@ -100,15 +105,17 @@ class Words:
             Bytes with the ids of all texts, uint8, the end of each text therein, and where each
             word begins, with the end of the last one.
         """
-        data = np.frombuffer(b"".join(texts), np.uint8)
+        joined = b"".join(texts)
         ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
-        is_space = _IS_SPACE[data]
-        is_border, is_cut = is_space | _IS_SIGN[data], np.ones(len(data) + 1, bool)
+        kinds = np.frombuffer(joined.translate(_KINDS), np.uint8)
+        is_cut, is_border = np.ones(len(joined) + 1, bool), kinds > 0
         is_cut[1:-1] = is_border[1:] | is_border[:-1]
         is_cut[ends] = True
-        is_kept = np.append(~is_space, True)
-        ends -= np.searchsorted(np.flatnonzero(is_space), ends)
-        return data[is_kept[:-1]], ends, np.flatnonzero(is_cut[is_kept])
+        # `translate` deletes bytes faster than numpy.
+        is_start = (is_cut[:-1] | kinds & _SPACE).tobytes().translate(None, bytes([2, 3])) + b"\1"
+        ends -= np.searchsorted(np.flatnonzero(kinds == _SPACE), ends)
+        data = np.frombuffer(joined.translate(None, _SPACES), np.uint8)
+        return data, ends, np.flatnonzero(np.frombuffer(is_start, bool))
 
     def _encode_new(self, words: list[bytes]) -> Ragged:
         """Encode words that are not in the cache."""
@@ -136,7 +143,7 @@ _PREPENDED = (
 )
 _PREPENDED += "".join(map(chr, range(0x11A84, 0x11A8A)))
 """Letters that the character after them belongs to."""
-_FIRST = b"\xff"
+_FIRST, _LEFT_OUT = b"\xff", b"\xfe"
 _KNOWN, _BEFORE, _AFTER, _IS_MARK = map(np.uint8, (1, 2, 4, 8))
 
 
@@ -149,7 +156,7 @@ class SpacedWords(Words):
 
     def __init__(self, tokenizer: TextTokenizer, encode: Encode, apart: str) -> None:
         super().__init__(tokenizer, encode, apart)
-        content = json.loads(tokenizer.json_bytes)
+        content = msgspec.json.decode(tokenizer.json_bytes)
         splits = "WhitespaceSplit" in str(content["pre_tokenizer"])
         """Whether any white space ends a piece, and is dropped."""
         between = {c: self._normalized(f"q{c}q").strip("q") for c in " \t\n\r"}
@@ -194,7 +201,7 @@ class SpacedWords(Words):
             return None
         if not isinstance(tokenizer.tokenizer.model, Unigram):
             return None
-        content = json.loads(tokenizer.json_bytes)
+        content = msgspec.json.decode(tokenizer.json_bytes)
         steps = _flat(content["pre_tokenizer"], "pretokenizers")
         splits = len(steps) > 1
         added = content.get("added_tokens") or []
@@ -250,13 +257,14 @@ class SpacedWords(Words):
             is_cut[marks] = (about & _BEFORE) != 0
             marks = marks[is_cut[marks] & ((about & _IS_MARK) != 0)]
         is_cut &= (sizes == 1) | ~self._strips[data[stops]] if self._joins_spaces else sizes == 1
-        is_kept = np.append(True, ~(is_space[1:] & is_space[:-1]))
-        is_kept[ranges(firsts[~is_cut] + 1, sizes[~is_cut] - 1)] = True
+        is_left_out = np.append(False, is_space[1:] & is_space[:-1])
+        is_left_out[ranges(firsts[~is_cut] + 1, sizes[~is_cut] - 1)] = False
         firsts, shifts = firsts[is_cut], offsets_of(sizes[is_cut] - 1)
         data = data.copy()
         data[firsts] = ord(" ")
+        np.putmask(data, is_left_out, ord(_LEFT_OUT))
         ends = ends - shifts[np.searchsorted(firsts, ends)]
-        data = data[is_kept]
+        data = np.frombuffer(data.tobytes().translate(None, _LEFT_OUT), np.uint8)
         is_start = np.zeros(len(data) + 1, bool)
         is_start[0] = is_start[firsts - shifts[:-1]] = is_start[ends] = True
         return data, ends, np.flatnonzero(is_start)
@@ -264,7 +272,7 @@ class SpacedWords(Words):
     def _found(self, data: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """See `Words`. Words with an unsure part get the ids of the whole word: its number for the
         first part, and the number of the empty word for the others."""
-        if not self._plain:
+        if not (self._plain and self._plain.has_parts):
             return super()._found(data, words)
         added = [found.start() for found in self._added.finditer(data.tobytes())]
         cuts = self._plain.cut(data, words, added)
@@ -312,7 +320,8 @@ class SpacedWords(Words):
         is_unsure = np.zeros(len(words), bool)
         if self._plain and joined:
             borders = offsets_of(np.fromiter(map(len, words), np.int64, len(words)))
-            is_plain = self._plain.can_encode(np.frombuffer(joined, np.uint8), borders)
+            letters = np.frombuffer(joined, np.uint8)
+            is_plain = self._plain.can_encode(letters, borders)
             if self._added.search(joined):
                 is_plain &= [not self._added.search(word) for word in words]
         others = (word.removeprefix(_FIRST) for word in itertools.compress(words, ~is_plain))
@@ -320,7 +329,7 @@ class SpacedWords(Words):
         if self._plain and is_plain.any():
             parts = [*itertools.compress(words, is_plain)]
             plain, is_unsure[is_plain] = self._plain.encode(parts)
-            is_unsure[is_plain] &= [not part.startswith(b" ") for part in parts]
+            is_unsure[is_plain] &= letters[borders[:-1][is_plain]] != ord(" ")
             made = _woven(is_plain, plain, made)
         self._is_unsure = np.append(self._is_unsure[: len(self._cache)], is_unsure)
         return made

@@ -249,7 +249,7 @@ def test_many_unigram_words_have_the_ids_of_single_words(seed: int) -> None:
     tokenizer = Tokenizer(models.Unigram(vocabulary, 0, False))
     made = UnigramWords.from_tokenizer(tokenizer)
     assert made is not None
-    words = [f" {''.join(draw.choices(letters, k=draw.randint(1, 63)))}" for _ in range(2_000)]
+    words = [f" {''.join(draw.choices(letters, k=draw.randint(1, 127)))}" for _ in range(2_000)]
     asked = [word.encode() for word in words]
     assert made.can_encode(*flat(asked)).all()
     rows = [row.tolist() for row in made.encode(asked)[0].rows()]
@@ -261,7 +261,7 @@ def test_many_unigram_words_have_the_ids_of_single_words(seed: int) -> None:
         b"a ",
         b" z",
         " \u00e9".encode(),
-        b" " + b"a" * 64,
+        b" " + b"a" * 128,
         b" a\n",
         b" a",
         b"a",
