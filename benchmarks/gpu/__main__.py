@@ -39,7 +39,6 @@ STALL_CASE = ["-m", "benchmarks.stall.case"]
 RUNS: dict[str, Entry] = {
     **{task: {"task": task} for task in TASKS},
     "muon": {"optimizer": "muon"},
-    "fp16": {"precision": "fp16"},
 }
 """Settings of what is trained."""
 COMPILED: dict[str, Entry] = {"lm compiled": {"compile": True}}

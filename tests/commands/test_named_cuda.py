@@ -23,37 +23,29 @@ Seen = dict[str, Any]
 
 LIKE_OTHERS = {
     *("complete padded", "chat packed", "chat padded", "pairs padded", "tag packed"),
-    *("lm padded", "score padded", "tag padded", "classify padded fp16", "muon fp16"),
+    *("lm padded", "score padded", "tag padded"),
     "hub Gemma3Text",
 }
 """Attention, head and dtypes of each are those of other runs: `make test-long` has them."""
 
 
-def cases(names: Iterable[Any]) -> list[Any]:
-    """Cases, and those like others marked as long; of each its name or a run and a precision."""
-    marked = []
-    for each in names:
-        values = (each,) if isinstance(each, str) else each
-        is_long = " ".join(values).startswith(tuple(LIKE_OTHERS))
-        marked.append(pytest.param(*values, marks=[pytest.mark.long] * is_long))
-    return marked
+def cases(names: Iterable[str]) -> list[Any]:
+    """Cases, and those like others marked as long."""
+    return [
+        pytest.param(name, marks=[pytest.mark.long] * name.startswith(tuple(LIKE_OTHERS)))
+        for name in names
+    ]
 
 
-NARROW = {"bf16": "bfloat16", "fp16": "float16"}
-NARROW_RUNS = [
-    *((run, "bf16") for run in RUNS),
-    *((run, "fp16") for run in ("lm packed", "classify padded")),
-]
 ONE_MICRO_BATCH = {"step_tokens": 128}
 """Steps of other cases accumulate two."""
-CASES: dict[str, dict[str, Any]] = {
-    f"{run} {precision}": RUNS[run] | ONE_MICRO_BATCH | {"precision": precision}
-    for run, precision in NARROW_RUNS
-} | {
+NARROW: dict[str, dict[str, Any]] = {
+    f"{run} bf16": RUNS[run] | ONE_MICRO_BATCH | {"precision": "bf16"} for run in RUNS
+}
+CASES = NARROW | {
     "lm packed bf16": RUNS["lm packed"] | {"num_workers": 1},  # the default precision
     "fp32": RUNS["complete packed"] | {"precision": "fp32"},
     "muon": RUNS["tag padded"] | {"optimizer": "muon"},
-    "muon fp16": RUNS["lm packed"] | {"optimizer": "muon", "precision": "fp16"},
 }
 HUB = {
     f"hub {name}": RUNS[run] | {"hub": name, "from_scratch": True, "precision": "bf16"}
@@ -129,22 +121,18 @@ def test_steps_run_on_a_gpu_and_wait_for_nothing(seen: dict[str, Seen], case: st
     assert {cause for _, cause in seen[case]["waits"]} == {"log", "evaluation"}
 
 
-@pytest.mark.parametrize(("run", "precision"), cases(NARROW_RUNS))
-def test_products_are_narrow_and_what_is_kept_is_not(
-    seen: dict[str, Seen], run: str, precision: str
-) -> None:
-    case = seen[f"{run} {precision}"]
-    assert dtypes(case, "mm", "addmm", "bmm", "baddbmm") == {NARROW[precision]}
+@pytest.mark.parametrize("name", cases(NARROW))
+def test_products_are_narrow_and_what_is_kept_is_not(seen: dict[str, Seen], name: str) -> None:
+    case = seen[name]
+    assert dtypes(case, "mm", "addmm", "bmm", "baddbmm") == {"bfloat16"}
     assert dtypes(case, "_log_softmax", "_fused_adamw") == {"float32"}
     assert case["weights"] == case["moments"] == ["cuda:0 float32"]
 
 
-@pytest.mark.parametrize(("run", "precision"), cases(NARROW_RUNS))
-def test_attention_is_by_the_kernel_that_fits(
-    seen: dict[str, Seen], run: str, precision: str
-) -> None:
-    backward = f"{ATTENTION[run]}_backward"
-    operators = seen[f"{run} {precision}"]["operators"]
+@pytest.mark.parametrize("name", cases(NARROW))
+def test_attention_is_by_the_kernel_that_fits(seen: dict[str, Seen], name: str) -> None:
+    backward = f"{ATTENTION[name.removesuffix(' bf16')]}_backward"
+    operators = seen[name]["operators"]
     assert {
         name for name in operators if "attention_backward" in name or "attn_backward" in name
     } == {backward}
@@ -164,11 +152,6 @@ def test_a_gpu_of_today_computes_in_bf16_and_the_rest_of_fp32_as_tf32(
     assert dtypes(seen["fp32"], "mm", "addmm", "bmm") == {"float32"}
 
 
-def test_fp16_scales_its_gradients_and_bf16_has_no_need_to(seen: dict[str, Seen]) -> None:
-    assert "_amp_update_scale_" in seen["lm packed fp16"]["operators"]
-    assert "_amp_update_scale_" not in seen["lm packed bf16"]["operators"]
-
-
 @pytest.mark.parametrize("case", cases(case for case in CASES if case != "fp32"))
 def test_the_memory_of_steps_on_a_gpu_is_as_predicted_without_one(
     seen: dict[str, Seen], case: str, every_task: Path
@@ -182,10 +165,9 @@ def test_the_memory_of_steps_on_a_gpu_is_as_predicted_without_one(
     assert predicted == pytest.approx(seen[case]["peak"], rel=0.03)
 
 
-@pytest.mark.parametrize("case", cases(["muon", "muon fp16"]))
-def test_muon_keeps_its_momentum_on_the_device_and_wide(seen: dict[str, Seen], case: str) -> None:
-    assert seen[case]["optimizer"] == "MuonAdamW"
-    assert seen[case]["weights"] == seen[case]["moments"] == ["cuda:0 float32"]
+def test_muon_keeps_its_momentum_on_the_device_and_wide(seen: dict[str, Seen]) -> None:
+    assert seen["muon"]["optimizer"] == "MuonAdamW"
+    assert seen["muon"]["weights"] == seen["muon"]["moments"] == ["cuda:0 float32"]
 
 
 def test_values_and_copies_that_wait_within_a_step_are_found(seen: dict[str, Seen]) -> None:

@@ -70,7 +70,7 @@ SHARDED = {
     "complete packed": (3, {"recompute": True, "in_chunks": True}),
     "tag padded": (2, {"model": "support.training:frozen_model"}),
 }
-REFUSED_WITH_SHARES = {"optimizer": "muon", "precision": "fp16", "micro_batch_tokens": "auto"}
+REFUSED_WITH_SHARES = {"optimizer": "muon", "micro_batch_tokens": "auto"}
 SHARES = {"shard_model": True}
 
 

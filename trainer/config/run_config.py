@@ -43,7 +43,7 @@ OrderName = Literal["shuffled", "file"]
 AttentionName = Literal["auto", "documents", "rows"]
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
-PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+PrecisionName = Literal["auto", "fp32", "bf16"]
 TrackerName = Literal["wandb", "trackio"]
 
 CONFIG_FILE = "config.yaml"
@@ -185,7 +185,7 @@ class TrainConfig:
     device: Annotated[str, _shown("NAME")] = "auto"
     """Where to train: cpu, cuda, or auto: cuda if available."""
     precision: PrecisionName = "auto"
-    """Number format of the computation. auto: bf16 or fp16 on cuda, fp32 on cpu."""
+    """Number format of the computation. auto: bf16 where a GPU has it, else fp32."""
     shard_model: bool = False
     """Under torchrun: divide weights and optimizer state among the ranks (FSDP2)."""
     recompute: bool = False

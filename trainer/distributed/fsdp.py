@@ -20,27 +20,10 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World
 
 _FORWARD_METHODS = ("hidden",)
 """Methods of a model that are called besides `forward`."""
-
-
-def check_sharding(config: TrainConfig, precision: str) -> None:
-    """Reject settings that do not work with sharded weights.
-
-    Raises:
-        ConfigError: The optimizer is muon, or the precision is fp16.
-    """
-    refused = ""
-    if config.optimizer == "muon":
-        refused = "`--optimizer`=muon takes whole matrices: take adamw"
-    elif precision == "fp16":
-        refused = "`--precision`=fp16 would have a scale for each rank: take bf16"
-    if refused:
-        raise ConfigError(f"{refused} with --shard-model, or leave --shard-model out.")
 
 
 def shard_model(model: nn.Module, world: World, dtype: torch.dtype) -> None:

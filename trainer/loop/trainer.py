@@ -476,13 +476,12 @@ class Trainer:
     def _name_skipped(self, skips: Skips, *, ends: bool) -> None:
         """Log the records of the first skipped step, once per session. If the run ends, raise.
 
-        If that step was before the run was resumed, take the first step since. With fp16 nothing is
-        logged: a skipped step only means that the scale of the loss was too large.
+        If that step was before the run was resumed, take the first step since.
 
         Raises:
             ConfigError: `ends` is true.
         """
-        if not ends and (self.has_named_records or self.learner.precision.name == "fp16"):
+        if self.has_named_records and not ends:
             return
         self.has_named_records = True
         step, named = max(skips.first, self.rows_of_steps[0][0]), "see rank 0"

@@ -30,6 +30,7 @@ from tokenfeed.trainer.data.attention import Scope, attend
 from tokenfeed.trainer.data.datasets import open_tokenizer
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.tasks.chunked_loss import product_dtype
 
 _INITIAL_STD = 0.02
 ROTARY_BASE = 10_000.0
@@ -118,7 +119,7 @@ class Transformer(nn.Module):
         x_BTD = self.embedding(ids_BT)
         if self.type_embedding is not None:
             x_BTD = x_BTD + self.type_embedding(micro_batch.token_types_BT)
-        x_BTD = self.token_dropout(x_BTD.to(_stream_dtype(x_BTD)))
+        x_BTD = self.token_dropout(x_BTD.to(product_dtype(x_BTD)))
         x_BTD = self.dropout(x_BTD) if self.window is None else self.window(x_BTD, micro_batch)
         rotary = self.rotary(micro_batch.positions_BT)
         for block in self.blocks:
@@ -211,16 +212,6 @@ class _Window(nn.Module):
         hidden = F.gelu(self.feed_in(self.norm(x_BTD)), approximate="tanh")
         out_BTD: Tensor = x_BTD + self.dropout(self.feed_back(hidden))
         return out_BTD
-
-
-def _stream_dtype(x_BTD: Tensor) -> torch.dtype:
-    """Return the dtype of the sums of layers: bf16 under its autocast, else that of the input.
-
-    Sums of fp16 could overflow.
-    """
-    kind = x_BTD.device.type
-    narrow = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-    return torch.bfloat16 if narrow else x_BTD.dtype
 
 
 class _Norm(nn.LayerNorm):

@@ -1,8 +1,8 @@
 """The device and the number format of a run.
 
-Chosen from the device: bf16 where it is native; fp16, with its gradients scaled against underflow,
-on older GPUs; fp32 on the CPU, so that a resumed run repeats it bit for bit. Weights and optimizer
-state are fp32 always; on CUDA what is left of fp32 matrix products runs as TF32.
+Chosen from the device: bf16 where it is native; fp32 on older GPUs, and on the CPU, so that a
+resumed run repeats it bit for bit. Weights and optimizer state are fp32 always; on CUDA what is
+left of fp32 matrix products runs as TF32.
 """
 
 import contextlib
@@ -16,22 +16,20 @@ from tokenfeed.trainer.config.run_config import PrecisionName
 from tokenfeed.trainer.distributed.fsdp import full_tensor, replicated_scalars
 from tokenfeed.trainer.distributed.world import State
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Precision:
-    """Autocast, gradient scaling, and the optimizer's step.
+    """Autocast, and the optimizer's step.
 
     A step whose gradients are not finite is skipped on the device, without a wait: weights, moments
-    and step count stay, and the skip is counted. With fp16 the loss is scaled up before backward
-    and the gradients down again before clipping, and such a step lowers the scale.
+    and step count stay, and the skip is counted.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
         self.name = _choose(device) if name == "auto" else name
         self._device = device
         self.dtype = _DTYPES[self.name]
-        self._scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
         self._skips = torch.zeros(2, device=device)
         allow_tf32(device)
 
@@ -40,10 +38,6 @@ class Precision:
         if self.name == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self.dtype)
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`."""
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(
         self,
@@ -66,16 +60,13 @@ class Precision:
         """
         parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
         gradients = [weight.grad for weight in parameters if weight.grad is not None]
-        self._scaler.unscale_(optimizer)
         norm = full_tensor(nn.utils.get_total_norm(gradients)) * scale
         # One divisor scales and clips. The optimizer's kernel applies it to what it reads anyway.
         divisor = ((norm + 1e-6) / clip_norm).clamp(min=1.0) / scale
         optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
-        # Not by `GradScaler.step`, which would wait for an optimizer that is not a fused one.
         optimizer.found_inf = self._count(norm)  # type: ignore[attr-defined]
         with replicated_scalars(gradients):
             optimizer.step()
-        self._scaler.update()
         if keeps_gradients:
             optimizer.zero_grad(set_to_none=False)
             return norm
@@ -89,20 +80,12 @@ class Precision:
         return self._skips.clone()
 
     def state_dict(self) -> State:
-        """Return the skipped steps, and with fp16 the scale and the steps since it last changed."""
-        scaler, saved = self._scaler.state_dict(), {"skips": self.skips}
-        if scaler:
-            values = (scaler["scale"], scaler["_growth_tracker"])
-            saved["scale"] = torch.tensor(values, dtype=torch.float64)
-        return saved
+        """Return the skipped steps."""
+        return {"skips": self.skips}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue with saved skips and scale. Without a saved scale, start with the default."""
+        """Continue with saved skips."""
         self._skips.copy_(state["skips"])
-        if "scale" in state and self._scaler.is_enabled():
-            scale, steps = state["scale"].tolist()
-            changes = {"scale": scale, "_growth_tracker": int(steps)}
-            self._scaler.load_state_dict(self._scaler.state_dict() | changes)
 
     def _count(self, norm: Tensor) -> Tensor:
         """Count and return whether to skip this step: 1 or 0, on the device."""
@@ -129,8 +112,7 @@ def allow_tf32(device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-def _choose(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
-    if device.type == "cpu":
-        return "fp32"
-    # Older GPUs emulate bf16, several times slower than their native fp16.
-    return "bf16" if accelerator(device).has_bfloat16() else "fp16"
+def _choose(device: torch.device) -> Literal["fp32", "bf16"]:
+    # Older GPUs emulate bf16, and are not faster with it.
+    native = device.type != "cpu" and accelerator(device).has_bfloat16()
+    return "bf16" if native else "fp32"

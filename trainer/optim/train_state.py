@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.pipeline.planning.order import derive_key
 from tokenfeed.trainer.checkpoints.checkpoint_format import (
@@ -114,7 +114,11 @@ class Learner:
         if is_sharded:
             from tokenfeed.trainer.distributed import fsdp as sharding
 
-            sharding.check_sharding(config, precision.name)
+            if config.optimizer == "muon":
+                raise ConfigError(
+                    "`--optimizer`=muon takes whole matrices: take adamw with --shard-model, or "
+                    "leave --shard-model out."
+                )
             sharding.shard_model(self.model, self._world, precision.dtype)
         elif self._world.size > 1:
             from tokenfeed.trainer.distributed import replicas  # a second, with ranks only
@@ -172,7 +176,7 @@ class Learner:
             for shown in micro_batches:
                 with self.precision.autocast():
                     loss = self.task.loss(self.model, shown)
-                self.precision.backward(loss.sum)
+                loss.sum.backward()  # type: ignore[no-untyped-call]
             self.model.zero_grad(set_to_none=True)
             self.model.eval()
             with torch.no_grad(), self.precision.autocast():
@@ -200,7 +204,7 @@ class Learner:
     ) -> Loss:
         """Compute the loss of a micro-batch and add its gradients.
 
-        The loss is divided by a constant, which keeps gradients of fp16 in range.
+        The loss is divided by a constant, so that gradients are about those of a mean.
 
         Args:
             micro_batch: The micro-batch.
@@ -217,7 +221,7 @@ class Learner:
             with self.precision.autocast():
                 compute = replicas or functools.partial(self.task.loss, self.model)
                 loss: Loss = compute(micro_batch)
-            self.precision.backward(loss.sum / self._config.step_slots)
+            (loss.sum / self._config.step_slots).backward()  # type: ignore[no-untyped-call]
         return loss
 
     def step(self, number: int, loss: Tensor, targets: Tensor) -> Tensor:

@@ -27,8 +27,7 @@ _BYTES_PER_LOGIT, _COMPILED_BYTES_PER_LOGIT = 10, 4
 logits and their gradient in half precision."""
 _CHUNK_BYTES, _COMPILED_CHUNK_BYTES, WORTH_BYTES = 1 << 30, 1 << 31, 1 << 26
 MOST_TOKENS = 8192
-"""Tokens of the largest chunk. The sum over a chunk, for a frequent id, must stay in fp16's
-range."""
+"""Tokens of the largest chunk."""
 
 
 def is_worth_chunks(tokens: int, vocabulary_size: int) -> bool:
@@ -97,7 +96,7 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         compiled: bool,
     ) -> Tensor:
-        narrow_VD = weight_VD.to(_product_dtype(hidden_ND))
+        narrow_VD = weight_VD.to(product_dtype(hidden_ND))
         of_hidden, of_weight = ctx.needs_input_grad[:2]
         grad_ND = torch.empty_like(hidden_ND) if of_hidden else None
         grad_VD = torch.zeros_like(weight_VD) if of_weight else None
@@ -125,7 +124,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
-def _product_dtype(tensor: Tensor) -> torch.dtype:
+def product_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of matrix products: autocast's, or without autocast the tensor's own."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype

@@ -20,7 +20,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "lm packed": RUNS["lm packed"],
     "classify padded": RUNS["classify padded"],
     "bf16": RUNS["lm packed"] | {"precision": "bf16"},
-    "fp16": RUNS["tag padded"] | {"precision": "fp16"},
     "muon": RUNS["lm packed"] | {"optimizer": "muon"},
     "recomputed": RUNS["complete packed"] | {"recompute": True, "dropout": 0.1},
 }
@@ -64,10 +63,7 @@ def real_steps(config: Any, planned: RunPlan, memory: Any) -> Learner:
     "way",
     [
         *("bf16", "muon"),
-        *(
-            pytest.param(way, marks=pytest.mark.long)
-            for way in ("classify padded", "fp16", "recomputed")
-        ),
+        *(pytest.param(way, marks=pytest.mark.long) for way in ("classify padded", "recomputed")),
     ],
 )
 def test_the_peak_is_that_of_the_tensors_of_real_steps(way: str, every_task: Path) -> None:
