@@ -278,7 +278,7 @@ def test_notebook_has_no_outputs() -> None:
 
 
 def test_slow_loader_meter_agrees_with_stopwatch() -> None:
-    printed = warm.run([EXAMPLES / "slow_loader.py", "--items", 400]).stdout
+    printed = warm.run([EXAMPLES / "slow_loader.py", "--items", 640]).stdout
     by_meter, by_stopwatch = (
         float(re.search(pattern, printed, re.MULTILINE)[1])  # type: ignore[index]
         for pattern in (r"^ +data +([\d.]+)%", r"^stopwatch ([\d.]+)%")
