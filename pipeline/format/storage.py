@@ -149,20 +149,6 @@ def waited_for(file: IO[Any] | int) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Let one process at a time work in a folder. Other processes wait.
-
-    On a file system without locks, do not wait.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with waited_for(descriptor):
-            yield
-    finally:
-        os.close(descriptor)
-
-
 _FLOCK = struct.Struct("hhqqi4x")  # kind, from where, first byte, number of bytes, process
 _IS_HELD = (errno.EAGAIN, errno.EACCES)
 _LOOK_AGAIN_S, PATIENCE_S = 0.001, 30.0

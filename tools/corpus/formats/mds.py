@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -50,20 +50,30 @@ _NUMBERS = {"int": np.dtype("<i8")} | {
 }
 
 
-def read_mds(file: BinaryIO, most_bytes: int = MAX_RECORD_BYTES) -> Iterator[pa.RecordBatch]:
+def read_mds(
+    file: BinaryIO, most_bytes: int = MAX_RECORD_BYTES, needed: Container[str] = ()
+) -> Iterator[pa.RecordBatch]:
     """Yield the samples of a shard, some at a time.
 
     Args:
         file: The shard, decompressed.
         most_bytes: Greatest size of a sample, and of all offsets.
+        needed: Names of columns that must be readable if the shard has them.
 
     Raises:
-        ValueError: The shard is damaged.
+        ValueError: The shard is damaged, or a needed column has an encoding that is not read.
     """
     opened = open_container(file, most_bytes)
     config = json.loads(opened.head)
     names, encodings = config["column_names"], config["column_encodings"]
     columns = list(zip(names, encodings, config["column_sizes"], strict=True))
+    for name, encoding, _ in columns:
+        kind = encoding.partition(":")[0]
+        if name in needed and kind not in ("ndarray", "str", *_NUMBERS):
+            raise ValueError(
+                f"column {name!r} has the encoding {encoding[:40]!r}. Write it as `ndarray`, `str` "
+                "or a number"
+            )
     for data, offsets in opened.samples:
         yield _table(data, offsets, columns)
 
@@ -178,7 +188,7 @@ def _read_part(part: FilePart, fields: Fields) -> Iterator[Records]:
                 raise ValueError(f"has another checksum {name} than index.json says")
         blocks = part.blocks()
         file = io.BufferedReader(BlockFile(blocks))
-        tables = read_mds(file, part.source.max_record_bytes)
+        tables = read_mds(file, part.source.max_record_bytes, fields)
         yield from weighed(records_of_tables(tables, part, fields), part, blocks)
 
 

@@ -107,6 +107,12 @@ def test_mds_that_claims_gigabytes_is_refused_before_they_are_read() -> None:
             read(np.array(numbers, np.uint32).tobytes() + config)
 
 
+def test_mds_column_that_is_needed_and_not_read_names_its_encoding() -> None:
+    content = shard([[1]], "int32", is_named=True)
+    with pytest.raises(ValueError, match="column 'pickled' has the encoding 'pkl'"):
+        next(read_mds(io.BytesIO(content), needed=("pickled",)))
+
+
 def test_ids_of_mds_shards_become_rows(tmp_path: Path) -> None:
     vocabulary = {f"w{number}": number for number in range(700)}
     Tokenizer(models.WordLevel(vocabulary, unk_token="w0")).save(str(tmp_path / "t.json"))
