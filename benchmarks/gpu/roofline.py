@@ -31,8 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.gpu.operators import Operator, compiled, dispatched, in_part, times
 from benchmarks.gpu.peers import Size, attention_flops, llm_c, nanochat
 from benchmarks.protocol import RESULTS, write_result
-from tokenfeed.trainer.data.head import Head
-from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.optim.optimizer import make_optimizer
 from tokenfeed.trainer.optim.precision import Precision

@@ -35,8 +35,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.protocol import RESULTS, write_result
 from benchmarks.shuffle.cases import CASES, FULL, find_peers, make, orders_of
-from tokenfeed.trainer.data.head import Head
-from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 
 LENGTH, ROWS = 64, 32

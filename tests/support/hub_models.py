@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from support.data_sets import random_rows, write_rows
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.data.head import Head, HeadKind
+from tokenfeed.trainer.data.micro_batch import Head, HeadKind
 
 VOCABULARY, LONGEST = 97, 20
 LABELS: dict[Task, tuple[str, ...]] = {

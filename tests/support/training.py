@@ -21,8 +21,7 @@ from tokenfeed.pipeline.format.schema import IGNORED, Task, task_columns
 from tokenfeed.trainer.checkpoints.checkpoint_format import part_of
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.data.head import Head, HeadKind
-from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.data.micro_batch import Head, HeadKind, MicroBatch
 from tokenfeed.trainer.distributed.world import State
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer

@@ -2,7 +2,7 @@
 
 `checkpoints/step-00000100/` holds everything that the next step depends on:
 
-    state-0.safetensors        tensors: weights, optimizer moments, random states, skipped steps
+    state-0.safetensors        tensors: weights, optimizer moments, skipped steps
     checkpoint.json            everything else, and all checksums
 
 If weights are sharded, rank 1 writes its shards to state-1.safetensors, and so on.

@@ -1,8 +1,7 @@
 """One checkpoint on disk: checkpoint.json, and a safetensors file for each rank that saved.
 
-A state is a dict of tensors by name: "model.NAME", "optimizer.NAME.MOMENT", "random.DEVICE" and so
-on. Every byte is verified: checkpoint.json has the checksum of each tensor file and a checksum of
-itself.
+A state is a dict of tensors by name: "model.NAME", "optimizer.NAME.MOMENT" and so on. Every byte is
+verified: checkpoint.json has the checksum of each tensor file and a checksum of itself.
 
 `torch.distributed.checkpoint` reads the tensors: slice by slice into memory that exists already,
 whatever number of ranks has written them. Its import takes a second, which only a run that resumes

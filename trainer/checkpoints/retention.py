@@ -99,15 +99,6 @@ class Checkpoints:
         )
         return None
 
-    def open_best(self) -> tuple[Best | None, Checkpoint]:
-        """Verify and return the best checkpoint, or the latest one if no best step is known.
-
-        Raises:
-            ResumeError: There are no checkpoints, or the one to read is damaged.
-        """
-        best = self.best()
-        return best, self.open(best.step if best else None)
-
     def open(self, step: int | None = None) -> Checkpoint:
         """Verify and return the checkpoint of a step, or the latest one.
 

@@ -1,9 +1,10 @@
-"""A micro-batch: the tensors that model and loss take.
+"""A micro-batch: the tensors that model and loss take; and the output that a task needs.
 
 Shapes: B rows, T slots of a row, S segments (documents and paddings) of the flattened batch.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,38 @@ from tokenfeed.pipeline.feeding.batch import ATTENTION_MASK, POSITION_IDS, Batch
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, TOKEN_TYPE_IDS, no_target
 from tokenfeed.pipeline.windows.rank_slice import TARGETS
 from tokenfeed.trainer.data.attention import Scope, Separation, row_ends, size_only
+
+HeadKind = Literal["vocabulary", "token", "row"]
+"""What a model predicts.
+
+    vocabulary   an id of the vocabulary for each token
+    token        a tag for each token
+    row          a class, or a number, for each row
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """What a task needs from a model."""
+
+    kind: HeadKind
+    outputs: int
+    """Logits per token or row. A head of the vocabulary may have more."""
+    vocabulary_size: int
+    """Upper bound of the ids that the model is shown."""
+    pairs: bool = False
+    """Whether rows are pairs of texts. Then the model receives token types."""
+    labels: tuple[str, ...] = ()
+    """Names of tags or classes, by number."""
+    pad_id: int | None = None
+    """The id of padding; None if the tokenizer has no id for it alone."""
+    end_id: int | None = None
+    """The id at the end of a document; None if the tokenizer has none."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token attends only to itself and the tokens before it."""
+        return self.kind == "vocabulary"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from tokenfeed.trainer.data.datasets import (
     read_manifest,
     read_tokenizer,
 )
-from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.data.micro_batch import Head
 from tokenfeed.trainer.models.build import make_model
 from tokenfeed.trainer.models.starcoder2 import (
     from_starcoder2,
@@ -123,7 +123,8 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     manifest = read_manifest(config.shards)
     task = make_task(config, manifest, _CPU)
     checkpoints = Checkpoints.of_run(config.run_dir)
-    best, checkpoint = checkpoints.open_best()
+    best = checkpoints.best()
+    checkpoint = checkpoints.open(best.step if best else None)
     progress = checkpoint.meta
     about = Exported(
         model=_HUB if config.is_hub else config.model,

@@ -15,7 +15,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import ALL_LINEAR, BY_NUMBERS, MOST_SHAPES, TrainConfig
 from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.data.datasets import first_of
-from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.data.micro_batch import Head
 from tokenfeed.trainer.models.transformer import SIZES, Transformer, tag_features, words_of
 from tokenfeed.trainer.tasks.task import has_hidden
 

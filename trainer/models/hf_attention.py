@@ -8,12 +8,12 @@ layers of the model have. Whatever else a layer asks for and does not get here i
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.data.attention import Reach, Scope, attend
+from tokenfeed.trainer.tasks.chunked_loss import product_dtype
 
 ATTENTION_NAME = "tokenfeed"
 
@@ -95,7 +95,4 @@ def _cannot(layer: str, what: str) -> ConfigError:
 def _in_one_dtype(*parts: Tensor) -> list[Tensor]:
     """Return tensors of one dtype, as the kernels need. Norms of queries and keys give fp32 under
     autocast."""
-    dtype = parts[-1].dtype
-    if torch.is_autocast_enabled(parts[-1].device.type):
-        dtype = torch.get_autocast_dtype(parts[-1].device.type)
-    return [part.to(dtype) for part in parts]
+    return [part.to(product_dtype(parts[-1])) for part in parts]

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.trainer.data.attention import Reach, Scope
-from tokenfeed.trainer.data.head import Head
-from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
 from tokenfeed.trainer.models.hf_attention import ScopesOnDemand, irreplaceable
 from tokenfeed.trainer.models.hf_model import HubModel
 

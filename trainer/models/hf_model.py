@@ -26,8 +26,7 @@ from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.trainer.config.run_config import BY_NUMBERS, TrainConfig
 from tokenfeed.trainer.data.attention import Reach, Scope
 from tokenfeed.trainer.data.datasets import first_of, open_tokenizer, shown
-from tokenfeed.trainer.data.head import Head
-from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
 from tokenfeed.trainer.models.hf_attention import ATTENTION_NAME, irreplaceable
 
 _log = logging.getLogger(__name__)

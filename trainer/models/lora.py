@@ -10,7 +10,7 @@ import peft
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import ALL_LINEAR, TrainConfig
-from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.data.micro_batch import Head
 from tokenfeed.trainer.models.hf_model import HubModel
 
 _ALPHA_PER_RANK = 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.data.micro_batch import Head
 from tokenfeed.trainer.distributed.world import State
 from tokenfeed.trainer.models.transformer import ROTARY_BASE, ModelSize, Transformer
 

@@ -28,8 +28,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.trainer.data.attention import Scope, attend
 from tokenfeed.trainer.data.datasets import open_tokenizer
-from tokenfeed.trainer.data.head import Head
-from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
 from tokenfeed.trainer.tasks.chunked_loss import product_dtype
 
 _INITIAL_STD = 0.02

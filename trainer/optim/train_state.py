@@ -169,7 +169,6 @@ class Learner:
             micro_batches: The micro-batches.
             spare_bytes: Memory that is taken meanwhile, for what a run needs besides.
         """
-        random = random_state(self.device)
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
             spare = torch.empty(spare_bytes, dtype=torch.uint8, device=self.device)
@@ -189,7 +188,6 @@ class Learner:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
-            set_random_state(random, self.device)
 
     def draw_for(self, number: int) -> None:
         """Seed dropout for the micro-batch of this number. The seed does not depend on the rank."""
@@ -266,8 +264,9 @@ class Learner:
         return products + 12.0 * getattr(self.model, "attention_width", 0) * length
 
     def state_dict(self) -> State:
-        """Return everything that the next step depends on, except the data. Only `step` changes the
-        returned tensors: buffers, which a forward pass may change, are copied."""
+        """Return everything that the next step depends on, except the data and the random numbers,
+        which `draw_for` seeds. Only `step` changes the returned tensors: buffers, which a forward
+        pass may change, are copied."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         weights = kept_state(self.model, self._config)
         return self._state(
@@ -280,7 +279,6 @@ class Learner:
         make_moments(self.optimizer, self.model, checkpoint)
         state = checkpoint.read(self._state(weights), self._world)
         self.precision.load_state_dict(part_of(state, "precision."))
-        set_random_state(part_of(state, "random."), self.device)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Overwrite the weights with a checkpoint's weights."""
@@ -292,7 +290,6 @@ class Learner:
             **with_prefix("model.", weights),
             **with_prefix("optimizer.", moments_of(self.optimizer, self.model)),
             **with_prefix("precision.", self.precision.state_dict()),
-            **with_prefix("random.", random_state(self.device)),
         }
 
 
@@ -379,22 +376,6 @@ def _weights_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str,
     """Return the weights of all groups by name."""
     trained = {weight for group in optimizer.param_groups for weight in group["params"]}
     return {name: weight for name, weight in model.named_parameters() if weight in trained}
-
-
-def random_state(device: torch.device) -> State:
-    """Return the state of torch's random generators: the host's, and the device's if it has its
-    own."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state[device.type] = accelerator(device).module.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: State, device: torch.device) -> None:
-    """Continue with the random numbers after `random_state`. On another device, start anew."""
-    torch.set_rng_state(state["cpu"].cpu())
-    if device.type != "cpu" and device.type in state:
-        accelerator(device).module.set_rng_state(state[device.type].cpu(), device)
 
 
 def seed_random(key: int, device: torch.device) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED, TOKEN_TYPE_IDS
-from tokenfeed.trainer.data.head import Head, HeadKind
-from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.data.micro_batch import Head, HeadKind, MicroBatch
 from tokenfeed.trainer.tasks.chunked_loss import is_worth_chunks, vocabulary_loss
 
 _LARGEST_EXPONENT = 700.0  # of a float

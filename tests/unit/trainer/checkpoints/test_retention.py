@@ -16,7 +16,6 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import (
-    CPU,
     assert_same,
     best_of,
     make_meta,
@@ -30,7 +29,6 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.checkpoints.checkpoint_format import Best
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.distributed.world import State
-from tokenfeed.trainer.optim.train_state import random_state, set_random_state
 
 DTYPES = [
     torch.float64,
@@ -241,10 +239,3 @@ def test_checkpoint_that_lists_foreign_files_is_refused(folder: Path, name: str)
     path.write_text(json.dumps({"xxh3": xxhash.xxh3_64_hexdigest(whole)} | content))
     with pytest.raises(ResumeError, match=rf"damaged \(checkpoint\.json lists '{re.escape(name)}'"):
         load(folder)
-
-
-def test_random_numbers_go_on_where_the_state_was_taken() -> None:
-    state = random_state(CPU)
-    expected = torch.rand(5)
-    set_random_state(state, CPU)
-    assert torch.equal(torch.rand(5), expected)

@@ -16,8 +16,7 @@ from torch import nn
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.data.head import Head
-from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
 from tokenfeed.trainer.loop import evaluation, model_export
 from tokenfeed.trainer.loop.model_export import Exported, load_exported
 from tokenfeed.trainer.report.run_report import Report

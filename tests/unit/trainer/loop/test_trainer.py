@@ -28,7 +28,6 @@ from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop import evaluation as judge
 from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.models.transformer import Transformer
-from tokenfeed.trainer.optim import train_state as learner
 from tokenfeed.trainer.optim.precision import Precision, allow_tf32
 from tokenfeed.trainer.report.metrics import MetricsFile
 from tokenfeed.trainer.report.progress_lines import ProgressLog
@@ -182,13 +181,12 @@ def test_all_host_work_of_saving_and_evaluating_is_charged(
 
     watch(ShardLoader, "state_dict")
     watch(Transformer, "state_dict")
-    watch(learner, "random_state")
     watch(MetricsFile, "write")
     watch(judge._log, "info")
     watch(ProgressLog, "write")
     run(make_config(counting, tmp_path, steps=2, eval_every=2, save_every=2))
     assert set(seen) == {
-        *((name, "checkpoint") for name in ("state_dict", "random_state")),
+        ("state_dict", "checkpoint"),
         *(("write", cause) for cause in ("log", "evaluation")),
         ("info", "evaluation"),
     }

@@ -33,8 +33,7 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.planning.policies import Packed, Padded
-from tokenfeed.trainer.data.head import Head, HeadKind
-from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
+from tokenfeed.trainer.data.micro_batch import Head, HeadKind, MicroBatch, Shaper
 from tokenfeed.trainer.models.build import make_model
 from tokenfeed.trainer.models.hf_model import HubModel
 from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
