@@ -163,10 +163,10 @@ class Run:
 
     def interrupt(self, cause: Cause, seconds: float) -> None:
         """Python stops within the work."""
-        is_marked = self.meter is not None and self.meter.interrupt(cause)
+        outer = self.meter.interrupt(cause) if self.meter else None
         self.device.host += seconds
-        if self.meter and is_marked:
-            self.meter.resume()
+        if self.meter and outer:
+            self.meter.resume(outer)
 
 
 def all_steps(ranks: list[Run]) -> None:

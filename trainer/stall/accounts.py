@@ -71,6 +71,8 @@ _QUEUED = 0.002
 """Largest share of a reference span that may run before the whole span is queued."""
 _AHEAD = 0.25
 """A host that leads by this share of a span at both ends counts as ahead throughout the span."""
+_MIDWAY = 0.1
+"""A wait for the device is in the middle of a step with more than this share of its work behind."""
 _FEW = 3
 """References behind a full queue that are enough to ignore those of a host that is ahead."""
 _FEW_REFERENCES = 8
@@ -117,8 +119,8 @@ class Accounts:
         """Usual host seconds to queue a span."""
         self._waiting: set[SpanKind] = set()
         """Kinds of spans inside which the host waits for the device."""
-        self._has_full_queue = False
-        """Whether the host is held up inside spans by a full queue, and not by waits."""
+        self._is_partly_queued = False
+        """Whether the kernels after a stop of the host inside a span are queued late."""
         self._usual: dict[SpanKind, LinearFit] = {}
         """Usual device seconds of a span, waits included."""
         self.behind_share = 0.0
@@ -132,15 +134,16 @@ class Accounts:
         """Whether the host was seen to wait for the device inside a span."""
         return bool(self._waiting)
 
-    def blame_queue(self) -> None:
-        """Take it that a full queue holds up the host inside spans: its code waits nowhere.
+    def take_as_partly_queued(self) -> None:
+        """Take it that spans behind a spin in which the host stops are queued in part.
 
-        The rest of such a span is queued while the device works, so the span is queued in part.
+        The host stops for the device in the middle of the work, or for a full queue: the rest of
+        the span is queued while the device runs it.
         """
-        self._has_full_queue = True
+        self._is_partly_queued = True
         for kind in self._waiting:
-            self._partly[kind] = self._queued.pop(kind)
-        self._waiting.clear()
+            if (line := self._queued.pop(kind, None)) is not None:
+                self._partly[kind] = line
 
     def add(self, phase: Phase, start: Moment, end: Moment) -> None:
         """Add a segment."""
@@ -181,6 +184,10 @@ class Accounts:
             self._add_references()
         elif not step.is_measured:
             self._add_references()
+            seconds = sum(span.seconds for span in self._step.spans)
+            late = sum(s.seconds for s in self._step.spans if s.opener.startswith("mark"))
+            if late > _MIDWAY * seconds:
+                self.take_as_partly_queued()
         else:
             self._record(step)
         self._step = OpenStep()
@@ -306,11 +313,10 @@ class Accounts:
         usual = self._host_seconds.setdefault(span.kind, host)
         if not span.spin:
             self._host_seconds[span.kind] = min(host, 1.1 * usual)
-        elif self._has_full_queue:
-            pass
         elif host - usual > 0.5 * span.spin and lead <= _LEAST_LEAD_SECONDS:
             self._waiting.add(span.kind)
-            span.is_queued = True  # its kernels were queued in time, up to the wait
+            # Its kernels were queued in time, up to the wait.
+            span.is_queued = not self._is_partly_queued
         else:
             self._waiting.discard(span.kind)
         if span.kind in self._waiting:

@@ -146,12 +146,14 @@ def _beside_stall(report: StallReport, stall: float, padding_remedy: str) -> Ite
             gain=report.padding / (1 - report.padding),
         )
     if report.at_most is not None and report.at_most - stall >= _MUCH_UNSEEN:
-        yield Advice(
-            cause="unseen",
-            text=f"{report.at_most - stall:.0%} may be idle inside the work: run more steps, or "
-            "set `meter.mark()` between forward and backward",
-            gain=None,
-        )
+        text = f"{report.at_most - stall:.0%} may be idle inside the work: "
+        if report.events.get("waits"):
+            text += "the host waits for the device in the middle of it, at "
+            text += _lines("wait", report).removeprefix("; ")
+            text += ": remove the wait, or put it into `with meter.cause('wait')` to measure it"
+        else:
+            text += "run more steps, or set `meter.mark()` between forward and backward"
+        yield Advice(cause="unseen", text=text, gain=None)
     if report.mfu is not None and report.mfu < _LOW_MFU and stall < _LITTLE_STALL:
         yield Advice(
             cause="kernels",

@@ -14,6 +14,7 @@ import contextlib
 import math
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -115,7 +116,6 @@ class StallMeter:
         self._chain = MarkChain(self._clock, self._accounts)
         self._append, self._mark = self._chain.append, self._clock.mark
         self._phase: Phase = "work"
-        self._interrupted: Phase = "work"
         self._is_busy = False
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._remedies = _remedies(remedies)
@@ -124,7 +124,7 @@ class StallMeter:
         self._place = own_place()
         self._queued_steps, self._core_wait = 0, CoreWait() if clock is None else None
         self._loader: LoaderUse | None = None
-        self._waits = WaitFinder()
+        self._waits = WaitFinder(weakref.WeakMethod(self._mark_wait))
         self._collector = CollectorWatch(self)
         self._compiler = CompilerWatch(self)
         self._compiler.attach()
@@ -286,22 +286,23 @@ class StallMeter:
         self._compiler.close()
         self._waits.close()
 
-    def interrupt(self, cause: Cause) -> bool:
-        """Start an interruption, at any place of the program. `resume` ends it.
+    def interrupt(self, cause: Cause) -> Phase | None:
+        """Start an interruption, at any place of the program. Pass the result to `resume`.
 
-        Return False if no mark can be set: in another thread, or in a forked worker of a loader.
+        Return None if no mark can be set: in another thread, or in a forked worker of a loader.
         """
         is_ours = threading.get_ident() == self._thread and os.getpid() == self._process
         if self._is_busy or not is_ours or not self._clock.takes_marks():
-            return False
-        self._cut(self._phase)
-        self._interrupted, self._phase = self._phase, cause
-        return True
+            return None
+        outer: Phase = self._phase
+        self._cut(outer)
+        self._phase = cause
+        return outer
 
-    def resume(self) -> None:
+    def resume(self, outer: Phase) -> None:
         """End an interruption."""
         self._cut(self._phase)
-        self._phase = self._interrupted
+        self._phase = outer
 
     def _step_of_device(self, tokens: int, slots: int) -> None:
         calibration, waits = self._calibration, self._waits
@@ -310,9 +311,14 @@ class StallMeter:
         if self._accounts.waits_inside and not waits.has_looked:
             self.find_waits()
         elif self._accounts.waits_inside and waits.found_none:
-            self._accounts.blame_queue()
+            self._accounts.take_as_partly_queued()
         if calibration is not None:
             calibration.end_step(self._clock.now(), self._accounts.behind_share)
+
+    def _mark_wait(self) -> None:
+        """Set a mark before a wait inside the work, in a step that is examined."""
+        if self._phase == "work" and not self._is_busy and threading.get_ident() == self._thread:
+            self._cut("work", is_inside=True)
 
     def _blamed(self) -> Cause | None:
         if self._compiler.is_blamed:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.causes import Cause, Phase
 
 if TYPE_CHECKING:
     from tokenfeed.trainer.stall.meter import StallMeter
@@ -34,7 +34,9 @@ class _Interruptions:
     def __init__(self, meter: "StallMeter", cause: Cause) -> None:
         self._meter = weakref.ref(meter)
         self._cause: Cause = cause
-        self._is_open = False
+        self._outer: Phase | None = None
+        """What an open event has interrupted: perhaps another event, such as a compilation by a
+        collection."""
         self.count = 0
         weakref.finalize(meter, self.close).atexit = False
 
@@ -45,16 +47,16 @@ class _Interruptions:
         """An event begins. Return whether the meter could set a mark."""
         self.count += 1
         meter = self._meter()
-        if meter is not None and not self._is_open:
-            self._is_open = meter.interrupt(self._cause)
-        return self._is_open
+        if meter is not None and self._outer is None:
+            self._outer = meter.interrupt(self._cause)
+        return self._outer is not None
 
     def end(self) -> None:
         """The event ends."""
         meter = self._meter()
-        if meter is not None and self._is_open:
-            self._is_open = False
-            meter.resume()
+        if meter is not None and self._outer is not None:
+            meter.resume(self._outer)
+            self._outer = None
 
 
 class CollectorWatch(_Interruptions):
@@ -175,7 +177,9 @@ MESSAGE = "called a synchronizing CUDA operation"
 class WaitFinder:
     """Counts, by source line, the waits for the GPU that torch warns about."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_wait: weakref.WeakMethod[Callable[[], None]] | None = None) -> None:
+        self._on_wait = on_wait or (lambda: None)
+        """A method to call before each wait."""
         self._lines: Counter[str] = Counter()
         self._left = self._steps = 0
         self._caught: Any = None
@@ -234,6 +238,8 @@ class WaitFinder:
     def _shown(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
         if MESSAGE in str(message):
             self._lines[f"{filename}:{lineno}"] += 1
+            if on_wait := self._on_wait():
+                on_wait()
         else:
             self._show(message, category, filename, lineno, *rest)
 

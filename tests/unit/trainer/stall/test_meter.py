@@ -3,9 +3,10 @@
 import contextlib
 import gc
 import math
+import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from support.stall_device import CudaOfDevices, Host, SimulatedDevice
 from torch.utils.data import DataLoader
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading
+from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.statistics import StepSeconds, StepTimes
 from tokenfeed.trainer.stall.watchers import MESSAGE, AllocatorWatch, WaitFinder
@@ -290,6 +291,90 @@ def test_lines_that_wait_are_counted_and_other_warnings_pass_even_where_they_are
         warnings.warn("another", stacklevel=1)
 
 
+@pytest.fixture
+def warnings_of_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Let the meter look for waits; return what torch does before each of them."""
+    mode: Any = "default"
+
+    def set_mode(new: Any) -> None:
+        nonlocal mode
+        mode = new
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    yield lambda: warnings.warn(MESSAGE, stacklevel=2) if mode == "warn" else None
+    assert mode == "default"
+
+
+def shares(device: SimulatedDevice, step: Callable[[], None], steps: int) -> StallReport:
+    """Train, and check that the interval contains the true share of idle time."""
+    meter = StallMeter(clock=device, skipped_steps=10)
+    idle = began = 0.0
+    for number in range(steps + 10):
+        if number == 10:
+            idle, began = device.idle, device.host
+        with meter.cause("data"):
+            pass
+        step()
+        meter.step(1)
+    true = (device.idle - idle) / (device.host - began)
+    device.wait()
+    report = meter.report()
+    assert report.interval is not None
+    assert report.interval[0] <= true + 0.002, (report.interval, true)
+    assert report.interval[1] >= true - 0.002, (report.interval, true)
+    return report
+
+
+@pytest.mark.parametrize("kernel_seconds", [1.2e-6, 15e-6])
+def test_a_step_of_more_kernels_than_the_queue_holds_is_idle_by_a_lower_bound(
+    warnings_of_waits: Callable[[], None], kernel_seconds: float
+) -> None:
+    device = SimulatedDevice(launch=20e-6)  # 1,420 kernels, as in 200 layers
+    report = shares(device, lambda: device.work(1420, kernel_seconds), steps=150)
+    assert report.stall is not None
+    assert report.stall > 0.2
+    assert report.causes["launch"].fraction > 0.2
+
+
+def test_idle_time_after_a_wait_in_the_middle_of_a_step_is_not_taken_as_work(
+    warnings_of_waits: Callable[[], None],
+) -> None:
+    device = SimulatedDevice()
+
+    def step() -> None:
+        for _ in range(2):
+            device.work(40, 100e-6)
+            warnings_of_waits()
+            device.wait()
+            device.host += 2e-3
+
+    report = shares(device, step, steps=150)
+    (advice,) = (piece.text for piece in report.advice if piece.cause == "unseen")
+    assert re.search(r"waits for the device in the middle of it, at .*:\d+ \(2 a step\)", advice)
+
+
+def test_collection_during_compilation_leaves_later_work_uncharged() -> None:
+    def collect(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        gc.collect()
+        return graph.forward
+
+    compiled: Any = torch.compile(lambda x: x + 1, backend=collect)
+    device = exact()
+    meter = meter_of(device)
+    meter.step(1)
+    compiled(torch.ones(2))
+    for _ in range(20):
+        device.launch(0.1)
+        meter.step(1)
+    device.wait()
+    report = meter.report()
+    assert report.events["compilations"] == 1
+    assert report.events["collections"] >= 1
+    assert report.causes["recompilation"].seconds < 0.05
+
+
 class TwoGpus:
     """A loop that keeps cuda:1 waiting for its launches, while cuda:0 is the current device."""
 
@@ -332,8 +417,9 @@ def test_meter_marks_one_gpu_while_another_is_current(monkeypatch: pytest.Monkey
         with torch.cuda.device(torch.device("cuda:0")):
             loop.train(2, meter)
     loop.cuda.capturing = 0
-    assert meter.interrupt("garbage collection")
-    meter.resume()
+    outer = meter.interrupt("garbage collection")
+    assert outer is not None
+    meter.resume(outer)
     loop.cuda.capturing = 1
     assert not meter.interrupt("garbage collection")
     meter.close()
