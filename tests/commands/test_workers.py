@@ -238,10 +238,10 @@ def test_two_loaders_at_the_same_time_do_not_meet(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_is_flat_over_epochs(make_dataset: MakeDataset) -> None:
-    folder = make_dataset(np.full(3000, 1000))
+    folder = make_dataset(np.full(1500, 1000))
     batching, megabyte = Padded(16_384), 1 << 20
     with ShardLoader(
-        folder, batching=batching, num_workers=2, epochs=None, window_tokens=500_000
+        folder, batching=batching, num_workers=2, epochs=None, window_tokens=250_000
     ) as loader:
         held = {}
         for batch in loader:
