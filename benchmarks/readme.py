@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import projects, recipes, torchtitan
+from benchmarks.gpu import tables as gpu_tables
 from benchmarks.protocol import RESULTS
 from benchmarks.remote import tables as remote_tables
 from benchmarks.shuffle import tables as shuffle_tables
@@ -24,7 +25,7 @@ from benchmarks.shuffle import tables as shuffle_tables
 ROOT = Path(__file__).parents[1]
 PAGES = ("benchmarks.md", "mixing.md", "how/projects.md")
 FILES = (ROOT / "README.md", *(ROOT / "docs" / page for page in PAGES))
-BLOCK = re.compile(r"(<!-- benchmark:([\w/]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- benchmark:([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NONE = "–"  # noqa: RUF001
 
@@ -394,6 +395,9 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "pretokenize": pretokenize_table,
     "trainer": trainer_table,
     "scenarios": scenarios_table,
+    "gpu-beside-h100": gpu_tables.beside_table,
+    "gpu-h100/train": gpu_tables.train_table,
+    "gpu-h100/stall": gpu_tables.stall_table,
     "roofline": roofline_table,
     "roofline/parts": roofline_parts,
     "roofline/checks": roofline_checks,

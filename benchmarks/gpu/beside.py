@@ -4,7 +4,6 @@ Each step trains GPT-2 124M, or its nearest relative, on 64 rows of 1,024 tokens
 with its own model and optimizer:
 
 - tokenfeed: `train --compile`, packed documents that the loader streams, AdamW
-- llm.c: `train_gpt2.cu` with cuDNN, `-r 0 -ge 1`, AdamW. The step that roofline.py is fitted to
 - nanoGPT: `model.py`, compiled as a whole, fused AdamW, clipping
 - nanochat: `gpt.py` with 12 layers and full attention, compiled as a whole, Muon with AdamW. It has
   value embeddings and two tables of tokens, and uses torch's attention where FlashAttention 3 is
@@ -12,20 +11,19 @@ with its own model and optimizer:
 - transformers.Trainer: GPT2LMHeadModel with sdpa, 4 micro-batches a step since its logits fill a
   GPU; as it is and with `torch_compile`
 
-The other trainers read random ids that are on the GPU already, or llm.c's own loader. So only
-tokenfeed's figure has a loader of text, a log and a stall meter in it. Runs are processes, one
-after the other, repeated in turns.
+The other trainers read random ids that are on the GPU already. So only tokenfeed's figure has a
+loader of text, a log and a stall meter in it. Runs are processes, one after the other, repeated in
+turns.
 
 usage: python -m benchmarks.gpu.beside CHECKOUTS DATA [--repeats 2] [--name NAME]
 
-CHECKOUTS has llm.c (f1e2ace), nanoGPT (3adf61e) and nanochat (92d63d4); llm.c's `train_gpt2cu` is
-compiled there. DATA is the folder of `python -m benchmarks.gpu --data DATA`.
+CHECKOUTS has nanoGPT (3adf61e) and nanochat (92d63d4). DATA is the folder of `python -m
+benchmarks.gpu --data DATA`.
 """
 
 import argparse
 import json
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -182,40 +180,6 @@ def transformers_trainer(checkouts: Path, data: Path, *, compiled: bool = False)
     }
 
 
-def llm_c(checkouts: Path, data: Path) -> Entry:
-    """Train steps of llm.c, and read its log."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "random.bin"
-        tokens = (WARMUP + STEPS + 2) * TOKENS
-        header = np.zeros(256, np.int32)
-        header[:3] = 20240520, 1, tokens
-        ids = np.random.default_rng(0).integers(0, 50_257, tokens, dtype=np.uint16)
-        file.write_bytes(header.tobytes() + ids.tobytes())
-        options = f"-i {file} -j {file} -e d12 -b {ROWS} -t {LENGTH} -d {TOKENS} "
-        options += "-r 0 -ge 1 -z 1 -v 0 -s 0"
-        ended = subprocess.run(
-            [
-                checkouts / "llm.c" / "train_gpt2cu",
-                *options.split(),
-                "-x",
-                str(WARMUP + STEPS),
-                "-c",
-                "0.1",
-            ],
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            check=False,
-        )
-    steps = [float(found) for found in re.findall(r"\| ([\d.]+) ms \|", ended.stdout)]
-    if ended.returncode or len(steps) < WARMUP + STEPS:
-        sys.exit(
-            f"llm.c ended with {ended.returncode}: {ended.stdout[-500:]} {ended.stderr[-500:]}"
-        )
-    milliseconds = statistics.mean(steps[WARMUP:])
-    return {"tokens_per_s": round(1e3 * TOKENS / milliseconds)}
-
-
 def tokenfeed(checkouts: Path, data: Path) -> Entry:
     """Train as `make gpu` does."""
     command = [sys.executable, "-m", "benchmarks.gpu.case", "speed", str(data)]
@@ -228,7 +192,6 @@ def tokenfeed(checkouts: Path, data: Path) -> Entry:
 
 TRAINERS: dict[str, Callable[[Path, Path], Entry]] = {
     "tokenfeed": tokenfeed,
-    "llm.c": llm_c,
     "nanoGPT": nanogpt,
     "nanochat": nanochat,
     "transformers.Trainer": transformers_trainer,

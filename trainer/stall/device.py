@@ -199,8 +199,8 @@ class EventClock(Clock):
     """
 
     method = (
-        "GPU events, not yet compared with a trace of a GPU: between events around code that "
-        "queues no work of the training, all time is idle; inside the work, idle time is the time "
+        "GPU events: between events around code that queues no work of the training, all time is "
+        "idle; inside the work, idle time is the time "
         "by which steps take longer than steps that the host had queued before they began"
     )
     is_beside_host = True

@@ -1,0 +1,70 @@
+"""The tables of docs/benchmarks.md with figures of a GPU."""
+
+from typing import Any
+
+__all__ = ["beside_table", "stall_table", "train_table"]
+
+Entry = dict[str, Any]
+
+
+def beside_table(results: list[Entry]) -> list[list[str]]:
+    """Return the trainers beside each other, with all runs of each."""
+    runs: dict[str, list[Entry]] = {}
+    for entry in results:
+        runs.setdefault(entry["trainer"], []).append(entry)
+    slowest = min(entry["tokens_per_s"] for entry in results)
+    return [
+        ["trainer", "tokens/s, run by run", "times the slowest", "kernels a step", "peak memory"],
+        *(
+            [
+                name,
+                ", ".join(f"{entry['tokens_per_s']:,}" for entry in found),
+                f"{found[-1]['tokens_per_s'] / slowest:.1f}",
+                f"{found[-1]['kernels']:,.0f}" if "kernels" in found[-1] else "not counted",
+                f"{found[-1]['peak_memory_bytes'] / 1e9:.0f} GB",
+            ]
+            for name, found in runs.items()
+        ),
+    ]
+
+
+def train_table(results: list[Entry]) -> list[list[str]]:
+    """Return the runs of `train`."""
+    header = ["run", "tokens/s", "MFU", "stall", "interval", "padding", "peak memory"]
+    return [header, *(train_row(entry) for entry in results if entry["part"].startswith("train "))]
+
+
+def train_row(entry: Entry) -> list[str]:
+    """Return the row of one run."""
+    stall = entry["stall"]
+    return [
+        entry["part"].removeprefix("train "),
+        f"{entry['tokens_per_s']:,}",
+        f"{stall['mfu']:.0%}",
+        f"{stall['stall']:.1%}",
+        " to ".join(f"{end:.1%}" for end in stall["interval"]),
+        f"{entry['padding']:.1%}",
+        f"{entry['peak_memory_bytes'] / 1e9:.1f} GB",
+    ]
+
+
+def stall_table(results: list[Entry]) -> list[list[str]]:
+    """Return what the meter says of each fault, beside a trace and the gain of mending it."""
+    header = ["fault", "stall", "interval", "main cause", "with a profiler: meter", "trace"]
+    header += ["predicted gain", "measured gain"]
+    return [header, *(stall_row(entry) for entry in results if entry["part"].startswith("stall "))]
+
+
+def stall_row(entry: Entry) -> list[str]:
+    """Return the row of one fault."""
+    traced, gain = entry["traced"], entry["measured_gain"]
+    return [
+        entry["part"].removeprefix("stall "),
+        f"{entry['stall']:.1%}",
+        " to ".join(f"{end:.1%}" for end in entry["interval"]),
+        entry["main_cause"],
+        f"{traced['stall']:.1%}",
+        f"{traced['trace_idle_in_gaps_over_10_us']:.1%}",
+        f"{entry['predicted_gain']:.2f}",
+        f"{gain:.2f}" if gain else "no such loop",
+    ]
