@@ -65,7 +65,7 @@ settings.register_profile("long", deadline=None, max_examples=250)
 settings.load_profile("tokenfeed")
 
 
-UNIT = Path(__file__).parent / "unit"
+UNIT = f"{Path(__file__).parent}/unit/"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by their folder, and long ones as slow; files with slow tests come first, so that
     none is left last."""
     for item in items:
-        item.add_marker("unit" if UNIT in item.path.parents else "commands")
+        item.add_marker("unit" if str(item.path).startswith(UNIT) else "commands")
         if item.get_closest_marker("long"):
             item.add_marker("slow")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
