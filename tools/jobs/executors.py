@@ -55,7 +55,9 @@ ResultT = TypeVar("ResultT")
 SMALL_BYTES = 2_000_000
 """Largest input that this process finishes before workers would start."""
 
-MODULES = ("tokenfeed.tools.encoding.unit", "awkward", "gigatoken")
+FAST_ENGINE = ("awkward", "gigatoken")
+"""Modules of the fast engine. Importing them takes 0.2 s."""
+MODULES = ("tokenfeed.tools.encoding.unit", *FAST_ENGINE)
 """Modules that the workers of `pretokenize` import."""
 
 ENVIRONMENT = {
@@ -88,12 +90,12 @@ class ForkExecutor(Executor):
     process behind. This process handles Ctrl-C and SIGTERM; its workers start with both blocked.
     """
 
-    def __init__(self) -> None:
-        """Start the program. It imports those of `MODULES` that are installed, and waits."""
+    def __init__(self, modules: Sequence[str] = MODULES) -> None:
+        """Start the program. It imports those of the modules that are installed, and waits."""
         ours, theirs = socket.socketpair()
         with theirs, signals_held(), _signals_blocked():
             self._program = subprocess.Popen(
-                _command(theirs.fileno(), MODULES),
+                _command(theirs.fileno(), modules),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | ENVIRONMENT,
@@ -232,9 +234,9 @@ _early_loads: list[Callable[[], None]] = []
 """Functions for `ForkExecutor.prepare` of the executor that is started early."""
 
 
-def start_early() -> None:
+def start_early(*, imports_fast_engine: bool = True) -> None:
     """Start a `ForkExecutor` for the first call of `local_executor`."""
-    executor = ForkExecutor()
+    executor = ForkExecutor([m for m in MODULES if imports_fast_engine or m not in FAST_ENGINE])
     for load in _early_loads:
         executor.prepare(load)
     _early.append(executor)
