@@ -14,18 +14,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
+
+import psutil
 
 from tokenfeed.pipeline.feeding import worker
 
 
-def children_of(pid: int | str) -> list[int]:
+def children_of(pid: int | Literal["self"]) -> list[int]:
     """Processes that a process started and has not waited for."""
-    paths = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in paths for child in path.read_text().split()]
+    try:  # a list of each thread in /proc misses children of a thread that ends meanwhile
+        return [child.pid for child in psutil.Process(None if pid == "self" else pid).children()]
+    except psutil.NoSuchProcess:
+        return []
 
 
-def workers_of(pid: int | str = "self") -> list[int]:
+def workers_of(pid: int | Literal["self"] = "self") -> list[int]:
     """Loader workers among the children of a process."""
     return [
         child
