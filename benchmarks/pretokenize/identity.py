@@ -86,7 +86,7 @@ class Texts:
     def get(self, path: str, record: int) -> str:
         """The text of a document."""
         if not path.endswith(".jsonl"):
-            return Path(path).read_bytes().decode()
+            return Path(path).read_bytes().decode("utf-8-sig")  # as the command reads it
         if path not in self._lines:
             self._lines[path] = Path(path).read_bytes().split(b"\n")
         text: str = json.loads(self._lines[path][record])["text"]
