@@ -3,8 +3,7 @@
 Steps run on the host, on tensors that have shapes but no values, in the number format of the GPU:
 operators, dtypes and the tensors kept for the backward pass are the same as on the GPU, so the
 memory is the same too. Attention counts as the GPU's fused attention. Not counted: memory that
-kernels use while they run, the CUDA context, and gaps between an allocator's blocks. A compiled
-model needs less.
+kernels use while they run, the CUDA context, and gaps between an allocator's blocks.
 """
 
 import weakref
