@@ -405,7 +405,6 @@ def test_meter_on_second_gpu_measures_that_gpu(monkeypatch: pytest.MonkeyPatch) 
     loop.train(100)
     assert report.stall == pytest.approx(device.idle / (device.done - begun), abs=0.02)
     assert report.causes["launch"].fraction > 0.3
-    assert "not yet compared with a trace of a GPU" in str(report)
     assert loop.cuda.contexts == {1}, "a rank needs no context on the GPU of another"
 
 
