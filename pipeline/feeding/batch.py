@@ -326,6 +326,8 @@ def _tensor(name: str, ragged: RaggedBatch, tensors: Tensors) -> Any:
 def _as_tensor(array: np.ndarray) -> Any:
     import torch
 
+    if not torch.is_inference_mode_enabled():  # to leave the mode takes longer than all the rest
+        return torch.from_numpy(array)
     with torch.inference_mode(False):  # the tensor is kept and may be used in training later
         return torch.from_numpy(array)
 
