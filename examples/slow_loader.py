@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from tokenfeed import StallMeter
 
-WARMUP = 50
-"""Steps that the stopwatch leaves out."""
+WARMUP = 5
+"""Steps that the meter and the stopwatch leave out."""
 
 
 class SlowRows(Dataset[Tensor]):
@@ -39,7 +39,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(256, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 256))
     optimizer = torch.optim.AdamW(model.parameters())
     loader = DataLoader(SlowRows(items), batch_size=8)
-    meter = StallMeter("cpu")
+    meter = StallMeter("cpu", skipped_steps=WARMUP)
     waits: list[float] = []
     steps: list[float] = [time.perf_counter()]
 
