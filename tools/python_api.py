@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -103,8 +102,8 @@ def pretokenize(
             - a table of pyarrow, pandas, polars or anything else that exports Arrow, or a column;
             - a list of dicts, or a function without arguments that returns an iterator of dicts, of
               texts or of tables;
-            - a dict from split name to one of the sources above, such as a `datasets.DatasetDict`;
-              either all splits have paths, or none has.
+            - a dict from split name to one of the sources above but paths, such as a
+              `datasets.DatasetDict`. The option `split` is for paths.
         out: A new or empty folder, the folder of an interrupted run, or an address.
         task: The content of a record. `pretokenize --help` describes this option and all options
             below. They have the same names and defaults.
@@ -177,9 +176,7 @@ def _pretokenized(
     except (TypeError, ValueError) as error:
         raise ConfigError(f"`template_argument`: cannot be written as JSON: {error}.") from None
     place = _path("out", out)
-    paths, patterns = _paths_by_split(source) if isinstance(source, Mapping) else (None, ())
-    words["split"] += patterns
-    paths = paths or _paths(source)
+    paths = _paths(source)
     by_split = None if paths else _by_split(source)
     kinds = get_type_hints(Options, include_extras=True)
     words = {name: setting_of(kinds[name], value, f"`{name}`") for name, value in words.items()}
@@ -245,40 +242,16 @@ def _paths(source: object) -> tuple[str, ...] | None:
     return tuple(paths) or None
 
 
-def _paths_by_split(
-    source: Mapping[str, object],
-) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """Return the paths of a dict, and the patterns that put them into its splits. None for records.
-
-    Raises:
-        ConfigError: Only some of the splits have paths.
-    """
-    by_split = {name: _paths(given) for name, given in source.items()}
-    having = [name for name, paths in by_split.items() if paths]
-    if not having:
-        return None, ()
-    if len(having) < len(by_split):
-        raise ConfigError(
-            f"source: the split {having[0]!r} has paths, and other splits have records. Make a "
-            "data set of each kind, and join them with `shards merge`. To give columns, use "
-            "`pyarrow.table(source)`."
-        )
-    found: list[str] = []
-    patterns: list[str] = []
-    for name, paths in by_split.items():
-        for path in paths or ():
-            place = re.sub(r"([*?[])", r"[\1]", path if "://" in path else os.path.abspath(path))
-            many = "*" if "://" in path else "/*" if os.path.isdir(path) else ""
-            found.append(path)
-            patterns.append(f"{name}={place}{many}")
-    return tuple(found), tuple(patterns)
-
-
 def _by_split(source: object) -> dict[str, tuple[str | None, object]]:
     """Return records and the name of their split, by their name in origins."""
     if isinstance(source, Mapping):
         if not source:
             raise ConfigError("source: is an empty dict, which names no split. Give some records.")
+        if with_paths := [name for name, given in source.items() if _paths(given)]:
+            raise ConfigError(
+                f"source: the split {with_paths[0]!r} has paths. Give a list of all paths, and put "
+                "them into splits by `split`. To give columns, use `pyarrow.table(source)`."
+            )
         return {f"{_RECORDS}/{name}": (str(name), records) for name, records in source.items()}
     return {_RECORDS: (None, source)}
 

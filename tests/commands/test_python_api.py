@@ -135,20 +135,6 @@ def test_a_dict_of_records_names_their_splits(rows: list[dict[str, Any]], tmp_pa
     assert sorted(names) == ["records/test", "records/train"]
 
 
-def test_a_dict_of_paths_names_their_splits(tmp_path: Path, tokenizer: Path) -> None:
-    (tmp_path / "a[b]*").mkdir()
-    for name in ("a[b]*/one.txt", "a[b]*/two.txt", "c.txt", "d.txt", "e.jsonl"):
-        (tmp_path / name).write_text('{"text": "a"}\n' if "jsonl" in name else name)
-    by_split = {
-        "train": tmp_path / "a[b]*",
-        "dev": [str(tmp_path / "c.txt"), tmp_path / "d.txt"],
-        "test": str(tmp_path / "e.jsonl"),
-    }
-    made = tokenfeed.pretokenize(by_split, tmp_path / "out", tokenizer=tokenizer)
-    rows = {name: split.rows for name, split in made.manifest.splits.items()}
-    assert rows == {"train": 2, "dev": 2, "test": 1}
-
-
 def test_a_record_that_cannot_be_used_is_rejected_and_the_rest_goes_on(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [
         {"text": "good"},

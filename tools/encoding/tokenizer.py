@@ -7,15 +7,13 @@ contain an end token.
 """
 
 import contextlib
-import itertools
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.manifest import (
@@ -51,7 +49,6 @@ _PAD_TOKENS = (
 )
 NOT_FAILURES = (KeyboardInterrupt, SystemExit, MemoryError)
 """Exceptions that do not come from a library. Every other exception does, even a panic in Rust."""
-_MOST_TRIED_WORDS = 1000
 _ENDINGS = (".json", ".tiktoken", "tokenizer.model")
 """Endings of the addresses of tokenizers. Any other address is the address of a folder."""
 
@@ -128,22 +125,15 @@ class TextTokenizer:
         """The text before a single word that gives the word the same ids as inside a text.
 
         The property compares the ids of "a a": for GPT-2 and Gemma, the second word has the ids of
-        " a", and for BERT and Llama 2, the ids of "a". If the tokenizer does not know "a", or
-        merges both words, other words of the vocabulary are tried.
+        " a", and for BERT and Llama 2, the ids of "a".
         """
-
-        def encode(text: str) -> Encoding:
-            return self.tokenizer.encode(text, add_special_tokens=False)
-
-        for word in itertools.islice(_words(self.tokenizer), _MOST_TRIED_WORDS):
-            with contextlib.suppress(Exception):  # a model without an unknown token may raise
-                alone, within = encode(word), encode(f"{word} {word}").ids
-                if word not in "".join(alone.tokens):
-                    continue
-                if within == 2 * alone.ids:
-                    return b""
-                if within == alone.ids + encode(f" {word}").ids:
-                    return b" "
+        with contextlib.suppress(Exception):  # a model without an unknown token may raise
+            alone, spaced, both = (
+                self.tokenizer.encode(text, add_special_tokens=False).ids
+                for text in ("a", " a", "a a")
+            )
+            if both != 2 * alone and both == alone + spaced:
+                return b" "
         return b""
 
     @property
@@ -210,12 +200,6 @@ def _check_in_data_set(store: Store, name: str) -> None:
         return
     if isinstance(content, dict) and CHECKSUM_KEY in content:  # else of another program
         read_checked(store, Manifest.read(store).tokenizer)
-
-
-def _words(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield words that are probably in the vocabulary, the most probable first."""
-    yield "a"
-    yield from sorted(filter(str.isalpha, tokenizer.get_vocab()))
 
 
 def _parse(json_bytes: bytes, origin: object) -> Tokenizer:

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-import pyarrow as pa
-
 from tokenfeed.pipeline.arithmetic import ceil_div
-from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.store import LocalStore
-from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
+from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 from tokenfeed.tools.corpus.read_records import UnverifiedError, read_records
-from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, Reject, shown_names
+from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, Reject
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
 from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
@@ -74,7 +72,7 @@ class Inputs:
 
         Raises:
             CorpusError: There are no files.
-            ConfigError: The input is in the output folder, or no file has a field that is named.
+            ConfigError: The input is in the output folder.
             NothingNew: The data set has all files.
         """
         task, output = options.make_task(), options.output
@@ -89,7 +87,6 @@ class Inputs:
             spooled=spooled,
         )
         if isinstance(task, ChatEncoder) and options.field:
-            _check_columns(corpus.sources, options.fields)
             for own in task.extras.keys() & options.fields.keys():
                 name = options.fields[own]
                 if not _can_read(corpus.sources, {name: FieldKind.JSON}):
@@ -255,30 +252,6 @@ def _can_read(sources: Sequence[InputFile], fields: Fields) -> bool:
                 return True
             break  # such as a README
     return False
-
-
-def _check_columns(sources: Sequence[InputFile], named: dict[str, str]) -> None:
-    """Check that every named field is a column of some file, if no file has records without
-    columns.
-
-    Raises:
-        ConfigError: No file has the column.
-    """
-    formats = [FORMATS[source.format] for source in sources]
-    if not all(format_.schema or format_ is FALLBACK for format_ in formats):
-        return
-    for own, name in named.items():
-        names: list[str] = []
-        for source, format_ in zip(sources, formats, strict=True):
-            with contextlib.suppress(OSError, ValueError, pa.ArrowException):  # rejected later
-                names = format_.schema(source.path).names if format_.schema else names
-            if name in names:
-                break
-        else:
-            raise ConfigError(
-                f"`--field` {own}={name}: no input file has a column `{name}`; the last one has: "
-                f"{shown_names(names)}. Correct the name, or leave it out."
-            )
 
 
 def _counted(

@@ -4,9 +4,8 @@ If a batch is damaged, its records are lost; in a stream, all later records too.
 batches and columns of a file are decompressed. A stream is always read from its beginning.
 """
 
-import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,10 +18,6 @@ from tokenfeed.tools.corpus.locations import Location, local_copy
 from tokenfeed.tools.corpus.records import Fields, Records, rejected
 
 _MAGIC = b"ARROW1"
-_FIRST_MESSAGE = 8
-"""Position of the first message of a file, after the magic bytes and their padding."""
-_HEADER, _LENGTH = 2, 0
-"""Fields of flatbuffers: the header of a message, the number of rows in a record batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +31,15 @@ class _ArrowTable:
 
     def group_rows(self) -> list[int]:
         with pa.memory_map(self.path) as file:
-            reader = _reader(file)
+            reader = _reader(file, pa.ipc.IpcReadOptions(included_fields=[0]))  # is enough
             if not isinstance(reader, pa.ipc.RecordBatchFileReader):
                 return [batch.num_rows for batch in reader]
-            rows = _rows_in_headers(file, reader.num_record_batches)
-            rows += [0] * (reader.num_record_batches - len(rows))  # behind a damaged header
-            for index in [index for index, number in enumerate(rows) if number < 1]:
+            rows = []
+            for index in range(reader.num_record_batches):
                 try:
-                    rows[index] = reader.get_batch(index).num_rows
+                    rows.append(reader.get_batch(index).num_rows)
                 except DAMAGE:
-                    rows[index] = 1  # the record of the damage
+                    rows.append(1)  # the record of the damage
             return rows
 
     def read(self, fields: Fields, start: int, stop: int | None, first: int) -> Iterator[Records]:
@@ -89,37 +83,6 @@ class _ArrowTable:
 def _damaged(index: int, error: Exception, record: int, fields: Fields) -> Records:
     reason = f"record batch {index} is damaged: {damage_reason(error)}"
     return rejected(record, fields, reason)
-
-
-def _rows_in_headers(file: pa.NativeFile, num_batches: int) -> list[int]:
-    """Return the rows of each record batch up to the first damaged header, from the headers alone:
-    nothing is decompressed.
-    """
-    rows: list[int] = []
-    file.seek(_FIRST_MESSAGE)
-    with suppress(*DAMAGE, struct.error, StopIteration):
-        messages = pa.ipc.MessageReader.open_stream(file)
-        while len(rows) < num_batches:
-            message = messages.read_next_message()
-            if message.type == "record batch":
-                rows.append(_num_rows(message.metadata.to_pybytes()))
-    return rows
-
-
-def _num_rows(message: bytes) -> int:
-    """Return the number of rows of the record batch that a message, a flatbuffer, announces."""
-    (root,) = struct.unpack_from("<I", message)
-    header = _place(message, root, _HEADER)
-    (length,) = struct.unpack_from("<I", message, header)
-    (rows,) = struct.unpack_from("<q", message, _place(message, header + length, _LENGTH))
-    return int(rows)
-
-
-def _place(message: bytes, table: int, field: int) -> int:
-    """Return the position of a field in a table of a flatbuffer."""
-    (before,) = struct.unpack_from("<i", message, table)
-    (offset,) = struct.unpack_from("<H", message, table - before + 4 + 2 * field)
-    return int(table + offset)
 
 
 def _reader(file: pa.NativeFile, options: pa.ipc.IpcReadOptions | None = None) -> Any:

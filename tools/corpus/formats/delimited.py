@@ -9,7 +9,6 @@ to this line. The next line begins a new row.
 import codecs
 import csv
 import io
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -36,25 +35,11 @@ from tokenfeed.tools.corpus.records import (
 
 _BYTES_AS_TEXT = "latin-1"
 """Decodes each byte to one character and back, whether or not the bytes are UTF-8."""
-_NEWLINES = ("\n", "\r")
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1 << 12, 1 << 18
 """Rows and bytes that become records together."""
-
-
-_WHOLE_VALUES = re.compile(r'(?:"[^"]*+(?:""[^"]*+)*+"[^,]*+,|[^",][^,]*+,|,)*+')
-_QUOTED = re.compile(r'"[^"]*+(?:""[^"]*+)*+')
-
-
-def _last_value(line: str) -> str:
-    """Return the last value of a part of a CSV line, shortened. The value is a single quote if a
-    quoted value goes on behind the part, and two if a quote at the end may close the value."""
-    whole = _WHOLE_VALUES.match(line)
-    value = line[whole.end() :] if whole else line
-    quoted = _QUOTED.match(value)
-    if not quoted:
-        return value[:1]
-    behind = value[quoted.end() :]
-    return "x" if behind[1:] else f'"{behind}'
+LONGEST_ROW_BYTES = 1 << 24
+"""Bytes of the longest row that is read to be rejected, if `--max-record` is not larger. A longer
+row ends the file."""
 
 
 class _BadRow(Exception):
@@ -66,12 +51,13 @@ class _Rows:
 
     def __init__(self, blocks: Iterable[bytes], delimiter: str, most_bytes: int) -> None:
         file = io.TextIOWrapper(io.BufferedReader(BlockFile(blocks)), _BYTES_AS_TEXT, newline="")
-        self._most_bytes, self._limit = most_bytes, most_bytes + len("\r\n")
-        self._next_piece = partial(file.readline, self._limit)
+        self._most_bytes = most_bytes
+        self._limit = max(most_bytes, LONGEST_ROW_BYTES)
+        self._next_line = file.readline
         quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
         self._parse = partial(csv.reader, delimiter=delimiter, quoting=quoting)
         self._strict = self._parse(self, strict=True)
-        csv.field_size_limit(sys.maxsize)  # long rows are shortened here
+        csv.field_size_limit(sys.maxsize)
         self.beginning = b""
         """The first bytes of the file."""
         self.num_bytes = 0
@@ -79,7 +65,7 @@ class _Rows:
         self._first = self._last = 0
         """Numbers of the first and the latest line of the row."""
         self._line = ""
-        """The latest line, or its last piece if it is too long."""
+        """The latest line."""
         self._has_ended = False
 
     def __iter__(self) -> Self:
@@ -88,33 +74,24 @@ class _Rows:
     def __next__(self) -> str:
         """Return the next line. `csv` asks for a second line of a row within a quoted value.
 
-        If the row is too long, the line is shortened to a quote if it begins or ends a quoted value
-        that spans lines, so that `csv` finds the end of the row.
+        Raises:
+            ValueError: The row is so long that it should not be in memory. The file ends there.
         """
-        line = self._next_piece()
-        goes_on = self._goes_on(line)
+        line = self._next_line(self._limit + 1)
         if not self._last:
             self.beginning = line[:4].encode(_BYTES_AS_TEXT)
             line = line.removeprefix(codecs.BOM_UTF8.decode(_BYTES_AS_TEXT))
         if not line:
             self._has_ended = True
             raise StopIteration
-        self._line, was_open = line, self._last >= self._first
+        self._line = line
         self.num_bytes += len(line)
         self._last += 1
-        if not goes_on and self.num_bytes <= self._limit:
-            return line
-        value = _last_value('"' * was_open + line)
-        while goes_on:
-            self._line = self._next_piece()
-            goes_on = self._goes_on(self._line)
-            self.num_bytes += len(self._line)
-            value = _last_value(value + self._line)
-        return line if self.num_bytes <= self._limit else '"' * (was_open != (value == '"'))
-
-    def _goes_on(self, piece: str) -> bool:
-        """Return whether a line does not end with this piece."""
-        return len(piece) == self._limit and not piece.endswith(_NEWLINES)
+        if self.num_bytes > self._limit:
+            raise ValueError(
+                f"the row that begins in line {self._first} has more than {self._limit:,} bytes"
+            )
+        return line
 
     def read(self) -> list[str] | None:
         """Return the values of the next row that is not blank; None at the end of the file.
@@ -198,7 +175,14 @@ def _records(rows: _Rows, columns: list[str], fields: Fields) -> Iterator[Record
     """Yield the rows as records, many at a time."""
     found: list[list[str] | Unusable] = []
     first = num_bytes = 0
-    while (row := _row(rows, len(columns))) is not None:
+    while True:
+        try:
+            row = _row(rows, len(columns))
+        except ValueError:
+            yield _as_records(first, found, columns, fields)
+            raise
+        if row is None:
+            break
         found.append(row)
         num_bytes += rows.num_bytes
         if num_bytes > _BYTES_AT_ONCE or len(found) == _ROWS_AT_ONCE:

@@ -46,50 +46,26 @@ class _ParquetTable:
     def read(self, fields: Fields, start: int, stop: int | None, first: int) -> Iterator[Records]:
         """See `Table.read`."""
         groups = list(range(start, self.file.num_row_groups if stop is None else stop))
+        chunks = self._chunks(groups, fields)
         if self.source:
-            chunks = self._chunks(groups, fields)
             self.source.expect(map(_span, chunks), at_once=len(chunks) // max(len(groups), 1))
         total = sum(map(self._num_rows, groups))
-        record = first
-        try:
-            for batch in self._batches(groups, fields):
-                yield numbered(batch, fields, record, total)
-                record += batch.num_rows
-        except DAMAGE as error:
-            damage_reason(error)
-            yield from self._undamaged_groups(fields, groups, first, record)
-
-    def _undamaged_groups(
-        self, fields: Fields, groups: list[int], first: int, given: int
-    ) -> Iterator[Records]:
-        """Read row groups one by one. A damaged row group becomes a reject. Records before `given`
-        are skipped."""
-        total = sum(map(self._num_rows, groups))
+        text_bytes = sum(chunk.total_uncompressed_size for chunk in chunks)
+        rows_at_once = min(max(_BATCH_BYTES * total // max(text_bytes, 1), 1), BATCH_ROWS)
         for group in groups:
-            record, end = first, first + self._num_rows(group)
-            first = end
-            if given >= end:
-                continue
+            record, first = first, first + self._num_rows(group)
             try:
-                for batch in self._batches([group], fields):
-                    skipped = min(max(given - record, 0), batch.num_rows)
-                    yield numbered(batch.slice(skipped), fields, record + skipped, total)
+                for batch in self.file.iter_batches(
+                    rows_at_once,
+                    row_groups=[group],
+                    columns=list(fields),
+                    use_threads=self.source is None,  # Arrow's threads would block Ctrl-C
+                ):
+                    yield numbered(batch, fields, record, total)
                     record += batch.num_rows
             except DAMAGE as error:
-                lost = max(record, given)
-                reason = f"records {lost} to {end - 1} cannot be read: {damage_reason(error)}"
-                yield rejected(lost, fields, f"row group {group} is damaged, {reason}")
-
-    def _batches(self, groups: list[int], fields: Fields) -> Iterator[pa.RecordBatch]:
-        text_bytes = sum(chunk.total_uncompressed_size for chunk in self._chunks(groups, fields))
-        fitting = _BATCH_BYTES * sum(map(self._num_rows, groups)) // max(text_bytes, 1)
-        rows = min(max(fitting, 1), BATCH_ROWS)
-        yield from self.file.iter_batches(
-            rows,
-            row_groups=groups,
-            columns=list(fields),
-            use_threads=self.source is None,  # waiting for Arrow's threads would block Ctrl-C
-        )
+                reason = f"records {record} to {first - 1} cannot be read: {damage_reason(error)}"
+                yield rejected(record, fields, f"row group {group} is damaged, {reason}")
 
     def _num_rows(self, group: int) -> int:
         return int(self.file.metadata.row_group(group).num_rows)

@@ -12,6 +12,7 @@ from support.corpora import read, read_bytes
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus import blocks
+from tokenfeed.tools.corpus.formats import delimited
 from tokenfeed.tools.corpus.records import FieldKind
 
 
@@ -62,6 +63,17 @@ def test_a_quote_that_never_closes_beyond_max_record_is_rejected(
         "the row has 5,002 bytes, more than the 1,024 of `--max-record`: lines 3 to 1003 are lost; "
         "is a quote not closed?"
     )
+
+
+def test_a_row_too_long_for_memory_ends_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delimited, "LONGEST_ROW_BYTES", 1 << 12)
+    monkeypatch.setattr(blocks, "FIRST_BLOCK_BYTES", 1 << 8)
+    (tmp_path / "a.csv").write_bytes(b'text\na\n"b\n' + b"line\n" * 1000 + b'"\nc\n')
+    good, bad = read(tmp_path / "a.csv", max_record_bytes=1 << 10)
+    reason = "cannot be read from here on: the row that begins in line 3 has more than 4,096 bytes"
+    assert (good, bad) == ({0: b"a"}, {1: reason})
 
 
 def test_a_tsv_knows_no_quoting(tmp_path: Path) -> None:

@@ -164,10 +164,10 @@ def test_records_beyond_max_record_are_rejected_with_their_size(
         assert length <= int(found_size[1].replace(",", "")) <= length + 20
 
 
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst", "a.csv.zst"])
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst"])
 def test_decompression_bombs_take_little_memory(tmp_path: Path, name: str) -> None:
-    begins = {"a.jsonl.zst": b'{"text": "', "a.csv.zst": b'text\n"'}
-    data = begins.get(name, b"text\n") + bytes(12_000_000).replace(b"\0", b"0")
+    begin = b'{"text": "' if name == "a.jsonl.zst" else b"text\n"
+    data = begin + bytes(12_000_000).replace(b"\0", b"0")
     (tmp_path / "in").mkdir()
     pack = zstandard.compress if name.endswith("zst") else gzip.compress
     (tmp_path / "in" / name).write_bytes(pack(data))

@@ -1064,16 +1064,6 @@ def test_texts_that_the_template_separates_are_no_special_text() -> None:
     assert not samples.unusable
 
 
-def test_a_named_column_that_no_table_has_is_rejected(tmp_path: Path, tokenizer: Path) -> None:
-    tools = [json.dumps(TOOLS)]
-    parquet.write_table(pa.table({"messages": SHORT[:1]}), tmp_path / "a.parquet")
-    parquet.write_table(pa.table({"messages": SHORT[:1], "tools": tools}), tmp_path / "b.parquet")
-    (tmp_path / "README.md").write_text("About these conversations.")
-    given = ("--field", "messages=messages", "tools=tols", "--exclude", "out*")
-    failed = make(tmp_path, tmp_path / "out", tokenizer, *given, expect=2)
-    assert "`--field` tools=tols: no input file has a column `tols`; the last" in failed.stderr
-
-
 def test_a_named_field_that_no_first_record_has_is_a_warning(
     tmp_path: Path, tokenizer: Path
 ) -> None:
