@@ -35,6 +35,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tokenfeed.pipeline.format.schema import Task, task_columns
 
 if TYPE_CHECKING:
+    from support.simulated_clocks import SimulatedClock
     from support.simulated_cuda import SimulatedCuda
 
 # Otherwise each of the hundreds of processes that tests start compiles the package anew.
@@ -195,6 +196,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator["SimulatedCuda"]:
 
     with simulate(monkeypatch) as cuda:
         yield cuda
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> "SimulatedClock":
+    """The host's clock, which only sleeps move."""
+    from support.simulated_clocks import SimulatedClock
+
+    return SimulatedClock(monkeypatch)
 
 
 @pytest.fixture

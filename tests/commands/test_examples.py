@@ -9,18 +9,22 @@ import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pyarrow import feather
 from support import ROOT, warm
 from support.commands import SMALL
+from support.simulated_clocks import SimulatedClock
 
 from tokenfeed import Manifest, Packed, Padded, ShardLoader
 
@@ -277,11 +281,22 @@ def test_notebook_has_no_outputs() -> None:
     assert all(not cell.get("outputs") for cell in cells)
 
 
-def test_slow_loader_meter_agrees_with_stopwatch() -> None:
-    printed = warm.run([EXAMPLES / "slow_loader.py", "--items", 640]).stdout
-    by_meter, by_stopwatch = (
+def test_slow_loader_meter_agrees_with_stopwatch(
+    clock: SimulatedClock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = torch.optim.AdamW.step
+
+    def slow(*args: Any) -> Any:
+        clock.sleep(0.024)
+        return step(*args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", slow)
+    monkeypatch.setattr(sys, "argv", ["slow_loader.py", "--items", "160"])
+    runpy.run_path(str(EXAMPLES / "slow_loader.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    shares = [
         float(re.search(pattern, printed, re.MULTILINE)[1])  # type: ignore[index]
         for pattern in (r"^ +data +([\d.]+)%", r"^stopwatch ([\d.]+)%")
-    )
-    assert by_meter == pytest.approx(by_stopwatch, rel=0.03)
+    ]
+    assert shares == pytest.approx([25.0, 25.0], abs=0.1)  # 8 of 32 ms
     assert "num_workers=0" in printed

@@ -55,12 +55,13 @@ def test_a_child_hands_over_content_errors_and_warnings(
     assert remote.store.traffic == traffic
     with pytest.raises(RemoteMissingError, match=r"/y: not found\.$"):
         remote.store.read("y")
-    remote.proxy.always = Fault("503")
-    hasty = replace(remote.store, timing=replace(FAST, give_up_s=0.6, warn_after_s=0.1, read_s=0.1))
-    with pytest.raises(RemoteError, match="503"):
-        hasty.read("x")
+    remote.proxy.schedule.append(Fault("503"))
+    assert replace(remote.store, timing=replace(FAST, warn_after_s=0.0)).read("x") == b"content"
     (warning,) = capfd.readouterr().err.splitlines()
-    assert re.fullmatch(r"s3://\S+/x: fails for 0 s now \(503 Service Un.*", warning)
+    assert re.fullmatch(r"s3://\S+/x: fails for \d+ s now \(503 Service Un.*", warning)
+    remote.proxy.always = Fault("503")
+    with pytest.raises(RemoteError, match="503"):
+        replace(remote.store, timing=replace(FAST, give_up_s=0.3)).read("x")
 
 
 def test_a_child_that_dies_is_one_line(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +79,7 @@ def test_a_child_ends_with_its_parent(remote: Remote) -> None:
             time.sleep(0.01)
         (child,) = children_of(parent.pid)
         parent.send_signal(signal.SIGKILL)
-    assert eventually(lambda: not is_alive(child), 10)
+    assert eventually(lambda: not is_alive(child))
 
 
 def test_a_copy_that_is_interrupted_in_an_outage_ends(
@@ -92,7 +93,7 @@ def test_a_copy_that_is_interrupted_in_an_outage_ends(
         while sum(".arrow" in line for line in remote.proxy.seen) < 8:
             time.sleep(0.01)
         copying.send_signal(signal.SIGINT)
-        _, said = copying.communicate(timeout=30)
+        _, said = copying.communicate(timeout=60)
     assert copying.returncode == 130
     assert said.endswith("interrupted: copied files are kept; the same command continues\n")
     remote.proxy.always = None

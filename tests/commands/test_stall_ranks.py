@@ -52,8 +52,7 @@ def test_of_two_ranks_under_torchrun_the_one_whose_loader_sleeps_is_named(tmp_pa
 @pytest.mark.slow
 def test_a_loop_that_is_not_ours_gathers_what_its_ranks_have_measured(tmp_path: Path) -> None:
     *told, found = python(PROGRAMS / "foreign_ranks.py", 0.1, 15, tmp_path).splitlines()
-    seen = json.loads(found)
-    assert_late(seen["stall"], seen["slept"], late=1)
+    assert_late(json.loads(found), 0.1, late=1)
     assert any("rank 1 keeps the others waiting: data" in line for line in told)
 
 
@@ -65,8 +64,8 @@ def test_steps_waiting_for_a_late_rank_is_communication(tmp_path: Path) -> None:
     stall = json.loads(found)
     assert [each["rank"] for each in stall["ranks"]] == [0, 1]
     quick = stall["ranks"][0]
-    assert quick["causes"]["communication"] / quick["steps"] > 0.02
-    assert quick["causes"]["data"] < quick["causes"]["communication"] / 4
+    assert quick["causes"]["communication"] / quick["steps"] == pytest.approx(0.03)
+    assert quick["causes"].get("data", 0.0) == 0.0
 
 
 @pytest.mark.slow
@@ -75,7 +74,7 @@ def test_trainer_waiting_for_late_loader_of_another_rank_is_communication(tmp_pa
     found = python(PROGRAMS / "trainer_ranks.py", tmp_path, 0.05).splitlines()[-1]
     stall = json.loads(found)
     quick, late = stall["ranks"]
-    assert quick["causes"]["communication"] / quick["steps"] > 0.04
-    assert quick["causes"].get("data", 0.0) / quick["steps"] < 0.02
-    assert late["causes"]["data"] / late["steps"] > 0.04
+    assert quick["causes"]["communication"] / quick["steps"] == pytest.approx(0.05)
+    assert quick["causes"].get("data", 0.0) == 0.0
+    assert late["causes"]["data"] / late["steps"] == pytest.approx(0.05)
     assert (stall["slowest_rank"]["rank"], stall["slowest_rank"]["cause"]) == (1, "data")

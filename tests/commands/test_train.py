@@ -128,7 +128,7 @@ def test_a_second_ctrl_c_ends_a_run_whose_disk_hangs_and_damages_nothing(
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert Checkpoints.of_run(run_dir).latest() == run_dir / "checkpoints" / "step-00000002"

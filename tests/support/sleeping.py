@@ -1,32 +1,26 @@
 """A data set that sleeps and a model that learns nothing much, for loops that are not ours."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-slept: list[float] = []
-"""Seconds of each sleep of this process: on a busy machine it takes longer than was asked for."""
-
-
-def sleep(seconds: float) -> None:
-    began = time.perf_counter()
-    time.sleep(seconds)
-    slept.append(time.perf_counter() - began)
-
 
 class Sleeping(Dataset[dict[str, torch.Tensor]]):
     """Items that take their time."""
 
-    def __init__(self, count: int, milliseconds: float) -> None:
-        self._count, self._seconds = count, milliseconds / 1e3
+    def __init__(
+        self, count: int, seconds: float, sleep: Callable[[float], object] | None = None
+    ) -> None:
+        self._count, self._seconds, self._sleep = count, seconds, sleep
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        sleep(self._seconds)
+        (self._sleep or time.sleep)(self._seconds)
         ids = torch.arange(8)
         return {"input_ids": ids, "labels": ids}
 

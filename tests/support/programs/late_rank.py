@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from support.training import make_config
@@ -21,14 +21,14 @@ from tokenfeed.trainer.stall import warmup_steps
 _slept: list[float] = []
 
 
-def make_late(seconds: float) -> None:
+def make_late(sleep: Callable[[], object]) -> None:
     """Have this process sleep before each micro-batch."""
     batches = Trainer.batches
 
     def late(trainer: Trainer) -> Iterator[Batch]:
         for batch in batches(trainer):
             began = time.perf_counter()
-            time.sleep(seconds)
+            sleep()
             _slept.append(time.perf_counter() - began)
             yield batch
 
@@ -38,7 +38,7 @@ def make_late(seconds: float) -> None:
 def main(shards: str, run_dir: Path, rank: int, seconds: float, steps: int) -> None:
     is_late = int(os.environ["RANK"]) == rank
     if is_late:
-        make_late(seconds)
+        make_late(lambda: time.sleep(seconds))
     settings = {"micro_batch_tokens": 64, "step_tokens": 128, "log_every": 5}
     once = {"eval_every": steps, "save_every": steps}
     train(make_config(shards, run_dir, steps=steps, **settings, **once), bool)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from support.programs.late_rank import make_late
+from support.simulated_clocks import SharedClock
 from support.training import make_config
 
 from tokenfeed.pipeline.errors import TokenfeedError
@@ -33,7 +34,7 @@ _WORTH_BYTES = vocabulary_loss.WORTH_BYTES
 
 def train(settings: dict[str, Any], rank: int = 0) -> None:
     """Train; what `ends` says happens on one rank after one step, and the rank that `late` says
-    has a loader that sleeps."""
+    has a loader that sleeps, by `clock`."""
     shards, run_dir = settings.pop("shards"), Path(settings.pop("run_dir"))
     how, ending, last = settings.pop("ends", ("stop", 0, -1))
     vocabulary_loss.WORTH_BYTES = 0 if settings.pop("in_chunks", False) else _WORTH_BYTES
@@ -48,9 +49,11 @@ def train(settings: dict[str, Any], rank: int = 0) -> None:
         stops = True
         return False
 
-    late, seconds = settings.pop("late", (-1, 0.0))
+    (late, seconds), clock = settings.pop("late", (-1, 0.0)), settings.pop("clock", None)
+    if clock:
+        clock.join(rank)
     if rank == late:
-        make_late(seconds)
+        make_late(lambda: clock.sleep(seconds))
     run_until(make_config(shards, run_dir, **settings), lambda: stops, end_step)
 
 
@@ -91,6 +94,8 @@ def main(runs: list[tuple[int, dict[str, Any]]]) -> None:
     for size, settings in runs:
         print(BEGINS, end="", file=sys.stderr, flush=True)
         port = free_port()
+        if "late" in settings:
+            settings["clock"] = SharedClock()
         ranks = [in_a_fork(rank, size, port, settings) for rank in range(size)]
         ended.append([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks])
     print(json.dumps(ended))

@@ -12,6 +12,7 @@ import sys
 import torch
 import transformers
 from support.programs.ranked_training import free_port
+from support.simulated_clocks import SharedClock
 from support.sleeping import Sleeping, Tiny
 
 from tokenfeed.integrations.transformers import StallCallback
@@ -20,7 +21,9 @@ from tokenfeed.integrations.transformers import StallCallback
 def main(folder: str, seconds: float) -> None:
     torch.set_num_threads(1)  # no threads, which forks would lack
     launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    clock = SharedClock()
     rank = int(os.fork() == 0)
+    clock.join(rank)
     os.environ.update(launcher, RANK=str(rank), LOCAL_RANK=str(rank))
     stall = StallCallback(skipped_steps=2)
     arguments = transformers.TrainingArguments(
@@ -36,7 +39,7 @@ def main(folder: str, seconds: float) -> None:
     transformers.Trainer(
         model=Tiny(),
         args=arguments,
-        train_dataset=Sleeping(100, 1e3 * seconds * rank),
+        train_dataset=Sleeping(100, seconds, clock.sleep if rank else bool),
         callbacks=[stall],
     ).train()
     torch.distributed.destroy_process_group()

@@ -1,6 +1,5 @@
 """`transformers.Trainer` over ShardLoaders: what it evaluates, resumes from and refuses."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 import transformers
 from support.hub_models import config_of, write_shards
+from support.simulated_clocks import SimulatedClock
 
 from tokenfeed import Packed, Padded, ShardLoader, Stage
 from tokenfeed.integrations.transformers import ShardTrainer, StallCallback
@@ -121,12 +121,12 @@ def test_loader_on_another_device_than_trainer_is_refused(
 
 
 def test_sum_of_targets_over_ranks_is_communication(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
     count = transformers.Trainer._get_num_items_in_batch
 
     def slow(*args: Any) -> Any:
-        time.sleep(0.02)  # another rank is late
+        clock.sleep(1.0)  # another rank is late
         return count(*args)
 
     monkeypatch.setattr(transformers.Trainer, "_get_num_items_in_batch", slow)
@@ -134,8 +134,8 @@ def test_sum_of_targets_over_ranks_is_communication(
     trainer(tmp_path, open_split(shards), callbacks=[stall]).train()
     assert stall.report is not None
     causes = stall.report.causes
-    assert causes["communication"].seconds >= 0.02 * 10
-    assert causes["data"].seconds < causes["communication"].seconds
+    assert causes["communication"].seconds == pytest.approx(stall.report.steps, rel=1e-3)
+    assert causes["data"].seconds < 0.1
 
 
 def test_stall_callback_counts_tokens_of_a_second_training(shards: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from support.data_sets import MakeDataset
 from support.delivery import realistic_lengths, small_batches
+from support.processes import eventually
 from support.stores import RangedFolder, cached_files
 
 from tokenfeed import Fixed
@@ -62,11 +63,10 @@ def epochs(maker: WindowMaker, count: int = 2) -> None:
             maker.make(Position(epoch, window, 0))
 
 
-def settle(store: RangedFolder) -> None:
-    """Wait until nothing is fetched ahead any more."""
-    asked = -1
-    while asked != (asked := len(store.requests())):
-        time.sleep(0.1)
+def wait_for(window: int, maker: WindowMaker, folder: Path) -> None:
+    """Wait until a cache has the record batches of a window."""
+    wanted = set(maker.plan.order.window(0, window).tolist())
+    assert eventually(lambda: wanted <= {int(path.name, 16) for path in cached_files(folder)})
 
 
 @pytest.mark.slow
@@ -106,11 +106,9 @@ def test_what_fits_is_asked_for_once_and_what_does_not_as_little_as_can_be(
     (split,) = open_splits([store], "train")
     total = sum(path.stat().st_size for path in store.folder.glob("train/*"))
     epochs(maker_of(store, settings_of(tmp_path / "large", total * 2)), 3)
-    settle(store)
     once = len(store.requests())
     assert once == len(set(store.requests())) == split.batches + 2
     epochs(maker_of(store, settings_of(tmp_path / "half", total // 2)), 3)
-    settle(store)
     asked = len(store.requests()) - once
     assert asked < 2.5 * once, "of three epochs a half comes from the cache, but for the first"
 
@@ -149,9 +147,9 @@ def test_the_split_that_fits_comes_in_few_large_requests(
     first_window = maker.plan.order.window(0, 0)
     for window in range(3):
         maker.make(Position(0, window, 0))
-        settle(store)
+        wait_for(window + 1, maker, tmp_path)
     (split,) = open_splits([store], "train")
-    assert len(cached_files(tmp_path)) == split.batches
+    assert eventually(lambda: len(cached_files(tmp_path)) == split.batches)
     asked = store.requests()
     assert len(asked) == len(first_window) + 2 + 2, "two shards, their ends first"
     epochs(maker, 1)
@@ -163,7 +161,8 @@ def test_an_outage_costs_nothing_as_long_as_windows_are_ahead(
 ) -> None:
     maker = maker_of(store, replace(settings_of(tmp_path, 1 << 30), windows_ahead=5))
     maker.make(Position(0, 0, 0))
-    settle(store)
+    for window in range(1, 6):
+        wait_for(window, maker, tmp_path)
     (store.folder / "broken").touch()
     for window in range(1, 6):
         maker.make(Position(0, window, 0))
@@ -179,7 +178,7 @@ def test_a_file_that_a_stopped_process_holds_is_waited_for_and_not_for_ever(
     monkeypatch.setattr("tokenfeed.pipeline.format.storage.PATIENCE_S", 0.2)
     began = time.monotonic()
     with exclusive(str(tmp_path / "sum")), exclusive(str(tmp_path / "sum")):
-        assert 0.2 <= time.monotonic() - began < 5
+        assert 0.2 <= time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])

@@ -19,7 +19,7 @@ from tokenfeed.pipeline.windows.reader import WindowReader
 
 pytest.importorskip("obstore")
 
-PATIENT = replace(FAST, give_up_s=60.0, read_s=2.0, request_s=5.0)
+PATIENT = replace(FAST, give_up_s=60.0)
 """For a machine that is busy; what is short or reset is noticed without waiting."""
 
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import pickle
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from support.data_sets import (
     random_rows,
 )
 from support.delivery import flip_bit, realistic_lengths, small_batches
+from support.processes import eventually
 from support.stores import RangedFolder, cached_files
 
 from tokenfeed import Fixed
@@ -123,10 +123,7 @@ def test_what_a_store_keeps_itself_is_not_kept_again_and_is_brought_ahead(
     ends = np.cumsum([info.batches for info in split.split.shards])
     coming = set(np.searchsorted(ends, order.window(0, 1), "right").tolist())
     wanted = {f"{split.split.shards[shard].file} 0 0" for shard in coming}
-    deadline = time.monotonic() + 10
-    while not wanted <= set(store.requests()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert wanted <= set(store.requests())
+    assert eventually(lambda: wanted <= set(store.requests()))
     assert not list(Path(cache.folder).glob("*/*/*")), "the store has it"
     assert cache_for((split,), ahead.plan, tmp_path, 1), "nothing is refused for its size"
 

@@ -1,10 +1,9 @@
 """A fault costs a request and no byte; what cannot be mended is told at once."""
 
 import errno
-import logging
+import math
 import pickle
 import re
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,17 +22,20 @@ pytest.importorskip("obstore")
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_costs_a_request_and_no_more(remote: Remote, kind: str) -> None:
     remote.put("x", DATA)
-    store = replace(remote.store, timing=replace(FAST, read_s=0.5))
-    before = store.traffic
+    is_silent = kind in ("stall", "slow")
+    store = replace(remote.store, timing=replace(FAST, read_s=0.5)) if is_silent else remote.store
+    before, began = store.traffic, time.monotonic()
     for times in (1, 2):
         remote.proxy.seen.clear()
         remote.proxy.schedule.extend([Fault(kind, 500, seconds=1.0)] * times)  # type: ignore[arg-type]
         assert store.read_range("x", 5, 2000).data == DATA[5:2005]
-        assert len(remote.proxy.seen) == 1 + times
-    after = store.traffic
-    assert (after.requests - before.requests, after.retries - before.retries) == (5, 3)
-    assert after.bytes - before.bytes == 4000
-    assert 0 < after.outage_s - before.outage_s < 5
+        most = math.inf if is_silent else 1 + times  # on a busy machine no answer is a fault, too
+        assert 1 + times <= len(remote.proxy.seen) <= most
+    traffic = store.traffic.since(before)
+    assert traffic.requests - traffic.retries == 2
+    assert traffic.retries == 3 or (is_silent and traffic.retries > 3)
+    assert traffic.bytes == 4000
+    assert 0 < traffic.outage_s < time.monotonic() - began
 
 
 def test_mistakes_that_are_the_networks_pass(remote: Remote) -> None:
@@ -87,50 +89,51 @@ def test_who_may_not_learns_it_at_once(remote: Remote, method: str) -> None:
     assert len(remote.proxy.seen) == 1
 
 
-def test_an_outage_is_told_of_and_survived(
-    remote: Remote, caplog: pytest.LogCaptureFixture
-) -> None:
+def end_outage_after(warnings: int, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Mend the store when so many warnings have been logged; return the list of all."""
+    said: list[str] = []
+
+    def warn(message: str, *values: object) -> None:
+        said.append(message % values)
+        if len(said) == warnings:
+            remote.proxy.always = None
+
+    monkeypatch.setattr("tokenfeed.pipeline.remote.retrying._log.warning", warn)
+    return said
+
+
+def test_an_outage_is_told_of_and_survived(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     remote.put("x", DATA)
     store = replace(remote.store, timing=replace(FAST, warn_after_s=0.05, warn_every_s=0.1))
-    remote.proxy.always = Fault("503")
-
-    def end() -> None:
-        remote.proxy.always = None
-
-    threading.Timer(0.4, end).start()
-    with caplog.at_level(logging.WARNING, "tokenfeed"):
-        assert store.read("x") == DATA
-    assert 2 <= len(caplog.messages) <= 5
+    remote.proxy.always, began = Fault("503"), time.monotonic()
+    said = end_outage_after(3, remote, monkeypatch)
+    assert store.read("x") == DATA
+    assert len(said) == 3
     pattern = r"s3://{}/x: fails for \d+ s now \(503 Service Unavailable\); given up after 20 s"
-    for message in caplog.messages:
-        assert re.fullmatch(pattern.format(remote.prefix), message)
-    assert 0.3 < store.traffic.outage_s < 2
+    assert all(re.fullmatch(pattern.format(remote.prefix), message) for message in said)
+    assert 0.2 < store.traffic.outage_s < time.monotonic() - began
 
 
 def test_an_outage_of_many_requests_counts_once_and_is_told_once(
-    remote: Remote, caplog: pytest.LogCaptureFixture
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote.put("x", DATA)
-    store = replace(remote.store, timing=replace(FAST, warn_after_s=0.1))
-    remote.proxy.always = Fault("reset")
-
-    def end() -> None:
-        remote.proxy.always = None
-
-    threading.Timer(0.3, end).start()
+    store = replace(remote.store, timing=replace(FAST, warn_after_s=0.2, warn_every_s=1000.0))
+    remote.proxy.always, began = Fault("reset"), time.monotonic()
+    said = end_outage_after(1, remote, monkeypatch)
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(store.read, ["x"] * 8)) == [DATA] * 8
-    assert 0.2 < store.traffic.outage_s < 1
-    assert len(caplog.messages) == 1
+    assert 0.1 < store.traffic.outage_s < time.monotonic() - began
+    assert len(said) == 1
 
 
 def test_an_outage_without_end_is_given_up_in_one_line(remote: Remote) -> None:
-    store = replace(remote.store, timing=replace(FAST, give_up_s=0.5, read_s=0.1))
+    store = replace(remote.store, timing=replace(FAST, give_up_s=0.5))
     remote.proxy.always = Fault("503")
     with pytest.raises(RemoteError) as caught:
         store.read("x")
     assert caught.value.errno == errno.ETIMEDOUT
-    assert str(caught.value).startswith(f"s3://{remote.prefix}/x: failed for 0 s, ")
+    assert re.match(rf"s3://{remote.prefix}/x: failed for \d+ s, ", str(caught.value))
     assert "503" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -145,7 +148,7 @@ def test_an_acknowledgement_that_is_lost_is_found_again(remote: Remote) -> None:
 
 
 def test_without_patience_nothing_is_repeated(remote: Remote) -> None:
-    store = replace(remote.store, timing=replace(FAST, give_up_s=100, longest_wait_s=50))
+    store = replace(remote.store, timing=replace(FAST, give_up_s=1000, longest_wait_s=500))
     remote.proxy.always = Fault("503")
     started = time.monotonic()
     with ThreadPoolExecutor(4) as threads:
@@ -156,7 +159,7 @@ def test_without_patience_nothing_is_repeated(remote: Remote) -> None:
             for each in asked:
                 with pytest.raises(RemoteError, match=r"/x: was cancelled while it failed \(503"):
                     each.result()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 100
     remote.proxy.always = None
     remote.put("x", DATA)
     remote.proxy.schedule.append(Fault("503"))
@@ -166,12 +169,12 @@ def test_without_patience_nothing_is_repeated(remote: Remote) -> None:
 def test_what_is_large_may_take_long_to_send(remote: Remote) -> None:
     """No byte comes back while it is sent."""
     store = replace(remote.store, timing=replace(FAST, read_s=0.3))
-    for size, times in ((1000, 2), (3 << 20, 1)):
+    for size, is_patient in ((1000, False), (3 << 20, True)):
         remote.proxy.seen.clear()
         remote.proxy.schedule.append(Fault("slow", seconds=1.0))
         store.write("x", bytes(size))
         assert len(remote.content("x")) == size
-        assert len(remote.proxy.seen) == times
+        assert (len(remote.proxy.seen) == 1) == is_patient
 
 
 def test_a_bucket_that_is_not_there_is_told_at_once(remote: Remote) -> None:

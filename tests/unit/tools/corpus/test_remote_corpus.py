@@ -238,7 +238,7 @@ def test_small_objects_are_fetched_several_at_once(
         """Answer a request for one of the last four objects when all four are asked for."""
         if re.search(r"[4-7]\.jsonl", line):
             with contextlib.suppress(threading.BrokenBarrierError):
-                together.wait(10)
+                together.wait(60)
 
     monkeypatch.setattr(remote.proxy, "fault_of", held)
     made = make(f"s3://{remote.prefix}", tmp_path / "out", tokenizer)

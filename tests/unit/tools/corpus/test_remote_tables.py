@@ -1,8 +1,9 @@
 """A table in a store gives what it gives as a file, and only what is needed of it is asked for."""
 
+import contextlib
+import itertools
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,17 +138,24 @@ def test_only_what_is_needed_of_a_table_is_asked_for(halves: list[FilePart]) -> 
 
 
 def test_many_tables_are_cut_at_the_same_time_and_in_their_order(
-    remote: Remote, tmp_path: Path
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(32):
         path = tmp_path / f"{number:02}.parquet"
         pq.write_table(pa.table({"text": ["some text"] * (number + 1)}), path, row_group_size=9)
         remote.put(path.name, path.read_bytes())
-    remote.proxy.always = Fault("slow", seconds=0.05)
     sources = find_corpus((f"s3://{remote.prefix}",), out=None, field="text").sources
-    begun = time.monotonic()
+    together, asked = threading.Barrier(4), itertools.count()
+
+    def held(line: str) -> None:
+        """Answer the first four requests when all four have come."""
+        if next(asked) < 4:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(60)
+
+    monkeypatch.setattr(remote.proxy, "fault_of", held)
     there = cut_units(sources, 1000)
-    assert time.monotonic() - begun < 32 * 0.05 / 2
+    assert not together.broken
     here = cut_units(find_corpus((str(tmp_path),), out=None, field="text").sources, 1000)
     assert [[(p.start, p.stop, p.source.index) for p in unit.parts] for unit in there] == [
         [(p.start, p.stop, p.source.index) for p in unit.parts] for unit in here
@@ -164,18 +172,27 @@ def test_a_store_that_fails_between_row_groups_is_no_damage(
         list(records)
 
 
-def test_ctrl_c_is_heard_while_a_store_fails(halves: list[FilePart], remote: Remote) -> None:
+def test_ctrl_c_is_heard_while_a_store_fails(
+    halves: list[FilePart], remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     records = read_records(halves[1], TEXTS)
     next(records)
     remote.proxy.always, main = Fault("503"), threading.get_ident()
+    fault_of = remote.proxy.fault_of
+
+    def interrupting(line: str) -> Fault | None:
+        """Send Ctrl-C with the fifth request."""
+        if len(remote.proxy.seen) == 4:
+            signal.pthread_kill(main, signal.SIGINT)
+        return fault_of(line)
+
+    monkeypatch.setattr(remote.proxy, "fault_of", interrupting)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
     try:
         for read in (lambda: list(records), lambda: cut_units([halves[0].source], 1)):
-            begun = time.monotonic()
-            threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
+            remote.proxy.seen.clear()
             with pytest.raises(KeyboardInterrupt):
                 read()
-            assert time.monotonic() - begun < 5
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -1,0 +1,54 @@
+"""Clocks that only a test moves, so that a busy machine changes no figure of a stall meter."""
+
+import mmap
+import time
+
+import pytest
+
+from tokenfeed.trainer.stall import StallMeter
+from tokenfeed.trainer.stall.causes import Cause
+
+
+class SimulatedClock:
+    """Seconds of this process. `sleep` moves the clock, and each look takes a microsecond."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 7.0
+        monkeypatch.setattr("time.perf_counter", self._look)
+        monkeypatch.setattr("time.sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def _look(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+class SharedClock:
+    """A clock of two ranks, to be made before they are forked. The late rank moves the clock, and
+    only while the other rank waits for it."""
+
+    def __init__(self) -> None:
+        self._shared = memoryview(mmap.mmap(-1, 24)).cast("d")
+        """The time, and how often each rank has begun to wait."""
+        self._rank = 0
+
+    def join(self, rank: int) -> None:
+        """Use the clock in this process, and count from here on how often it begins to wait."""
+        self._rank = rank
+        time.perf_counter = lambda: self._shared[0]
+        enter = StallMeter.enter
+
+        def counted(meter: StallMeter, name: Cause) -> object:
+            outer = enter(meter, name)
+            self._shared[1 + rank] += name == "communication"
+            return outer
+
+        StallMeter.enter = counted  # type: ignore[method-assign, assignment]
+
+    def sleep(self, seconds: float) -> None:
+        """Move the clock when the other rank waits for this one."""
+        while self._shared[2 - self._rank] <= self._shared[1 + self._rank]:
+            time.sleep(0.001)
+        self._shared[0] += seconds
