@@ -65,7 +65,7 @@ PARTS_FOLDER = ".parts"
 """Holds the records of an unfinished run."""
 JOB_FILE = f"{PARTS_FOLDER}/job.json"
 """Describes the unfinished run."""
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 _ADDED = (
     *("seal", "routed", "verified", "chat_template", "fields", "counts"),

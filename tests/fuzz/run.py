@@ -31,12 +31,12 @@ from tokenfeed.pipeline.errors import TokenfeedError
 
 _HANG_S = 30
 _SLACK_BYTES = 48 << 20
-_TRACED = 100
-"""Every so many mutations, allocations are traced, which takes five times as long. The peak of
-resident memory is read for every mutation."""
 _LONGEST_LINE = 2000
-_AT_ONCE = 100_000
-"""Mutations per process of a long run."""
+_AT_ONCE, _TRACED = 100_000, 200
+"""Mutations per process of a long run. The first of them are tried in a process before, which
+traces allocations: this takes five times as long. A process traces always or never, because
+`tracemalloc.stop` of Python 3.11 crashes if another thread is alive. The peak of resident memory is
+read for every mutation."""
 _IN_MEMORY = "/dev/shm"
 """Files are written here if it exists: a file system on a disk takes a hundred times as long."""
 
@@ -81,26 +81,27 @@ class Fuzzer:
         file, data = self.mutation(number)
         if data == self._valid[file]:
             return "same", None
-        outcome, what = self.try_bytes(file, data, is_traced=number % _TRACED == 0)
+        outcome, what = self.try_bytes(file, data)
         return outcome, Finding(self.name, file, number, what) if what else None
 
-    def try_bytes(self, file: str, data: bytes, *, is_traced: bool = True) -> tuple[str, str]:
+    def try_bytes(self, file: str, data: bytes) -> tuple[str, str]:
         """Read the files with another content of one; return the outcome, and what is broken."""
         path = self.folder / file
         path.write_bytes(data)
         outcome, what = "rejected", ""
         try:
             for read in self._parser.reads:
-                found, broken = self._read(read, len(data), is_traced=is_traced)
+                found, broken = self._read(read, len(data))
                 outcome = found if found == "accepted" else outcome
                 what = what or broken
         finally:
             path.write_bytes(self._valid[file])
         return outcome, what
 
-    def _read(self, read: Callable[[Path], None], size: int, *, is_traced: bool) -> tuple[str, str]:
-        if is_traced:
-            tracemalloc.start()
+    def _read(self, read: Callable[[Path], None], size: int) -> tuple[str, str]:
+        if tracemalloc.is_tracing():
+            tracemalloc.reset_peak()
+        already = tracemalloc.get_traced_memory()[0]
         before = _reset_peak()
         try:
             with _time_limit():
@@ -120,8 +121,7 @@ class Fuzzer:
             outcome = "accepted"
         finally:
             grown = _peak() - before
-            traced = tracemalloc.get_traced_memory()[1] if is_traced else 0
-            tracemalloc.stop()
+            traced = tracemalloc.get_traced_memory()[1] - already
         if (peak := traced or grown) > (limit := 2 * (self._bytes + size) + _SLACK_BYTES):
             return outcome, f"{peak:,} bytes of memory, expected at most {limit:,}"
         return outcome, ""
@@ -163,7 +163,17 @@ def _time_limit() -> Iterator[None]:
 _OUTCOMES = ("same", "accepted", "rejected")
 
 
-def _try_all(name: str, folder: Path, numbers: range, until: float, tried: Any, pipe: Any) -> None:
+def _try_all(
+    name: str,
+    folder: Path,
+    numbers: range,
+    until: float,
+    is_traced: bool,
+    tried: Any,
+    pipe: Any,
+) -> None:
+    if is_traced:
+        tracemalloc.start()
     logging.getLogger("tokenfeed").setLevel(logging.CRITICAL)
     fuzzer = Fuzzer(name, folder)
     for number in numbers:
@@ -176,14 +186,15 @@ def _try_all(name: str, folder: Path, numbers: range, until: float, tried: Any, 
 
 
 def _run_apart(
-    name: str, folder: Path, numbers: range, until: float
+    name: str, folder: Path, numbers: range, until: float, *, is_traced: bool
 ) -> tuple[Counter[str], list[str], int]:
     """Try mutations in another process, which may crash. Return the counts, the findings, and the
     number to go on with."""
     context = multiprocessing.get_context("fork")  # the imports take seconds
     ours, theirs = context.Pipe(duplex=False)
     tried = context.RawArray("q", len(_OUTCOMES))  # shared, so that a crash loses no count
-    child = context.Process(target=_try_all, args=(name, folder, numbers, until, tried, theirs))
+    arguments = (name, folder, numbers, until, is_traced, tried, theirs)
+    child = context.Process(target=_try_all, args=arguments)
     child.start()
     theirs.close()
     findings = []
@@ -212,9 +223,11 @@ def _fuzz(name: str, folder: Path, first: int, count: int, until: float) -> list
     counts, findings, started = Counter[str](), [], time.monotonic()
     number, kinds = first, set[str]()
     while number < first + count and time.monotonic() < until:
-        some, found, number = _run_apart(
-            name, folder / str(number), range(number, min(number + _AT_ONCE, first + count)), until
-        )
+        numbers = range(number, min(number + _AT_ONCE, first + count))
+        place = folder / str(number)
+        _, traced, _ = _run_apart(name, place / "traced", numbers[:_TRACED], until, is_traced=True)
+        some, found, number = _run_apart(name, place, numbers, until, is_traced=False)
+        found += traced
         counts += some
         for finding in found:
             kind = _kind(finding)

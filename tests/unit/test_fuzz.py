@@ -62,10 +62,15 @@ def _first(content: dict[str, Any]) -> dict[str, Any]:
     return shard
 
 
+def _file_info(info: dict[str, Any]) -> dict[str, Any]:
+    return {key: info[key] for key in ("file", "bytes", "xxh3")}
+
+
 SEALED: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
     ("manifest", lambda content: _first(content).update(rows="\ud800")),
     ("manifest", lambda content: content["splits"]["train"]["length_histogram"].pop()),
     ("manifest", lambda content: _first(content).update(batches=0)),
+    ("manifest", lambda content: _first(content).update(tokens=10**400)),
     ("manifest", lambda content: content["tokenizer"].update(pad_id=2**63)),
     ("checkpoint", lambda content: content["files"].update({"state-0.safetensors": -4})),
     ("state", lambda content: content["plan"].update(dict.fromkeys(content["plan"], True))),
@@ -83,12 +88,22 @@ def test_sealed_files_with_impossible_values_are_rejected(
     assert fuzzer.try_bytes(file, seal(content)) == ("rejected", "")
 
 
-def test_seal_that_is_no_text_raises_no_other_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: _first(content).update(seal="\ud800"),
+        lambda content: content["sources"].update(_file_info(content["tokenizer"])),
+        lambda content: content["sources"].update(_file_info(_first(content))),
+    ],
+)
+def test_problems_of_a_manifest_raise_no_other_error(
+    change: Callable[[dict[str, Any]], object], tmp_path: Path
+) -> None:
     """`find_problems` returns the problem, so the outcome is `accepted`."""
     fuzzer = Fuzzer("manifest", tmp_path)
     ((file, seal),) = PARSERS["manifest"].seals.items()
     content = json.loads((tmp_path / file).read_bytes())
-    _first(content)["seal"] = "\ud800"
+    change(content)
     assert fuzzer.try_bytes(file, seal(content)) == ("accepted", "")
 
 

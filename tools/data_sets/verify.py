@@ -122,8 +122,10 @@ def _check_tokenizer(manifest: Manifest, path: str, content: bytes) -> list[str]
 
 
 def _check_sources(manifest: Manifest, path: str, content: bytes) -> list[str]:
-    rows = [json.loads(line) for line in content.splitlines()]
-    actual = RecordCounts.of(rows)
+    try:
+        actual = RecordCounts.of([json.loads(line) for line in content.splitlines()])
+    except (ValueError, KeyError, TypeError, AttributeError):  # the manifest names another file
+        return [f"{path}: expected one JSON object with counts in each line."]
     if actual != manifest.ledger:
         return [f"{path}: its lines sum up to {actual}, the manifest says {manifest.ledger}."]
     return []
