@@ -91,9 +91,6 @@ def plan_window(
         parts: Part of each row, shape (R,): the rows of a part are planned alone, and delivered
             before those of the next part. None: the window has one part.
 
-    Raises:
-        ConfigError: The policy omits or repeats rows.
-
     Cost: O(R log R), one sort. Python loops run per step or per distinct length, not per row.
     """
     if parts is not None:
@@ -112,11 +109,9 @@ def plan_window(
         return _joined(plans, of_parts, lengths)
     if rows is None:
         arranged = batching.arrange(lengths, step_size, draw, labels)
-        arranged.check(lengths, batching)
         dealt, batch_offsets, steps = _deal(arranged.step_offsets, step_size)
     else:
         arranged = batching.in_order(lengths, rows)
-        arranged.check(lengths, batching)
         dealt, batch_offsets = None, arranged.step_offsets
         count = len(batch_offsets) - 1
         steps = np.append(np.arange(0, count, step_size), count)

@@ -7,7 +7,7 @@ Policies are frozen, hashable, and part of a saved state. Torch-free.
 import ast
 import contextlib
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, get_args
 
 import numpy as np
@@ -297,8 +297,8 @@ class Packed(Batching):
 
 
 POLICIES: tuple[type[Batching], ...] = (Padded, Packed, Fixed)
-"""The policies of tokenfeed. A class of another project with the same name does not replace
-them."""
+"""All policies."""
+_BY_NAME: dict[str, Any] = {policy.__name__: policy for policy in POLICIES}
 _NO_LITERALS = (SyntaxError, TypeError, ValueError, MemoryError, RecursionError)
 """Errors of `ast` for text that is not Python, not a literal, or nested too deeply."""
 
@@ -306,7 +306,7 @@ _NO_LITERALS = (SyntaxError, TypeError, ValueError, MemoryError, RecursionError)
 def offered(policies: Iterable[type[Batching]] = POLICIES) -> str:
     """Return the names of policies for a message: Padded, Packed or Fixed."""
     *others, last = (policy.__name__ for policy in policies)
-    return f"{', '.join(others)} or {last}" if others else last
+    return f"{', '.join(others)} or {last}"
 
 
 def describe(policy: Batching) -> str:
@@ -338,7 +338,7 @@ def described_policy(described: object) -> tuple[str, dict[str, Any]] | None:
         values = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     except _NO_LITERALS:
         return None
-    policy: Any = _policies().get(call.func.id)
+    policy = _BY_NAME.get(call.func.id)
     if policy is None:
         return None
     defaults = {field.name: field.default for field in fields(policy)}
@@ -353,20 +353,10 @@ def policy_of(described: object) -> Batching:
     """
     if found := described_policy(described):
         name, values = found
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            return _policies()[name](**values)
-    raise ConfigError(
-        f"{described}: unknown policy. Use {offered()}, or a program that imports the class of the "
-        "policy."
-    )
-
-
-def _policies(family: type[Batching] = Batching) -> dict[str, type[Batching]]:
-    """Return all policies by name, with subclasses in other projects. tokenfeed's names win."""
-    found: dict[str, type[Batching]] = {}
-    for policy in family.__subclasses__():
-        found |= _policies(policy) | ({policy.__name__: policy} if is_dataclass(policy) else {})
-    return found | {policy.__name__: policy for policy in POLICIES}
+        with contextlib.suppress(TypeError, ValueError):
+            made: Batching = _BY_NAME[name](**values)
+            return made
+    raise ConfigError(f"{described}: unknown policy. Use {offered()}.")
 
 
 def _check_fields(policy: Padded | Packed | Fixed) -> None:

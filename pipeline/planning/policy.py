@@ -86,8 +86,6 @@ LongRows = Literal["cut", "truncate", "refuse", "crop"]
 """What happens to a row that is too long for a micro-batch. "cut": it becomes several pieces.
 "truncate": only the first piece is used. "refuse": the loader raises a ConfigError. "crop": see
 `Packed`."""
-DROPPING: tuple[LongRows, ...] = ("truncate", "crop")
-"""Choices that use only the first piece of each row."""
 
 
 class Arranged(NamedTuple):
@@ -103,30 +101,6 @@ class Arranged(NamedTuple):
     packed: tuple[np.ndarray, np.ndarray] | None = None
     """With packing: the pieces of all sequences, shape (P,), and where each sequence begins in
     them, shape (S + 1,)."""
-
-    def check(self, lengths: np.ndarray, batching: "Batching") -> None:
-        """Check that every row is arranged exactly once. It reports errors in custom policies.
-
-        Raises:
-            ConfigError: A part of a row is missing or repeated. The message names the policy.
-        """
-        count, sequences = len(self.cut.lengths), len(self.order)
-        kept = self.cut.beginnings if batching.long_rows in DROPPING else np.arange(count)
-        checks = {
-            "`cut` does not have every token once": self.cut.offsets[-1] == lengths.sum(),
-            "`step_offsets` do not cut `order` into steps": _cuts(self.step_offsets, sequences),
-        }
-        if self.packed:
-            pieces, offsets = self.packed
-            checks["`packed` does not have every piece once"] = _once(pieces, kept)
-            checks["`packed` has an empty sequence"] = _cuts(offsets, len(pieces))
-            kept = np.arange(len(offsets) - 1)
-        checks["`order` does not have every sequence once"] = _once(self.order, kept)
-        for name, is_right in checks.items():
-            if not is_right:
-                raise ConfigError(
-                    f"{batching}: `arrange` does not return every row once: {name}. Correct it."
-                )
 
 
 class Batching(ABC):
@@ -263,22 +237,3 @@ class ByLength(Batching):
         longest = np.maximum.accumulate(sizes[: self.rows_of(int(sizes[0]))])
         counts = range(1, len(longest) + 1)
         return bisect_left(counts, True, key=lambda n: n > self.rows_of(int(longest[n - 1])))
-
-
-def _once(numbers: np.ndarray, wanted: np.ndarray) -> bool:
-    """Return whether `numbers` is a permutation of `wanted`, which ascends."""
-    numbers = np.asarray(numbers).astype(np.int64, casting="safe", copy=False)
-    count = int(wanted[-1]) + 1
-    if (
-        len(numbers) != len(wanted) or numbers.view(np.uint64).max() >= count
-    ):  # also catches numbers < 0
-        return False
-    seen = np.zeros(count, np.bool_)
-    seen[numbers] = True
-    return bool(seen[wanted].all())
-
-
-def _cuts(offsets: np.ndarray, count: int) -> bool:
-    """Return whether `offsets` cut range(count) into non-empty parts."""
-    whole = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == count
-    return bool(whole and (np.diff(offsets) > 0).all())
