@@ -9,7 +9,7 @@ Shapes: B sequences, T padded length, P pieces, S segments.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -92,8 +92,7 @@ class Batch(Mapping[str, Any]):
         self._build = build
         self._ignore_index = ignore_index
         self._targets: Any = None
-        self._keys = _keys(ragged)
-        self._kept = tuple(filter(is_kept, ragged.token_columns))
+        self._keys, self._kept = _names(ragged.token_columns, ragged.is_packed)
         self.lengths = ragged.sequence_lengths
         """Tokens of each sequence, numpy, [B]."""
         self.is_filler = ragged.is_filler
@@ -278,7 +277,7 @@ def build_on_host(ragged: RaggedBatch, form: BatchForm) -> Batch:
         arrays[ATTENTION_MASK] = mask
     build: Build = _array
     if not form.is_numpy:
-        arrays, build = {name: _as_tensor(array) for name, array in arrays.items()}, _tensor
+        arrays, build = _as_tensors(arrays), _tensor
     batch = Batch(ragged, arrays, build, form.ignore_index)
     ragged.drop_tokens()
     return batch
@@ -320,22 +319,24 @@ def _array(name: str, ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
 
 
 def _tensor(name: str, ragged: RaggedBatch, tensors: Tensors) -> Any:
-    return _as_tensor(_array(name, ragged, tensors))
+    return _as_tensors({name: _array(name, ragged, tensors)})[name]
 
 
-def _as_tensor(array: np.ndarray) -> Any:
+def _as_tensors(arrays: Tensors) -> Tensors:
     import torch
 
     if not torch.is_inference_mode_enabled():  # to leave the mode takes longer than all the rest
-        return torch.from_numpy(array)
-    with torch.inference_mode(False):  # the tensor is kept and may be used in training later
-        return torch.from_numpy(array)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    with torch.inference_mode(False):  # the tensors are kept and may be used in training later
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def _keys(ragged: RaggedBatch) -> tuple[str, ...]:
-    inputs = (name for name in ragged.token_columns if role_of(name) == "input")
-    where = _OF_PACKED if ragged.is_packed else (ATTENTION_MASK,)
-    return (INPUT_IDS, *where, *inputs, TARGETS)
+@cache
+def _names(columns: tuple[str, ...], is_packed: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the keys of a batch, and its kept columns."""
+    inputs = (name for name in columns if role_of(name) == "input")
+    where = _OF_PACKED if is_packed else (ATTENTION_MASK,)
+    return (INPUT_IDS, *where, *inputs, TARGETS), tuple(filter(is_kept, columns))
 
 
 def _padded(

@@ -149,6 +149,7 @@ class RaggedBatch:
         "_slice",
         "_tokens",
         "is_filler",
+        "is_full",
         "num_targets",
         "num_tokens",
         "padded_length",
@@ -172,7 +173,10 @@ class RaggedBatch:
         """T: tokens of the longest sequence, rounded up to the policy's `multiple_of`."""
         self.is_filler = bool(index.rounds.filler[number])
         """Whether this repeats a sequence of another rank, so that all ranks have a batch."""
-        self.num_tokens = 0 if self.is_filler else self._tokens.stop - self._tokens.start
+        size: int = self._tokens.stop - self._tokens.start
+        self.is_full = size == len(self.sequence_lengths) * self.padded_length
+        """Whether the batch has no padding."""
+        self.num_tokens = 0 if self.is_filler else size
         """Number of tokens; 0 for a filler."""
         self.num_targets = 0 if self.is_filler else int(layout.num_targets[number])
         """Number of labels that a loss counts; 0 for a filler."""
@@ -195,13 +199,6 @@ class RaggedBatch:
     def shape(self) -> tuple[int, int]:
         """(B, T)."""
         return len(self.sequence_lengths), self.padded_length
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the batch has no padding."""
-        rows, length = self.shape
-        num_tokens: int = self._tokens.stop - self._tokens.start
-        return num_tokens == rows * length
 
     @property
     def is_packed(self) -> bool:
