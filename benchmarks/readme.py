@@ -292,6 +292,19 @@ def ranks_table(results: list[Entry]) -> list[list[str]]:
                 *(f"{entry['idle'][name]:.1%}" if name in entry["idle"] else NONE for name in idle),
             ]
             for entry in results
+            if "sampler" in entry
+        ),
+    ]
+
+
+def planned_idle_table(results: list[Entry]) -> list[list[str]]:
+    """Idle time of tokenfeed by operations, in epochs of different length."""
+    planned = [entry for entry in results if "planned" in entry]
+    return [
+        ["ranks", "rows of an epoch", "steps", "idle, operations"],
+        *(
+            [str(each["ranks"]), f"{each['rows']:,}", str(each["steps"]), f"{each['planned']:.2%}"]
+            for each in planned
         ),
     ]
 
@@ -387,6 +400,7 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "projects": projects.table,
     "recipes": recipes.table,
     "ranks": ranks_table,
+    "ranks/planned": planned_idle_table,
     "packing": packing_table,
     "growing_length": growing_table,
     "finetune": finetune_table,
