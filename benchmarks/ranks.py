@@ -80,7 +80,7 @@ def main() -> None:
             shards = write_rows(Path(folder), rows)
             for ranks in options.ranks:
                 steps, share = planned_idle(shards, ranks)
-                print(f"{ranks} ranks, {rows:,} rows, {steps} steps: idle {share:.2%} by operations")
+                print(f"{ranks} ranks, {rows:,} rows, {steps} steps: idle {share:.2%}")
                 results.append({"ranks": ranks, "rows": rows, "steps": steps, "planned": share})
     if not options.rounds:
         return

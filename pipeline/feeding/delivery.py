@@ -86,12 +86,6 @@ class Delivery:
             raise
         return batch, ends_pass
 
-    def resize(self, num_workers: int) -> None:
-        """Change the number of workers of the feed."""
-        with self._user:
-            if self._feed and not self._feed.resize(num_workers):
-                self._end_feed()
-
     def go_on_from(self, delivered: Delivered) -> None:
         """Continue after the position of a loaded state."""
         with self._user:

@@ -3,7 +3,7 @@
 With num_workers="auto", it measures how many workers keep up with the loop. A worker makes a window
 in d seconds, and the loop uses one in c seconds (without waiting), so d / c workers keep up. Time
 waiting for a core is not part of d, because more workers would increase it. The order does not
-depend on the number of workers, so it can change at any time.
+depend on the number of workers.
 """
 
 import contextlib
@@ -93,10 +93,8 @@ class Feed:
                 maker, start, num_workers=num_workers, timeout=timeout, register=register
             )
         source = self._pool or InlineSource(maker, start, page_lock.stage if page_lock else None)
-        self._measured = _Measured(source, counters, self._pool, tuner)
-        self._batches = (
-            copy_ahead(self._measured, copies, form) if copies else _on_host(self._measured, form)
-        )
+        measured = _Measured(source, counters, self._pool, tuner)
+        self._batches = copy_ahead(measured, copies, form) if copies else _on_host(measured, form)
         self._finalizer = weakref.finalize(self, _end, self._batches, self._pool)
         self.in_step = True
         """Whether the loader has counted the last batch. `Delivery.next` sets it to True."""
@@ -117,21 +115,6 @@ class Feed:
     def num_workers(self) -> int:
         """Number of worker processes."""
         return self._pool.num_workers if self._pool else 0
-
-    def resize(self, num_workers: int) -> bool:
-        """Set the number of workers, and stop tuning it.
-
-        Returns:
-            False if a new feed is necessary: from 0, to 0, or if the feed cannot continue.
-        """
-        if not self.can_go_on():
-            return False
-        self._measured.tuner = None
-        if self._pool and num_workers:
-            self.in_step = False
-            self._pool.resize(num_workers)
-            self.in_step = True
-        return bool(self._pool) == bool(num_workers)
 
     def close(self) -> None:
         """Wait for running copies and stop the workers. Call it again if it was interrupted."""
@@ -172,8 +155,7 @@ class _Measured:
         self, source: WindowSource, counters: Counters, pool: WorkerPool | None, tuner: Tuner | None
     ) -> None:
         self._source, self._counters, self._pool = source, counters, pool
-        self.tuner = tuner
-        """Chooses the number of workers of the pool. None: the number stays."""
+        self._tuner = tuner
         self._taken_s: float | None = None
         self.is_ready = source.is_ready
 
@@ -181,9 +163,9 @@ class _Measured:
         """Return the next window."""
         asked_s = time.perf_counter()
         lease = self._source.take()
-        if self._pool and self.tuner and self._taken_s is not None:
-            self.tuner.add(lease.seconds, asked_s - self._taken_s)
-            suggested = self.tuner.suggest(self._pool.num_workers)
+        if self._pool and self._tuner and self._taken_s is not None:
+            self._tuner.add(lease.seconds, asked_s - self._taken_s)
+            suggested = self._tuner.suggest(self._pool.num_workers)
             if suggested != self._pool.num_workers:
                 self._pool.resize(suggested)
         self._counters.add_window(lease.seconds, lease.ready, lease.fetched)

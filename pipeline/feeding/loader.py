@@ -82,7 +82,7 @@ class ShardLoader:
     position. `rewind` starts from the beginning in any split, `at` at any step, and `set_epoch` at
     an epoch. A forked process continues at the position, with its own workers.
 
-    Only one thread at a time may iterate, load, resize or close. A second thread gets a
+    Only one thread at a time may iterate, load, set `num_workers` or close. A second thread gets a
     LoaderError, and the first is not disturbed. `state_dict`, `position` and `stats` work in any
     thread and in a signal handler, and never wait. A state includes every batch that `next` has
     returned, also the one that the loop is still training on: a handler should ask the loop to save
@@ -268,14 +268,15 @@ class ShardLoader:
 
     @property
     def num_workers(self) -> int:
-        """Current number of worker processes. It can be set at any time; that ends "auto"."""
+        """Current number of worker processes. It can be set at any time; that ends "auto", and the
+        windows that were made in advance are made again."""
         running = self._delivery.num_workers
         return self._num_workers if running is None else running
 
     @num_workers.setter
     def num_workers(self, number: int) -> None:
         number = resolve_workers(number, least=self._least_workers)
-        self._delivery.resize(number)
+        self._delivery.close()
         self._num_workers, self._tuner = number, None
 
     def __iter__(self) -> Iterator[Batch]:

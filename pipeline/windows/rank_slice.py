@@ -10,7 +10,6 @@ Sizes: N tokens, P pieces, S sequences, M micro-batches (one per round).
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -181,20 +180,6 @@ class RaggedBatch:
         self.num_targets = 0 if self.is_filler else int(layout.num_targets[number])
         """Number of labels that a loss counts; 0 for a filler."""
 
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """A pickled copy has no tokens, and only its own part of the window's index."""
-        state = {name: getattr(self, name) for name in self.__slots__}
-        tokens, pieces, sequences = (
-            slice(0, each.stop - each.start)
-            for each in (self._tokens, self._pieces, self._sequences)
-        )
-        alone = {"_index": self._own_index(), "_number": 0, "_slice": None}
-        return None, state | alone | {
-            "_tokens": tokens,
-            "_pieces": pieces,
-            "_sequences": sequences,
-        }
-
     @property
     def shape(self) -> tuple[int, int]:
         """(B, T)."""
@@ -289,33 +274,6 @@ class RaggedBatch:
     def drop_tokens(self) -> None:
         """Drop the tokens after the batch was built, so that their buffer can be written again."""
         self._slice = None
-
-    def _own_index(self) -> Index:
-        index, one = self._index, slice(self._number, self._number + 1)
-        segments, ignored = self._segments(index), self._ignored(index)
-        packs = index.pieces.sequences is not None
-        return Index(
-            PieceIndex(
-                self.rows,
-                self.piece_lengths,
-                np.array([0, len(self.sequence_lengths)]),
-                self.starts,
-                self.sequence_offsets if packs else None,
-                self.row_targets,
-            ),
-            Layout(
-                self.sequence_lengths,
-                index.layout.padded[one],
-                np.array([0, len(self.rows)]),
-                np.array([0, self._tokens.stop - self._tokens.start]),
-                index.layout.num_targets[one],
-                segments,
-                None if segments is None else np.array([0, len(segments)]),
-                ignored,
-                None if ignored is None else np.array([0, len(ignored)]),
-            ),
-            RoundIndex(*(getattr(index.rounds, field.name)[one] for field in fields(RoundIndex))),
-        )
 
     def _row_targets(self, index: Index) -> np.ndarray | None:
         targets = index.pieces.targets

@@ -42,6 +42,7 @@ from tokenfeed import Manifest, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError
 from tokenfeed.pipeline.feeding import window_source, worker
 from tokenfeed.pipeline.feeding import worker_process as process
+from tokenfeed.pipeline.feeding.feed import Tuner
 from tokenfeed.pipeline.planning.plan import Position
 
 forked = pytest.mark.usefixtures("forked_workers")
@@ -205,20 +206,20 @@ def test_dropping_a_loader_ends_its_workers(folder: Path, no_collector: None) ->
 
 
 @forked
-def test_a_changed_number_replaces_no_worker_and_ends_those_that_leave(folder: Path) -> None:
-    with open_loader(folder, num_workers=3, epochs=None) as loader:
-        next(iter(loader))
-        staying = set(workers_of())
-        loader.num_workers = 1
-        loader.num_workers = 2
-        now = set(workers_of())
-        loader.num_workers = 2
-        assert set(workers_of()) <= now
-        loader.num_workers = 1
-        for _ in islice(loader, 200):
-            pass
-        assert len(workers_of()) == 1
-        assert set(workers_of()) <= staying
+def test_tuned_number_replaces_no_worker_and_ends_those_that_leave(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suggested = [3]
+    monkeypatch.setattr(Tuner, "suggest", lambda self, num_workers: suggested[0])
+    with open_loader(folder, num_workers="auto", epochs=None) as loader:
+        seen: list[set[int]] = []
+        for suggested[0] in (3, 1, 2, 1):
+            for _ in islice(loader, 200):
+                pass
+            seen.append(set(workers_of()))
+        assert [len(workers) for workers in seen] == [3, 1, 2, 1]
+        assert seen[1] < seen[0]
+        assert seen[3] < seen[2]
 
 
 @forked

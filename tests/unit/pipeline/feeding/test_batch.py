@@ -434,12 +434,3 @@ def test_pickled_batch_is_the_same_batch(case: Case) -> None:
             assert getattr(copy, name).tolist() == getattr(expected, name).tolist()
         for name in ("ends_step", "is_filler", "num_tokens", "num_targets", "num_cut_pieces"):
             assert getattr(copy, name) == getattr(expected, name)
-
-
-@pytest.mark.parametrize("batching", [Padded(64), Packed(32, 2), Fixed(4)])
-def test_pickled_batch_does_not_grow_with_its_window(batching: Batching) -> None:
-    few, many = (
-        len(pickle.dumps(build_on_host(Case(random_rows(rows), batching).ragged()[0], FORM)))
-        for rows in (np.full(100, 10), np.full(5000, 10))
-    )
-    assert many < 1.1 * few
