@@ -17,15 +17,14 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib.util import find_spec
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -101,25 +100,17 @@ class ForkExecutor(Executor):
                 env=os.environ | ENVIRONMENT,
             )
         self._control = Connection(ours.detach())
-        self._lock = threading.Lock()
-        self._idle: list[Connection] = []
-        self._running: dict[Connection, Future[Any]] = {}
-        self._queue: deque[tuple[Future[Any], bytes]] = deque()
-        self._reader: threading.Thread | None = None
-        self._error: BaseException | None = None
-        """The error that kept the workers from starting."""
+        self._threads: ThreadPoolExecutor | None = None
+        """A thread for each worker, which waits for the result of a task."""
+        self._connections: list[Connection] = []
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
         self.on_progress: Callable[[Any], None] = lambda progress: None
-        """Called on another thread with the arguments of `report`."""
+        """Called on other threads with the arguments of `report`."""
 
     @property
     def program_id(self) -> int:
         """The process id of the program, the parent of the workers."""
         return self._program.pid
-
-    @property
-    def is_used(self) -> bool:
-        """Whether the workers were forked. An executor forks once."""
-        return self._reader is not None
 
     def prepare(self, load: Callable[[], None]) -> None:
         """Call a function in the program before the workers are forked, without waiting."""
@@ -134,98 +125,58 @@ class ForkExecutor(Executor):
         Raises:
             WorkerLost: The program ended.
         """
-        connections: list[Connection] = []
-        self._reader = threading.Thread(target=self._read, args=(connections,), daemon=True)
+        self._threads = ThreadPoolExecutor(num_workers)
         try:
             self._control.send((initializer, num_workers))
             for _ in range(num_workers):
                 ours, theirs = Pipe()
-                connections.append(ours)
+                self._connections.append(ours)
+                self._idle.put(ours)
                 with theirs:
                     send_handle(self._control, theirs.fileno(), None)
         except ConnectionError:
-            for connection in connections:
-                connection.close()
             raise WorkerLost from None
-        self._idle = connections[::-1]
-        self._reader.start()
 
     def submit(self, fn: Callable[..., ResultT], /, *args: Any, **named: Any) -> "Future[ResultT]":
         """See `Executor`. The workers take tasks in the order of their submission."""
-        future: Future[ResultT] = Future()
-        task = pickle.dumps(partial(fn, *args, **named))
-        with self._lock:
-            self._queue.append((future, task))
-            self._assign()
-        self._give_up_without_workers()
-        return future
+        assert self._threads, "the workers are not forked"
+        return self._threads.submit(self._do, pickle.dumps(partial(fn, *args, **named)))
+
+    def _do(self, task: bytes) -> Any:
+        """Let a worker do a task, and return its result.
+
+        Raises:
+            WorkerLost: The worker has ended, or a worker of an earlier task.
+            BaseException: The error of the task, or the error that kept the workers from starting.
+        """
+        progress = None
+        try:
+            connection = self._idle.get_nowait()
+            with contextlib.suppress(ConnectionError):  # it may have sent why it could not start
+                connection.send_bytes(task)
+            kind, value = connection.recv()
+            while kind == "progress":
+                progress = value
+                self.on_progress(progress)
+                kind, value = connection.recv()
+        except (Empty, EOFError, OSError):
+            raise WorkerLost(progress) from None
+        self._idle.put(connection)
+        if kind == "error":
+            raise value
+        return value
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the program and all workers at once. They have ended when this returns."""
-        if self._reader is None or not self._reader.ident:
+        if self._threads is None:
             self._program.kill()
         else:
-            with self._lock:
-                connections = [*self._idle, *self._running]
-            for connection in connections:
+            for connection in self._connections:
                 _disconnect(connection)
-            self._reader.join()
-        self._control.close()
-        self._program.wait()
-
-    def _assign(self) -> None:
-        """Send queued tasks to idle workers. The caller holds the lock."""
-        while self._queue and self._idle:
-            connection = self._idle.pop()
-            self._running[connection], task = self._queue.popleft()
-            with contextlib.suppress(ConnectionError):  # it is gone: reading finds out
-                connection.send_bytes(task)
-
-    def _read(self, connections: list[Connection]) -> None:
-        """Take messages of the workers until each worker has ended."""
-        last: dict[Connection, Any] = {}
-        left = {*connections}
-        while left:
-            for connection in wait(left):
-                assert isinstance(connection, Connection)
-                try:
-                    kind, value = connection.recv()
-                except (EOFError, OSError):
-                    left.remove(connection)
-                    self._lose(connection, last.get(connection))
-                    continue
-                if kind == "progress":
-                    last[connection] = value
-                    self.on_progress(value)
-                    continue
-                if kind == "start":  # the worker could not start, and ends
-                    self._error = value
-                    continue
-                with self._lock:
-                    future = self._running.pop(connection)
-                    self._idle.append(connection)
-                    self._assign()
-                future.set_exception(value) if kind == "error" else future.set_result(value)
-
-    def _lose(self, connection: Connection, progress: Any) -> None:
-        """Forget a worker that has ended, and end its task."""
-        with self._lock:
-            future = self._running.pop(connection, None)
-            if connection in self._idle:
-                self._idle.remove(connection)
+            self._threads.shutdown(cancel_futures=True)
+        for connection in (self._control, *self._connections):
             connection.close()
-        if future is not None:
-            future.set_exception(WorkerLost(progress) if self._error is None else self._error)
-        self._give_up_without_workers()
-
-    def _give_up_without_workers(self) -> None:
-        with self._lock:
-            if self._idle or self._running:
-                return
-            queued = [future for future, _ in self._queue]
-            self._queue.clear()
-        for future in queued:
-            future.set_exception(self._error or WorkerLost())
+        self._program.wait()
 
 
 _early: list[ForkExecutor] = []
@@ -380,7 +331,7 @@ def _fail(connections: list[Connection], error: BaseException) -> None:
     """Send the reason why workers could not start."""
     for connection in connections:
         with contextlib.suppress(ConnectionError):
-            connection.send(("start", sendable(error)))
+            connection.send(("error", sendable(error)))
 
 
 def sendable(error: BaseException) -> BaseException:
