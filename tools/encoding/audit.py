@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -146,17 +146,6 @@ class Audit:
         """Compare the answers of the fast engine, if there is one."""
         self.audited = len(answers)
         self.differing = answers.differing_from(self._right) if len(answers) else []
-
-    def kept(self) -> dict[str, Any]:
-        """Return the findings of `begin` as values of JSON."""
-        return {"audited": self.audited, "differing": [text.decode() for text in self.differing]}
-
-    def take_over(self, kept: dict[str, Any] | None) -> bool:
-        """Take over the findings of `begin` from another process. Return whether there are any."""
-        if kept is None:
-            return False
-        self.audited, self.differing = kept["audited"], [*map(str.encode, kept["differing"])]
-        return True
 
     def compare(self, answers: EngineAnswers) -> list[bytes]:
         """Return the texts with other ids than the reference's."""

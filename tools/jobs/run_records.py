@@ -2,7 +2,6 @@
 
     .parts/job.json       the recipe of the run
     .parts/plan.json      units, labels and tokenizer, which take a pass over the corpus
-    .parts/audit.json     the comparison of the engines at the start of the run
     .parts/00012.json     a finished unit; written after the unit's shards
     .parts/00012.rejects  the rejected records of the unit, if there are any
     .parts/distrusted.json  the fast engine had wrong ids, so its units are encoded again
@@ -64,7 +63,6 @@ _AT_ONCE = 16
 _DAMAGED = (ValueError, KeyError, TypeError, RecursionError)
 """Exceptions of reading a damaged record."""
 _PLAN_FILE = f"{PARTS_FOLDER}/plan.json"
-_AUDIT_FILE = f"{PARTS_FOLDER}/audit.json"
 _LOCK_FILE = f"{PARTS_FOLDER}/lock"
 _DISTRUSTED_FILE = f"{PARTS_FOLDER}/distrusted.json"
 
@@ -174,17 +172,6 @@ class RunRecords:
         """Store the plan of the run for other processes; see `kept_plan`."""
         content = json.dumps(plan)
         self._write(_PLAN_FILE, {"plan": plan, "xxh3": xxhash.xxh3_64_hexdigest(content.encode())})
-
-    def keep_audit(self, audit: dict[str, Any]) -> None:
-        """Write the result of the engine comparison to the output."""
-        self._write(_AUDIT_FILE, audit)
-
-    def kept_audit(self) -> dict[str, Any] | None:
-        """Return the stored comparison of the engines; None before it is made."""
-        with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
-            audit: dict[str, Any] = json.loads(self._output.read(_AUDIT_FILE))
-            return audit
-        return None
 
     def reject_engine(self, reason: str) -> None:
         """Record that the fast engine has wrong ids. All its units are encoded again."""

@@ -159,8 +159,7 @@ def _encode_all(run: Run, settings: EncodeSettings, records: RunRecords) -> Enco
         FastEngine.check(run.tokenizer)  # before it may write over what the reference has made
     _check(run, settings, records, *done.values())
     missing = [unit for unit in run.units if unit.number not in done]
-    has_audit = not settings.audits or run.options.part is not None
-    if not missing and (has_audit or run.audit.take_over(records.kept_audit())):
+    if not missing and (not settings.audits or run.options.part is not None):
         return settings
     missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
     sizes = [unit.weight_bytes for unit in missing]
@@ -174,7 +173,6 @@ def _encode_all(run: Run, settings: EncodeSettings, records: RunRecords) -> Enco
         for message in crew:
             if isinstance(message, EngineAnswers):
                 run.audit.begin(message)
-                records.keep_audit(run.audit.kept())
                 _check(run, settings, records)
                 continue
             result = _audited(run, message)
