@@ -15,9 +15,6 @@ from tokenfeed.pipeline.remote.own_process import own_process
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.tools.shell.signals import signals_held
 
-_OF_REFERENCE = (b"WordPiece", b"Unigram")
-"""Models that the fast engine lacks."""
-
 
 def main() -> None:
     """Run the command `pretokenize`."""
@@ -30,8 +27,7 @@ def _command() -> None:
     from tokenfeed.tools.jobs.executors import end_early, start_early
 
     if needs_workers(sys.argv[1:]):
-        # The imports of the workers run beside ours.
-        start_early(imports_fast_engine=may_use_fast_engine(sys.argv[1:]))
+        start_early()  # the imports of the workers run beside ours
     try:
         _make()
     finally:
@@ -77,20 +73,6 @@ def needs_workers(arguments: list[str]) -> bool:
                 if num_bytes > SMALL_BYTES:
                     return True
     return False
-
-
-def may_use_fast_engine(arguments: list[str]) -> bool:
-    """Return whether the fast engine may know the tokenizer of a command line.
-
-    Only the beginning of the file is read. A wrong guess only costs time.
-    """
-    for before, path in pairwise(arguments):
-        if before == "--tokenizer":
-            file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-            with contextlib.suppress(OSError), open(file, "rb") as opened:
-                content = opened.read(1 << 20).replace(b" ", b"")
-                return not any(b'"type":"%b"' % kind in content for kind in _OF_REFERENCE)
-    return True
 
 
 def _sizes(path: str) -> Iterator[int]:

@@ -17,7 +17,6 @@ from support.commands import COMMAND
 from support.corpora import write_ballast, write_long_corpus
 from support.data_sets import files_of
 from support.pretokenizing import make
-from tokenizers import Tokenizer, models
 
 from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -30,7 +29,7 @@ from tokenfeed.tools.jobs import executors
 from tokenfeed.tools.jobs.crew import Crew, Progress, WorkerDied, local_crew
 from tokenfeed.tools.jobs.executors import ForkExecutor
 from tokenfeed.tools.jobs.run_records import RunRecords
-from tokenfeed.tools.pretokenize import may_use_fast_engine, needs_workers
+from tokenfeed.tools.pretokenize import needs_workers
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.make import make_dataset
@@ -246,17 +245,6 @@ def test_only_much_input_starts_the_workers_program_early(corpus: Path, tokenize
     write_ballast(corpus)
     assert not needs_workers(["--tokenizer", str(large), str(corpus / "00.txt"), "out"])
     assert needs_workers(["--tokenizer", str(tokenizer), str(corpus), "out"])
-
-
-def test_fast_engine_is_imported_early_unless_the_model_is_another(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    file = tmp_path / "tokenizer.json"
-    Tokenizer(models.WordPiece({"a": 0}, unk_token="a")).save(str(file), pretty=True)
-    for name in (file, tmp_path):
-        assert not may_use_fast_engine(["in", "out", "--tokenizer", str(name)])
-    for name in (tokenizer, "no/file", "--workers"):
-        assert may_use_fast_engine(["in", "out", "--tokenizer", str(name)])
 
 
 def test_workers_that_have_begun_leave_nothing_when_the_engine_is_refused(

@@ -7,8 +7,6 @@ The manifest is written last, so the same command continues a merge that was kil
 """
 
 import json
-import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, NamedTuple
@@ -33,7 +31,6 @@ from tokenfeed.tools.data_sets.derived import Derived, Files, Moves, commit, new
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
-_log = logging.getLogger(__name__)
 _VERSIONS = "versions"
 """The folder of earlier manifests, each named by its fingerprint."""
 
@@ -99,13 +96,6 @@ def merge(paths: Sequence[str], to: str) -> Derived:
                     "twice. Give the later version alone."
                 )
     manifest, files, moves = _merged(parts)
-    checksums = Counter(move.before.xxh3 for move in moves)
-    if doubled := [move for move in moves if checksums[move.before.xxh3] > 1]:
-        _log.warning(
-            "%s and %s have equal shards, like %s: %s rows will be there several times",
-            *(doubled[0].store.name, doubled[-1].store.name, doubled[0].before.file),
-            f"{sum(move.before.rows for move in doubled):,}",
-        )
     names = {name.partition("/")[0] for name in (*files, *(move.after.file for move in moves))}
     with new_data_set(to, "shards merge", manifest.fingerprint, names) as new:
         return new.finish(manifest, files, moves)

@@ -16,8 +16,7 @@ import functools
 import json
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from itertools import product
@@ -36,7 +35,6 @@ from tokenfeed.tools.encoding.chat_messages import (
 )
 from tokenfeed.tools.encoding.chat_parts import (
     BLANK,
-    COUNTS,
     Part,
     Range,
     Rendered,
@@ -48,7 +46,6 @@ from tokenfeed.tools.encoding.chat_parts import (
     said_by_prompt,
 )
 from tokenfeed.tools.encoding.jinja_sandbox import (
-    FIRST_MARK,
     MARK,
     Use,
     Watch,
@@ -142,57 +139,6 @@ class ChatTemplate:
                 alternatives.append((found.uses, rendered.layout))
         return rendered
 
-    def joined(self, conversation: Conversation, rendered: Rendered) -> str | None:
-        """Return a special token that begins at the end of a text and ends after the text.
-
-        Only texts whose place is unknown are checked: if the contents are known, those of tools,
-        template arguments, calls and other keys. The conversation is rendered again with a
-        character after each text that ends with the beginning of a special token. If the template
-        joins such a text with another to a special token, the new text lacks this token.
-
-        Raises:
-            Unusable: The template fails.
-        """
-        is_proved = not rendered.layout.counts[COUNTS.index("unproved")]
-        messages = conversation.messages
-        if is_proved:
-            known = ("role", "content", "reasoning_content", "thinking")
-            messages = [
-                {key: each[key] for key in each if key not in known or type(each[key]) is list}
-                for each in messages
-                if len(each) > 2 or type(each.get("content")) is list
-            ]
-        texts = [messages, conversation.tools, conversation.arguments]
-        may_begin, beginnings = self._beginnings
-        if not any(texts) or not may_begin.search(msgspec.json.encode(texts).decode()):
-            return None
-        longest = max(map(len, beginnings))
-
-        def change(text: str) -> str:
-            stripped = text.rstrip()
-            ends = (stripped[-size:] for size in range(1, min(longest, len(stripped)) + 1))
-            if any(end in beginnings for end in ends):
-                return stripped + chr(FIRST_MARK) + text[len(stripped) :]
-            return text
-
-        if (other := _changed(conversation, change)) == conversation:
-            return None
-        text = b"".join(rendered.pieces).decode()
-        before, after = (self.special.findall(each) for each in (text, self._render(other)[0]))
-        return min(Counter(before) - Counter(after), default=None)
-
-    @functools.cached_property
-    def _beginnings(self) -> tuple[re.Pattern[str], set[str]]:
-        """Matches JSON in which a text may end with the beginning of a special token; and these
-        beginnings, without those that are words."""
-        starts = (each[:size] for each in self.special_tokens for size in range(1, len(each)))
-        beginnings = {each for each in starts if not each.isalnum()}
-        one = _any_in_json({each for each in beginnings if len(each) == 1})
-        two = _any_in_json({each[:2] for each in beginnings if len(each) > 1})
-        more = f'[^"]{{0,{2 * max(map(len, beginnings), default=0)}}}'
-        spaces = r"(?:\\u00..|\\[a-z]|\s)*"
-        return re.compile(f'(?:{one}|(?:{two}){more}){spaces}"'), beginnings
-
     def _render_first(self, conversation: Conversation) -> "tuple[Rendered, _Found | None]":
         """Render a conversation, and return it with its contents, if they are certain."""
         messages = conversation.messages
@@ -246,15 +192,11 @@ class ChatTemplate:
 
         Marks stand around a content, or inside its outer white space for templates that trim.
         Objects are in the text as JSON. If their marks change the text, fewer contents are marked.
-        If the text has the characters of marks, other characters for private use replace them.
-        The places of contents do not depend on earlier conversations: only `shared` and `uses` do.
+        In a text that has the characters of marks, nothing is found. The places of contents do not
+        depend on earlier conversations: only `shared` and `uses` do.
         """
-        if marks := sorted({*MARK.findall(text)}):
-            others = (each for each in map(chr, range(0xF0000, 0xFFFFE)) if each not in text)
-            table = dict(zip(map(ord, marks), others, strict=False))
-            other = _changed(conversation, lambda each: each.translate(table))
-            found = self._found(other, text.translate(table))
-            return found and found._replace(uses=None)
+        if MARK.search(text):
+            return None
         known, of_shapes = self._known, self._known.slots
         fewer = [SLOTS]
         if conversation.tools is not None or any(len(m) > 2 for m in conversation.messages):
@@ -412,17 +354,6 @@ class _Found(NamedTuple):
     """None if the text may depend on contents in other ways."""
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a conversation, or a part of it, with other texts."""
-    if isinstance(value, Conversation):
-        return Conversation(*_changed([value.messages, value.tools, value.arguments], change))
-    if isinstance(value, dict):
-        return {change(key): _changed(each, change) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_changed(each, change) for each in value]
-    return change(value) if isinstance(value, str) else value
-
-
 def tokens_set_by(source: str) -> dict[str, str]:
     """Return the special tokens that the first lines of a stored template set, by name."""
     lines = re.match(r"(\{% set \w+ =.*%\}\n)*", source)
@@ -493,11 +424,6 @@ def _named(problem: str) -> Iterator[None]:
         raise Unusable(f"{problem}: {reason[:200]}") from None
     except (AssertionError, AttributeError, RecursionError) as error:
         raise Unusable(f"{problem}: {type(error).__name__}") from None
-
-
-def _any_in_json(texts: set[str]) -> str:
-    """Return a pattern of any of some texts, inside of texts in JSON."""
-    return any_of(tuple(json.dumps(each, ensure_ascii=False)[1:-1] for each in texts)).pattern
 
 
 def _literal(value: Any) -> str:

@@ -117,8 +117,8 @@ def find_labels(
             raise _too_many(field, _MORE_LABELS)
     if not counts:
         raise CorpusError(
-            f"no usable record has a label in field `{field}`{_first_reject(units, fields)}. Name "
-            f"another field with `--field {own}=NAME`."
+            f"no usable record has a label in field `{field}`. Name another field with `--field "
+            f"{own}=NAME`."
         )
     numbers = _whole_numbers(counts, field)
     if not numbers:
@@ -130,15 +130,6 @@ def find_labels(
     if len(names) <= int(longest):
         names = tuple(map(str, range(int(longest) + 1)))
     return Labels(names, are_numbers=True)
-
-
-def _first_reject(units: tuple[Unit, ...], fields: Fields) -> str:
-    """Return the first rejected record and why it was rejected; empty if none was."""
-    for part in fetched_ahead(part for unit in units for part in unit.parts):
-        for records in read_records(part, fields):
-            for record, reason in records.rejects[:1]:
-                return f"; {part.source.name}, record {record}: {reason}"
-    return ""
 
 
 def _whole_numbers(counts: Counter[str], field: str) -> list[str]:

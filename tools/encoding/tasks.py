@@ -738,9 +738,6 @@ class ChatEncoder(TaskEncoder):
                 of_messages = self._numbers(conversation)
                 made = self.chat_template.render(conversation)
                 is_proved = not made.layout.counts[COUNTS.index("unproved")]
-                check = self.chat_template.joined
-                if not self.splits_special and (token := check(conversation, made)):
-                    raise Unusable(_JOINED.format(token))
                 if of_messages and not (is_proved and -1 not in made.layout.owners):
                     raise Unusable("it is not certain which tokens belong to which message")
                 rendered[-1], numbers[-1] = made, of_messages

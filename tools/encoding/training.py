@@ -5,10 +5,8 @@ by part in seeded random order) bounds time and memory; what a larger one would 
 is little. The same corpus, size and seed give the same tokenizer, byte for byte.
 """
 
-import logging
 import random
 import sys
-import time
 from collections.abc import Iterator
 from itertools import chain
 
@@ -16,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.input_files import FilePart
-from tokenfeed.tools.corpus.read_records import fetched_ahead, read_records, read_texts
+from tokenfeed.tools.corpus.read_records import fetched_ahead, read_texts
 from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit
 
@@ -24,14 +22,10 @@ END_TOKEN = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
 """Every byte, and the end of a document."""
 
-logger = logging.getLogger(__name__)
-
 _SAMPLE_CHARACTERS = 32_000_000
 _PART_CHARACTERS = 1_000_000
 """No part gives more, unless parts are few: one huge file must not be the whole sample."""
 _MIN_FREQUENCY = 2
-LOG_S = 5.0
-"""Seconds between lines of progress."""
 
 
 def train_tokenizer_json(
@@ -45,7 +39,10 @@ def train_tokenizer_json(
     texts = _sample(units, fields, seed)
     first = next(texts, None)
     if first is None:
-        raise _no_text(units, fields)
+        raise CorpusError(
+            "no text to train a tokenizer on: every document is empty or rejected. Name the field "
+            "with the texts by `--field`."
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,43 +51,10 @@ def train_tokenizer_json(
         min_frequency=_MIN_FREQUENCY,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # a set: its order varies
         special_tokens=[END_TOKEN],
-        show_progress=_is_terminal(),
+        show_progress=bool(sys.stderr and sys.stderr.isatty()),
     )
-    tokenizer.train_from_iterator(_logged(chain([first], texts)), trainer)
+    tokenizer.train_from_iterator(chain([first], texts), trainer)
     return tokenizer.to_str().encode()
-
-
-def _logged(texts: Iterator[str]) -> Iterator[str]:
-    """Yield the texts, and log every few seconds how much was read; a terminal shows bars."""
-    started = logged = time.monotonic()
-    num_characters = 0
-    for text in texts:
-        yield text
-        num_characters += len(text)
-        now = time.monotonic()
-        if now - logged >= LOG_S and not _is_terminal():
-            logged = now
-            logger.info(
-                "training a tokenizer: %.0f M characters of text read, %.0f s",
-                num_characters / 1e6,
-                now - started,
-            )
-
-
-def _is_terminal() -> bool:
-    return bool(sys.stderr and sys.stderr.isatty())
-
-
-def _no_text(units: tuple[Unit, ...], fields: Fields) -> CorpusError:
-    """Return the error for a corpus without text, which names the first rejected record."""
-    for part in fetched_ahead(part for unit in units for part in unit.parts):
-        for records in read_records(part, fields):
-            for record, reason in records.rejects[:1]:
-                return CorpusError(
-                    f"{part.source.name}, record {record}: {reason}; no other record has text "
-                    "either. Name the field with the texts by `--field`."
-                )
-    return CorpusError("no text to train a tokenizer on: every document is empty.")
 
 
 def _sample(units: tuple[Unit, ...], fields: Fields, seed: int) -> Iterator[str]:

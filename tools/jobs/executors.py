@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -54,9 +54,7 @@ ResultT = TypeVar("ResultT")
 SMALL_BYTES = 2_000_000
 """Largest input that this process finishes before workers would start."""
 
-FAST_ENGINE = ("awkward", "gigatoken")
-"""Modules of the fast engine. Importing them takes 0.2 s."""
-MODULES = ("tokenfeed.tools.encoding.unit", *FAST_ENGINE)
+MODULES = ("tokenfeed.tools.encoding.unit", "awkward", "gigatoken")
 """Modules that the workers of `pretokenize` import."""
 
 ENVIRONMENT = {
@@ -89,12 +87,12 @@ class ForkExecutor(Executor):
     process behind. This process handles Ctrl-C and SIGTERM; its workers start with both blocked.
     """
 
-    def __init__(self, modules: Sequence[str] = MODULES) -> None:
-        """Start the program. It imports those of the modules that are installed, and waits."""
+    def __init__(self) -> None:
+        """Start the program. It imports the installed ones of `MODULES`, and waits."""
         ours, theirs = socket.socketpair()
         with theirs, signals_held(), _signals_blocked():
             self._program = subprocess.Popen(
-                _command(theirs.fileno(), modules),
+                _command(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | ENVIRONMENT,
@@ -185,9 +183,9 @@ _early_loads: list[Callable[[], None]] = []
 """Functions for `ForkExecutor.prepare` of the executor that is started early."""
 
 
-def start_early(*, imports_fast_engine: bool = True) -> None:
+def start_early() -> None:
     """Start a `ForkExecutor` for the first call of `local_executor`."""
-    executor = ForkExecutor([m for m in MODULES if imports_fast_engine or m not in FAST_ENGINE])
+    executor = ForkExecutor()
     for load in _early_loads:
         executor.prepare(load)
     _early.append(executor)
@@ -222,7 +220,7 @@ def _disconnect(connection: Connection) -> None:
         end.shutdown(socket.SHUT_RDWR)
 
 
-def _command(socket_fd: int, modules: Sequence[str]) -> list[str]:
+def _command(socket_fd: int) -> list[str]:
     """Return the command line of a program that finds the same modules as this process."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
     code = f"""
@@ -232,7 +230,7 @@ try:
     from tokenfeed.tools.jobs.executors import serve
 except (ImportError, MemoryError):  # not enough memory: the parent reports that
     sys.exit(1)
-serve({socket_fd}, {list(modules)!r})
+serve({socket_fd})
 """
     return [sys.executable, "-c", code]
 
@@ -247,14 +245,14 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def serve(socket_fd: int, modules: list[str]) -> None:
+def serve(socket_fd: int) -> None:
     """Run the program: import, load, fork the workers, and wait until all have ended.
 
     It forks after loading and before the first task: threads, such as a tokenizer's, do not survive
     a fork.
     """
     log_to_stderr()
-    for name in modules:
+    for name in MODULES:
         with contextlib.suppress(Exception):  # the initializer meets it again
             importlib.import_module(name)
     control = Connection(socket_fd)

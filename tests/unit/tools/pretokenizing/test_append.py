@@ -142,8 +142,6 @@ def test_append_to_merged_and_selected_rows(out: Path, tmp_path: Path, write: Wr
     call(shards.main, "verify", tmp_path / "some")
     manifest = Manifest.read(tmp_path / "some")
     assert (manifest.ledger.written, manifest.ledger.removed) == (47, 5)
-    said = call(shards.main, "merge", out, tmp_path / "some", tmp_path / "twice").stderr
-    assert re.search("some have equal shards, like .*: 80 rows will be there several times", said)
 
 
 LABELS = ("--task", "classify", "--validation", 0)

@@ -14,7 +14,6 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import Unit, cut_units
-from tokenfeed.tools.encoding import training
 from tokenfeed.tools.encoding.labels import CountLabels, find_labels
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
@@ -89,13 +88,3 @@ def test_labels_counted_by_units_in_any_order_are_the_same(tmp_path: Path) -> No
     assert plain == find_labels(
         units, fields, "label", lambda values: {}, own="label", counted_by=shuffled
     )
-
-
-def test_training_a_tokenizer_logs_its_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "tokenfeed")
-    monkeypatch.setattr(training, "LOG_S", 0.0)
-    (tmp_path / "a.txt").write_text("the quick brown fox " * 60_000)
-    make(tmp_path / "a.txt", tmp_path / "out", None, vocab_size=260)
-    assert "training a tokenizer: 1 M characters of text read, " in caplog.text
