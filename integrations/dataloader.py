@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 
@@ -67,3 +68,35 @@ class StatefulShardLoader(DataLoader[Any]):
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def checked_loader(name: str, loader: Any, device: Any, trained: Any) -> ShardLoader:
+    """Return a loader that a trainer was given.
+
+    Args:
+        name: Name of the trainer's argument. All but `train_dataset` are for evaluations.
+        loader: Its value.
+        device: The trainer's device.
+        trained: The loader of the training.
+
+    Raises:
+        ConfigError: The value is not a ShardLoader, or it does not suit the trainer.
+    """
+    evaluates = name != "train_dataset"
+    if not isinstance(loader, ShardLoader):
+        fault = f"{type(loader).__name__} is not a ShardLoader. Pass one, or use another trainer."
+    elif loader.device != device:
+        fault = (
+            f"the loader delivers to {loader.device}, and the Trainer trains on {device}. Make the "
+            "loader with `device=args.device`."
+        )
+    elif evaluates and not loader.has_end:
+        fault = (
+            "the loader has no end, so an evaluation would not end. Make it with `epochs`=1, and "
+            "of several data sets with Mixture(..., exhausted='continue')."
+        )
+    elif evaluates and loader is trained:
+        fault = "the training would miss the rows that an evaluation reads. Make a second loader."
+    else:
+        return loader
+    raise ConfigError(f"`{name}`: {fault}")

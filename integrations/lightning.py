@@ -36,6 +36,7 @@ from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.stages import Stage, paths_of
 from tokenfeed.trainer.stall import StallReport
 
+Count = Callable[[Any], int] | None
 _OF_READING = ("num_workers", "timeout", "cache_dir", "cache_bytes")
 
 
@@ -147,39 +148,38 @@ class StallCallback(Callback):  # type: ignore[misc]  # untyped
     data, except evaluations and checkpoints.
     """
 
-    def __init__(self, tokens: Callable[[Any], int] | None = None, **settings: Any) -> None:
+    def __init__(self, tokens: Count = None, slots: Count = None, **settings: Any) -> None:
         """Watch a training.
 
         Args:
             tokens: Returns the real tokens of a batch.
+            slots: Returns the token slots of a batch, padding included. Default: as many as tokens.
             settings: Settings of `StallMeter`.
         """
         super().__init__()
         self.meter = MeterOfEvents(**settings)
-        self._count = tokens
-        self._tokens = self._steps = 0
+        self._tokens, self._slots, self._steps = tokens, slots or tokens, 0
         self.report: StallReport | None = None
         """Set when training ends."""
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         """Wait for the first batch. Charge checkpoints until training ends."""
         self.meter.begin(trainer.strategy.root_device)
-        self._tokens, self._steps = 0, trainer.global_step
+        self._steps = trainer.global_step
         self.meter.charge_calls(trainer, "save_checkpoint", "checkpoint")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
         """The batch is ready."""
-        self._tokens += self._count(batch) if self._count else 0
+        if self._tokens and self._slots:
+            self.meter.count(self._tokens(batch), self._slots(batch))
         self.meter.train()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """The batch is queued, and with it perhaps the step of the optimizer."""
-        if trainer.global_step == self._steps:
-            self.meter.wait()
-            return
-        self._steps = trainer.global_step
-        tokens, self._tokens = self._tokens, 0
-        self.meter.step(tokens)
+        if trainer.global_step != self._steps:
+            self._steps = trainer.global_step
+            self.meter.step()
+        self.meter.wait()
 
     def on_validation_end(self, *_: Any) -> None:
         """An evaluation has ended."""

@@ -28,11 +28,13 @@ class MeterOfEvents:
         self._meter: StallMeter | None = None
         self._between, self._charged = contextlib.ExitStack(), contextlib.ExitStack()
         self._is_between = False
+        self._tokens = self._slots = 0
 
     def begin(self, device: Any) -> None:
         """Start measuring: training waits for its first batch."""
         self._close()  # after a training that an exception ended
         self._meter = StallMeter(**{"device": device} | self._settings)
+        self._tokens = self._slots = 0
         self.wait()
 
     def wait(self) -> None:
@@ -46,10 +48,17 @@ class MeterOfEvents:
         self._between.close()
         self._is_between = False
 
+    def count(self, tokens: int, slots: int) -> None:
+        """Add real tokens, and token slots including padding, to the present step."""
+        self._tokens += tokens
+        self._slots += slots
+
     def step(self, tokens: int = 0) -> None:
-        """A step has been queued."""
+        """A step has been queued, with further tokens."""
+        tokens += self._tokens
         if self._meter is not None:
-            self._meter.step(tokens)
+            self._meter.step(tokens, max(tokens, self._slots))
+            self._tokens = self._slots = 0
             self.wait()
 
     def claim(self, cause: Cause) -> None:

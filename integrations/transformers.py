@@ -20,10 +20,10 @@ import numpy as np
 import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
-from tokenfeed.integrations.dataloader import StatefulShardLoader
+from tokenfeed.integrations.dataloader import StatefulShardLoader, checked_loader
 from tokenfeed.integrations.packed import check_documents_apart
 from tokenfeed.integrations.stall import MeterOfEvents
-from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.stall import StallReport
 
@@ -49,23 +49,14 @@ class ShardTrainerMixin:
         super().__init__(*args, **settings)
         evaluated = self.eval_dataset
         named = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
-        given = {"train_dataset": self.train_dataset, **named}
-        loaders = {name: each for name, each in given.items() if isinstance(each, ShardLoader)}
-        for name, loader in loaders.items():
-            if loader.device != self.args.device:
-                raise ConfigError(
-                    f"`{name}`: the loader delivers to {loader.device}, and the Trainer trains on "
-                    f"{self.args.device}. Make the loader with `device=args.device`."
-                )
-            if name in named and not loader.has_end:
-                raise ConfigError(
-                    f"`{name}`: the loader has no end, so an evaluation would not end. Make it "
-                    "with `epochs`=1, and of several data sets with "
-                    "Mixture(..., exhausted='continue')."
-                )
+        for name, loader in {"train_dataset": self.train_dataset, **named}.items():
+            if loader is not None:
+                self._checked(name, loader)
         self.args.ignore_data_skip = True  # the loader continues at its position
-        if isinstance(self.train_dataset, ShardLoader):
-            self.add_callback(_LoaderState(self.train_dataset))  # type: ignore[attr-defined]
+        self.add_callback(_LoaderState())  # type: ignore[attr-defined]
+
+    def _checked(self, name: str, loader: Any) -> ShardLoader:
+        return checked_loader(name, loader, self.args.device, self.train_dataset)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **settings: Any) -> Any:
         """See `transformers.Trainer.train`.
@@ -74,6 +65,7 @@ class ShardTrainerMixin:
             ResumeError: The loader's state in the checkpoint is missing or of other data.
             ValueError: No checkpoint exists.
         """
+        loader = self._checked("train_dataset", self.train_dataset)
         checkpoint = resume_from_checkpoint
         if checkpoint is True:
             checkpoint = get_last_checkpoint(self.args.output_dir)
@@ -86,20 +78,22 @@ class ShardTrainerMixin:
                     f"{path}: the loader's state cannot be read ({error}). Resume from a "
                     "checkpoint that a ShardTrainer has finished."
                 ) from error
-            self.train_dataset.load_state_dict(saved)
+            loader.load_state_dict(saved)
         return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """Return the loader's own batches: `accelerator.prepare` would split them again. Without
         `set_epoch`, which the Trainer would call with an earlier epoch after a resume."""
-        loader = self.train_dataset
-        return StatefulShardLoader(loader) if isinstance(loader, ShardLoader) else loader
+        return StatefulShardLoader(self.train_dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The loader itself."""
+        """Return the loader itself. Trainer also calls this with a name, or without a value."""
         if isinstance(eval_dataset, str):
             return self.eval_dataset[eval_dataset]
-        return self.eval_dataset if eval_dataset is None else eval_dataset
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self._checked("eval_dataset", given)
+
+    get_test_dataloader = get_eval_dataloader
 
     def get_batch_samples(self, *args: Any) -> Any:
         """Return the batches, and at least 1 as the number of targets, the divisor of the loss."""
@@ -129,8 +123,8 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
     output folder.
 
     With several ranks, the report has the readings of all. The sum of targets over ranks, which
-    waits for late ranks, counts as `communication`. The report has tokens if
-    `include_num_input_tokens_seen` counts them.
+    waits for late ranks, counts as `communication`. The report has tokens, the mean of the ranks,
+    if `include_num_input_tokens_seen` counts them, and padding if it is "non_padding".
 
     If training ends by an exception, no event follows. Then
     `callback.meter.end(folder, has_failed=True)` returns the report of this rank.
@@ -148,11 +142,15 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
         self._tokens = int(state.num_input_tokens_seen)  # of the checkpoint
         self.meter.begin(args.device)
         self.meter.charge_calls(
-            transformers.Trainer,
-            "_get_num_items_in_batch",
-            "communication",
-            unless=lambda trainer, *_: trainer.control.should_evaluate,  # charged by an event
+            transformers.Trainer, "_get_num_items_in_batch", "communication", self._evaluates
         )
+
+    def _evaluates(self, trainer: Any, batches: Any, *_: Any) -> bool:
+        """Return whether an evaluation, which has an event, needs the batches. Else count slots."""
+        evaluates: bool = trainer.control.should_evaluate
+        if not evaluates and trainer.args.include_num_input_tokens_seen == "non_padding":
+            self.meter.count(0, sum(b["input_ids"].numel() for b in batches if "input_ids" in b))
+        return evaluates
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """All batches of the step are there."""
@@ -161,7 +159,7 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The step is queued."""
         before, self._tokens = self._tokens, int(state.num_input_tokens_seen)
-        self.meter.step(self._tokens - before)
+        self.meter.step((self._tokens - before) // args.world_size)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """A progress line was written, or the metrics of an evaluation."""
@@ -169,10 +167,8 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
         self.meter.claim("evaluation" if is_evaluation else "log")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A batch was evaluated, or an evaluation has ended."""
+        """A batch was evaluated. The metrics of an evaluation are logged at its end."""
         self.meter.claim("evaluation")
-
-    on_evaluate = on_prediction_step
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A checkpoint was written."""
@@ -187,11 +183,10 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
 class _LoaderState(transformers.TrainerCallback):  # type: ignore[misc]  # untyped
     """Puts the loader's state into each checkpoint."""
 
-    def __init__(self, loader: ShardLoader) -> None:
-        self._loader = loader
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(
+        self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **_: Any
+    ) -> None:
         """Write it by the rank that writes; it is the same on all."""
         if args.should_save:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            (folder / _STATE_FILE).write_text(json.dumps(self._loader.state_dict()))
+            (folder / _STATE_FILE).write_text(json.dumps(train_dataloader.state_dict()))

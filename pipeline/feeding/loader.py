@@ -27,7 +27,7 @@ from tokenfeed.pipeline.feeding.batch import Batch, BatchForm
 from tokenfeed.pipeline.feeding.cores import cores_per_rank
 from tokenfeed.pipeline.feeding.delivery import Delivery, Pass
 from tokenfeed.pipeline.feeding.feed import Feed, Tuner
-from tokenfeed.pipeline.feeding.placement import resolve_ranks, resolve_workers
+from tokenfeed.pipeline.feeding.placement import check_no_copies, resolve_ranks, resolve_workers
 from tokenfeed.pipeline.feeding.stats import Stats
 from tokenfeed.pipeline.feeding.window_source import make_in_worker
 from tokenfeed.pipeline.format.data_set import OpenedSplit, has_remote, open_splits
@@ -280,6 +280,7 @@ class ShardLoader:
         self._num_workers, self._tuner = number, None
 
     def __iter__(self) -> Iterator[Batch]:
+        check_no_copies()
         if self._begins_anew and not self._is_resumed:
             self._begin(self._epoch)
         self._is_resumed = False

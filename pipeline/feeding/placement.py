@@ -175,3 +175,17 @@ def resolve_workers(num_workers: int, *, least: int = 0) -> int:
     if checked:
         check_workers_can_run()
     return checked
+
+
+def check_no_copies() -> None:
+    """Raise a ConfigError in a worker of a torch DataLoader with several workers.
+
+    Each of the workers has a copy of the loader, and would deliver all batches.
+    """
+    of_torch: Any = sys.modules.get("torch.utils.data")
+    worker = of_torch and of_torch.get_worker_info()
+    if worker and worker.num_workers > 1:
+        raise ConfigError(
+            f"`num_workers`={worker.num_workers} of a DataLoader around a ShardLoader: each worker "
+            "would deliver all batches. Set the `num_workers` of the ShardLoader instead."
+        )

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from support.delivery import (
     small_batches,
     spans,
 )
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from tokenfeed import Padded, ShardDataset
+from tokenfeed import Padded, ShardDataset, ShardLoader
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.policy import Batching
 
 
@@ -52,6 +54,24 @@ def test_a_plain_dataloader_gives_the_same_batches(
     for our, their in zip(ours, theirs, strict=True):
         assert same_values(our, their)
         assert (our.is_filler, our.ends_step) == (their.is_filler, their.ends_step)
+
+
+class Wrapped(IterableDataset[int]):
+    """A loader in a data set of torch, as some adopters write it."""
+
+    def __init__(self, loader: ShardLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[int]:
+        return (batch.num_tokens for batch in self.loader)
+
+
+def test_copies_of_a_loader_in_several_workers_are_refused(folder: Path) -> None:
+    loader = open_loader(folder)
+    with pytest.raises(ConfigError, match="each worker would deliver all batches"):
+        list(DataLoader(Wrapped(loader), batch_size=None, num_workers=2))
+    one = DataLoader(Wrapped(loader), batch_size=None, num_workers=1)
+    assert sum(one) == sum(batch.num_tokens for batch in loader)
 
 
 @pytest.mark.parametrize("task", ["classify", "score", "tag", "complete", "chat"])

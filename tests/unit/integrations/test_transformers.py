@@ -55,6 +55,25 @@ def test_evaluation_without_an_end_is_refused(shards: Path, tmp_path: Path) -> N
     named = {"endless": open_split([Stage({shards: 1})], "validation", epochs=1)}  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="`endless`: the loader has no end"):
         trainer(tmp_path, open_split(shards), eval_dataset=named)
+    with pytest.raises(ConfigError, match="`eval_dataset`: the loader has no end"):
+        trainer(tmp_path, open_split(shards)).evaluate(endless)
+
+
+def test_loaders_that_do_not_suit_trainer_are_refused(shards: Path, tmp_path: Path) -> None:
+    train = open_split(shards, epochs=1)
+    with pytest.raises(ConfigError, match="the training would miss the rows"):
+        trainer(tmp_path, train, eval_dataset=train)
+    with pytest.raises(ConfigError, match="`eval_dataset`: list is not a ShardLoader"):
+        trainer(tmp_path, train, eval_dataset=[])
+    with pytest.raises(ConfigError, match="`train_dataset`: NoneType is not a ShardLoader"):
+        trainer(tmp_path, None).train()  # type: ignore[arg-type]
+
+
+def test_trainer_predicts_the_rows_of_a_loader(shards: Path, tmp_path: Path) -> None:
+    validation = open_split(shards, "validation", epochs=1, shuffle=False)
+    found = trainer(tmp_path, None).predict(validation)  # type: ignore[arg-type]
+    labels = [batch["labels"] for batch in validation]
+    assert (found.label_ids != -100).sum() == sum(int((each != -100).sum()) for each in labels)
 
 
 def test_trainer_takes_packed_batches(shards: Path, tmp_path: Path) -> None:
@@ -142,9 +161,10 @@ def test_stall_callback_counts_tokens_of_a_second_training(shards: Path, tmp_pat
     stall = StallCallback(skipped_steps=1)
     count = transformers.Trainer._get_num_items_in_batch
     ours = trainer(tmp_path, open_split(shards), callbacks=[stall])
-    ours.args.include_num_input_tokens_seen = "all"
-    for _ in range(2):
+    for kind in ("all", "non_padding"):
+        ours.args.include_num_input_tokens_seen = kind
         ours.train()
         assert stall.report is not None
         assert stall.report.tokens > 0
+        assert bool(stall.report.padding) is (kind == "non_padding")
     assert transformers.Trainer._get_num_items_in_batch is count
