@@ -184,7 +184,7 @@ def both_splits(
     write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """400 rows of each split, of ten tokens each; one window has 100 of them."""
-    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 250)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 250)
     part = np.arange(4000) % 997 + 1, np.full(400, 10)
     return write_dataset(tmp_path / "both", {"train": part, "validation": part}, 1000)
 

@@ -21,7 +21,7 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Task, task_columns
-from tokenfeed.pipeline.format.shard import ShardWriter
+from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.storage import file_xxh3
 
 __all__ = ["CORPORA", "Corpus", "write_manifest", "write_shards"]

@@ -39,7 +39,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import offsets_of
-from tokenfeed.pipeline.planning.order import Draw, blocks, derive_key, mix64
+from tokenfeed.pipeline.planning.order import Draw
+from tokenfeed.pipeline.planning.permutation import blocks, derive_key, mix64
 from tokenfeed.pipeline.planning.policy import Batching, Pieces, regroup
 
 

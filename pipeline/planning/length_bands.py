@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import ceil_div
-from tokenfeed.pipeline.planning.order import Draw, blocks, mix64
+from tokenfeed.pipeline.planning.order import Draw
+from tokenfeed.pipeline.planning.permutation import blocks, mix64
 
 if TYPE_CHECKING:
     from tokenfeed.pipeline.planning.policy import ByLength

@@ -14,7 +14,8 @@ import numpy as np
 from tokenfeed.pipeline.arithmetic import ceil_div, offsets_of, ranges
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.length_bands import steps_by_length
-from tokenfeed.pipeline.planning.order import Draw, evenly, mix64
+from tokenfeed.pipeline.planning.order import Draw
+from tokenfeed.pipeline.planning.permutation import evenly, mix64
 
 
 @dataclass(frozen=True, slots=True)

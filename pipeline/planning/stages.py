@@ -43,13 +43,10 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import canonical
 from tokenfeed.pipeline.format.store import Store, StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture, proportions
-from tokenfeed.pipeline.planning.order import (
-    CYCLE,
+from tokenfeed.pipeline.planning.order import CYCLE, Draw, SourceOrder, Stretch
+from tokenfeed.pipeline.planning.permutation import (
     GOLDEN,
     WORD,
-    Draw,
-    SourceOrder,
-    Stretch,
     derive_key,
     evenly,
     evenly_inverse,

@@ -17,7 +17,7 @@ from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.pipeline.checks import refusal
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, role_of
-from tokenfeed.pipeline.planning.order import derive_key
+from tokenfeed.pipeline.planning.permutation import derive_key
 from tokenfeed.pipeline.windows.rank_slice import TARGETS
 from tokenfeed.pipeline.windows.reader import Window
 

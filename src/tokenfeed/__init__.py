@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenfeed.pipeline.feeding.loader import ShardLoader as ShardLoader
     from tokenfeed.pipeline.format.manifest import Manifest as Manifest
     from tokenfeed.pipeline.format.shard import ShardReader as ShardReader
-    from tokenfeed.pipeline.format.shard import ShardWriter as ShardWriter
+    from tokenfeed.pipeline.format.shard_writer import ShardWriter as ShardWriter
     from tokenfeed.pipeline.planning.mixture import Mixture as Mixture
     from tokenfeed.pipeline.planning.policies import Fixed as Fixed
     from tokenfeed.pipeline.planning.policies import Packed as Packed
@@ -47,7 +47,7 @@ _HOME = {
     "ShardDataset": "pipeline.feeding.dataset",
     "ShardLoader": "pipeline.feeding.loader",
     "ShardReader": "pipeline.format.shard",
-    "ShardWriter": "pipeline.format.shard",
+    "ShardWriter": "pipeline.format.shard_writer",
     "Stage": "pipeline.planning.stages",
     "StallMeter": "trainer.stall.meter",
     "merge_states": "pipeline.planning.state",

@@ -112,7 +112,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, write_dataset) -> Path:  # no
         lengths = rng.integers(2, LONGEST_ROW, rows)
         splits[split] = (rng.integers(1, 200, lengths.sum()), lengths)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 1_000)
+        patch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 1_000)
         write_dataset(folder, splits, 200)
     assert Manifest.read(folder).split("train").batches > 4
     return folder

@@ -104,7 +104,7 @@ def _tokenizer() -> bytes:
 
 def _data_set(folder: Path) -> Path:
     """Write a small data set: a shard of four record batches for training, one for validation."""
-    with mock.patch("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 100):
+    with mock.patch("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 100):
         lengths = np.arange(1, 29)
         splits = {
             "train": random_rows(lengths, vocabulary_size=300),

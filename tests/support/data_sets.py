@@ -23,7 +23,8 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import Column, Task, task_columns, token_dtype
-from tokenfeed.pipeline.format.shard import ShardReader, ShardWriter
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.pipeline.planning.ahead import Ahead

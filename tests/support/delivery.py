@@ -63,7 +63,7 @@ def realistic_lengths(count: int = 600, mean: float = 4.0, seed: int = 0) -> np.
 
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several record batches out of little data."""
-    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 3_000)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 3_000)
 
 
 def open_loader(folder: Path, batching: Batching = POLICIES[0], **options: Any) -> ShardLoader:

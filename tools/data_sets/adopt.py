@@ -42,15 +42,8 @@ from tokenfeed.pipeline.format.schema import (
     shard_schema,
     token_dtype,
 )
-from tokenfeed.pipeline.format.shard import (
-    BATCH_ROWS,
-    BATCH_TOKENS,
-    FIRST_ROW_KEY,
-    SEAL_KEY,
-    UNSEALED,
-    batch_checksums,
-    shard_metadata,
-)
+from tokenfeed.pipeline.format.shard import FIRST_ROW_KEY, SEAL_KEY, batch_checksums, shard_metadata
+from tokenfeed.pipeline.format.shard_writer import BATCH_ROWS, BATCH_TOKENS, UNSEALED
 from tokenfeed.pipeline.format.stitched import STITCHED_SUFFIX, OtherFile, write_stitched
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.tools.data_sets.derived import Files, new_data_set

@@ -31,7 +31,8 @@ from tokenfeed.pipeline.format.manifest import (
     read_checked,
 )
 from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, ORIGIN_FILE, ORIGIN_RECORD
-from tokenfeed.pipeline.format.shard import ShardReader, ShardWriter
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.store import Store, open_store
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.data_sets.cat import DataSet

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.feeding.devices import accelerator
-from tokenfeed.pipeline.planning.order import derive_key
+from tokenfeed.pipeline.planning.permutation import derive_key
 from tokenfeed.trainer.checkpoints.checkpoint_format import (
     Checkpoint,
     part_of,

@@ -33,7 +33,7 @@ WEIGHTS = st.sampled_from([1, 2, 3, 0.5, 0.1])
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
     """Four data sets of many small record batches."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 150)
+        patch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 150)
         parent = tmp_path_factory.mktemp("sources")
         yield [
             write_rows(parent / f"s{n}", {"train": random_rows(lengths)}, VOCABULARY_SIZE, 2)

@@ -22,7 +22,8 @@ from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import ShardInfo
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import task_columns
-from tokenfeed.pipeline.format.shard import ShardReader, ShardWriter
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.windows.reader import WindowReader
 from tokenfeed.tools.data_sets.verify import find_problems
 
@@ -102,7 +103,7 @@ def test_only_a_manifest_without_seals_takes_shards_without_seals(tmp_path: Path
 def test_the_seal_stands_wherever_arrow_keeps_the_schema(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_batches: int
 ) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 10)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 10)
     info = write(tmp_path, random_rows(np.array([10] * num_batches, np.int64)))
     data = (tmp_path / NAME).read_bytes()
     expected = (info.seal or "").encode()
@@ -189,7 +190,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, int]]:
 def test_little_data_is_decoded_once_and_delivered_as_before(
     make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, batching: Padded | Packed
 ) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 100)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 100)
     folder = make_dataset(list(range(1, 60)), num_shards=3)
 
     def delivered() -> list[Any]:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import ShardInfo
 from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.shard import BATCH_ROWS, BATCH_TOKENS, ShardReader, ShardWriter
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.shard_writer import BATCH_ROWS, BATCH_TOKENS, ShardWriter
 
 NAME = "train/00000.arrow"
 

@@ -74,7 +74,7 @@ def test_batches_of_every_policy_are_counted_within_a_tenth(
 def test_ranks_steps_and_windows_are_counted(
     make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 20_000)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 20_000)
     options = {"window_tokens": 200_000} | options
     check(open_loader(make_dataset(LENGTHS[name]), Padded(2048), **options))
 
@@ -83,7 +83,7 @@ def test_ranks_steps_and_windows_are_counted(
 def test_a_mixture_is_counted_by_what_is_read_of_each_source(
     make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, exhausted: Any
 ) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 20_000)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 20_000)
     folders: dict[str | Path, float] = {
         make_dataset(LENGTHS["reviews"]): 0.7,
         make_dataset(LENGTHS["texts"]): 0.3,

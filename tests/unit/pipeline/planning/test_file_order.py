@@ -146,7 +146,7 @@ def test_rows_come_in_the_order_of_the_data_set_on_any_ranks(
 def test_sources_of_a_mixture_keep_their_order_and_share(
     make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 150)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 150)
     folders = [make_dataset(LENGTHS[:count], num_shards=2) for count in (300, 120)]
     mixture: Any = Mixture({folders[0]: 1, folders[1]: 1})
     stages: Any = [

@@ -181,7 +181,7 @@ def test_the_order_by_length_does_not_depend_on_the_blocks_it_is_made_in(
 ) -> None:
     lengths = np.random.default_rng(0).integers(1, 50, 1000)
     whole = sort_by_length(lengths, 5)
-    monkeypatch.setattr("tokenfeed.pipeline.planning.order.BLOCK", 7)
+    monkeypatch.setattr("tokenfeed.pipeline.planning.permutation.BLOCK", 7)
     assert sort_by_length(lengths, 5).tolist() == whole.tolist()
     assert (np.diff(lengths[whole]) >= 0).all()
     assert sorted(whole.tolist()) == list(range(1000))

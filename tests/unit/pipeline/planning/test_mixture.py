@@ -179,7 +179,7 @@ def test_a_source_without_rows_is_refused_by_name(tmp_path: Path) -> None:
 def test_record_batches_of_a_mixture_are_read_from_their_own_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 20)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 20)
     rows = [random_rows(np.full(count, 5)) for count in (7, 9, 30)]
     folders = [
         write_rows(tmp_path / f"{n}", {"train": part}, VOCABULARY_SIZE, num_shards=2)
@@ -198,7 +198,7 @@ def test_record_batches_of_a_mixture_are_read_from_their_own_source(
 def test_a_plan_knows_the_tokens_of_sources_that_are_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 10)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 10)
     folders = [write(tmp_path / "small", rows=2), write(tmp_path / "large", rows=6)]
 
     def tokens(exhausted: Exhausted) -> tuple[int | None, ...]:

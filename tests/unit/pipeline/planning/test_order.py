@@ -6,17 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import order_of_one
 
-from tokenfeed.pipeline.planning.order import (
-    Draw,
-    EpochOrder,
-    MixturePhase,
-    batches_at,
-    derive_key,
-    evenly,
-    evenly_inverse,
-    permute,
-    places_at,
-)
+from tokenfeed.pipeline.planning.order import Draw, EpochOrder, MixturePhase, batches_at, places_at
+from tokenfeed.pipeline.planning.permutation import derive_key, evenly, evenly_inverse, permute
 from tokenfeed.pipeline.planning.policies import Fixed
 from tokenfeed.pipeline.planning.stages import PlannedStage, StagedOrder
 

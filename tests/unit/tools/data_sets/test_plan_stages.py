@@ -14,7 +14,7 @@ from tokenfeed.tools.data_sets.plan_stages import ShowPlan
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 500)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 500)
     return [
         write_rows(
             tmp_path / name,

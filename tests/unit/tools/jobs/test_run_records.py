@@ -16,7 +16,7 @@ from support.pretokenizing import interrupt, make, part
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
 from tokenfeed.pipeline.format import storage
-from tokenfeed.pipeline.format.shard import ShardWriter
+from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.jobs import run_records as records
 from tokenfeed.tools.pretokenizing import make as make_module
