@@ -37,7 +37,6 @@ _MOST_BYTES, _SHARE_OF_FREE = 10_000_000_000, 0.05
 _MOST_AHEAD_BYTES, _SHARE_AHEAD = 1_000_000_000, 0.25
 _WINDOWS = 3
 """Windows that must fit: the current windows of a fast and of a slow rank, and the next window."""
-_FAR = ("nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "gpfs", "beegfs", "afs", "fuse.sshfs")
 _log = logging.getLogger(__name__)
 
 
@@ -94,8 +93,7 @@ def _folder(cache_dir: str | PathLike[str] | None) -> str:
     """Return the folder of the cache; create it if it is missing.
 
     Raises:
-        ConfigError: The folder cannot be created, belongs to another user, or is on another
-            machine.
+        ConfigError: The folder cannot be created, or belongs to another user.
     """
     given = cache_dir or os.environ.get(VARIABLE)
     setting = "`cache_dir`" if cache_dir else f"${VARIABLE}" if given else "the cache's folder"
@@ -108,25 +106,7 @@ def _folder(cache_dir: str | PathLike[str] | None) -> str:
         raise ConfigError(f"{setting}={place}: {why}. Choose a writable folder.") from None
     if not given and owner != os.getuid():
         raise ConfigError(f"{place} belongs to another user. Set `cache_dir` to your own folder.")
-    if (kind := _file_system(place)) in _FAR:
-        raise ConfigError(
-            f"{setting}={place}: is on a network file system ({kind}), which is no faster than the "
-            "store and has no safe locks. Choose a folder on a disk of this machine."
-        )
     return str(place / _VERSION)
-
-
-def _file_system(place: Path) -> str:
-    """Return the file system type of a folder; an empty string if it is unknown."""
-    import psutil
-
-    resolved = place.resolve()
-    try:
-        mounts = psutil.disk_partitions(all=True)
-    except OSError:
-        return ""
-    around = [mount for mount in reversed(mounts) if resolved.is_relative_to(mount.mountpoint)]
-    return max(around, key=lambda mount: len(mount.mountpoint)).fstype if around else ""
 
 
 def cache_for(

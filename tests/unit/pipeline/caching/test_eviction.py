@@ -6,10 +6,8 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from support.data_sets import MakeDataset
 from support.delivery import realistic_lengths, small_batches
@@ -255,20 +253,6 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     found = resolve_cache(None, None, **SIZES)
     assert found
     assert found.folder == str(tmp_path / f"tokenfeed-{os.getuid()}/v1")
-
-
-def mount(monkeypatch: pytest.MonkeyPatch, types: dict[str, str]) -> None:
-    mounts = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in types.items()]
-    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
-
-
-def test_a_folder_over_the_network_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mount(monkeypatch, {"/": "ext4", f"{tmp_path}/far": "nfs4"})
-    with pytest.raises(ConfigError, match=r"`cache_dir`=.*/far/x: is on a network .*\(nfs4\)"):
-        resolve_cache(tmp_path / "far/x", None, **SIZES)
-    assert resolve_cache(tmp_path / "near", None, **SIZES)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
