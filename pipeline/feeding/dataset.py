@@ -6,11 +6,10 @@ sequence is the same for any number of workers, also for 0.
 
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
@@ -28,13 +27,10 @@ class WindowSlice:
     """One rank's slice of a window, in a single tensor. Iterating over it builds its CPU
     batches."""
 
-    def __init__(
-        self, header: Header, data: torch.Tensor, form: BatchForm, *, is_pinned: bool = False
-    ) -> None:
+    def __init__(self, header: Header, data: torch.Tensor, form: BatchForm) -> None:
         self._header = header
         self._data = data
         self._form = form
-        self._is_pinned = is_pinned
 
     @classmethod
     def from_rank_slice(cls, rank_slice: RankSlice, form: BatchForm) -> "WindowSlice":
@@ -49,23 +45,7 @@ class WindowSlice:
 
     def __iter__(self) -> Iterator[Batch]:
         rank_slice = RankSlice.read(self._header, self._data.numpy().data)
-        batches = (build_on_host(ragged, self._form) for ragged in rank_slice.batches())
-        return (batch.pin_memory() for batch in batches) if self._is_pinned else batches
-
-    def pin_memory(self) -> "WindowSlice":
-        """Return the slice with batches in page-locked memory. `DataLoader(pin_memory=True)` calls
-        it."""
-        return WindowSlice(self._header, self._data, self._form, is_pinned=True)
-
-
-def _refuse_to_collate(slices: list[WindowSlice], **_: object) -> NoReturn:
-    raise ConfigError(
-        f"`batch_size`={len(slices)} of the DataLoader: a ShardDataset makes the batches itself. "
-        "Use DataLoader(dataset, batch_size=None), and iterate over each item for its batches."
-    )
-
-
-default_collate_fn_map[WindowSlice] = _refuse_to_collate
+        return (build_on_host(ragged, self._form) for ragged in rank_slice.batches())
 
 
 _OF_LOADERS = {"device", "num_workers", "timeout", "num_streams"}
@@ -79,7 +59,8 @@ class ShardDataset(IterableDataset[WindowSlice]):
                 ...
 
     Every iteration begins at the start of `epoch`. Increase `epoch` for the next pass, else the
-    order is the same again. `ShardLoader` adds a device, prefetched batches and a saved state.
+    order is the same again. `pin_memory=True` of the DataLoader has no effect: call
+    `batch.pin_memory()`. `ShardLoader` adds a device, prefetched batches and a saved state.
     """
 
     def __init__(

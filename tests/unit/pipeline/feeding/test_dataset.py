@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from support.delivery import open_dataset, open_loader, plain, spans
-from torch.utils.data import DataLoader
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from tokenfeed.pipeline.errors import ConfigError
 
@@ -18,30 +16,6 @@ def test_epochs_without_an_end_run_over_the_seam(folder: Path) -> None:
     whole = list(open_loader(folder, epochs=3))
     assert [spans(b) for b in endless] == [spans(b) for b in whole[: len(endless)]]
     assert len(endless) > len(whole) / 3
-
-
-def test_dataloader_with_pinned_memory_pins_each_batch(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a GPU no thread pins what a DataLoader loads, so the test calls what it would."""
-    pinned: list[int] = []
-
-    def pin(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.append(id(tensor))
-        return tensor
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    window_slice = next(iter(DataLoader(open_dataset(folder), batch_size=None)))
-    plain_batches = list(window_slice)
-    assert not pinned
-    batches = list(pin_memory(window_slice))
-    assert [spans(b) for b in batches] == [spans(b) for b in plain_batches]
-    assert {id(tensor) for batch in batches for tensor in batch.values()} <= set(pinned)
-
-
-def test_dataloader_with_batch_size_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`batch_size`=2 of the DataLoader: .*batch_size=None"):
-        next(iter(DataLoader(open_dataset(folder), batch_size=2)))
 
 
 def test_default_device_elsewhere_leaves_batches_on_cpu(folder: Path) -> None:
