@@ -7,7 +7,6 @@ Shapes: B sequences, T padded length, N tokens, S segments.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -53,22 +52,27 @@ def build_on_device(inputs: Tensors, ragged: RaggedBatch, form: BatchForm) -> Ba
     Returns:
         The batch, with tensors on the device of `inputs`.
     """
-    grid = _Grid.full(ragged) if ragged.is_full else _Grid.padded(inputs, ragged)
-    ids_N = inputs[INPUT_IDS]
-    unsigned = (1 << 8 * ids_N.element_size()) - 1
-    tensors = {
-        name: grid.lay(
-            ids_N.long() & unsigned if name == INPUT_IDS else _widened(inputs[name]), fill
-        )
-        for name, fill in paddings(ragged, form.pad_id).items()
-    }
+    mask_BT, source_BT = (None, None) if ragged.is_full else _slots_of(inputs, ragged)
+    unsigned = (1 << 8 * inputs[INPUT_IDS].element_size()) - 1
+    tensors: Tensors = {}
+    for name, fill in paddings(ragged, form.pad_id).items():
+        values_N = _widened(inputs[name])
+        if name == INPUT_IDS:
+            values_N &= unsigned
+        if mask_BT is None:
+            tensors[name] = values_N.view(ragged.shape)
+        else:
+            tensors[name] = torch.where(mask_BT, values_N[source_BT], fill)
     if "row_targets" in inputs:
         labels = _widened(inputs["row_targets"])
         none = no_target(is_float=labels.is_floating_point())
         added = len(ragged.sequence_lengths) - len(labels)  # rows of padding
         tensors[TARGETS] = torch.nn.functional.pad(labels, (0, added), value=none)
     elif TARGETS not in tensors:
-        tensors[TARGETS] = grid.copy(tensors[INPUT_IDS], IGNORED)
+        ids_BT = tensors[INPUT_IDS]
+        tensors[TARGETS] = (
+            ids_BT.clone() if mask_BT is None else torch.where(mask_BT, ids_BT, IGNORED)
+        )
         _ignore_without_context(tensors[TARGETS], inputs)
     if ragged.is_filler:
         labels = tensors[TARGETS]
@@ -78,46 +82,19 @@ def build_on_device(inputs: Tensors, ragged: RaggedBatch, form: BatchForm) -> Ba
         tensors[INPUT_IDS] = tensors[INPUT_IDS].int()
     if SEGMENTS in inputs:
         tensors[SEGMENTS] = inputs[SEGMENTS]
-    elif grid.mask_BT is not None:
-        tensors[ATTENTION_MASK] = grid.mask_BT
+    elif mask_BT is not None:
+        tensors[ATTENTION_MASK] = mask_BT
     return Batch(ragged, tensors, _build, form.ignore_index)
 
 
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """Maps the tokens of a batch to its slots."""
-
-    shape: tuple[int, int]
-    mask_BT: torch.Tensor | None = None
-    """True on tokens, bool; None without padding."""
-    source_BT: torch.Tensor | None = None
-    """Index of the token of each slot; any index for padding."""
-
-    @classmethod
-    def full(cls, ragged: RaggedBatch) -> "_Grid":
-        """Return the grid of a batch without padding."""
-        return cls(ragged.shape)
-
-    @classmethod
-    def padded(cls, inputs: Tensors, ragged: RaggedBatch) -> "_Grid":
-        """Return the grid of a batch with padding."""
-        lengths_B = inputs[_LENGTHS].long()
-        column_T = torch.arange(ragged.padded_length, device=lengths_B.device)
-        first_B = torch.cumsum(lengths_B, 0) - lengths_B
-        source_BT = (first_B[:, None] + column_T).clamp_(max=len(inputs[INPUT_IDS]) - 1)
-        return cls(ragged.shape, column_T < lengths_B[:, None], source_BT)
-
-    def lay(self, values_N: torch.Tensor, fill: float) -> torch.Tensor:
-        """Return values of tokens as [B, T], with padding `fill`."""
-        if self.mask_BT is None:
-            return values_N.view(self.shape)
-        return torch.where(self.mask_BT, values_N[self.source_BT], fill)
-
-    def copy(self, values_BT: torch.Tensor, fill: int) -> torch.Tensor:
-        """Return a copy with another padding."""
-        if self.mask_BT is None:
-            return values_BT.clone()
-        return torch.where(self.mask_BT, values_BT, fill)
+def _slots_of(inputs: Tensors, ragged: RaggedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which slots of a batch with padding have a token, [B, T] bool, and the index of this
+    token, [B, T]; any index for padding."""
+    lengths_B = inputs[_LENGTHS].long()
+    column_T = torch.arange(ragged.padded_length, device=lengths_B.device)
+    first_B = torch.cumsum(lengths_B, 0) - lengths_B
+    source_BT = (first_B[:, None] + column_T).clamp_(max=len(inputs[INPUT_IDS]) - 1)
+    return column_T < lengths_B[:, None], source_BT
 
 
 def _widened(values: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,7 @@ class WindowMaker:
             tokens=tokens_by_source(spans, planned, rounds, np.array(plan.row_ends)),
         )
         whole = Index(index, layout, added)
-        return RankSlice(epoch, nth, per_token, whole, whole)
+        return RankSlice(per_token, whole, whole)
 
     def _rows_in_order(self, window: Window) -> np.ndarray:
         """Return the rows of a window in the order of their data sets, for `order`="file"."""

@@ -73,8 +73,6 @@ _ALIGNMENT = 64  # of each array: a cache line
 class Header:
     """Description of a slice without its arrays: how to read it from a buffer."""
 
-    epoch: int
-    window: int
     num_per_token: int
     """Number of arrays with one value per token. They come first."""
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -85,8 +83,6 @@ class Header:
 class RankSlice:
     """One rank's micro-batches of a window, as flat arrays."""
 
-    epoch: int
-    window: int
     per_token: dict[str, np.ndarray]
     """Columns with one value per token, shape (N,), in storage dtype: `input_ids`, the inputs of
     the task, and `TARGETS` if tokens have their own targets."""
@@ -112,7 +108,7 @@ class RankSlice:
             described.append((name, array.dtype.str, array.shape))
             np.copyto(np.frombuffer(buffer, array.dtype, array.size, at), array.reshape(-1))
             at += round_up(array.nbytes, _ALIGNMENT)
-        return Header(self.epoch, self.window, len(self.per_token), tuple(described))
+        return Header(len(self.per_token), tuple(described))
 
     @classmethod
     def read(cls, header: Header, buffer: memoryview) -> "RankSlice":
@@ -126,7 +122,7 @@ class RankSlice:
         per_token, staged = arrays[: header.num_per_token], dict(arrays[header.num_per_token :])
         index = {name: array.copy() for name, array in staged.items()}
         indexes = Index.from_arrays(index), Index.from_arrays(staged)
-        return cls(header.epoch, header.window, dict(per_token), *indexes)
+        return cls(dict(per_token), *indexes)
 
     def batches(self) -> Iterator["RaggedBatch"]:
         """Yield the micro-batches, as views, without padding."""

@@ -267,7 +267,7 @@ def slice_of(first: int, count: int) -> RankSlice:
         tokens=np.ones((count, 1), np.int64),
     )
     index = Index(pieces, lay_out(pieces, 1, packs=False), rounds)
-    return RankSlice(0, 0, per_token, index, index)
+    return RankSlice(per_token, index, index)
 
 
 def _on_the_cpu(value: Any) -> Any:

@@ -156,7 +156,6 @@ def test_ignored_are_prompts_and_what_has_no_context(
 def test_a_buffer_gives_a_slice_back(rank_slice: RankSlice, spare: int) -> None:
     buffer = memoryview(bytearray(rank_slice.num_bytes + spare))
     read = RankSlice.read(rank_slice.write(buffer), buffer)
-    assert (read.epoch, read.window) == (rank_slice.epoch, rank_slice.window)
     ours = dict(rank_slice.index.arrays())
     for was, now in (
         (rank_slice.per_token, read.per_token),
