@@ -217,12 +217,6 @@ class Batch(Mapping[str, Any]):
         return np.zeros(len(self.rows), np.int64) if starts is None else starts
 
     @property
-    def num_cut_pieces(self) -> int:
-        """Number of pieces that continue a row that was cut."""
-        starts = self._ragged.starts
-        return 0 if starts is None else int(np.count_nonzero(starts))
-
-    @property
     def sequence_offsets(self) -> np.ndarray:
         """Where each sequence begins among the pieces, numpy, [B + 1]."""
         return self._ragged.sequence_offsets
@@ -246,13 +240,6 @@ class Batch(Mapping[str, Any]):
         """Packed batches: tokens of the longest segment."""
         self._check_packed("max_seqlen")
         return int(np.diff(self._ragged.segments).max())
-
-    @property
-    def document_ids(self) -> "torch.Tensor":
-        """Packed batches: the segment of each slot, [B, T] int32; the same as `seq_idx`."""
-        self._check_packed("document_ids")
-        document_ids: torch.Tensor = self[SEQ_IDX]
-        return document_ids
 
     def _check_packed(self, name: str) -> None:
         if not self._ragged.is_packed:

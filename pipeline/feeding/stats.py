@@ -58,8 +58,6 @@ class Stats:
     """Number of token slots delivered: tokens and padding."""
     padding: float
     """Padding slots divided by slots, 0 to 1."""
-    cut_pieces: int
-    """Number of pieces that continue a row that was cut."""
     windows: int
     """Number of windows read."""
     mixing: float | None
@@ -96,7 +94,7 @@ class Counters:
     """Counts the batches and windows of a loader."""
 
     def __init__(self) -> None:
-        self.batches = self.fillers = self.tokens = self.slots = self.cut_pieces = self.windows = 0
+        self.batches = self.fillers = self.tokens = self.slots = self.windows = 0
         self.pageable = False
         self.wait_total_s = 0.0
         self.wait_s, self.decode_s, self.queue_depth = _recent(), _recent(), _recent()
@@ -109,7 +107,6 @@ class Counters:
         self.fillers += batch.is_filler
         self.tokens += batch.num_tokens
         self.slots += batch.num_slots
-        self.cut_pieces += batch.num_cut_pieces
         self.wait_total_s += waited_s
         self.wait_s.append(waited_s)
 
@@ -130,7 +127,7 @@ class Counters:
         last_epoch_tokens: dict[str, int],
     ) -> Stats:
         """Return the current counts."""
-        same = ("batches", "fillers", "tokens", "slots", "cut_pieces", "windows", "pageable")
+        same = ("batches", "fillers", "tokens", "slots", "windows", "pageable")
         return Stats(
             **{name: getattr(self, name) for name in same},
             padding=1 - self.tokens / self.slots if self.slots else 0.0,

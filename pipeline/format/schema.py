@@ -86,12 +86,12 @@ ROLES: dict[str, Role] = {
 RESERVED_NAMES = frozenset(
     {
         *(INPUT_IDS, *ROLES, ORIGIN_FILE, ORIGIN_RECORD),
-        *("attention_mask", "position_ids", "seq_idx", "document_ids", "use_cache"),
+        *("attention_mask", "position_ids", "seq_idx", "use_cache"),
         *("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"),
         *("max_length_q", "max_length_k", "max_seqlen"),
         *("segments", "sequence_lengths", "sequence_offsets", "piece_lengths", "row_targets"),
         *("rows", "starts", "lengths", "ignored", "is_filler", "ends_step", "device"),
-        *("num_tokens", "num_targets", "num_slots", "num_cut_pieces", "targets"),
+        *("num_tokens", "num_targets", "num_slots", "targets"),
         *("get", "items", "keys", "values", "to", "tensors", "pin_memory"),
     }
 )

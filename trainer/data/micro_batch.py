@@ -163,7 +163,7 @@ class Shaper:
             by_ends = self.separation == "ends"
             longest = size_only(batch.max_seqlen, ends.device) if by_ends else None
             return Scope(causal=self.causal, cu_seqlens=ends, longest=longest)
-        segment_BT = batch.document_ids
+        segment_BT = batch["seq_idx"]
         mask_BHTT = segment_BT[:, None, :, None] == segment_BT[:, None, None, :]
         return Scope(causal=self.causal, mask_BHTT=mask_BHTT.tril() if self.causal else mask_BHTT)
 

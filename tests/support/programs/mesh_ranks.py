@@ -92,7 +92,7 @@ def backward(model: Model, step: Step, mesh: DeviceMesh | None) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for batch in step:
         ids, targets = batch.input_ids, batch.targets
-        buffers = [ids, targets, batch.position_ids, batch.document_ids]
+        buffers = [ids, targets, batch.position_ids, batch.seq_idx]
         if mesh is None:
             loss = _summed(model, *buffers) / step.divisor
             loss.backward()

@@ -44,7 +44,7 @@ def test_nanochat_gets_targets_of_the_same_document(shards: Path) -> None:
     for (inputs, targets, _), batch in zip(made, expected, strict=True):
         assert inputs.shape == targets.shape == (4, 16)
         assert inputs.equal(batch.input_ids)
-        wanted = next_tokens(batch.input_ids, batch.document_ids, -1)
+        wanted = next_tokens(batch.input_ids, batch.seq_idx, -1)
         is_padding = torch.arange(16) >= torch.from_numpy(batch.lengths)[:, None]
         assert targets.equal(wanted.masked_fill_(is_padding, -1))
 

@@ -255,7 +255,6 @@ def test_batches_of_every_form_have_the_same_values(
             assert np.asarray(made[name]).dtype == dtypes.get(name, "int64")
             assert np.array_equal(made[name], value, equal_nan=name == "labels")
         if "position_ids" in made:
-            assert made.document_ids is made["seq_idx"]
             assert made.cu_seqlens is made["cu_seq_lens_q"] is made["cu_seq_lens_k"]
 
 
@@ -306,7 +305,6 @@ def test_counts_on_the_host_equal_counts_of_the_tensors(case: Case) -> None:
         assert batch.piece_lengths.tolist() == sizes
         assert batch.rows.tolist() == [row for row, _, _ in pieces]
         assert batch.starts.tolist() == [start for _, start, _ in pieces]
-        assert batch.num_cut_pieces == sum(start > 0 for _, start, _ in pieces)
         assert np.diff(batch.sequence_offsets).tolist() == [len(s) for s in sequences]
 
 
@@ -392,7 +390,7 @@ def test_a_batch_goes_to_another_device_with_all_it_has(batching: Batching) -> N
     assert list(moved) == list(batch)
 
 
-@pytest.mark.parametrize("name", ["cu_seqlens", "max_seqlen", "document_ids"])
+@pytest.mark.parametrize("name", ["cu_seqlens", "max_seqlen"])
 def test_padded_batch_asked_for_documents_raises(name: str) -> None:
     batch = build_on_host(Case(random_rows(np.array([5, 3])), Padded(100)).ragged()[0], FORM)
     with pytest.raises(ConfigError, match=f"`{name}`: only packed batches have this attribute"):
@@ -432,5 +430,5 @@ def test_pickled_batch_is_the_same_batch(case: Case) -> None:
         assert repr(copy) == repr(expected)
         for name in ("rows", "starts", "piece_lengths", "sequence_offsets", "lengths"):
             assert getattr(copy, name).tolist() == getattr(expected, name).tolist()
-        for name in ("ends_step", "is_filler", "num_tokens", "num_targets", "num_cut_pieces"):
+        for name in ("ends_step", "is_filler", "num_tokens", "num_targets"):
             assert getattr(copy, name) == getattr(expected, name)

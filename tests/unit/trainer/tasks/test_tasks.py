@@ -186,7 +186,7 @@ def test_a_document_never_changes_what_another_one_gives(folders: dict[Task, Pat
         ) as loader:
             batch: Batch = next(iter(loader))
         shown = shape(batch)
-        first = batch.document_ids == batch.document_ids[1, 0]
+        first = batch.seq_idx == batch.seq_idx[1, 0]
         changed = replace(shown, ids_BT=torch.where(first, (shown.ids_BT + 1) % 64, shown.ids_BT))
         with torch.no_grad():
             before, after = model(shown), model(changed)
