@@ -85,7 +85,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
         (
             (corpus, out, "--tokenizer", "some-one/some-model"),
             1,
-            "nor could it be had from the hub",
+            "the Hub did not return it",
         ),
         ((corpus, out, *given, "--end-token", "<x>"), 2, "'<x>' is not in the vocabulary"),
         ((corpus, corpus / "00.txt", *given), 2, "is not a folder"),

@@ -171,9 +171,10 @@ def find_corpus(
     search.check_patterns()
     if not search.sources:
         binary = f" ({len(search.binary):,} binary files skipped)" if search.binary else ""
+        tokens = " For files of token ids, use `shards adopt`." if search.binary else ""
         raise CorpusError(
             f"{', '.join(map(public, paths))}: no input file found{binary}. Point at folders or "
-            "files of text."
+            f"files of text.{tokens}"
         )
     sources = (replace(source, max_record_bytes=max_record_bytes) for source in search.sources)
     return Corpus(sources=tuple(sources), binary=search.binary)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.facts import count_of, facts
 from tokenfeed.pipeline.format.kinds import Kind
-from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.manifest import Manifest, RecordCounts
 from tokenfeed.pipeline.format.schema import shard_schema
 from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.shell.console import print_json
@@ -81,12 +81,7 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         "documents": f"{ledger.read:,} read = {ledger.written:,} written + {ledger.empty:,} empty "
         f"+ {ledger.rejected:,} rejected"
         + (f" + {ledger.removed:,} removed" if ledger.removed else ""),
-        "input": f"{count_of(ledger.files, 'file')}, {ledger.bytes / 1e6:,.1f} MB of text"
-        + (
-            ", removed records included"
-            if ledger.removed
-            else f", {ledger.bytes / tokens:.2f} bytes of text per token"
-        ),
+        "input": f"{count_of(ledger.files, 'file')}, {_text(ledger, tokens)}",
         "shards": f"{num_bytes / 1e6:,.1f} MB, compressed to {num_bytes / tokens:.2f} bytes per "
         "token on disk",
         "versions": ", ".join(version.fingerprint for version in manifest.versions or ()),
@@ -107,6 +102,15 @@ _NOTES = {
 """What the counts of a manifest say."""
 
 
+def _text(ledger: RecordCounts, tokens: int) -> str:
+    """Describe the size of the texts."""
+    if not ledger.bytes:
+        return "texts of unknown size"
+    ratio = f"{ledger.bytes / tokens:.2f} bytes of text per token"
+    added = "removed records included" if ledger.removed else ratio
+    return f"{ledger.bytes / 1e6:,.1f} MB of text, {added}"
+
+
 def _conversations(counts: dict[str, int]) -> dict[str, str]:
     """Tokens by kind, and what a user may not expect, each with its number."""
     if not counts:
@@ -122,18 +126,20 @@ def _conversations(counts: dict[str, int]) -> dict[str, str]:
 def _ids(manifest: Manifest) -> str:
     """Describe how the ids were made and checked."""
     tokenizer = manifest.tokenizer
+    if tokenizer.engine == "adopted":
+        return "adopted: another program made them"
     audit = ""
     if tokenizer.audited:
         compared = "every text" if tokenizer.verified else f"{tokenizer.audited:,} texts"
         routed = f", {tokenizer.routed:,} left to `tokenizers`" if tokenizer.routed else ""
         audit = (
-            f"{routed}, {compared} compared with `tokenizers`, "
-            f"{tokenizer.differences:,} with other ids"
+            f"{routed}; {compared} compared with `tokenizers`, "
+            f"{count_of(tokenizer.differences, 'difference')}"
         )
-    template = "with" if tokenizer.special_tokens_added else "without"
+    added = "yes" if tokenizer.special_tokens_added else "no"
     return (
-        f"by {tokenizer.engine} {tokenizer.engine_version}{audit}; {template} the tokenizer's "
-        f"template; special tokens in text: {tokenizer.special_tokens_in_text}"
+        f"by {tokenizer.engine} {tokenizer.engine_version}{audit}; --add-special-tokens {added}, "
+        f"--special-tokens-in-text {tokenizer.special_tokens_in_text}"
     )
 
 

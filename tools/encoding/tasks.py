@@ -118,9 +118,14 @@ class TaskEncoder(ABC):
         return {own: name for own, name in names.items() if name is not None}
 
     def remedy(self, reason: str) -> str:
-        """Return the option that names the fields, if records are rejected for lack of a field."""
-        is_missing = reason.startswith(("no field", "no column"))
-        return f" Name the field: {self.option_of_fields}." if is_missing else ""
+        """Return the option to give, if records are rejected for lack of a field."""
+        if not reason.startswith(("no field", "no column")):
+            return ""
+        present = reason.partition("it has: ")[2].split(", ")
+        for own, task in {"messages": "chat", "conversations": "chat", "input_ids": "ids"}.items():
+            if own in present and task != (self.option or self.name):
+                return f" Records with `{own}` need `--task {task}`."
+        return f" Name the field: {self.option_of_fields}."
 
     @property
     def option_of_fields(self) -> str:

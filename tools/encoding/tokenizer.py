@@ -244,5 +244,5 @@ def _fetch_from_hub(name: str, file: str = TOKENIZER_FILE) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise TokenizerError(
-            f"{name}: is neither a file or folder here, nor could it be had from the hub: {reason}"
+            f"{name}: no such file or folder, and the Hub did not return it: {reason}"
         ) from None  # the cause may show the address of the endpoint

@@ -355,7 +355,7 @@ def remove_records(output: Place, *, job_first: bool = False) -> None:
 def differences(was: dict[str, Any], now: dict[str, Any]) -> str:
     """Return how two recipes differ; empty if they are equal."""
     return "; ".join(
-        f"{name} was {_shown(was.get(name))}, is {_shown(now.get(name))}"
+        f"{name}: before {_shown(was.get(name))}, now {_shown(now.get(name))}"
         for name in sorted(now.keys() | was.keys())
         if now.get(name) != was.get(name)
     )

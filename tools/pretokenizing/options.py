@@ -95,7 +95,7 @@ class Options:
     """Share of the documents that are rearranged as prefix, suffix, middle, so that a model learns
     to fill in the middle (FIM)."""
     fim_spm_rate: _Rate = 0.5
-    """Share of the documents chosen by --fim-rate whose suffix comes first (SPM)."""
+    """Share of the documents of --fim-rate in which the suffix comes first (SPM)."""
     chat_template: Annotated[str, text("FILE")] | None = None
     """Template of --task chat. Default: chat_template.jinja or tokenizer_config.json of the
     tokenizer."""
@@ -370,6 +370,8 @@ def input_formats() -> str:
     formats = [format_ for format_ in FORMATS.values() if format_ is not FALLBACK]
     lines = [format_.endings[0] for format_ in formats if format_.is_compressible]
     others = [format_.endings[0] for format_ in formats if not format_.is_compressible]
+    of = {".ds": ".ds of datatrove", ".bin": ".bin of litData"}
+    others = [of.get(ending, ending) for ending in others]
     return (
         f"Input: text and source files (a file is a document), {', '.join(lines)}, each also .gz, "
         f".zst, .bz2 or .xz; {', '.join(others)}, folders of `save_to_disk`; - for standard input; "

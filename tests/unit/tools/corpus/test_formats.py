@@ -193,7 +193,9 @@ def test_max_record_is_an_option_that_a_continued_run_keeps(
     assert (reject["line"], reject["reason"]) == (
         *(2, "the line has 912 bytes, more than the 500 of `--max-record`"),
     )
-    assert "--max-record was 500, is 64000000" in error_of(*command, "--validation", 0, expect=2)
+    assert "--max-record: before 500, now 64000000" in error_of(
+        *command, "--validation", 0, expect=2
+    )
     assert "`--max-record` 'long'" in error_of(*command, "--max-record", "long", expect=2)
 
 

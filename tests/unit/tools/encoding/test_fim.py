@@ -119,7 +119,7 @@ def test_seed_and_rate_decide_the_rows(tokenizer: Path, tmp_path: Path) -> None:
     assert made["a"] == made["d"]
     assert made["a"] != made["b"]
     assert made["a"] != made["c"]
-    with pytest.raises(ConfigError, match="--fim-rate, --fim-spm-rate and --seed was"):
+    with pytest.raises(ConfigError, match="--fim-rate, --fim-spm-rate and --seed: before"):
         pretokenize(records, tmp_path / "a", tokenizer=tokenizer, fim_rate=0.25, validation=0)
 
 

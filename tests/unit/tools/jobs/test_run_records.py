@@ -141,7 +141,7 @@ def test_resume_with_other_packages_is_refused(
 ) -> None:
     interrupt(lines, tmp_path / "out", tokenizer)
     monkeypatch.setattr(records, "versions", lambda: ["pyarrow 1.0"])
-    with pytest.raises(ConfigError, match=r"the packages was tokenfeed .* is pyarrow 1\.0"):
+    with pytest.raises(ConfigError, match=r"the packages: before tokenfeed .* now pyarrow 1\.0"):
         make(lines, tmp_path / "out", tokenizer)
 
 
@@ -164,7 +164,7 @@ def test_parts_of_two_commands_begun_without_locks_exclude_each_other(
 
     with monkeypatch.context() as patched:
         patched.setattr(LocalStore, "create", late)
-        with pytest.raises(ConfigError, match=r"--validation was 0\.01, is 0\.5"):
+        with pytest.raises(ConfigError, match=r"--validation: before 0\.01, now 0\.5"):
             part("0/2", lines, out, tokenizer, validation=0.5)
     assert make(lines, out, tokenizer).units >= 7
 

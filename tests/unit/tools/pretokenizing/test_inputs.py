@@ -38,6 +38,18 @@ def test_wrong_field_name_stops_after_10_000_records(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("row", "task"),
+    [({"messages": [{"role": "user", "content": "a"}]}, "chat"), ({"input_ids": [1]}, "ids")],
+)
+def test_records_of_another_task_name_its_option(
+    tmp_path: Path, tokenizer: Path, row: dict[str, object], task: str
+) -> None:
+    write_rows(tmp_path / "a.jsonl", 3, **row)
+    with pytest.raises(CorpusError, match=f"Records with `{next(iter(row))}` need `--task {task}`"):
+        make(tmp_path / "a.jsonl", tmp_path / "out", tokenizer)
+
+
 def test_one_file_without_the_field_does_not_stop_the_run(tmp_path: Path, tokenizer: Path) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()

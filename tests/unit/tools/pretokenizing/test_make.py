@@ -131,14 +131,14 @@ def test_part_of_another_command_is_rejected(lines: Path, tmp_path: Path, tokeni
     out = tmp_path / "out"
     part("0/3", lines, out, tokenizer)
     before = files_of(out)
-    with pytest.raises(ConfigError, match=r"--shard-size was 30000, is 40000"):
+    with pytest.raises(ConfigError, match=r"--shard-size: before 30000, now 40000"):
         part("1/3", lines, out, tokenizer, shard_size="40KB")
-    with pytest.raises(ConfigError, match=r"--validation was 0\.01, is 0\.5"):
+    with pytest.raises(ConfigError, match=r"--validation: before 0\.01, now 0\.5"):
         make(lines, out, tokenizer, validation=0.5)
     more = tmp_path / "more"
     shutil.copytree(lines, more)
     (more / "more.txt").write_text("one more")
-    with pytest.raises(ConfigError, match="the number of input files was 1, is 2"):
+    with pytest.raises(ConfigError, match="the number of input files: before 1, now 2"):
         part("1/3", more, out, tokenizer)
     assert files_of(out) == before
 

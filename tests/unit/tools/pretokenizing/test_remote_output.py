@@ -155,14 +155,14 @@ def test_what_is_in_a_store_is_recognised_or_refused_as_in_a_folder(
         make(lines, url, tokenizer)
     remote.server.objects.clear()
     part("0/3", lines, url, tokenizer)
-    with pytest.raises(ConfigError, match=r"--validation was 0\.01, is 0\.5"):
+    with pytest.raises(ConfigError, match=r"--validation: before 0\.01, now 0\.5"):
         make(lines, url, tokenizer, validation=0.5)
     made = make(lines, url, tokenizer, finish=True)
     assert 0 < made.resumed_units < made.units
     made = objects_of(remote)
     assert make(lines, url, tokenizer).already_finished
     assert part("0/3", lines, url, tokenizer).already_finished
-    with pytest.raises(ConfigError, match=r"already holds a finished .* --validation was"):
+    with pytest.raises(ConfigError, match=r"already holds a finished .* --validation: before"):
         make(lines, url, tokenizer, validation=0.5)
     assert objects_of(remote) == made
     del remote.server.objects[f"{remote.prefix}/train/00001.arrow"]

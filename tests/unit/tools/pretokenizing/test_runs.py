@@ -69,10 +69,10 @@ def test_a_finished_run_repeated_otherwise_is_refused_by_the_difference(
 ) -> None:
     out = tmp_path / "out"
     make(corpus, out, tokenizer)
-    with pytest.raises(ConfigError, match=r"finished data set.*--validation was 0.01, is 0.5"):
+    with pytest.raises(ConfigError, match=r"finished data set.*--validation: before 0.01, now 0.5"):
         make(corpus, out, tokenizer, validation=0.5)
     (corpus / "one more.txt").write_text("new")
-    with pytest.raises(ConfigError, match="the number of input files was 61, is 62"):
+    with pytest.raises(ConfigError, match="the number of input files: before 61, now 62"):
         make(corpus, out, tokenizer)
     (out / ".made_by.json").write_text("[")
     with pytest.raises(ConfigError, match=r"\.made_by\.json: is damaged"):
@@ -86,7 +86,7 @@ def test_a_trained_tokenizer_is_recognised_as_well(corpus: Path, tmp_path: Path)
     options = Options(paths=(str(corpus), str(tmp_path / "out")), vocab_size=300)
     assert not make_dataset(options).already_finished
     assert make_dataset(options).already_finished
-    with pytest.raises(ConfigError, match="--vocab-size and --seed was 300 0, is 300 1"):
+    with pytest.raises(ConfigError, match="--vocab-size and --seed: before 300 0, now 300 1"):
         make_dataset(dataclasses.replace(options, seed=1))
 
 
