@@ -24,7 +24,7 @@ from tokenfeed.integrations.stall import MeterOfEvents
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.pipeline.planning.state import resealed
+from tokenfeed.pipeline.planning.state import resealed, unpacked
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.watchers import watching
 
@@ -116,14 +116,17 @@ def _steps(
 def _state_now(loader: ShardLoader, after_step: dict[str, Any]) -> dict[str, Any]:
     """Return the state after a step, with the present list of stages.
 
-    `reweigh` changes only windows that the loader has not begun, so both lists have the same past.
+    `reweigh` and `until_step` change only windows that the loader has not begun, so both lists have
+    the same past.
     After `load_state_dict` and `rewind`, the state after the step stays as it was.
     """
     now = loader.state_dict()
-    before, plan = after_step["plan"], now["plan"]
+    if now["plan"] == after_step["plan"]:
+        return after_step
+    before, plan = unpacked(after_step)["plan"], unpacked(now)["plan"]
     place = ("epoch", "window", "micro_batch")
     has_gone_on = [now[each] for each in place] >= [after_step[each] for each in place]
-    if plan == before or not has_gone_on or plan.get("given") != before.get("given"):
+    if not has_gone_on or plan.get("given") != before.get("given"):
         return after_step
     counted = dict(zip(before["data"], after_step["tokens"], strict=True))
     tokens = [counted[data] for data in plan["data"]]

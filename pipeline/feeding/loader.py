@@ -334,10 +334,12 @@ class ShardLoader:
         """
         delivered = Delivered(self._plan, Position(self._checked_epoch(epoch), 0, 0))
         left = checks.whole("step", step)
-        make = self._single_windows(self._plan)
+        plan, make = self._plan, self._single_windows(self._plan)
         while left:
             if delivered.position.epoch > epoch:
                 raise ConfigError(f"`step`={step}: epoch {epoch} has {step - left:,} steps.")
+            if delivered.plan is not plan:  # a stage has ended
+                plan, make = delivered.plan, self._single_windows(delivered.plan)
             for ragged in make(delivered.position).batches():
                 delivered = delivered.after(ragged.round)
                 left -= ragged.ends_step
@@ -349,8 +351,8 @@ class ShardLoader:
 
     @property
     def has_end(self) -> bool:
-        """Whether a pass ends. It does not with `epochs=None`, and with a last stage without
-        `until_tokens`."""
+        """Whether a pass ends at a known window. It does not with `epochs=None`, with a last stage
+        without an end, and before the last `until_step`."""
         return self.epochs is not None and self._plan.has_end
 
     def __len__(self) -> int:
@@ -385,8 +387,8 @@ class ShardLoader:
             )
         if not self._plan.has_end:
             raise ConfigError(
-                "the last stage has no `until_tokens`: a pass has no end, so it has no number of "
-                "batches. Set `until_tokens`."
+                "a stage has no `until_tokens`: a pass has no known end, so it has no known number "
+                "of batches. Set `until_tokens`."
             )
         return estimate_rounds(self._plan, self._sources, self.world_size) * self.epochs
 
@@ -448,7 +450,7 @@ class ShardLoader:
         saved = SavedState.checked(own_stream(state, self._plan.stream))
         plan = self._plan_for(saved)
         names = [source.name for source in self._opened[plan.data]]
-        self._go_on_from(Delivered.from_state(plan, saved, names))
+        self._delivery.go_on_from(Delivered.from_state(plan, saved, names))
         self._is_resumed = True
         self._length = None
 
@@ -466,6 +468,7 @@ class ShardLoader:
             Stage(
                 named(stage.weights),
                 until_tokens=stage.until,
+                until_step=None if stage.until else stage.until_step,
                 to=None if stage.to is None else named(stage.to),
                 batching=None if stage.batching == self._plan.batching else stage.batching,
                 targets=stage.targets,
@@ -505,8 +508,8 @@ class ShardLoader:
                 )
         by_data = {of_place[place]: weight for place, weight in by_place(checked).items()}
         before = self._delivery.delivered
-        plan = before.plan.reweighed(by_data, before.position, opened)
-        self._go_on_from(before.with_plan(plan))
+        plan = before.plan.reweighed(by_data, before.position, before.steps, opened)
+        self._delivery.go_on_from(before.with_plan(plan))
 
     def explain(self, batch: Batch) -> list[Origin]:
         """Return the input file, the record and the token range of each piece of a batch, in the
@@ -533,7 +536,7 @@ class ShardLoader:
 
     @property
     def _sources(self) -> tuple[OpenedSplit, ...]:
-        return self._opened[self._plan.data]
+        return self._sources_of(self._plan)
 
     def _deliver(self) -> tuple[Batch, bool]:
         return self._delivery.next(self._start_feed, self.epochs)
@@ -573,20 +576,18 @@ class ShardLoader:
             step_size = saved.plan.micro_batches_per_step
         return self._make_plan(self._opened[data], micro_batches_per_step=step_size)
 
-    def _go_on_from(self, delivered: Delivered) -> None:
-        """Continue with another plan or position. The plan may have its data sets in another
-        order."""
-        data = delivered.plan.data
-        if data not in self._opened:
+    def _sources_of(self, plan: Plan) -> tuple[OpenedSplit, ...]:
+        """Return the data sets of a plan, which may have them in another order than before."""
+        if plan.data not in self._opened:
             every = (source for opened in self._opened.values() for source in opened)
             known = {source.manifest.fingerprint: source for source in every}
-            self._opened[data] = tuple(known[each] for each in data)
-        self._delivery.go_on_from(delivered)
+            self._opened[plan.data] = tuple(known[each] for each in plan.data)
+        return self._opened[plan.data]
 
     def _window_maker(self, plan: Plan | None = None) -> WindowMaker:
         """Return what makes the windows of this rank, by `plan` or the loader's own plan."""
         plan, ranks, rule = plan or self._plan, self._ranks, self._targets_by
-        sources = self._opened[plan.data]
+        sources = self._sources_of(plan)
         with_kinds = rule is not None or any(stage.targets for stage in plan.stages)
         reader = WindowReader(sources, with_kinds=with_kinds, cache=self._cache)
         return WindowMaker(plan, reader, ranks.rank_in_group, ranks.group_size, rule, self._row_map)

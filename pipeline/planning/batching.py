@@ -208,6 +208,8 @@ class Round(NamedTuple):
     """Digest of the round; see `digests`."""
     tokens: tuple[int, ...]
     """Tokens of each source."""
+    steps: int
+    """Number of steps that end with the round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +224,8 @@ class Rounds:
     """Micro-batch of this rank in each round, shape (rounds,), int64."""
     filler: np.ndarray
     """Whether this rank gets a filler, shape (rounds,), bool."""
-    ends_step: np.ndarray
-    """Whether the round is the last of its step, shape (rounds,), bool."""
+    steps: np.ndarray
+    """Number of steps that end with the round, shape (rounds,), int64."""
     takes_all: bool
     """Whether this rank takes every micro-batch of the window."""
 
@@ -255,7 +257,7 @@ def deal_rounds(
         ends,
         np.where(filler, starts, mine),
         filler,
-        np.isin(ends, step_offsets),
+        np.diff(np.searchsorted(step_offsets, np.append(first, ends), side="right")),
         takes_all=world_size == 1 and first == 0,
     )
 

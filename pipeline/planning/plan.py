@@ -38,9 +38,9 @@ from tokenfeed.pipeline.planning.stages import (
     least_tokens,
     paths_of,
     place_of,
+    placed,
     planned_stages,
     reweighed,
-    saved_stages,
 )
 
 _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
@@ -189,6 +189,11 @@ class Plan:
                 sizes, seed, shuffle, data_of(planned), tokens, planned, keeps_rows=keeps_rows
             )
             weights, given = (), digest_of(planned)
+            if num_streams > 1 and any(stage.until_step for stage in planned):
+                raise ConfigError(
+                    f"a stage with `until_step` and `num_streams`={num_streams}: streams are at "
+                    "different windows, so they end no stage together. Set `until_tokens`."
+                )
         if (windows := ordered.num_windows) < num_streams:
             raise ConfigError(
                 f"`num_streams`={num_streams}, but an epoch has only {windows} windows. Lower "
@@ -218,11 +223,11 @@ class Plan:
     @property
     def stages(self) -> tuple[PlannedStage, ...]:
         """The list of stages; empty if the plan has none."""
-        return self.order.stages if isinstance(self.order, StagedOrder) else ()
+        return self.order.listed if isinstance(self.order, StagedOrder) else ()
 
     @property
     def has_end(self) -> bool:
-        """Whether an epoch ends."""
+        """Whether an epoch ends, and at a known window."""
         return self.order.num_windows < ENDLESS
 
     def is_skipped(self, rows: np.ndarray) -> np.ndarray:
@@ -253,13 +258,18 @@ class Plan:
         return self.order.parts(epoch, window, sources)
 
     def reweighed(
-        self, weights: Mapping[str, float], position: Position, opened: Mapping[str, OpenedSplit]
+        self,
+        weights: Mapping[str, float],
+        position: Position,
+        steps: int,
+        opened: Mapping[str, OpenedSplit],
     ) -> Self:
         """Return the plan with other weights, from the first window that has not begun.
 
         Args:
             weights: Weights by fingerprint.
             position: What was delivered.
+            steps: Delivered steps.
             opened: The data sets by fingerprint.
 
         Raises:
@@ -279,9 +289,11 @@ class Plan:
             )
         now, window = order.stage_of(position.window), position.window
         window += position.micro_batch > 0
-        if window >= order.num_windows or order.stage_of(window) is not now:
+        is_over = now.until is None and now.until_step is not None and steps >= now.until_step
+        if is_over or window >= order.num_windows or order.stage_of(window) is not now:
+            end = f"token {now.until:,}" if now.until else f"step {now.until_step:,}"
             raise ConfigError(
-                f"`reweigh`: the present stage ends at token {now.until:,}, and its last window "
+                f"`reweigh`: the present stage ends at {end}, and its last window "
                 "has begun, so nothing of it is left to change. Call `reweigh` after that, or edit "
                 "the list and resume."
             )
@@ -290,14 +302,27 @@ class Plan:
         _check_fit(tuple(opened[data] for data in weights), new.batching)
         return self.with_stages(reweighed(order, window, new))
 
+    def ended(self, window: int, steps: int) -> Self:
+        """Return the plan after a window and this number of steps: a stage whose `until_step` the
+        run has reached ends there."""
+        order = self.order
+        if not isinstance(order, StagedOrder) or window < order.first_windows[-1]:
+            return self
+        step = order.stages[-1].until_step
+        if order.stages[-1].until is not None or step is None or steps < step:
+            return self
+        ended = {step: order.edge(window + 1)}
+        return self.with_stages(placed(order.listed, ended, order.batch_tokens))
+
     def going_on(
-        self, saved: PlanSettings, position: Position, names: Mapping[str, str]
+        self, saved: PlanSettings, position: Position, steps: int, names: Mapping[str, str]
     ) -> tuple[Self, Position]:
         """Return the plan of a resumed run: a saved plan as far as it was read, then this plan.
 
         Args:
             saved: Settings of the saved plan.
             position: Position of the saved run.
+            steps: Delivered steps of the saved run.
             names: Names of the data sets by fingerprint, for messages.
 
         Returns:
@@ -306,7 +331,7 @@ class Plan:
         Raises:
             ResumeError: The lists of stages differ before the position.
         """
-        theirs = planned_stages(saved.stages or [], saved.data, saved.batching)
+        theirs = planned_stages(saved.stages or [], saved.data)
         if saved.given == self.given:  # the saved list is this one, and what became of it
             if missing := [data for data in data_of(theirs) if data not in self.data]:
                 raise ResumeError(
@@ -322,14 +347,28 @@ class Plan:
                 "only, and not with `num_streams`. Use the same list."
             )
         windows = position.window + (position.micro_batch > 0)
-        stages = going_on(self.stages, theirs, windows, names)
+        ours = self._ended_like(theirs, steps)
         try:
-            plan = self.with_stages(stages)
+            plan = self.with_stages(going_on(ours, theirs, windows, names))
         except ConfigError as error:
             raise ResumeError(f"cannot resume: {error}") from error
         if position.window == plan.num_windows:
             position = Position(1, 0, 0)
         return plan, position
+
+    def _ended_like(self, saved: Sequence[PlannedStage], steps: int) -> tuple[PlannedStage, ...]:
+        """Return the stages. Those that steps of a saved run have ended end at the same tokens."""
+        assert isinstance(self.order, StagedOrder)
+        ends = {stage.until_step: stage.until for stage in saved if stage.until_step}
+        for step in (stage.until_step for stage in self.stages):
+            if step is not None and step <= steps and step not in ends:
+                raise ResumeError(
+                    f"cannot resume: a stage of this list ends at step {step:,}, but the run has "
+                    f"read up to step {steps:,} and ended no stage there. Change only what comes "
+                    "after."
+                )
+        ended = {step: until for step, until in ends.items() if step and until}
+        return placed(self.stages, ended, self.order.batch_tokens)
 
     def with_stages(self, stages: Sequence[PlannedStage]) -> Self:
         """Return this plan with other stages of its data sets.
@@ -342,9 +381,8 @@ class Plan:
         """
         order = self.order
         assert isinstance(order, StagedOrder)
-        batch_tokens = dict(zip(order.data, map(Fraction, order.tokens, order.sizes), strict=True))
         for stage in stages:
-            _check_length(stage, batch_tokens)
+            _check_length(stage, order.batch_tokens)
         data = tuple(dict.fromkeys((*data_of(stages), *self.data)))  # a later edit may use the rest
         at = [self.data.index(each) for each in data]
         rows = np.diff(self.row_ends, prepend=0)[at]
@@ -357,7 +395,7 @@ class Plan:
                 data=data,
                 sizes=tuple(order.sizes[number] for number in at),
                 tokens=tuple(order.tokens[number] for number in at),
-                stages=tuple(stages),
+                listed=tuple(stages),
             ),
         )
 
@@ -392,8 +430,7 @@ class Plan:
             skip=dict(self.skip or {}) or None,
         )
         if isinstance(order, StagedOrder):
-            stages = saved_stages(order.stages, self.data, self.batching)
-            return msgspec.structs.replace(settings, stages=stages, given=self.given)
+            return msgspec.structs.replace(settings, stages=order.saved, given=self.given)
         return msgspec.structs.replace(
             settings,
             weights=list(self.weights),
@@ -449,18 +486,21 @@ def _planned(
     by_data = {source.manifest.fingerprint: source for source in opened.values()}
     batch_tokens = _batch_tokens(by_data)
     planned: list[PlannedStage] = []
-    begins: int | None = 0
+    begins, last = 0, {"token": 0, "step": 0}
     for number, stage in enumerate(stages, 1):
-        if begins is None:
+        if stage.until_tokens is None and stage.until_step is None and number < len(stages):
             raise ConfigError(
-                f"stage {number - 1} has no end, so stage {number} never begins. Set "
+                f"stage {number} has no end, so stage {number + 1} never begins. Set "
                 "`until_tokens`."
             )
-        if stage.until_tokens is not None and stage.until_tokens <= begins:
-            raise ConfigError(
-                f"stage {number} ends at token {stage.until_tokens:,}, but begins at {begins:,}. "
-                "Raise `until_tokens`, which counts from the beginning of the run."
-            )
+        for unit, end in (("token", stage.until_tokens), ("step", stage.until_step)):
+            if end is not None and end <= last[unit]:
+                option = "until_tokens" if unit == "token" else "until_step"
+                raise ConfigError(
+                    f"stage {number} ends at {unit} {end:,}, but begins at {last[unit]:,} or "
+                    f"later. Raise `{option}`, which counts from the beginning of the run."
+                )
+            last[unit] = end or last[unit]
         made = PlannedStage(
             begins,
             stage.until_tokens,
@@ -469,6 +509,7 @@ def _planned(
             None if stage.to is None else _by_data(stage.to, opened),
             stage.batching or batching,
             None if stage.targets is None else str(stage.targets),
+            stage.until_step,
         )
         _check_policy(made.batching)
         if made.targets is not None:  # or a ConfigError
@@ -476,7 +517,7 @@ def _planned(
         _check_fit(tuple(by_data[data] for data in made.weights), made.batching)
         planned.append(_with_window(made, by_data, step_size))
         _check_length(planned[-1], batch_tokens)
-        begins = made.until
+        begins = max(begins, made.until or ENDLESS)
     return tuple(planned)
 
 
@@ -515,7 +556,7 @@ def _batch_tokens(opened: Mapping[str, OpenedSplit]) -> dict[str, Fraction]:
 
 def _check_length(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> None:
     """Check that every window of a stage has record batches."""
-    if stage.until is None:
+    if stage.until is None or stage.begins == ENDLESS:
         return
     least, length = least_tokens(stage, batch_tokens), stage.until - stage.begins
     if length < least:

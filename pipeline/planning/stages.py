@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import ceil, lcm
 from os import PathLike
 from os.path import realpath
@@ -59,6 +59,8 @@ ENDLESS = 1 << 62
 """Number of windows of a list whose last stage has no end."""
 _SCALE = 20
 """Tokens of a source are counted in parts of 2**-20 token: whole numbers for any weights."""
+_MOST_WHOLE = 1 << 53
+"""Largest whole number that a state has for a weight."""
 _SURE_BATCHES = 64
 """See `least_tokens`."""
 _MOST_PARTS, _PART_CHANGE = 8, Fraction(1, 16)
@@ -79,8 +81,11 @@ class Stage:
     """Folder or URL -> share of the tokens. Only the proportions matter."""
     _: KW_ONLY
     until_tokens: int | None = None
-    """Tokens of the run, since its beginning, at which the stage ends. None for the last stage: it
-    has no end."""
+    """Tokens of the run, since its beginning, at which the stage ends. None with `until_step`, and
+    for a last stage without an end."""
+    until_step: int | None = None
+    """Instead of `until_tokens`: optimizer steps of the run, since its beginning. The stage ends
+    with the window in which this step ends. A step has `micro_batches_per_step` micro-batches."""
     to: Mapping[StorePath, float] | None = None
     """Weights at the end of the stage. Each share changes linearly. None: weights stay."""
     batching: Batching | None = None
@@ -101,11 +106,16 @@ class Stage:
         elif self.targets is not None and not isinstance(self.targets, str):
             expected = "a word or a set of kinds; a function only as `targets` of the loader"
             raise checks.refusal("targets", self.targets, expected)
-        if self.until_tokens is not None:
-            until = checks.whole("until_tokens", self.until_tokens, least=1, most=1 << 61)
-            object.__setattr__(self, "until_tokens", until)
-        elif to is not None:
+        for name in ("until_tokens", "until_step"):
+            if (until := getattr(self, name)) is not None:
+                object.__setattr__(self, name, checks.whole(name, until, least=1, most=1 << 61))
+        if self.until_tokens is None and to is not None:
             raise ConfigError("a stage with `to` needs `until_tokens`, where the change ends.")
+        if self.until_tokens is not None and self.until_step is not None:
+            raise ConfigError(
+                f"a stage has `until_tokens`={self.until_tokens:,} and `until_step`="
+                f"{self.until_step:,}, but one end. Leave one out."
+            )
 
 
 def _both_ends(
@@ -174,24 +184,23 @@ def by_place(weights: Mapping[StorePath, float]) -> dict[object, float]:
     return found
 
 
-_AtLeast = msgspec.Meta(ge=-(1 << 31))
-_Weight = Annotated[int, _AtLeast] | Annotated[float, _AtLeast]
+_Weight = Annotated[int, msgspec.Meta(ge=0)] | Annotated[float, msgspec.Meta(ge=0)]
+_Weights = Annotated[list[_Weight], msgspec.Meta(min_length=2)]
 _Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 61)]
 
 
 class SavedStage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A stage in a saved state, as its differences from the stage before."""
+    """A stage in a saved state."""
 
-    until: _Tokens | None
-    weights: list[_Weight] | None = None
-    """In the order of the plan's data sets, up to the last one above 0. A number below 0 counts
-    data sets with the weight 0. None: the weights at the end of the stage before."""
-    to: list[_Weight] | None = None
-    """Like `weights`. None: the weights stay."""
-    window_tokens: _Tokens | None = None
-    """None: as in the stage before."""
+    window_tokens: _Tokens
+    weights: _Weights
+    """A divisor, and the weight of each of the plan's data sets times the divisor, because small
+    whole numbers take one byte."""
+    to: _Weights | None = None
+    until: _Tokens | None = None
+    until_step: _Tokens | None = None
     batching: str | None = None
-    """None: as in the stage before, or as the plan's policy."""
+    """None: as in the stage before."""
     targets: str | None = None
 
 
@@ -200,9 +209,9 @@ class PlannedStage:
     """A stage with its place in the run. Its data sets are named by fingerprint."""
 
     begins: int
-    """Tokens of the run at its beginning."""
+    """Tokens of the run at its beginning; `ENDLESS` until a stage before has ended by a step."""
     until: int | None
-    """Tokens of the run at its end; None without an end."""
+    """Tokens of the run at its end; None without an end, and until `until_step` has ended it."""
     window_tokens: int
     weights: Mapping[str, float]
     to: Mapping[str, float] | None
@@ -210,6 +219,8 @@ class PlannedStage:
     batching: Batching
     targets: str | None = None
     """See `Stage.targets`."""
+    until_step: int | None = None
+    """See `Stage.until_step`."""
 
     @property
     def num_windows(self) -> int:
@@ -225,92 +236,63 @@ class PlannedStage:
         return self.begins + nth * self.window_tokens
 
 
-def saved_stages(
-    stages: Sequence[PlannedStage], data: Sequence[str], batching: Batching
-) -> list[SavedStage]:
-    """Return stages for a saved state. `batching` is the policy of the plan."""
-    saved: list[SavedStage] = []
-    last: list[float] | None = None
-    window_tokens = 0
-    for stage in stages:
-        weights = _listed(stage.weights, data)
-        to = None if stage.to is None else _listed(stage.to, data)
-        saved.append(
-            SavedStage(
-                stage.until,
-                None if weights == last else weights,
-                to,
-                None if stage.window_tokens == window_tokens else stage.window_tokens,
-                None if stage.batching == batching else describe(stage.batching),
-                stage.targets,
-            )
+def saved_stages(stages: Sequence[PlannedStage], data: Sequence[str]) -> list[SavedStage]:
+    """Return stages for a saved state."""
+    policies = [None, *(stage.batching for stage in stages)]
+    return [
+        SavedStage(
+            stage.window_tokens,
+            _listed(stage.weights, data),
+            None if stage.to is None else _listed(stage.to, data),
+            stage.until,
+            stage.until_step,
+            None if stage.batching == before else describe(stage.batching),
+            stage.targets,
         )
-        last, window_tokens, batching = to or weights, stage.window_tokens, stage.batching
-    return saved
+        for stage, before in zip(stages, policies, strict=False)
+    ]
 
 
 def _listed(weights: Mapping[str, float], data: Sequence[str]) -> list[float]:
-    """Return weights in the order of the data sets, with zeros as in `SavedStage.weights`."""
-    listed: list[float] = []
-    for each in data:
-        if weight := weights.get(each, 0):
-            listed.append(int(weight) if weight == int(weight) else weight)
-        elif listed and listed[-1] < 0:
-            listed[-1] -= 1
-        else:
-            listed.append(-1)
-    return listed[:-1] if listed and listed[-1] < 0 else listed
+    """Return weights in the order of the data sets, as in `SavedStage.weights`."""
+    listed = [weights.get(each, 0) for each in data]
+    whole, total, divisor = _integers(listed)
+    return [1, *listed] if max(total, divisor) > _MOST_WHOLE else [divisor, *whole]
 
 
-def _with_zeros(listed: Sequence[float], count: int) -> list[float]:
-    """Return the weights of all data sets: the inverse of `_listed`. Empty if they are damaged."""
-    lengths = [int(-each) if each < 0 else 1 for each in listed]
-    if sum(lengths) > count or not sum(each for each in listed if each > 0):
-        return []
-    zeros = [0.0] * (count - sum(lengths))
-    filled = (
-        [0.0] * length if each < 0 else [each] for each, length in zip(listed, lengths, strict=True)
-    )
-    return [*chain.from_iterable(filled), *zeros]
-
-
-def planned_stages(
-    saved: Sequence[SavedStage], data: Sequence[str], batching: str
-) -> tuple[PlannedStage, ...]:
+def planned_stages(saved: Sequence[SavedStage], data: Sequence[str]) -> tuple[PlannedStage, ...]:
     """Return the stages of a saved plan: the inverse of `saved_stages`.
 
     Raises:
         ResumeError: The list is damaged.
     """
     stages: list[PlannedStage] = []
-    begins: int | None = 0
-    last: list[float] = []
-    window_tokens = 0
+    begins, batching = 0, ""
     for number, each in enumerate(saved, 1):
-        weights = last if each.weights is None else each.weights
-        ends = [weights] if each.to is None else [weights, each.to]
-        whole = [_with_zeros(end, len(data)) for end in ends]
-        window_tokens = each.window_tokens or window_tokens
-        makes_sense = all(whole) and window_tokens
-        if begins is None or (each.until or ENDLESS) <= begins or not makes_sense:
+        ends = [each.weights] if each.to is None else [each.weights, each.to]
+        has_weights = all(len(end) == len(data) + 1 and end[0] and sum(end[1:]) for end in ends)
+        is_after = begins == ENDLESS or (each.until or ENDLESS) > begins
+        has_end = each.until or each.until_step or number == len(saved)
+        if not (has_weights and is_after and has_end):
             raise ResumeError(
                 f"cannot resume: stage {number} of the state is damaged. Use an unchanged state."
             )
         batching = each.batching or batching
-        used = [nth for nth in range(len(data)) if any(end[nth] for end in whole)]
-        first, *change = ({data[nth]: end[nth] for nth in used} for end in whole)
+        used = [nth for nth in range(1, len(data) + 1) if any(end[nth] for end in ends)]
+        first, *change = ({data[nth - 1]: end[nth] / end[0] for nth in used} for end in ends)
         stages.append(
             PlannedStage(
                 begins,
                 each.until,
-                window_tokens,
+                each.window_tokens,
                 first,
                 change[0] if change else None,
                 policy_of(batching),
                 each.targets,
+                each.until_step,
             )
         )
-        begins, last = each.until, ends[-1]
+        begins = max(begins, each.until or ENDLESS)
     return tuple(stages)
 
 
@@ -329,11 +311,11 @@ class _Rates(NamedTuple):
 
 def _rates_of(stage: PlannedStage, numbers: Mapping[str, int]) -> _Rates:
     data = sorted(stage.weights, key=numbers.__getitem__)
-    first, first_sum = _integers([stage.weights[each] for each in data])
+    first, first_sum, _ = _integers([stage.weights[each] for each in data])
     linear, square, whole = first, (0,) * len(data), first_sum
     last, last_sum = first, first_sum
     if stage.to is not None and stage.until is not None:
-        last, last_sum = _integers([stage.to[each] for each in data])
+        last, last_sum, _ = _integers([stage.to[each] for each in data])
         # share(x) = first/first_sum + (last/last_sum - first/first_sum) * x / length, integrated
         twice = 2 * (stage.until - stage.begins)
         linear = tuple(a * last_sum * twice for a in first)
@@ -350,12 +332,13 @@ def _rates_of(stage: PlannedStage, numbers: Mapping[str, int]) -> _Rates:
     )
 
 
-def _integers(weights: Sequence[float]) -> tuple[tuple[int, ...], int]:
-    """Return whole numbers in the proportion of the weights, as written, and their sum."""
+def _integers(weights: Sequence[float]) -> tuple[tuple[int, ...], int, int]:
+    """Return the least whole numbers that are the weights, as written, times a divisor; their sum;
+    and the divisor."""
     exact = [Fraction(str(weight)) for weight in weights]
     unit = lcm(*(weight.denominator for weight in exact))
     whole = tuple(int(weight * unit) for weight in exact)
-    return whole, sum(whole)
+    return whole, sum(whole), unit
 
 
 @dataclass(frozen=True)
@@ -369,18 +352,28 @@ class StagedOrder(SourceOrder):
     """Fingerprint of each source. The order of a source depends on it, not on other sources."""
     tokens: tuple[int, ...]
     """Tokens of each source."""
-    stages: tuple[PlannedStage, ...]
+    listed: tuple[PlannedStage, ...]
+    """All stages."""
+    stages: tuple[PlannedStage, ...] = field(init=False)
+    """The stages whose beginning is known: up to the first one without a known end."""
     first_windows: tuple[int, ...] = field(init=False)
     """First window of each stage."""
 
     def __post_init__(self) -> None:
-        counts = [stage.num_windows for stage in self.stages]
+        known = [stage for stage in self.listed if stage.begins < ENDLESS]
+        object.__setattr__(self, "stages", tuple(known))
+        counts = [stage.num_windows for stage in known]
         object.__setattr__(self, "first_windows", tuple(accumulate(counts[:-1], initial=0)))
 
     @property
     def num_windows(self) -> int:
         """Number of windows of the list."""
         return min(ENDLESS, self.first_windows[-1] + self.stages[-1].num_windows)
+
+    @property
+    def batch_tokens(self) -> dict[str, Fraction]:
+        """Average tokens of a record batch of each data set, by fingerprint."""
+        return dict(zip(self.data, map(Fraction, self.tokens, self.sizes), strict=True))
 
     @property
     def stretches(self) -> tuple[Stretch, ...]:
@@ -529,6 +522,11 @@ class StagedOrder(SourceOrder):
         return share * self.sizes[source] / self.tokens[source]
 
     @cached_property
+    def saved(self) -> list[SavedStage]:
+        """All stages for a saved state."""
+        return saved_stages(self.listed, self.data)
+
+    @cached_property
     def _rates(self) -> tuple[_Rates, ...]:
         numbers = {data: number for number, data in enumerate(self.data)}
         return tuple(_rates_of(stage, numbers) for stage in self.stages)
@@ -560,11 +558,9 @@ def data_of(stages: Iterable[PlannedStage]) -> tuple[str, ...]:
 
 def digest_of(stages: Sequence[PlannedStage]) -> str:
     """Return a short name of a list, to recognise the same list again."""
-    data, batching = sorted(data_of(stages)), stages[0].batching
-    saved = msgspec.to_builtins(saved_stages(stages, data, batching))
-    return xxhash.xxh3_64_hexdigest(
-        canonical({"data": data, "batching": describe(batching), "stages": saved})
-    )
+    data = sorted(data_of(stages))
+    saved = msgspec.to_builtins(saved_stages(stages, data))
+    return xxhash.xxh3_64_hexdigest(canonical({"data": data, "stages": saved}))
 
 
 def least_tokens(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> int:
@@ -580,10 +576,10 @@ def least_tokens(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> i
         batch_tokens: Average tokens of a record batch of each data set, by fingerprint.
     """
     sizes = [batch_tokens[data] for data in stage.weights]
-    first, first_sum = _integers(list(stage.weights.values()))
+    first, first_sum, _ = _integers(list(stage.weights.values()))
     last, last_sum = first, first_sum
     if stage.to is not None:
-        last, last_sum = _integers([stage.to[data] for data in stage.weights])
+        last, last_sum, _ = _integers([stage.to[data] for data in stage.weights])
     alone = [
         size / min(Fraction(a, first_sum), Fraction(b, last_sum))
         for size, a, b in zip(sizes, first, last, strict=True)
@@ -591,6 +587,35 @@ def least_tokens(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> i
     ]
     together = min(len(sizes) + 1, _SURE_BATCHES) * max(sizes)
     return ceil(min([together, *alone])) + 1  # 1: parts of a token are rounded down
+
+
+def placed(
+    stages: Iterable[PlannedStage],
+    ended: Mapping[int, int],
+    batch_tokens: Mapping[str, Fraction],
+) -> tuple[PlannedStage, ...]:
+    """Return stages with their beginnings, of which steps have ended some.
+
+    After a stage with `until_step`, a stage whose `until_tokens` has passed is left out, and so is
+    one that has too few tokens until then.
+
+    Args:
+        stages: The stages.
+        ended: Steps that have ended a stage, and the tokens of the run at its end.
+        batch_tokens: Average tokens of a record batch of each data set, by fingerprint.
+    """
+    found: list[PlannedStage] = []
+    begins, follows_step = 0, False
+    for stage in stages:
+        until = ended.get(stage.until_step or 0, stage.until)
+        stage = replace(stage, begins=begins, until=until)
+        is_known = begins < ENDLESS and until is not None
+        if follows_step and is_known and (until or 0) - begins < least_tokens(stage, batch_tokens):
+            continue
+        found.append(stage)
+        begins = max(begins, until or ENDLESS)
+        follows_step |= stage.until_step is not None
+    return tuple(found)
 
 
 def reweighed(order: StagedOrder, window: int, new: PlannedStage) -> tuple[PlannedStage, ...]:
@@ -603,7 +628,7 @@ def reweighed(order: StagedOrder, window: int, new: PlannedStage) -> tuple[Plann
     """
     stage, begins = order.stage_of(window), order.edge(window)
     number = order.stages.index(stage)
-    before, after = order.stages[:number], order.stages[number + 1 :]
+    before, after = order.listed[:number], order.listed[number + 1 :]
     new = replace(new, begins=begins, until=stage.until)
     if stage.to is not None:
         raise ConfigError(
@@ -612,7 +637,7 @@ def reweighed(order: StagedOrder, window: int, new: PlannedStage) -> tuple[Plann
         )
     if begins == stage.begins:
         return (*before, new, *after)
-    return (*before, replace(stage, until=begins), new, *after)
+    return (*before, replace(stage, until=begins, until_step=None), new, *after)
 
 
 def going_on(
@@ -648,7 +673,7 @@ def going_on(
         if future[0].edge(passed) == stop:  # the same windows so far: at most its end has moved
             return (*past[:-1], *future)
     if past and past[-1].until != stop:
-        past[-1] = replace(past[-1], until=stop)
+        past[-1] = replace(past[-1], until=stop, until_step=None)
     if future and future[0].begins < stop:
         future[0] = replace(future[0], begins=stop)
     return (*past, *future)

@@ -2,9 +2,12 @@
 
 A state has a few integers, the settings of their plan, and a digest of all delivered rows. It does
 not contain ranks, workers, prefetching or devices, so a run can continue with other ones. Its
-checksum detects a state that was damaged or edited. Torch-free.
+checksum detects a state that was damaged or edited. With stages, the settings are compressed.
+Torch-free.
 """
 
+import zlib
+from base64 import b85decode, b85encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
@@ -20,9 +23,16 @@ from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
 from tokenfeed.pipeline.planning.policies import described_policy
 
-_VERSION, _STAGED_VERSION = 3, 6
+_VERSION, _STAGED_VERSION = 3, 7
 """Version of the row order without and with stages. A change of the order changes it, because the
 same position then has other rows before it."""
+_KNOWN = (
+    b"batchingPadded(max_tokens=Packed(sequence_length=2048, batch_size=8, split=False, "
+    b"long_rows='cut')micro_batches_per_stepsplittrainseedgivendatastageswindow_tokensweightsuntil"
+)
+"""Words that packed settings need not repeat."""
+_MOST_PACKED = 1 << 26
+"""Largest size of packed settings in bytes."""
 _WORD = (1 << 64) - 1
 _START = Position(0, 0, 0)
 
@@ -50,6 +60,8 @@ class Delivered:
     """Tokens of each source in the current epoch."""
     last_epoch_tokens: tuple[int, ...] = ()
     """Tokens of each source in the last epoch; empty if this process did not see its end."""
+    steps: int = 0
+    """Optimizer steps of `micro_batches_per_step` micro-batches, in all epochs."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -63,15 +75,18 @@ class Delivered:
         """
         plan, last = self.plan, self.last_epoch_tokens
         digest = (self.digest + done.digest) & _WORD
-        tokens = tuple(map(add, self.tokens, done.tokens))
+        tokens, steps = tuple(map(add, self.tokens, done.tokens)), self.steps + done.steps
         if not done.ends_window:
             position = self.position._replace(micro_batch=done.position)
-            return Delivered(plan, position, digest, tokens, last)
+            return Delivered(plan, position, digest, tokens, last, steps)
+        plan = plan.ended(self.position.window, steps)
+        if plan is not self.plan:
+            tokens = _moved(tokens, self.plan.data, plan.data)
         position = plan.next_window(self.position)
         if position.window:
-            return Delivered(plan, position, digest, tokens, last)
+            return Delivered(plan, position, digest, tokens, last, steps)
         _check_epoch(plan, self.position.epoch, tokens)
-        return Delivered(plan, position, digest, last_epoch_tokens=tokens)
+        return Delivered(plan, position, digest, last_epoch_tokens=tokens, steps=steps)
 
     def state(self) -> dict[str, Any]:
         """Return the saved state, a JSON-serialisable dict."""
@@ -83,6 +98,7 @@ class Delivered:
             f"{self.digest:016x}",
             list(self.tokens),
             list(self.last_epoch_tokens) if has_stages else [],
+            self.steps if has_stages else 0,
         )
         return saved.sealed()
 
@@ -116,7 +132,7 @@ class Delivered:
             )
         if plan.stages:
             of_data = dict(zip(plan.data, names, strict=False))
-            plan, position = plan.going_on(theirs, position, of_data)
+            plan, position = plan.going_on(theirs, position, saved.steps, of_data)
             if position.epoch < saved.epoch:  # the list was read to its end, and is longer now
                 tokens, last = last or tokens, ()
             elif position.epoch > saved.epoch:  # the list ends here now
@@ -130,7 +146,7 @@ class Delivered:
                 f"cannot resume: the plan has no {position} with {len(tokens)} sources. Use the "
                 "state of this run, or start a new run."
             )
-        return cls(plan, position, int(saved.digest, 16), tokens, last)
+        return cls(plan, position, int(saved.digest, 16), tokens, last, saved.steps)
 
     def with_plan(self, plan: Plan) -> "Delivered":
         """Return the same rows as delivered by a plan with the same past."""
@@ -156,13 +172,18 @@ class SavedState(msgspec.Struct, frozen=True, omit_defaults=True):
     last_epoch_tokens: list[_Count] = []
     """With stages: tokens of each source in the list, if it was read to its end. A longer list goes
     on counting from them."""
+    steps: _Count = 0
+    """With stages: see `Delivered.steps`."""
     checksum: str = ""
     """Of all other fields."""
 
-    def sealed(self) -> dict[str, Any]:
-        """Return the state as a JSON-serialisable dict with its checksum."""
+    def sealed(self, packed: str = "") -> dict[str, Any]:
+        """Return the state as a JSON-serialisable dict with its checksum. `packed` are the settings
+        of a plan with stages if they were packed before: libraries compress differently."""
         content: dict[str, Any] = msgspec.to_builtins(self)
         content.pop("checksum", None)
+        if self.plan.stages is not None:
+            content["plan"] = packed or _packed(content["plan"])
         return content | {"checksum": xxhash.xxh3_64_hexdigest(canonical(content))}
 
     @classmethod
@@ -176,9 +197,8 @@ class SavedState(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ResumeError(
                 "cannot resume: this is not a loader state. Load what `state_dict` returned."
             )
-        plan = state.get("plan")
-        has_stages = isinstance(plan, Mapping) and plan.get("stages") is not None
-        version = _STAGED_VERSION if has_stages else _VERSION
+        packed = plan if isinstance(plan := state.get("plan"), str) else ""
+        version = _STAGED_VERSION if packed else _VERSION
         if state["version"] != version:
             raise ResumeError(
                 f"cannot resume: the state has version {state['version']!r}, this is version "
@@ -186,10 +206,10 @@ class SavedState(msgspec.Struct, frozen=True, omit_defaults=True):
                 "tokenfeed that saved the state, or start a new run."
             )
         try:
-            saved = msgspec.convert(dict(state), cls)
-        except (msgspec.ValidationError, UnicodeEncodeError) as error:
+            saved = msgspec.convert(unpacked(state), cls)
+        except (ValueError, RecursionError, zlib.error) as error:  # also of msgspec and Unicode
             raise ResumeError(f"cannot resume: this is not a loader state ({error}).") from error
-        if (expected := saved.sealed()["checksum"]) != saved.checksum:
+        if (expected := saved.sealed(packed)["checksum"]) != saved.checksum:
             raise ResumeError(
                 "cannot resume: the state was changed after it was saved: its checksum is "
                 f"{saved.checksum!r}, but its content has {expected!r}. Load an unchanged state."
@@ -199,7 +219,34 @@ class SavedState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def resealed(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Return a state with other fields, and the checksum of the result."""
-    return msgspec.convert(state | changes, SavedState).sealed()
+    return msgspec.convert(unpacked(state) | changes, SavedState).sealed()
+
+
+def unpacked(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a state whose settings are a dict, also with stages.
+
+    Raises:
+        ValueError: The settings are damaged. So does `zlib.error`.
+    """
+    if not isinstance(packed := state.get("plan"), str):
+        return dict(state)
+    reader = zlib.decompressobj(-zlib.MAX_WBITS, _KNOWN)
+    settings = msgspec.msgpack.decode(
+        reader.decompress(b85decode(packed), _MOST_PACKED), type=dict[str, Any]
+    )
+    if not isinstance(data := settings.get("data"), bytes):
+        raise ValueError("its plan has no data sets")
+    whole = data.hex()
+    settings["data"] = [whole[first : first + 16] for first in range(0, len(whole), 16)]
+    return {**state, "plan": settings}
+
+
+def _packed(settings: dict[str, Any]) -> str:
+    """Return settings as text: MessagePack, compressed, in base 85."""
+    data = bytes.fromhex("".join(settings["data"]))
+    writer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS, memLevel=9, zdict=_KNOWN)
+    content = writer.compress(msgspec.msgpack.encode(settings | {"data": data}))
+    return b85encode(content + writer.flush()).decode()
 
 
 def first_difference(ours: PlanSettings, theirs: PlanSettings) -> tuple[str, object, object] | None:

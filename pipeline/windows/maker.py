@@ -132,7 +132,7 @@ class WindowMaker:
         added = RoundIndex(
             filler=rounds.filler,
             position=rounds.ends,
-            ends_step=rounds.ends_step,
+            steps=rounds.steps,
             digests=digests(spans, planned, rounds, epoch, number),
             tokens=tokens_by_source(spans, planned, rounds, np.array(plan.row_ends)),
         )

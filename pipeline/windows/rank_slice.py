@@ -26,8 +26,8 @@ class RoundIndex:
     """Whether it repeats another rank's sequence, bool."""
     position: np.ndarray
     """Number of the window's micro-batches delivered once its round is complete, int64."""
-    ends_step: np.ndarray
-    """Whether its round is the last round of a step, bool."""
+    steps: np.ndarray
+    """Number of steps that end with its round, int64."""
     digests: np.ndarray
     """Digest of its round, uint64; see `digests` in `batching`."""
     tokens: np.ndarray
@@ -195,6 +195,7 @@ class RaggedBatch:
             number + 1 == len(rounds.position),
             int(rounds.digests[number]),
             tuple(rounds.tokens[number].tolist()),
+            int(rounds.steps[number]),
         )
 
     @property
@@ -205,7 +206,7 @@ class RaggedBatch:
     @property
     def ends_step(self) -> bool:
         """Whether its round is the last round of a step."""
-        return bool(self._index.rounds.ends_step[self._number])
+        return bool(self._index.rounds.steps[self._number])
 
     def of_tokens(self, name: str) -> np.ndarray:
         """Return a column with one value per token, shape (N,), in storage dtype."""

@@ -262,7 +262,7 @@ def slice_of(first: int, count: int) -> RankSlice:
     rounds = RoundIndex(
         filler=np.zeros(count, bool),
         position=numbers + 1,
-        ends_step=np.ones(count, bool),
+        steps=np.ones(count, np.int64),
         digests=np.zeros(count, np.uint64),
         tokens=np.ones((count, 1), np.int64),
     )

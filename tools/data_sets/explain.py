@@ -238,7 +238,7 @@ def _step_ends(maker: WindowMaker, begin: Position) -> np.ndarray:
     ranks from a position. With more ranks than micro-batches in a step, several steps end at once
     and count as one."""
     rounds = maker.make(begin).index.rounds
-    ends: np.ndarray = rounds.position[rounds.ends_step]
+    ends: np.ndarray = rounds.position[rounds.steps > 0]
     return ends
 
 

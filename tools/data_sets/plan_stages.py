@@ -1,7 +1,7 @@
 """`shards plan`: what the stages of a run read, from the manifests alone."""
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,8 @@ class ShowPlan:
 
     file: Annotated[Path, msgspec.Meta(title="FILE", description="a path")]
     """A YAML file for `train --config` with a list `mixing`. If the file sets `step_tokens`, the
-    numbers of steps are shown too, estimated without padding."""
+    numbers of steps are shown too, estimated without padding, and so are the tokens of stages with
+    `until_step`."""
     ranks: Positive = 1
     """Number of ranks."""
     streams: Positive = 1
@@ -46,12 +47,12 @@ class ShowPlan:
             raise ConfigError(
                 f"`--streams`={self.streams}: expected a divisor of `--ranks`, {self.ranks}."
             )
+        step = settings.get("step_tokens")
         try:
-            sources, plan = self._planned(settings["mixing"])
+            sources, plan = self._planned(_without_steps(settings["mixing"], step))
         except TokenfeedError as error:
             raise ConfigError(f"{self.file}: mixing: {error}") from None
         assert isinstance(plan.order, StagedOrder)
-        step = settings.get("step_tokens")
         known = _known(plan.order, sources, step, self.streams)
         if self.json:
             print_json(known)
@@ -75,6 +76,18 @@ class ShowPlan:
             shuffle=True,
             num_streams=self.streams,
         )
+
+
+def _without_steps(mixing: Any, step: int | None) -> Any:
+    """Return stages with `until_tokens` instead of `until_step`, for steps of this many tokens."""
+    if step is None and any(stage.until_step for stage in mixing):
+        raise ConfigError("`until_step` has no known tokens. Set `step_tokens` in the file.")
+    return tuple(
+        replace(stage, until_tokens=stage.until_step * step, until_step=None)
+        if stage.until_step
+        else stage
+        for stage in mixing
+    )
 
 
 _LEAST_TOKENS = 1 << 14

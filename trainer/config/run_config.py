@@ -91,6 +91,8 @@ class StageSettings:
     """Folders with their weights."""
     until_tokens: Tokens | None = None
     """Tokens of the run at which the stage ends. None for the last stage, which has no end."""
+    until_step: Annotated[int, Meta(ge=1)] | None = None
+    """Instead of `until_tokens`: the stage ends with the window in which this step ends."""
     to: Shards | None = None
     """Weights at the end of the stage."""
     sequence_length: Annotated[int, Meta(ge=2)] | None = None
@@ -241,9 +243,10 @@ class TrainConfig:
         self._check_numbers()
         if self.step_rows is None and self.micro_batch_tokens != "auto":
             check_multiple(self, "step_tokens", "micro_batch_tokens")
-        if self.mixing and self.mixing[-1].until_tokens is not None:
+        if self.mixing and (self.mixing[-1].until_tokens or self.mixing[-1].until_step):
             raise ConfigError(
-                "`mixing`: the last stage goes on until the last step. Leave out its until_tokens."
+                "`mixing`: the last stage goes on until the last step. Leave out its until_tokens "
+                "or until_step."
             )
         lengths = [stage.sequence_length for stage in self.mixing if stage.sequence_length]
         if lengths and self.step_rows is not None:

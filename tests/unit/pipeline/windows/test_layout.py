@@ -58,7 +58,7 @@ def test_a_slice_has_the_shapes_and_dtypes_it_documents(rank_slice: RankSlice) -
         "layout.ignored_offsets": ("int64", (batches + 1,)),
         "rounds.filler": ("bool", (batches,)),
         "rounds.position": ("int64", (batches,)),
-        "rounds.ends_step": ("bool", (batches,)),
+        "rounds.steps": ("int64", (batches,)),
         "rounds.digests": ("uint64", (batches,)),
         "rounds.tokens": ("int64", (batches, 1)),
     }

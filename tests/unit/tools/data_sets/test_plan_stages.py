@@ -44,7 +44,7 @@ def test_planned_tokens_are_those_that_a_loader_delivers(
 shards: {code}
 step_tokens: 1000
 mixing:
-  - {{shards: {{{code}: 3, {prose}: 1}}, until_tokens: 20_000}}
+  - {{shards: {{{code}: 3, {prose}: 1}}, until_step: 20}}
   - {{shards: {{{code}: 1}}, to: {{{prose}: 1}}, until_tokens: 60_000}}
   - {{shards: {prose}}}
 """
@@ -82,6 +82,10 @@ def test_a_file_without_stages_is_refused(folders: list[Path], tmp_path: Path) -
     file.write_text(f"shards: {folders[0]}\nmixing: [{{shards: {folders[0]}}}]\n")
     with pytest.raises(ConfigError, match="expected a divisor of `--ranks`, 3"):
         ShowPlan(file=file, ranks=3, streams=2).run()
+    stepped = f"{{shards: {folders[0]}, until_step: 9}}"
+    file.write_text(f"mixing: [{stepped}, {{shards: {folders[0]}}}]\n")
+    with pytest.raises(ConfigError, match="`until_step` has no known tokens"):
+        ShowPlan(file=file).run()
     with pytest.raises(ConfigError, match=r"missing\.yaml: No such file or directory"):
         ShowPlan(file=tmp_path / "missing.yaml").run()
     for folder, words in (

@@ -135,16 +135,21 @@ def test_order_skipped_rows_and_lengths_of_a_file_reach_the_loader(
     assert found[0][-1]["input_ids"].shape == (4, 32)
     targets = [sum(batch.num_targets for batch in batches) for batches in found]
     assert targets[0] - targets[1] == (lengths - 1)[(rows == 1) | (rows == 2)].sum()
-    staged = dataclasses.replace(plain, mixing=(dataclasses.replace(mixing[0], targets="last"),))
-    assert [stage.targets for stage in training_source(staged)] == ["last"]  # type: ignore[union-attr]
+    changed = {"targets": "last", "until_tokens": None, "until_step": 7}
+    first = dataclasses.replace(mixing[0], **changed)
+    source = training_source(dataclasses.replace(plain, mixing=(first, mixing[1])))
+    found_first = source[0]  # type: ignore[index]
+    assert {name: getattr(found_first, name) for name in changed} == changed
 
 
 def test_mixing_that_contradicts_itself_is_refused(sets: Path, tmp_path: Path) -> None:
     code = str(sets / "code")
     ending, endless = StageSettings(shards=code, until_tokens=9_000), StageSettings(shards=code)
+    stepped = StageSettings(shards=code, until_step=3)
     longer, uneven = (StageSettings(shards=code, sequence_length=n) for n in (64, 24))
     for settings, message in (
         ({"mixing": (ending,)}, "`mixing`: the last stage goes on until the last step"),
+        ({"mixing": (stepped,)}, "Leave out its until_tokens or until_step"),
         ({"mixing": (endless, endless)}, "stage 1 has no end"),
         ({"mixing": (longer,)}, "`mixing`: a stage has sequence_length 64, but the run has 32"),
         ({"mixing": (longer,), "step_rows": 8}, "needs steps of a number of tokens"),
