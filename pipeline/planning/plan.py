@@ -357,7 +357,7 @@ class Plan:
         return plan, position
 
     def _ended_like(self, saved: Sequence[PlannedStage], steps: int) -> tuple[PlannedStage, ...]:
-        """Return the stages. Those that steps of a saved run have ended end at the same tokens."""
+        """Return the stages. Stages that a saved run ended by a step end at the same tokens."""
         assert isinstance(self.order, StagedOrder)
         ends = {stage.until_step: stage.until for stage in saved if stage.until_step}
         for step in (stage.until_step for stage in self.stages):
