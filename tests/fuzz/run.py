@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import logging
 import multiprocessing
+import os
 import random
 import re
 import signal
@@ -39,6 +40,9 @@ traces allocations: this takes five times as long. A process traces always or ne
 read for every mutation."""
 _IN_MEMORY = "/dev/shm"
 """Files are written here if it exists: a file system on a disk takes a hundred times as long."""
+
+
+os.environ["RUST_BACKTRACE"] = "0"  # a backtrace of a panic takes megabytes of symbols
 
 
 class _Hang(BaseException):
