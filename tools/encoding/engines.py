@@ -9,7 +9,6 @@ import contextlib
 import importlib.metadata
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any, Literal, Self
 
 import msgspec
@@ -84,8 +83,6 @@ def fast_json(shape: Shape, *, splits_special: bool) -> bytes:
 
 EngineName = Literal["tokenizers", "gigatoken"]
 
-_REFERENCE_BATCH_BYTES = 1 << 20
-"""Bytes of text per call of `tokenizers`. An encoding takes many times the memory of its text."""
 CACHE_BYTES = 512 << 20
 """Growth of the process at which the fast engine is loaded again: its cache has no limit."""
 
@@ -146,25 +143,15 @@ class ReferenceEngine:
         return self._encode_whole(texts)
 
     def _encode_whole(self, texts: list[bytes]) -> Ragged:
-        parts = [self._encode(texts[start:stop], start) for start, stop in _cuts(texts)]
-        values = [np.empty(0, self._dtype), *(part.values for part in parts)]
-        lengths = [np.empty(0, np.int64), *(part.lengths for part in parts)]
-        return Ragged(np.concatenate(values), np.concatenate(lengths))
-
-    def _encode(self, texts: list[bytes], first: int) -> Ragged:
-        """Encode texts of a batch, of which the first has the index `first`."""
         decoded = [text.decode() for text in texts]
         try:
             encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         except BaseException as error:  # the library raises what its Rust side gives, panics too
             if isinstance(error, NOT_FAILURES):
                 raise
-            reasons = self._reasons(decoded)
-            if not reasons:
-                raise TokenizerError(
-                    f"the tokenizer fails over a batch of texts: {error}"
-                ) from None
-            raise Unencodable({first + index: why for index, why in reasons.items()}) from None
+            if reasons := self._reasons(decoded):
+                raise Unencodable(reasons) from None
+            raise TokenizerError(f"the tokenizer fails over a batch of texts: {error}") from None
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         flat = itertools.chain.from_iterable(encoding.ids for encoding in encodings)
         return Ragged(np.fromiter(flat, self._dtype, int(lengths.sum())), lengths)
@@ -369,14 +356,6 @@ class _raising:
             raise self._kind(f"the fast one was never compared with it for {error}") from None
         reason = str(error).split("\n")[0].strip() or kind
         raise self._kind(f"gigatoken: {reason}") from error
-
-
-def _cuts(texts: list[bytes]) -> Iterator[tuple[int, int]]:
-    """Yield the first and last index + 1 of pieces of about `_REFERENCE_BATCH_BYTES`."""
-    ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
-    pieces = ends // _REFERENCE_BATCH_BYTES
-    cuts = [0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), len(texts)]
-    return itertools.pairwise(cuts) if texts else iter(())
 
 
 def _resident_bytes() -> int:

@@ -8,9 +8,9 @@ not.
 import io
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ import zstandard
 
 from tokenfeed.tools.corpus.blocks import BlockFile, Blocks
 from tokenfeed.tools.corpus.formats.base import Format
+from tokenfeed.tools.corpus.formats.mds import Column, plain_arrays, samples_table
 from tokenfeed.tools.corpus.formats.sample_containers import (
     name_of,
     open_container,
@@ -50,16 +51,8 @@ _NUMPY = ("i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<
 """dtype by the number in `no_header_tensor:N` and `no_header_numpy:N` of litData."""
 
 
-class _Leaf(NamedTuple):
-    """A column of the samples."""
-
-    name: str
-    dtype: np.dtype | None
-    """None: the column is not read."""
-
-
-def _leaves(config: dict[str, Any]) -> list[_Leaf]:
-    """Return the columns of a folder, in the order of the bytes.
+def _columns(config: dict[str, Any]) -> list[Column]:
+    """Return the columns of a folder, in the order of the bytes. Those of other types are not read.
 
     Raises:
         ValueError: A setting of the folder is not supported.
@@ -76,13 +69,13 @@ def _leaves(config: dict[str, Any]) -> list[_Leaf]:
         )
     if not isinstance(names, list) or len(names) != len(formats):
         raise ValueError("index.json: expected samples that are an array or a dict of arrays")
-    dtypes = []
-    for each in formats:
+    columns: list[Column] = []
+    for name, each in zip(names, formats, strict=True):
         kind, _, number = each.partition(":")
         of_kind: Any = {"no_header_tensor": _TORCH, "no_header_numpy": dict(enumerate(_NUMPY))}
         code = of_kind.get(kind, {}).get(int(number or -1))
-        dtypes.append(code and np.dtype(code))
-    return [_Leaf(str(name), dtype) for name, dtype in zip(names, dtypes, strict=True)]
+        columns.append((str(name), np.dtype(code) if code else "", None))
+    return columns
 
 
 def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
@@ -90,7 +83,7 @@ def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
     index = read_index(part)
     if index is None:
         raise ValueError("index.json is missing beside it")
-    leaves = _leaves(index["config"])
+    columns = _columns(index["config"])
     (chunk,) = (each for each in index["chunks"] if each["filename"] == name_of(place))
     with open_location(place) as file:
         is_packed = file.read(len(_ZSTD)) == _ZSTD
@@ -100,39 +93,19 @@ def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
     if (len(offsets) - 1, offsets[-1]) != (chunk["chunk_size"], chunk["chunk_bytes"]):
         raise ValueError("has another size, or another number of samples, than index.json says")
     has_sizes = index["config"].get("item_loader") != "TokensLoader"
-    tables = (_table(*some, leaves, has_sizes=has_sizes) for some in opened.samples)
+    read = samples_table if has_sizes else _without_sizes
+    tables = (read(*some, columns) for some in opened.samples)
     yield from weighed(records_of_tables(tables, part, fields), part, blocks)
 
 
-def _table(
-    data: np.ndarray, offsets: np.ndarray, leaves: list[_Leaf], *, has_sizes: bool
+def _without_sizes(
+    data: np.ndarray, offsets: np.ndarray, columns: Sequence[Column]
 ) -> pa.RecordBatch:
-    """Decode samples. A sample is the sizes of its leaves as uint32, unless a loader of litData
-    needs none, and then the leaves."""
-    starts, sizes = offsets[:-1], np.diff(offsets)[:, None]
-    if has_sizes:
-        heads = starts[:, None] + np.arange(4 * len(leaves))
-        if int(heads.max()) >= len(data):
-            raise ValueError("ends before its content does")
-        sizes, starts = data[heads].view("<u4").astype(np.int64), starts + heads.shape[1]
-    if sizes.shape[1] != len(leaves) or (sizes < 0).any():
-        raise ValueError("its samples are out of order, or of another kind than index.json says")
-    if (starts + sizes.sum(1) != offsets[1:]).any():
-        raise ValueError("the columns of a sample do not fill it")
-    columns: dict[str, pa.ListArray] = {}
-    for (name, dtype), num_bytes in zip(leaves, sizes.T, strict=True):
-        if dtype is not None:
-            if (num_bytes % dtype.itemsize).any():
-                raise ValueError(f"column {name!r} ends within a value")
-            ends, first = np.cumsum(num_bytes), int(starts[0])
-            places: np.ndarray | slice = slice(first, first + int(ends[-1]))
-            if (starts[1:] != (starts + num_bytes)[:-1]).any():  # not one behind the other
-                places = np.repeat(starts - ends + num_bytes, num_bytes) + np.arange(ends[-1])
-            borders = pa.array(np.append(0, ends // dtype.itemsize), pa.int32())
-            values = pa.array(data[places].copy().view(dtype))
-            columns[name] = pa.ListArray.from_arrays(borders, values)
-        starts = starts + num_bytes
-    return pa.record_batch(columns)
+    """Decode samples of a loader that needs no sizes: each is its only array."""
+    ((name, dtype, _),) = columns
+    if not isinstance(dtype, np.dtype):
+        return pa.record_batch({})
+    return pa.record_batch({name: plain_arrays(data, offsets[:-1], np.diff(offsets), dtype)})
 
 
 def _is_chunk(beginning: bytes, field: str) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import io
 import json
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -75,11 +75,15 @@ def read_mds(
                 "or a number"
             )
     for data, offsets in opened.samples:
-        yield _table(data, offsets, columns)
+        yield samples_table(data, offsets, columns)
 
 
-def _table(
-    data: np.ndarray, offsets: np.ndarray, columns: list[tuple[str, str, int | None]]
+Column = tuple[str, str | np.dtype, int | None]
+"""The name of a column, its encoding or the dtype of its arrays, and its size if that is fixed."""
+
+
+def samples_table(
+    data: np.ndarray, offsets: np.ndarray, columns: Sequence[Column]
 ) -> pa.RecordBatch:
     """Decode the samples between offsets."""
     headers = offsets[:-1].copy()
@@ -102,9 +106,11 @@ def _table(
 
 
 def _column(
-    data: np.ndarray, encoding: str, places: np.ndarray, sizes: np.ndarray
+    data: np.ndarray, encoding: str | np.dtype, places: np.ndarray, sizes: np.ndarray
 ) -> pa.Array | None:
     """Return the values of a column; None if they are not read."""
+    if isinstance(encoding, np.dtype):
+        return plain_arrays(data, places, sizes, encoding)
     kind, *arguments = encoding.split(":")
     if kind == "ndarray":
         return _arrays(data, arguments, places, sizes)
@@ -146,8 +152,17 @@ def _arrays(
         places, sizes = places + 1 + widths, sizes - 1 - widths
     if (lengths * dtype.itemsize != sizes).any():
         raise ValueError("an array has another size than its length says")
+    return plain_arrays(data, places, sizes, dtype)
+
+
+def plain_arrays(
+    data: np.ndarray, places: np.ndarray, sizes: np.ndarray, dtype: np.dtype
+) -> pa.Array:
+    """Return a column of arrays, given the first byte and the bytes of each."""
+    if (sizes % dtype.itemsize).any():
+        raise ValueError("an array ends within a value")
     values = pa.array(_values(data, places, sizes, dtype))
-    ends = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    ends = pa.array(np.append(0, np.cumsum(sizes) // dtype.itemsize), pa.int32())
     return pa.ListArray.from_arrays(ends, values)
 
 
@@ -161,7 +176,10 @@ def _values(data: np.ndarray, places: np.ndarray, sizes: np.ndarray, dtype: np.d
     """Return the values at places, with a number of bytes at each, one place after the other."""
     if len(places) and ((sizes < 0).any() or int((places + sizes).max()) > len(data)):
         raise ValueError("ends before its content does")
-    starts = np.repeat(places - np.cumsum(sizes) + sizes, sizes)
+    ends = np.cumsum(sizes)
+    if len(places) and (places - places[0] == ends - sizes).all():  # one behind the other
+        return data[places[0] : places[0] + ends[-1]].copy().view(dtype)
+    starts = np.repeat(places - ends + sizes, sizes)
     values: np.ndarray = data[starts + np.arange(len(starts))].view(dtype)
     return values
 
