@@ -52,7 +52,7 @@ _NUMPY = ("i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<
 
 
 def _columns(config: dict[str, Any]) -> list[Column]:
-    """Return the columns of a folder, in the order of the bytes. Other types of columns are skipped.
+    """Return the columns of a folder, in the order of the bytes. Other types are skipped.
 
     Raises:
         ValueError: A setting of the folder is not supported.
