@@ -162,10 +162,6 @@ class _Column:
         return sys.getrefcount(self._memory)
 
 
-KEPT_TOKENS = 1 << 20
-"""Sources with at most this many tokens in all are decoded once and kept: a few MB."""
-
-
 @dataclass(frozen=True, slots=True)
 class Window:
     """Decoded rows and their numbers."""
@@ -176,7 +172,7 @@ class Window:
 
 
 class WindowReader:
-    """Decodes record batches of the sources of a plan. Keeps the decoded rows of small sources."""
+    """Decodes record batches of the sources of a plan."""
 
     def __init__(
         self,
@@ -208,13 +204,7 @@ class WindowReader:
 
             self._remote = remote_batches.Remote(cache)
         self._sources = self._opened(sources, only)
-        self._is_small = sum(source.tokens for source in sources) <= KEPT_TOKENS
-        self._kept: dict[int, tuple[Rows, int]] = {}
         self._joiner = Joiner()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A pickled copy, as a worker gets it, decodes its own rows."""
-        return self.__dict__ | {"_kept": {}}
 
     @property
     def fetched(self) -> "Fetched | None":
@@ -261,22 +251,12 @@ class WindowReader:
 
     def _numbered(self, batches: np.ndarray, numbers: list[tuple[int, int]]) -> Iterator[Rows]:
         """Yield the rows of each record batch. Append (first row, number of rows) to `numbers`."""
-        for rows, first_row in self._all(batches):
+        for rows, first_row in self._decoded(batches):
             numbers.append((first_row, len(rows)))
             yield rows
 
-    def _all(self, batches: np.ndarray) -> Iterable[tuple[Rows, int]]:
-        """Return the rows of each record batch, and the number of the first over all sources."""
-        if not self._is_small:
-            return self._decoded(batches)
-        numbers = batches.tolist()
-        missing = [number for number in numbers if number not in self._kept]
-        if missing:
-            decoded = self._decoded(np.array(missing))
-            self._kept.update(zip(missing, decoded, strict=True))
-        return [self._kept[number] for number in numbers]
-
     def _decoded(self, batches: np.ndarray) -> Iterator[tuple[Rows, int]]:
+        """Yield the rows of each record batch, and the number of the first over all sources."""
         for source, numbers in self._by_source(batches):
             # a source of few record batches may repeat them very often in a window of a mixture
             times = [(number, sum(1 for _ in same)) for number, same in groupby(numbers)]

@@ -15,7 +15,6 @@ from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policies import Fixed
-from tokenfeed.pipeline.windows import reader
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.reader import WindowReader
 
@@ -48,7 +47,6 @@ def digest_of(maker: WindowMaker, epochs: int) -> int:
 
 def main() -> None:
     folder, log, cache, bound, delay_s, seed, epochs = sys.argv[1:]
-    reader.KEPT_TOKENS = 0  # windows are read each time, however small the data are
     store = RangedFolder(Path(folder), Path(log), float(delay_s))
     settings = CacheSettings(cache, int(bound), is_whole=False, windows_ahead=2)
     maker = maker_of(store, settings, int(seed))

@@ -37,7 +37,6 @@ def store(
     make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> RangedFolder:
     small_batches(monkeypatch)
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 0)
     return RangedFolder(make_dataset(realistic_lengths(2000)), tmp_path / "requests")
 
 
@@ -76,7 +75,6 @@ def test_a_cache_never_holds_more_than_its_bound(
     num_shards: int,
 ) -> None:
     small_batches(monkeypatch)
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 0)
     folder = make_dataset(realistic_lengths(1000), num_shards=num_shards)
     store = RangedFolder(folder, tmp_path / "requests")
     (split,) = open_splits([folder], "train")

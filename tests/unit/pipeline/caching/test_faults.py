@@ -26,7 +26,6 @@ PATIENT = replace(FAST, give_up_s=60.0)
 @pytest.fixture
 def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
     small_batches(monkeypatch)
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 0)
     return make_dataset(realistic_lengths(600), num_shards=2)
 
 

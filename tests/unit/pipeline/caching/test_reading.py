@@ -39,7 +39,6 @@ PLENTY = 1 << 30
 @pytest.fixture
 def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
     small_batches(monkeypatch)
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 0)
     return make_dataset(realistic_lengths(), num_shards=3)
 
 

@@ -33,7 +33,6 @@ examples = settings(max_examples=12, suppress_health_check=[HealthCheck.function
 @pytest.fixture
 def folder(write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     small_batches(monkeypatch)
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 0)
     return made(write_dataset, tmp_path / "set", seed=0)
 
 

@@ -385,7 +385,6 @@ def test_batches_of_stages_that_are_shorter_than_a_window_are_estimated(
 def test_a_record_batch_repeated_in_a_window_is_decoded_once(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 0)
     tiny = write_rows(tmp_path / "tiny", {"train": random_rows(np.array([5]))}, VOCABULARY_SIZE)
     reads, read = [], ShardReader.read
 

@@ -13,10 +13,10 @@ import pytest
 from pyarrow import ipc
 from support import FORMAT_1
 from support.data_sets import random_rows, rows_of_ids
-from support.delivery import MakeDataset, open_loader, spans, tokens_of
+from support.delivery import MakeDataset, open_loader
 from support.processes import open_files, opened_since
 
-from tokenfeed import Manifest, Packed, Padded
+from tokenfeed import Manifest, Padded
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import ShardInfo
@@ -172,37 +172,6 @@ def test_a_folder_whose_name_is_no_text_is_written_and_read(
     assert not [p for p in find_problems(folder, Manifest.read(folder)) if NAME in p]
     with open_loader(folder, Padded(8000)) as loader:
         assert sum(batch.num_tokens for batch in loader) == 40 * length
-
-
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, int]]:
-    """Which record batches are decoded from now on."""
-    read, seen = ShardReader.read, []
-
-    def noting(reader: ShardReader, index: int) -> tuple[Rows, int]:
-        seen.append((reader.path, index))
-        return read(reader, index)
-
-    monkeypatch.setattr(ShardReader, "read", noting)
-    return seen
-
-
-@pytest.mark.parametrize("batching", [Padded(100), Packed(64, 2, split=True)])
-def test_little_data_is_decoded_once_and_delivered_as_before(
-    make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, batching: Padded | Packed
-) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 100)
-    folder = make_dataset(list(range(1, 60)), num_shards=3)
-
-    def delivered() -> list[Any]:
-        with open_loader(folder, batching, epochs=4, window_tokens=None) as loader:
-            return [(spans(batch), tokens_of(batch).tolist()) for batch in loader]
-
-    seen = decoded(monkeypatch)
-    kept = delivered()
-    assert len(seen) == len(set(seen)) == Manifest.read(folder).split("train").batches
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 0)
-    assert delivered() == kept
-    assert len(seen) == 5 * len(set(seen))
 
 
 def test_small_shards_hold_no_descriptor(make_dataset: MakeDataset) -> None:
