@@ -115,9 +115,6 @@ class StitchedFile(SeekableFile):
                 raise _damaged(path) from None
             raise
         super().__init__(header.bytes)
-        if len(pieces) != header.pieces:
-            self.close()
-            raise _damaged(path)
         self._starts, files, places = pieces.T
         is_rising = self._starts[0] == 0 and (np.diff(self._starts) > 0).all()
         are_known = files.min() >= _OWN and files.max() < len(header.files)

@@ -184,19 +184,14 @@ class ByLength(Batching):
 
     __slots__ = ()
 
-    @property
-    @abstractmethod
-    def spread(self) -> float:
-        """Width of a length band, from 0 to 1."""
+    spread: float
+    """Width of a length band, from 0 to 1."""
+    fill: bool
+    """Whether micro-batches are filled up to `rows_of` their padded length."""
 
     @abstractmethod
     def rows_of(self, longest: int) -> int:
         """Return the number of rows of a micro-batch whose longest row has `longest` tokens."""
-
-    @property
-    @abstractmethod
-    def fill(self) -> bool:
-        """Whether micro-batches are filled up to `rows_of` their padded length."""
 
     def rows_to_fill(self, padded_length: int) -> int:
         """Return `rows_of` if `fill` is set, else 0."""

@@ -15,7 +15,6 @@ import os
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,8 +27,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 _TIMEOUT = "TOKENFEED_REMOTE_TIMEOUT"
 _log = logging.getLogger(__name__)
-_meters: "weakref.WeakSet[Meter]" = weakref.WeakSet()
-"""All meters of this process."""
+_abandoned = threading.Event()
+"""While it is set, failed requests are not repeated, because nobody needs the answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +112,6 @@ class Meter:
         self._failing = 0
         self._failing_since = 0.0
         self._warned_at = -math.inf
-        self.abandoned = threading.Event()
-        """While it is set, failed requests are not repeated, because nobody needs the answers."""
-        _meters.add(self)
 
     def add(self, traffic: Traffic) -> None:
         """Add counts."""
@@ -156,14 +152,11 @@ class Meter:
 @contextmanager
 def without_patience() -> Iterator[None]:
     """Inside the block, failed requests of this process are not repeated."""
-    meters = list(_meters)
-    for meter in meters:
-        meter.abandoned.set()
+    _abandoned.set()
     try:
         yield
     finally:
-        for meter in meters:
-            meter.abandoned.clear()
+        _abandoned.clear()
 
 
 def persist(
@@ -209,7 +202,7 @@ def persist(
                 end = "" if is_endless else f"; given up after {timing.give_up_s:.0f} s"
                 _log.warning("%s: fails for %.0f s now (%s)%s", place, elapsed_s, cause, end)
             pause_s = wait_s * random.uniform(0.5, 1) if wait_s < left_s else left_s
-            if meter.abandoned.wait(pause_s):
+            if _abandoned.wait(pause_s):
                 message = f"was cancelled while it failed ({cause})"
                 raise RemoteError(errno.ECANCELED, message, place)
             wait_s = min(2 * wait_s, timing.longest_wait_s)

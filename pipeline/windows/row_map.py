@@ -116,17 +116,13 @@ class RowMap:
         has_new_labels: bool,
     ) -> None:
         """Write the returned columns of a row."""
-        if not isinstance(changed, Mapping):
+        if not isinstance(changed, Mapping) or not set(changed) <= columns.keys():
+            got = list(changed) if isinstance(changed, Mapping) else type(changed).__name__
             raise ConfigError(
-                f"`map`: the function returned {type(changed).__name__} for {name}. Return a "
-                f"dict of columns, such as {{{INPUT_IDS!r}: ids}}."
+                f"`map`: the function returned {got} for {name}. Expected a dict with some of the "
+                f"columns {', '.join(columns)}."
             )
         for key, values in changed.items():
-            if key not in columns:
-                raise ConfigError(
-                    f"`map`: the function returned an unknown column {key!r} for {name}. Rows "
-                    f"have {', '.join(columns)}."
-                )
             values, tokens = np.asarray(values), place.stop - place.start
             if values.shape != (tokens,):
                 raise ConfigError(
