@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import numpy as np
 from tokenfeed.pipeline.caching.eviction import FIRST_END, Until
 from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache, read_file
 from tokenfeed.pipeline.caching.settings import CacheSettings
+from tokenfeed.pipeline.errors import TokenfeedError
+from tokenfeed.pipeline.format.store import RangedStore
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.remote.retrying import Traffic
@@ -39,18 +42,70 @@ _BEHIND = 4
 """Windows that another process of the node may be behind this one."""
 
 
+class Prefetcher:
+    """A thread that prefetches the windows after the current one, in the order of the plan.
+
+    All processes of a node prefetch the same windows. What one of them has fetched, the others
+    skip.
+    """
+
+    def __init__(self, fetch: Callable[[np.ndarray], None], num_windows: int) -> None:
+        """
+        Args:
+            fetch: Puts record batches into the cache.
+            num_windows: Number of windows to prefetch.
+        """
+        self._fetch = fetch
+        self._num_windows = num_windows
+        self._changed = threading.Condition()
+        self._ahead: Ahead | None = None
+        self._done: Position | None = None
+        threading.Thread(target=self._run, name="tokenfeed prefetches", daemon=True).start()
+
+    def follow(self, ahead: Ahead) -> None:
+        """Set the current window."""
+        with self._changed:
+            if self._ahead and ahead.position < self._ahead.position:
+                self._done = None  # the loader went back: start again from there
+            self._ahead = ahead
+            self._changed.notify()
+
+    def _run(self) -> None:
+        seen: Ahead | None = None
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ahead is not seen)  # noqa: B023
+                seen = self._ahead
+            assert seen
+            self._fetch_after(seen)
+
+    def _fetch_after(self, ahead: Ahead) -> None:
+        for position in islice(ahead.windows(), self._num_windows):
+            if self._ahead is not ahead:
+                return
+            if self._done is None or self._done < position:
+                try:
+                    self._fetch(ahead.batches(position))
+                except (OSError, TokenfeedError):
+                    return  # the read of this window will raise the error
+                self._done = position
+
+
 class Node:
     """Threads, counts and cache of one process. A pickled copy has its own threads and counts."""
 
     def __init__(self, settings: CacheSettings | None) -> None:
-        """Without settings there is no cache."""
+        """Without settings there is no cache, and nothing is prefetched."""
         self.settings = settings
+        self.stores: list[RangedStore] = []
+        """The stores that this process reads from."""
+        self._prefetcher: Prefetcher | None = None
         self._until: dict[str, Until] = {}
         self._lock = threading.Lock()
-        self.counted = Fetched()
-        """Counts that no store keeps: cache hits, damaged files, time waited."""
+        self._counted = Fetched()
         self.ahead: Ahead | None = None
-        """The plan and the current window; None before the first window."""
+        """The plan and the current window; None before the first window. The cache evicts the
+        record batches that the plan reads last after this window."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"settings": self.settings}
@@ -104,7 +159,21 @@ class Node:
     def count(self, counted: Fetched) -> None:
         """Add counts that no store keeps."""
         with self._lock:
-            self.counted += counted
+            self._counted += counted
+
+    @property
+    def fetched(self) -> Fetched:
+        """Counts of this process's reads from all stores and from the cache."""
+        of_stores = (Fetched(*astuple(store.traffic)) for store in self.stores)
+        return sum(of_stores, self._counted)
+
+    def prefetch(self, fetch: Callable[[np.ndarray], None]) -> None:
+        """Prefetch the windows after the current one in a thread, with `fetch`."""
+        if self.ahead is None or self.settings is None:
+            return
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(fetch, self.settings.windows_ahead)
+        self._prefetcher.follow(self.ahead)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -24,9 +24,9 @@ from tokenfeed.pipeline.format.store import RangedStore
 from tokenfeed.pipeline.planning.ahead import Ahead
 
 if TYPE_CHECKING:
-    from tokenfeed.pipeline.caching.node import Fetched
+    from tokenfeed.pipeline.caching.node import Fetched, Node
     from tokenfeed.pipeline.caching.settings import CacheSettings
-    from tokenfeed.pipeline.windows.remote_batches import Remote, RemoteBatches
+    from tokenfeed.pipeline.windows.remote_batches import RemoteBatches
 
 
 _OPEN_SHARDS = 256
@@ -198,18 +198,18 @@ class WindowReader:
         self._batch_starts = offsets_of(np.array([source.batches for source in sources]))
         self._row_starts = offsets_of(np.array([source.rows for source in sources])).tolist()
         self._names = [source.name for source in sources]
-        self._remote: Remote | None = None
+        self._node: Node | None = None
         if has_remote(sources):
-            from tokenfeed.pipeline.windows import remote_batches
+            from tokenfeed.pipeline.caching import node
 
-            self._remote = remote_batches.Remote(cache)
+            self._node = node.Node(cache)
         self._sources = self._opened(sources, only)
         self._joiner = Joiner()
 
     @property
     def fetched(self) -> "Fetched | None":
         """Counts of this process's reads from stores; None if all sources are local."""
-        return self._remote.fetched if self._remote else None
+        return self._node.fetched if self._node else None
 
     def read(self, batches: np.ndarray, ahead: Ahead | None = None) -> Window:
         """Decode record batches, counted over all sources.
@@ -223,12 +223,12 @@ class WindowReader:
                 names it.
             RemoteError: A store cannot be reached or refuses the request.
         """
-        if self._remote:
-            self._remote.begin(ahead)
+        if self._node:
+            self._node.ahead = ahead
         numbers: list[tuple[int, int]] = []
         rows = self._joiner.join(self._numbered(batches, numbers), len(batches))
-        if self._remote:
-            self._remote.go_on(self._prefetch)
+        if self._node:
+            self._node.prefetch(self._prefetch)
         firsts, sizes = np.array(numbers).T
         return Window(rows, ranges(firsts, sizes))
 
@@ -242,9 +242,13 @@ class WindowReader:
         self, sources: tuple[OpenedSplit, ...], only: tuple[str, ...] | None
     ) -> "list[LocalBatches | RemoteBatches]":
         opened = OpenShards()
+        if self._node is None:
+            return [LocalBatches(source, only, opened) for source in sources]
+        from tokenfeed.pipeline.windows.remote_batches import RemoteBatches
+
         return [
-            self._remote.open(source, number, only)
-            if self._remote and isinstance(source.store, RangedStore)
+            RemoteBatches(source, number, only, self._node)
+            if isinstance(source.store, RangedStore)
             else LocalBatches(source, only, opened)
             for number, source in enumerate(sources)
         ]

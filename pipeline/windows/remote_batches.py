@@ -2,26 +2,20 @@
 
 import logging
 import os
-import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import astuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import xxhash
 
-from tokenfeed.pipeline.caching.node import Fetched, Node, SharedPieces
-from tokenfeed.pipeline.caching.settings import CacheSettings
-from tokenfeed.pipeline.errors import ShardFormatError, TokenfeedError
+from tokenfeed.pipeline.caching.node import Node, SharedPieces
+from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.store import FetchingStore, RangedStore
-from tokenfeed.pipeline.planning.ahead import Ahead
-from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.remote_shards import DAMAGED, RemoteShard, RemoteShards
 
 _AT_ONCE = 128
@@ -51,6 +45,7 @@ class RemoteBatches:
         self._source, self._store, self._number = source, source.store, number
         self._only = only
         self._node = node
+        node.stores.append(self._store)
         self._infos = source.split.shards
         self._batch_ends = array("q", accumulate(info.batches for info in self._infos))
         self._row_ends = array("q", accumulate(info.rows for info in self._infos))
@@ -69,11 +64,6 @@ class RemoteBatches:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(*state["args"])  # type: ignore[misc]
-
-    @property
-    def fetched(self) -> Fetched:
-        """Counts of this process's requests to the store."""
-        return Fetched(*astuple(self._store.traffic))
 
     def read(self, numbers: Sequence[int]) -> Iterator[tuple[Rows, int]]:
         """Decode record batches. Fetch missing ones concurrently."""
@@ -161,90 +151,3 @@ class RemoteBatches:
         """Return the index of a record batch in its shard."""
         shard = self._shard_of(number)
         return number - self._batch_ends[shard] + self._infos[shard].batches
-
-
-class Prefetcher:
-    """A thread that prefetches the windows after the current one, in the order of the plan.
-
-    All processes of a node prefetch the same windows. What one of them has fetched, the others
-    skip.
-    """
-
-    def __init__(self, fetch: Callable[[np.ndarray], None], num_windows: int) -> None:
-        """
-        Args:
-            fetch: Puts record batches into the cache.
-            num_windows: Number of windows to prefetch.
-        """
-        self._fetch = fetch
-        self._num_windows = num_windows
-        self._changed = threading.Condition()
-        self._ahead: Ahead | None = None
-        self._done: Position | None = None
-        threading.Thread(target=self._run, name="tokenfeed prefetches", daemon=True).start()
-
-    def follow(self, ahead: Ahead) -> None:
-        """Set the current window."""
-        with self._changed:
-            if self._ahead and ahead.position < self._ahead.position:
-                self._done = None  # the loader went back: start again from there
-            self._ahead = ahead
-            self._changed.notify()
-
-    def _run(self) -> None:
-        seen: Ahead | None = None
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._ahead is not seen)  # noqa: B023
-                seen = self._ahead
-            assert seen
-            self._fetch_after(seen)
-
-    def _fetch_after(self, ahead: Ahead) -> None:
-        for position in islice(ahead.windows(), self._num_windows):
-            if self._ahead is not ahead:
-                return
-            if self._done is None or self._done < position:
-                try:
-                    self._fetch(ahead.batches(position))
-                except (OSError, TokenfeedError):
-                    return  # the read of this window will raise the error
-                self._done = position
-
-
-class Remote:
-    """What the remote sources of a reader share: one cache and one prefetching thread."""
-
-    def __init__(self, cache: CacheSettings | None) -> None:
-        """Without a cache, nothing is prefetched."""
-        self._node = Node(cache)
-        self._sources: list[RemoteBatches] = []
-        self._prefetcher: Prefetcher | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A pickled copy, as a worker gets it, has its own thread."""
-        return self.__dict__ | {"_prefetcher": None}
-
-    def open(self, source: OpenedSplit, number: int, only: Collection[str] | None) -> RemoteBatches:
-        """Return the record batches of a source; see `RemoteBatches`."""
-        self._sources.append(RemoteBatches(source, number, only, self._node))
-        return self._sources[-1]
-
-    @property
-    def fetched(self) -> Fetched:
-        """Counts of this process's reads from all stores."""
-        return sum((source.fetched for source in self._sources), self._node.counted)
-
-    def begin(self, ahead: Ahead | None) -> None:
-        """Set the current window. The cache evicts the record batches that the plan reads last
-        after this window."""
-        self._node.ahead = ahead
-
-    def go_on(self, fetch: Callable[[np.ndarray], None]) -> None:
-        """Start prefetching the next windows in a thread, with `fetch`."""
-        ahead, settings = self._node.ahead, self._node.settings
-        if ahead is None or settings is None:
-            return
-        if self._prefetcher is None:
-            self._prefetcher = Prefetcher(fetch, settings.windows_ahead)
-        self._prefetcher.follow(ahead)
