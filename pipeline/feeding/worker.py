@@ -130,9 +130,9 @@ def _refusals_explained(size: int) -> Iterator[None]:
 
 
 def not_importable(error: Exception) -> LoaderError:
-    """Return the error for a policy, store or function that a worker cannot import."""
+    """Return the error for a store or function that a worker cannot import."""
     return LoaderError(
-        f"loader workers cannot import the policy, store or function of the loader ({error}). "
+        f"loader workers cannot import the store or function of the loader ({error}). "
         "Define it in a separate module, or read in this process (`num_workers`=0)."
     )
 

@@ -92,7 +92,7 @@ class WorkerProcess:
 
         Raises:
             LoaderError: The system refuses the process, memory or a descriptor, or the class of a
-                policy or store cannot be imported.
+                store or the function of `map` cannot be imported.
         """
         self.name = name
         self.leaving = False
