@@ -45,8 +45,8 @@ class SignalRequests:
 
     def _stop_later(self, number: int, frame: FrameType | None) -> None:
         self.ended_by = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # before the line promises it
         _say(b"stopping: saves and writes the report first; Ctrl-C again stops at once\n")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _save_later(self, number: int, frame: FrameType | None) -> None:
         self._save = True

@@ -4,12 +4,10 @@ import io
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from support import warm
-from support.commands import COMMAND, error_of, records_in, run
+from support.commands import ended_by, error_of, records_in, run
 from support.corpora import (
     random_texts,
     texts,
@@ -29,13 +27,8 @@ def test_a_killed_run_continues_only_with_the_same_standard_input(
     options = ("--tokenizer", tokenizer, "--shard-size", "100KB", "--workers", 1)
     out = tmp_path / "out"
     with open(tmp_path / "a.jsonl", "rb") as file:
-        words = [*COMMAND[1:], "-", out, *options]
-        process = warm.Popen(words, stdin=file, stderr=subprocess.DEVNULL)
-        while len(records_in(out)) < 2:
-            assert process.poll() is None, "it ended before it could be killed"
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        ended_by(signal.SIGKILL, 2, "-", out, *options, stdin=file)
+    assert len(records_in(out)) >= 2
     feed(data[:-2] + b"!}")
     assert "of another command, input" in error_of("-", out, *options, expect=2)
     for folder in (out, tmp_path / "undisturbed"):

@@ -1,16 +1,12 @@
 """Processes that make a data set in a store: whichever is killed, the objects are those of a
 folder."""
 
-import os
 import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import warm
-from support.commands import COMMAND, run, start
+from support.commands import ended_by, run, start
 from support.corpora import texts, write_ballast
 from support.data_sets import files_of
 from support.object_server import Remote, remote_store
@@ -36,7 +32,8 @@ def test_a_killed_command_from_store_to_store_is_continued_by_the_same(
     given = f"s3://{remote.prefix}/in", f"s3://{remote.prefix}/out"
     options = ("--tokenizer", tokenizer, "--shard-size", "50KB", "--validation", "0.1")
     run(corpus, tmp_path / "plain", *options)
-    kill_when_recorded(remote, 3, *given, *options, "--workers", "2")
+    killed, _ = ended_by(signal.SIGKILL, 3, *given, *options, "--workers", "2")
+    assert killed.returncode == -signal.SIGKILL
     ended = start(*given, *options, "--workers", "2", "--json")
     assert '"resumed_units": 0' not in ended.stdout
     plain, prefix = files_of(tmp_path / "plain"), f"{remote.prefix}/out/"
@@ -45,15 +42,3 @@ def test_a_killed_command_from_store_to_store_is_continued_by_the_same(
     assert made.keys() == plain.keys()
     shards = [name for name in plain if name.endswith(".arrow")]
     assert [made[name] for name in shards] == [plain[name] for name in shards]
-
-
-def kill_when_recorded(remote: Remote, units: int, *arguments: object) -> None:
-    """Kill the command alone when it has recorded so many units; its workers end by themselves."""
-    process = warm.Popen([*COMMAND[1:], *arguments], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while sum("/.parts/0" in name for name in list(remote.server.objects)) < units:
-        assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()

@@ -125,9 +125,10 @@ def test_a_second_ctrl_c_ends_a_run_whose_disk_hangs_and_damages_nothing(
     config = make_config(counting, run_dir, save_every=2, eval_every=4)
     process = start(config, ("-c", ON_A_DISK_THAT_HANGS))
     wait_for_step(6, run_dir, process)
-    for _ in range(2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr
+    assert any(line.startswith("stopping: ") for line in process.stderr)
+    process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors

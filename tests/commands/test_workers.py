@@ -75,12 +75,12 @@ def test_a_killed_worker_is_named_at_once_with_a_remedy(
 
 @forked
 def test_a_stopped_worker_is_named_within_the_timeout(folder: Path) -> None:
-    with open_loader(folder, num_workers=2, epochs=None, timeout=60) as loader:
+    with open_loader(folder, num_workers=1, epochs=None, timeout=60) as loader:
         feed = iter(loader)
-        assert len(list(islice(feed, 40))) == 40  # all have started by now
-        pid = workers_of()[-1]
+        next(feed)
+        (pid,) = workers_of()
         os.kill(pid, signal.SIGSTOP)
-        pool_of(loader)._timeout = 2.0
+        pool_of(loader)._timeout = 0.5
         message = rf"loader worker \d \(process {pid}\), at window \d+ of epoch \d+, did not answer"
         with pytest.raises(LoaderError, match=message):
             list(feed)
@@ -214,10 +214,8 @@ def test_tuned_number_replaces_no_worker_and_ends_those_that_leave(
     with open_loader(folder, num_workers="auto", epochs=None) as loader:
         seen: list[set[int]] = []
         for suggested[0] in (3, 1, 2, 1):
-            for _ in islice(loader, 200):
-                pass
+            assert any(len(workers_of()) == suggested[0] for _ in loader)
             seen.append(set(workers_of()))
-        assert [len(workers) for workers in seen] == [3, 1, 2, 1]
         assert seen[1] < seen[0]
         assert seen[3] < seen[2]
 

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,39 @@ def start(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[st
     return result
 
 
-def begin(out: Path, *arguments: object, **options: Any) -> warm.Popen:
-    """Start a process of `pretokenize`, and return when it has made the folder of its shards."""
-    process = warm.Popen([*COMMAND[1:], *arguments], **options)
-    while not (out / "train").exists():
-        assert process.poll() is None, "it ended too early"
-        time.sleep(0.01)
-    return process
+def ended_by(
+    number: signal.Signals, units: int, *arguments: object, group: bool = False, **options: Any
+) -> tuple[warm.Popen, str]:
+    """Run `pretokenize`, which sends itself a signal when it has recorded so many units. Return
+    the process when it has ended, and what it printed to stderr; its workers may still run.
+
+    Args:
+        number: The signal.
+        units: Units that this process has recorded.
+        arguments: Of the command.
+        group: Send the signal to all processes of the session, as a terminal does.
+        options: Of `warm.Popen`.
+    """
+    code = f"""
+import os
+from tokenfeed.tools.jobs.run_records import RunRecords
+append, left = RunRecords.append, [{units}]
+def counted(records, result):
+    append(records, result)
+    left[0] -= 1
+    if not left[0]:
+        os.{"killpg" if group else "kill"}(os.getpid(), {int(number)})
+RunRecords.append = counted
+from tokenfeed.tools.pretokenize import main
+main()
+"""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = warm.Popen(
+            ["-c", code, *arguments], stderr=errors, start_new_session=True, **options
+        )
+        process.wait(120)
+        errors.seek(0)
+        return process, errors.read()
 
 
 def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
