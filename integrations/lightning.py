@@ -20,7 +20,6 @@ that state would skip a step. Here the state travels with its step, and the modu
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +73,7 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
     def train_dataloader(self) -> Any:
         """Make the training loader. torch.distributed is initialized at this point."""
         self._training = loader = self._loader(self._path, **self._settings)
-        if state := self._read_state():
-            loader.load_state_dict(state)
-        return _Steps(loader, self.trainer)
+        return _Steps(loader, self)
 
     def reweigh(self, weights: Mapping[StorePath, float]) -> None:
         """Change the weights of the present stage, for example by the losses of a validation.
@@ -113,7 +110,7 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Store a loaded state. Lightning calls `train_dataloader` after this."""
-        self._read_state = partial(dict, state_dict["loader"])
+        self._read_state = state_dict["loader"].copy
 
     def teardown(self, stage: str) -> None:
         """Stop the workers."""
@@ -129,14 +126,19 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
 
 
 class _Steps:
-    """The steps of a loader, for each iteration. Their sum over ranks is charged in the meter of a
-    StallCallback, if the trainer has one."""
+    """For each iteration, the steps after the last trained step: Lightning may have fetched more.
+    Their sum over ranks is charged in the meter of a StallCallback, if the trainer has one."""
 
-    def __init__(self, loader: ShardLoader, trainer: Any) -> None:
-        self._loader, self._trainer = loader, trainer
+    def __init__(self, loader: ShardLoader, module: ShardDataModule) -> None:
+        self._loader, self._module = loader, module
 
     def __iter__(self) -> Iterator[Step]:
-        stalls = (each for each in self._trainer.callbacks if isinstance(each, StallCallback))
+        state, trainer = self._module.state_dict()["loader"], self._module.trainer
+        if trainer.overfit_batches:  # on the same batches in each epoch
+            self._loader.rewind()
+        elif state and state != self._loader.state_dict():
+            self._loader.load_state_dict(state)
+        stalls = (each for each in trainer.callbacks if isinstance(each, StallCallback))
         return steps(self._loader, meter=next((each.meter for each in stalls), None))
 
 
@@ -156,7 +158,6 @@ class StallCallback(Callback):  # type: ignore[misc]  # untyped
             slots: Returns the token slots of a batch, padding included. Default: as many as tokens.
             settings: Settings of `StallMeter`.
         """
-        super().__init__()
         self.meter = MeterOfEvents(**settings)
         self._tokens, self._slots, self._steps = tokens, slots or tokens, 0
         self.report: StallReport | None = None
@@ -194,7 +195,6 @@ class StallCallback(Callback):  # type: ignore[misc]  # untyped
         self._end(trainer, has_failed=True)
 
     def _end(self, trainer: Any, *, has_failed: bool = False) -> None:
-        is_first = trainer.is_global_zero
-        folder = Path(trainer.default_root_dir) if is_first else None
-        ended = self.meter.end(folder, is_first=is_first, has_failed=has_failed)
+        folder = Path(trainer.default_root_dir) if trainer.is_global_zero else None
+        ended = self.meter.end(folder, is_first=folder is not None, has_failed=has_failed)
         self.report = ended or self.report  # an exception may follow the end of training

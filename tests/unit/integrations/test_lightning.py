@@ -109,6 +109,31 @@ def test_lightning_validation_reads_every_data_set_once(
     assert [sorted(rows) for rows in model.validations] == [list(range(450))] * 2
 
 
+def test_lightning_loads_loaders_anew_without_losing_rows(
+    both_splits: Path, tmp_path: Path
+) -> None:
+    """Lightning makes two iterators of a new loader, and fetches a step with the first one."""
+    from tokenfeed.integrations.lightning import ShardDataModule
+
+    model = new_model()
+    trainer(tmp_path, max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(
+        model, ShardDataModule(both_splits, **BATCHES)
+    )
+    rows = np.concatenate(model.trained).reshape(3, -1)
+    assert all(np.array_equal(np.unique(epoch), np.unique(rows)) for epoch in rows)
+    assert rows.size == 3 * np.unique(rows).size
+
+
+def test_lightning_overfits_the_same_batches_each_epoch(both_splits: Path, tmp_path: Path) -> None:
+    from tokenfeed.integrations.lightning import ShardDataModule
+
+    model = new_model()
+    trainer(tmp_path, max_epochs=3, overfit_batches=2).fit(
+        model, ShardDataModule(both_splits, **BATCHES)
+    )
+    assert model.trained == model.trained[:2] * 3
+
+
 def test_reweighed_lightning_run_resumes_from_its_checkpoint(
     both_splits: Path, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
