@@ -38,7 +38,8 @@ def shard_loader_with_state(
     resume_state_dict: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-    """Yield inputs [B, T], targets [B, T] and the state before this batch, without an end.
+    """Yield inputs [B, T], targets [B, T] and the state before this batch, by default without an
+    end.
 
     nanochat fetches a batch before it saves a checkpoint, and trains on the batch afterwards. So
     the state is the one from which a loader delivers this batch again.
@@ -67,7 +68,8 @@ def shard_loader_with_state(
             # nanochat's progress line prints the epoch, from 1, and two positions in it
             place = {"epoch": epoch + 1, "pq_idx": window, "rg_idx": micro_batch}
             state = {"loader": loader.state_dict(), **place}
-            batch = next(batches)
+            if (batch := next(batches, None)) is None:
+                return
             yield batch["input_ids"], batch.targets, state
 
 

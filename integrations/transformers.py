@@ -23,7 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from tokenfeed.integrations.dataloader import StatefulShardLoader, checked_loader
 from tokenfeed.integrations.packed import check_documents_apart
 from tokenfeed.integrations.stall import MeterOfEvents
-from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.stall import StallReport
 
@@ -46,6 +46,12 @@ class ShardTrainerMixin:
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         """See `transformers.Trainer`."""
+        for name in ("data_collator", "formatting_func"):
+            if settings.get(name) is not None:
+                raise ConfigError(
+                    f"`{name}`: has no effect, because a ShardLoader delivers whole batches. Leave "
+                    "it out. To change rows, pass `map` to the loader."
+                )
         super().__init__(*args, **settings)
         evaluated = self.eval_dataset
         named = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}

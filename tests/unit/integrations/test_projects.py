@@ -69,6 +69,13 @@ def test_nanochat_validates_on_the_same_rows_each_time(shards: Path) -> None:
     assert first == second
 
 
+def test_nanochat_ends_after_its_epochs(shards: Path) -> None:
+    with ShardLoader(
+        shards, batching=Packed(16, 4, fill=True, split=True), num_workers=0
+    ) as loader:
+        assert sum(1 for _ in nanochat_batches(shards, epochs=1)) == len(loader)
+
+
 def test_nanochat_with_a_state_of_its_own_loader_raises(shards: Path) -> None:
     state = {"pq_idx": 1, "rg_idx": 2, "epoch": 1}
     with pytest.raises(ResumeError, match="this is not a loader state"):

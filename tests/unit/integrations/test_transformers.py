@@ -65,6 +65,8 @@ def test_loaders_that_do_not_suit_trainer_are_refused(shards: Path, tmp_path: Pa
         trainer(tmp_path, train, eval_dataset=train)
     with pytest.raises(ConfigError, match="`eval_dataset`: list is not a ShardLoader"):
         trainer(tmp_path, train, eval_dataset=[])
+    with pytest.raises(ConfigError, match="`data_collator`: has no effect"):
+        trainer(tmp_path, train, data_collator=list)
     with pytest.raises(ConfigError, match="`train_dataset`: NoneType is not a ShardLoader"):
         trainer(tmp_path, None).train()  # type: ignore[arg-type]
 

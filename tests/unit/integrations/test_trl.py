@@ -102,9 +102,17 @@ def test_sft_trainer_evaluates_and_resumes(shards: Path, tmp_path: Path) -> None
     assert again.train_dataset.state_dict() == whole.train_dataset.state_dict()
 
 
-@pytest.mark.parametrize("name", ["packing", "padding_free"])
-def test_packing_by_trl_is_refused(shards: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["packing", "padding_free", "assistant_only_loss"])
+def test_preparation_by_trl_is_refused(shards: Path, tmp_path: Path, name: str) -> None:
     from tokenfeed.integrations.trl import ShardSFTTrainer
 
     with pytest.raises(ConfigError, match=r"`batching=Packed\(...\)`"):
         trainer(ShardSFTTrainer, tmp_path, loader_of(shards, Packed(32, 2)), args={name: True})
+
+
+def test_formatting_function_is_refused(shards: Path, tmp_path: Path) -> None:
+    from tokenfeed.integrations.trl import ShardSFTTrainer
+
+    loader = loader_of(shards, Packed(32, 2))
+    with pytest.raises(ConfigError, match="`formatting_func`: has no effect"):
+        trainer(ShardSFTTrainer, tmp_path, loader, formatting_func=str)
