@@ -129,7 +129,7 @@ class _Steps:
     """For each iteration, the steps after the last trained step: Lightning may have fetched more.
     Their sum over ranks is charged in the meter of a StallCallback, if the trainer has one."""
 
-    def __init__(self, loader: ShardLoader, module: ShardDataModule) -> None:
+    def __init__(self, loader: ShardLoader, module: Any) -> None:
         self._loader, self._module = loader, module
 
     def __iter__(self) -> Iterator[Step]:

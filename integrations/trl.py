@@ -41,8 +41,8 @@ class _PreparedTrainer(SFTTrainer):  # type: ignore[misc]  # untyped
         args = args or SFTConfig()
         if args.packing or args.padding_free or args.assistant_only_loss:
             raise ConfigError(
-                "`packing`, `padding_free` and `assistant_only_loss` of SFTConfig are for data of TRL. "
-                "Leave them out, and make the loader with `batching=Packed(...)` and "
+                "`packing`, `padding_free` and `assistant_only_loss` of SFTConfig are for TRL's "
+                "own data. Leave them out, and make the loader with `batching=Packed(...)` and "
                 "`targets='assistant'`."
             )
         args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
