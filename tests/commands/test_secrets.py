@@ -216,6 +216,8 @@ def test_no_command_shows_or_stores_secrets_of_addresses(
         ("merge", documents, documents, at("merged")),
         ("select", at("set"), "OUT", "--where", f"origin {at('*')}"),
         ("select", documents, "OUT", "--rows", at("rows")),
+        ("split", at("set"), "OUT"),
+        ("split", documents, at("parts")),
         ("export", at("set"), "OUT", "--json"),
         ("export", documents, at("exported")),
         ("adopt", at("a.bin"), "OUT", "--tokenizer", tokenizer),

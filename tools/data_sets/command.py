@@ -1,5 +1,5 @@
-"""The subcommands of `shards`: show, check, print, copy, merge, reduce and export data sets, adopt
-token files, list the records of a training step, and plan stages."""
+"""The subcommands of `shards`: show, check, print, copy, merge, reduce, split and export data sets,
+adopt token files, list the records of a training step, and plan stages."""
 
 from tokenfeed.tools.data_sets.adopt import Adopt
 from tokenfeed.tools.data_sets.cat import Cat
@@ -9,7 +9,7 @@ from tokenfeed.tools.data_sets.export import Export
 from tokenfeed.tools.data_sets.inspection import Inspect
 from tokenfeed.tools.data_sets.merge import Merge
 from tokenfeed.tools.data_sets.plan_stages import ShowPlan
-from tokenfeed.tools.data_sets.select import Select
+from tokenfeed.tools.data_sets.select import Select, Split
 from tokenfeed.tools.data_sets.verify import Verify
 from tokenfeed.tools.shell.command_line import Subcommand, run_subcommand
 
@@ -20,6 +20,7 @@ COMMANDS: dict[str, type[Subcommand]] = {
     "copy": Copy,
     "merge": Merge,
     "select": Select,
+    "split": Split,
     "export": Export,
     "adopt": Adopt,
     "explain": Explain,
@@ -31,6 +32,7 @@ def run_shards() -> int:
     """Run the subcommand of the command line, and return its exit code."""
     return run_subcommand(
         "shards",
-        "Show, check, print, copy, merge, reduce or export data sets, or show what training reads.",
+        "Show, check, print, copy, merge, reduce, split or export data sets, or show what training "
+        "reads.",
         COMMANDS,
     )

@@ -1,16 +1,19 @@
 """`shards select OUT NEW`: a data set with some of the rows of another, or without some of them.
+`shards split OUT PARTS`: a data set of each folder of its input files.
 
-Every shard is read once. A shard that loses no row becomes a hard link. The others are written
-again without the rows that were not selected. Nothing of these rows stays in the new folder: input
-files without rows lose their names in sources.jsonl, and lines of rejects.jsonl go with their
-records. The manifest counts what was removed.
+Every shard is read once for all new data sets. A shard that loses no row becomes a hard link. The
+others are written again without the rows that were not selected. Nothing of these rows stays in the
+new folder: input files without rows lose their names in sources.jsonl, and lines of rejects.jsonl
+go with their records. The manifest counts what was removed.
 """
 
 import fnmatch
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -30,6 +33,7 @@ from tokenfeed.pipeline.format.manifest import (
     length_histogram,
     read_checked,
 )
+from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
@@ -37,14 +41,14 @@ from tokenfeed.pipeline.format.store import Store, open_store
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.data_sets.copy import AT_ONCE, Move
-from tokenfeed.tools.data_sets.derived import Derived, Files, new_data_set
+from tokenfeed.tools.data_sets.derived import Derived, Files, NewDataSet, new_data_set
 from tokenfeed.tools.encoding.fim import FIM_ROWS
 from tokenfeed.tools.jobs.crew import Progress
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
-_ORIGIN = "origin "
+_ORIGIN, _TOP = "origin ", "_top"
 _KEPT_COUNTS = ("read", "written", "empty", "rejected")
 
 
@@ -80,9 +84,50 @@ class Select:
             if not glob or glob == self.where:
                 raise ConfigError(f"`--where` {self.where}: expected 'origin GLOB'.")
             selection = Selection(glob, {}, self.drop)
-        made = select(self.out, self.folder, selection)
+        [made] = select(self.out, {self.folder: selection})
         print_json(asdict(made)) if self.json else print(made)
         return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """Make a data set of each folder of the input files, so that each folder can have a weight in
+    training. Shards with the rows of one folder become hard links."""
+
+    out: DataSet
+    """Output folder of `pretokenize`, or its address in a store."""
+    folder: Annotated[str, text("PARTS")]
+    """The folder of the new data sets. Each gets the name of its folder: the first one in which the
+    paths of input files differ. Files above such folders are in `_top`."""
+    json: bool = False
+    """Print the results as JSON."""
+
+    def run(self) -> int:
+        """Split the data set."""
+        store = open_store(self.out)
+        lines = [line for line in _lines(store, Manifest.read(store)) if line["path"]]
+        folders = _folders_of([line["path"] for line in lines])
+        pairs = list(zip(lines, folders, strict=True))
+        parts = {
+            f"{self.folder}/{folder}": Selection(None, {}, drop=False)
+            for folder in sorted({folder for line, folder in pairs if line["written"]})
+        }
+        if len(parts) < 2:
+            raise ConfigError(f"{store.name}: all its rows come from one folder. Use it whole.")
+        for line, folder in pairs:
+            if part := parts.get(f"{self.folder}/{folder}"):
+                part.listed[line["path"], None] = None
+        made = select(self.out, parts)
+        print_json([asdict(each) for each in made]) if self.json else print(*made, sep="\n")
+        return 0
+
+
+def _folders_of(files: Sequence[str]) -> list[str]:
+    """Return the folder of each input file: the first one in which their paths differ."""
+    paths = [file.split("/")[:-1] for file in files]
+    common = len(list(takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))))
+    names = ["".join(path[common : common + 1]) for path in paths]
+    return [_TOP if name in ("", ".", "..") else name for name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,47 +202,62 @@ class Selected(Derived):
         return f"{Derived.__str__(self)}; {count_of(self.removed, 'record')} removed{missing}"
 
 
-def select(path: str, to: str, selection: Selection) -> Selected:
-    """Make a data set with the selected rows of another.
+def select(path: str, selections: Mapping[str, Selection]) -> list[Selected]:
+    """Make data sets with selected rows of another.
 
     Args:
         path: The data set.
-        to: A new or empty folder.
-        selection: The rows.
+        selections: The rows of each new data set, by its folder, which is new or empty.
 
     Raises:
-        ConfigError: Nothing was found of what is listed, no row is left, or the folder holds
+        ConfigError: Nothing was found of what is listed, no row is left, or a folder holds
             something else.
-        ShardFormatError: A shard is damaged. The folder is not made then.
+        ShardFormatError: A shard is damaged. No folder is made then.
     """
     store = open_store(path)
     manifest = Manifest.read(store)
-    chosen = _Chosen(store, manifest, selection)
-    files = Files.of_tokenizer(store, manifest)
-    names = (SOURCES_FILE, REJECTS_FILE, *files, *manifest.splits)
-    with new_data_set(to, "shards select", manifest.fingerprint, names) as new:
-        left = _left_of(store, manifest, chosen, new.work)
-        made = _described(store, manifest, chosen, left, files)
+    lines = _lines(store, manifest)
+    tokenizer = Files.of_tokenizer(store, manifest)
+    names = (SOURCES_FILE, REJECTS_FILE, *tokenizer, *manifest.splits)
+    parts: list[_Part] = []
+    made: list[Selected] = []
+    with ExitStack() as stack:
+        for to, selection in selections.items():
+            chosen = _Chosen(store, lines, selection)
+            new = stack.enter_context(
+                new_data_set(to, "shards select", manifest.fingerprint, names)
+            )
+            parts.append(_Part(chosen, new))
         infos = {info for split in manifest.splits.values() for info in split.shards}
-        moves = [
-            Move(store, info, info)
-            for split in made.splits.values()
-            for info in split.shards
-            if info in infos
-        ]
-        derived = new.finish(made, files, moves)
-    removed = (made.ledger.removed or 0) - (manifest.ledger.removed or 0)
-    return Selected(**asdict(derived), removed=removed, not_found=chosen.not_found)
+        for part, left in zip(parts, _left_of(store, manifest, parts), strict=True):
+            files = Files(tokenizer)
+            described = _described(store, manifest, part.chosen, left, files)
+            moves = [
+                Move(store, info, info)
+                for split in described.splits.values()
+                for info in split.shards
+                if info in infos
+            ]
+            derived = part.new.finish(described, files, moves)
+            removed = (described.ledger.removed or 0) - (manifest.ledger.removed or 0)
+            not_found = part.chosen.not_found
+            made.append(Selected(**asdict(derived), removed=removed, not_found=not_found))
+    return made
+
+
+def _lines(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
+    """Return the lines of sources.jsonl."""
+    content = read_checked(store, manifest.sources)
+    return [json.loads(line) for line in content.splitlines()]
 
 
 class _Chosen:
     """A selection among the rows of a data set. Nothing loops over input files per row or batch: a
     file may be one row."""
 
-    def __init__(self, store: Store, manifest: Manifest, selection: Selection) -> None:
-        content = read_checked(store, manifest.sources)
-        self.lines: list[dict[str, Any]] = [json.loads(line) for line in content.splitlines()]
-        self.names: list[str] = [line["path"] for line in self.lines]
+    def __init__(self, store: Store, lines: list[dict[str, Any]], selection: Selection) -> None:
+        self.lines = lines
+        self.names: list[str] = [line["path"] for line in lines]
         self.drop = selection.drop
         self.lines_of: dict[str, list[int]] = {}
         """The lines of each name. Appended and merged files may have the same name."""
@@ -255,13 +315,22 @@ class _Chosen:
         return gone
 
 
+class _Part(NamedTuple):
+    """A new data set, and its rows."""
+
+    chosen: _Chosen
+    new: NewDataSet
+
+
 class _Left(NamedTuple):
-    """What is left of a shard."""
+    """What is left of a shard in a new data set."""
 
     info: ShardInfo | None
     """The shard with the kept rows: the same if all are kept, None if none is."""
-    kept: np.ndarray
-    """Kept rows of each input file."""
+    files: np.ndarray
+    """Input files of the kept rows, ascending."""
+    rows: np.ndarray
+    """Kept rows of each of `files`."""
     removed_lengths: np.ndarray
     """Histogram of the lengths of removed rows."""
     removed_kinds: np.ndarray
@@ -269,55 +338,72 @@ class _Left(NamedTuple):
 
 
 def _left_of(
-    store: Store, manifest: Manifest, chosen: _Chosen, work: Path
-) -> dict[str, list[_Left]]:
-    """Return what is left of the shards of each split. Shards that lose rows are written into
-    `work`."""
+    store: Store, manifest: Manifest, parts: Sequence[_Part]
+) -> list[dict[str, list[_Left]]]:
+    """Return what is left of the shards of each split in each part. Shards that lose rows are
+    written into the work folder of the part."""
     shards = [(name, info) for name, split in manifest.splits.items() for info in split.shards]
     with Bar([info.bytes for _, info in shards]) as bar:
 
-        def do(shard: tuple[str, ShardInfo]) -> _Left:
-            left = _left(store, manifest, chosen, shard[1], work)
+        def do(shard: tuple[str, ShardInfo]) -> list[_Left]:
+            left = _left(store, manifest, parts, shard[1])
             bar.advance(Progress(shard[1].bytes, shard[1].tokens))
             bar.count_unit()
             return left
 
-        done: dict[str, list[_Left]] = {name: [] for name in manifest.splits}
+        done: list[dict[str, list[_Left]]] = [{n: [] for n in manifest.splits} for _ in parts]
         for (name, _), left in zip(shards, results_of(do, shards, AT_ONCE), strict=True):
-            done[name].append(left)
+            for of_part, each in zip(done, left, strict=True):
+                of_part[name].append(each)
     return done
 
 
-def _left(store: Store, manifest: Manifest, chosen: _Chosen, info: ShardInfo, work: Path) -> _Left:
-    """Read a shard, and write it again if it loses rows."""
-    only = (INPUT_IDS, ORIGIN_FILE, ORIGIN_RECORD)
+def _left(store: Store, manifest: Manifest, parts: Sequence[_Part], info: ShardInfo) -> list[_Left]:
+    """Read a shard, and write it again for each part that has some of its rows."""
+    only = (INPUT_IDS, KINDS, ORIGIN_FILE, ORIGIN_RECORD)
     reader = ShardReader.open(store, manifest, info, only=only)
-    masks: list[np.ndarray] = []
-    counts = np.zeros(len(chosen.names), np.int64)
+    masks: list[list[np.ndarray]] = [[] for _ in parts]
+    files: list[list[np.ndarray]] = [[] for _ in parts]
+    lengths = [length_histogram(np.empty(0)) for _ in parts]
+    kinds = [np.zeros(len(Kind), np.int64) for _ in parts]
     for batch in range(info.batches):
-        origins = reader.read(batch)[0].per_row
-        masks.append(chosen.kept(origins[ORIGIN_FILE], origins[ORIGIN_RECORD]))
-        counts += np.bincount(origins[ORIGIN_FILE][masks[-1]], minlength=len(counts))
-    lengths, kinds = length_histogram(np.empty(0)), np.zeros(len(Kind), np.int64)
-    if all(mask.all() for mask in masks):
-        return _Left(info, counts, lengths, kinds)
-    reader = ShardReader.open(store, manifest, info)
+        rows, _ = reader.read(batch)
+        origins = rows.per_row[ORIGIN_FILE]
+        all_lengths, all_kinds = _counted(rows)
+        for n, (chosen, _) in enumerate(parts):
+            mask = chosen.kept(origins, rows.per_row[ORIGIN_RECORD])
+            masks[n].append(mask)
+            files[n].append(origins[mask])
+            if not mask.all():
+                kept_lengths, kept_kinds = _counted(rows.where(mask))
+                lengths[n] = lengths[n] + all_lengths - kept_lengths
+                kinds[n] += all_kinds - kept_kinds
+    found = [np.unique(np.concatenate(each), return_counts=True) for each in files]
+    is_whole = [all(mask.all() for mask in each) for each in masks]
+    size = manifest.tokenizer.vocabulary_size
     with ExitStack() as stack:
-        writer = None
-        if counts.any():
-            size = manifest.tokenizer.vocabulary_size
-            writer = ShardWriter(work, info.file, size, manifest.columns)
-            stack.enter_context(writer)
-        for batch, mask in enumerate(masks):
+        writers = {
+            n: stack.enter_context(ShardWriter(new.work, info.file, size, manifest.columns))
+            for n, (_, new) in enumerate(parts)
+            if len(found[n][0]) and not is_whole[n]
+        }
+        if writers:
+            reader = ShardReader.open(store, manifest, info)
+        for batch in range(info.batches if writers else 0):
             rows, _ = reader.read(batch)
-            removed = rows.where(~mask)
-            lengths = lengths + length_histogram(removed.lengths)
-            if KINDS in removed.per_token:
-                own = kinds_of(removed.per_token[KINDS])
-                kinds += np.bincount(own, minlength=len(kinds))
-            if writer:
-                writer.append(rows.where(mask))
-    return _Left(writer.info if writer else None, counts, lengths, kinds)
+            for n, writer in writers.items():
+                writer.append(rows.where(masks[n][batch]))
+    made = {n: writer.info for n, writer in writers.items()}
+    return [
+        _Left(info if is_whole[n] else made.get(n), *found[n], lengths[n], kinds[n])
+        for n in range(len(parts))
+    ]
+
+
+def _counted(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Return the histogram of the lengths of rows, and their tokens by kind."""
+    kinds = kinds_of(rows.per_token.get(KINDS, np.empty(0, np.uint8)))
+    return length_histogram(rows.lengths), np.bincount(kinds, minlength=len(Kind))
 
 
 def _described(
@@ -342,7 +428,9 @@ def _described(
     if not any(split.shards for split in splits.values()):
         raise ConfigError(f"{store.name}: no row would be left. Select others.")
     every = [shard for shards in left.values() for shard in shards]
-    rows_left = sum((shard.kept for shard in every), np.zeros(len(chosen.names), np.int64))
+    rows_left = np.zeros(len(chosen.names), np.int64)
+    for shard in every:
+        rows_left[shard.files] += shard.rows
     is_gone = chosen.gone(rows_left)
     rejects, lost = _rejects(read_checked(store, manifest.rejects), chosen, is_gone)
     lines = _sources(chosen, rows_left, is_gone, lost)

@@ -14,7 +14,7 @@ from pyarrow import ipc
 from support.commands import call, run
 from support.data_sets import corpus_rows, files_of, random_rows, write_rows
 
-from tokenfeed import pretokenize
+from tokenfeed import Fixed, ShardLoader, Stage, pretokenize
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import KINDS
@@ -179,7 +179,7 @@ def test_select_counts_kinds_of_the_tokens_that_stay(tmp_path: Path) -> None:
     listed(
         tmp_path / "l", *({"file": "corpus.txt", "record": record} for record in range(0, 59, 2))
     )
-    select(str(out), str(tmp_path / "new"), Selection.read(tmp_path / "l", drop=True))
+    select(str(out), {str(tmp_path / "new"): Selection.read(tmp_path / "l", drop=True)})
     made, left = Manifest.read(tmp_path / "new"), np.zeros(8, int)
     for shard in made.split("train").shards:
         reader = ShardReader.open(tmp_path / "new", made, shard)
@@ -210,3 +210,60 @@ def test_select_rejects_wrong_options(
     assert said.count("\n") == 1
     assert re.search(error, said), said
     assert not Path("new").exists()
+
+
+def test_split_makes_a_data_set_of_each_folder_with_the_same_rows(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    for folder in ("code", "prose/old", "prose/new", "empty", "."):
+        (tmp_path / "in" / folder).mkdir(parents=True, exist_ok=True)
+        lines = [
+            "" if folder == "empty" else json.dumps({"text": f"{folder} {n} " * n, "label": n % 3})
+            for n in range(1, 40)
+        ]
+        (tmp_path / "in" / folder / "rows.jsonl").write_text("\n".join([*lines, "{"]))
+    given = ("--tokenizer", tokenizer, "--task", "classify", "--validation", "0.3")
+    run(tmp_path / "in", tmp_path / "out", *given, "--shard-size", "1KB")
+
+    def rows(folder: Path) -> Counter[tuple[object, ...]]:
+        options = ("--rows", 999, "--json", "--split")
+        said = [
+            call(shards.main, "cat", folder, *options, split).stdout
+            for split in Manifest.read(folder).splits
+        ]
+        read = [json.loads(line) for line in "".join(said).splitlines()]
+        return Counter((row["file"], row["record"], row["text"], row["label"]) for row in read)
+
+    parts = tmp_path / "parts"
+    said = call(shards.main, "split", tmp_path / "out", parts, "--json").stdout
+    assert call(shards.main, "split", tmp_path / "out", f"{parts}/").stdout.count("hard links") == 3
+    assert [made["to"] for made in json.loads(said)] == [
+        str(parts / name) for name in ("_top", "code", "prose")
+    ]
+    found: Counter[tuple[object, ...]] = Counter()
+    for name, count in (("_top", 39), ("code", 39), ("prose", 78)):
+        call(shards.main, "verify", parts / name)
+        of_part = rows(parts / name)
+        assert sum(of_part.values()) == count
+        within = tmp_path / "in" / ("" if name == "_top" else name)
+        assert all(str(file).startswith(f"{within}/") for file, *_ in of_part)
+        ledger = Manifest.read(parts / name).ledger
+        assert (ledger.written, ledger.rejected) == (count, count // 39)
+        found += of_part
+    assert found == rows(tmp_path / "out")
+    with ShardLoader(
+        [Stage({parts / "prose": 0.7, parts / "code": 0.3}, until_tokens=9_000)],
+        batching=Fixed(4),
+        num_workers=0,
+    ) as loader:
+        origins = [origin for batch in loader for origin in loader.explain(batch)]
+    assert {Path(origin.file).relative_to(tmp_path / "in").parts[0] for origin in origins} == {
+        "prose",
+        "code",
+    }
+
+
+def test_split_of_one_folder_is_refused(out: Path, tmp_path: Path) -> None:
+    said = call(shards.main, "split", out, tmp_path / "parts", expect=2).stderr
+    assert "all its rows come from one folder. Use it whole." in said
+    assert not (tmp_path / "parts").exists()
