@@ -250,7 +250,9 @@ def _finds_run(given: dict[str, Any]) -> bool:
     """Return whether there is a run to resume."""
     if "run_dir" not in given:
         raise ConfigError("`--resume` auto needs --run-dir: the folder of the run.")
-    from tokenfeed.trainer.checkpoints.retention import Checkpoints  # torch, as training needs it
+    from tokenfeed.trainer.checkpoints.checkpoint_files import (
+        Checkpoints,  # torch, as training needs it
+    )
 
     return Checkpoints.of_run(given["run_dir"]).latest() is not None
 

@@ -19,8 +19,7 @@ from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import Separation, knows_ends
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
-from tokenfeed.trainer.optim.optimizer import make_optimizer
-from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.optim.optimizer import Precision, make_optimizer
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.tasks.registry import task_of
 

@@ -27,7 +27,9 @@ def written_at(bytes_per_s: float | None, path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def checkpoints_on(bytes_per_s: float | None) -> Iterator[None]:
     """Checkpoints of `train` are written to such a disk."""
-    from tokenfeed.trainer.checkpoints.retention import Checkpoints  # a loop before has no trainer
+    from tokenfeed.trainer.checkpoints.checkpoint_files import (
+        Checkpoints,  # a loop before has no trainer
+    )
 
     new = Checkpoints.new
 

@@ -25,8 +25,7 @@ from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
-from tokenfeed.trainer.optim.optimizer import learning_rate, set_learning_rate
-from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.optim.optimizer import Precision, learning_rate, set_learning_rate
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.tasks.task import Task
 

@@ -14,7 +14,7 @@ from benchmarks.gpu.operators import compiled as counted
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
-from tokenfeed.trainer.tasks import chunked_loss as chunked
+from tokenfeed.trainer.tasks import language_modeling as chunked
 
 
 class Traffic(TorchDispatchMode):

@@ -37,8 +37,7 @@ os.path.isdir = lambda path: not is_hidden(path) and is_folder(path)
 
 EVERY_MODULE = """
 import tokenfeed
-models = "tokenfeed.trainer.models."
-of_frameworks = ("tokenfeed.integrations.", *(models + name for name in ("hub", "lora", "trial")))
+of_frameworks = ("tokenfeed.integrations.", "tokenfeed.trainer.models.hf_")
 for found in pkgutil.walk_packages(tokenfeed.__path__, "tokenfeed."):
     if not found.name.startswith(of_frameworks):
         importlib.import_module(found.name)

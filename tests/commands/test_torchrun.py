@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.training import load_weights, read_metrics
 
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 
 pytestmark = pytest.mark.slow
 

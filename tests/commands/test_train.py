@@ -15,9 +15,9 @@ from support import PROGRAMS, training, warm
 from support.training import assert_same_run, load_weights, run, write_counting
 
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.report.run_files import Report
 
 MODULE = ("-m", "tokenfeed.tools.train")
 make_config = functools.partial(training.make_config, model="shallow")  # what a process finds

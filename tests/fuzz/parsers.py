@@ -46,7 +46,7 @@ from tokenfeed.tools.data_sets.export import Format, export_data_set
 from tokenfeed.tools.data_sets.verify import find_problems
 from tokenfeed.tools.encoding.tiktoken_files import KNOWN, tiktoken_to_json
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.trainer.checkpoints.retention import DAMAGE, Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import DAMAGE, Checkpoints
 
 
 class Wrong(Exception):

@@ -9,8 +9,7 @@ import torch
 
 from support.training import make_config
 from tokenfeed.trainer.checkpoints.async_saver import Saver
-from tokenfeed.trainer.checkpoints.checkpoint_format import Best, CheckpointMeta
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Best, CheckpointMeta, Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import State
 

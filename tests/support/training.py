@@ -18,14 +18,13 @@ from tokenizers.models import WordLevel
 
 from support.data_sets import random_rows, write_rows
 from tokenfeed.pipeline.format.schema import IGNORED, Task, task_columns
-from tokenfeed.trainer.checkpoints.checkpoint_format import part_of
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints, part_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.micro_batch import Head, HeadKind, MicroBatch
 from tokenfeed.trainer.distributed.world import State
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
-from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.report.run_files import Report
 from tokenfeed.trainer.stall import Cause, StallMeter
 from tokenfeed.trainer.tasks.registry import TASKS
 

@@ -28,14 +28,13 @@ from torch import Tensor
 
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.trainer.checkpoints.checkpoint_format import (
+from tokenfeed.trainer.checkpoints.checkpoint_files import (
     CheckpointMeta,
-    is_sharded_tensor,
+    Checkpoints,
     unshared,
     write_content,
 )
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
-from tokenfeed.trainer.distributed.world import Gather, State
+from tokenfeed.trainer.distributed.world import Gather, State, is_sharded_tensor
 
 Result = TypeVar("Result")
 

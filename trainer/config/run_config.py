@@ -23,7 +23,6 @@ from tokenfeed.trainer.config.values import (
     Positive,
     Shards,
     Tokens,
-    check_multiple,
     check_types,
     flag_of,
     read_settings,
@@ -379,3 +378,14 @@ class TrainConfig:
         """Token slots of a step at most."""
         rows = self.step_rows
         return self.step_tokens if rows is None else rows * self.sequence_length
+
+
+def check_multiple(config: Any, name: str, divisor_name: str) -> None:
+    """Reject a setting that is not a multiple of another one."""
+    value, divisor = getattr(config, name), getattr(config, divisor_name)
+    if value % divisor:
+        near = max(1, round(value / divisor)) * divisor
+        raise ConfigError(
+            f"`{flag_of(name)}`: expected a multiple of {flag_of(divisor_name)}={divisor}, got "
+            f"{value}. Try {near}."
+        )

@@ -178,17 +178,6 @@ def check_types(config: Any) -> None:
             setting_of(kind, value, f"`{flag_of(name)}`")
 
 
-def check_multiple(config: Any, name: str, divisor_name: str) -> None:
-    """Reject a setting that is not a multiple of another one."""
-    value, divisor = getattr(config, name), getattr(config, divisor_name)
-    if value % divisor:
-        near = max(1, round(value / divisor)) * divisor
-        raise ConfigError(
-            f"`{flag_of(name)}`: expected a multiple of {flag_of(divisor_name)}={divisor}, got "
-            f"{value}. Try {near}."
-        )
-
-
 def read_settings(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Read the settings in a YAML file, by field. Names may have hyphens or underscores.
 

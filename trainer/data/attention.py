@@ -280,3 +280,9 @@ def _near(reach: Reach, length: int, device: torch.device) -> Tensor:
     behind_TT = slot_T[:, None] - slot_T
     near_TT = behind_TT.abs() <= (length if reach.window is None else reach.window)
     return near_TT & (behind_TT >= 0) if reach.causal else near_TT
+
+
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products: autocast's, or without autocast the tensor's own."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype

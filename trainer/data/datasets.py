@@ -139,14 +139,20 @@ def run_manifest(config: TrainConfig) -> Manifest:
     Raises:
         ConfigError: The data sets of a stage do not fit the first one.
     """
-    manifest = read_manifest(config.shards)
-    others = [shards for shards in config.all_shards if shards != config.shards]
-    stages = [DataSets.read(shards) for shards in others]
-    first = first_of(config.shards)
-    for data in stages:
-        _check_fit(first, data)
-    longest = max((data.manifest.split("train").longest_row for data in stages), default=0)
-    return _lengthened(manifest, longest)
+    manifest, first = read_manifest(config.shards), first_of(config.shards)
+    longest = 0
+    for shards in config.all_shards[1:]:
+        data = DataSets.read(shards)
+        for folder, other in zip(data.weights, data.manifests, strict=True):
+            if other.fingerprint != Manifest.read(first).fingerprint:  # ids or labels may differ
+                open_splits([first, folder], "train")
+        longest = max(longest, data.manifest.split("train").longest_row)
+    train = manifest.splits.get("train")
+    if train is None or longest <= train.longest_row:
+        return manifest
+    shard = dataclasses.replace(train.shards[0], longest_row=longest)
+    longer = dataclasses.replace(train, shards=(shard, *train.shards[1:]))
+    return dataclasses.replace(manifest, splits=manifest.splits | {"train": longer})
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,21 +237,3 @@ def _joined(splits: Sequence[SplitInfo]) -> SplitInfo:
         shards=tuple(shard for split in splits for shard in split.shards),
         length_histogram=tuple(map(sum, histograms)),
     )
-
-
-def _check_fit(first: str, data: DataSets) -> None:
-    """Reject data sets whose ids or labels differ in meaning from those of the first one."""
-    ours = Manifest.read(first).fingerprint
-    for folder, manifest in zip(data.weights, data.manifests, strict=True):
-        if manifest.fingerprint != ours:
-            open_splits([first, folder], "train")
-
-
-def _lengthened(manifest: Manifest, longest: int) -> Manifest:
-    """Return the manifest with a row of at least this length in its train split."""
-    if "train" not in manifest.splits or longest <= manifest.split("train").longest_row:
-        return manifest
-    train = manifest.split("train")
-    shard = dataclasses.replace(train.shards[0], longest_row=longest)
-    longer = dataclasses.replace(train, shards=(shard, *train.shards[1:]))
-    return dataclasses.replace(manifest, splits=manifest.splits | {"train": longer})

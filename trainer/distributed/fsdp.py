@@ -1,14 +1,9 @@
-"""Models whose weights are sharded over ranks by torch's FSDP2, and the tensors of such models.
+"""Models whose weights are sharded over ranks by torch's FSDP2.
 
 Weights, gradients and optimizer moments are sharded along their first dimension. A layer is whole
 while it computes. Gradients are summed over ranks, never averaged: the loop divides by the number
-of targets. torch's modules for sharded tensors take seconds to import, so they are imported only if
-a model is sharded.
+of targets. Only runs with --shard-model import this module: torch's part of it takes a second.
 """
-
-import contextlib
-import sys
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +15,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from tokenfeed.trainer.distributed.world import World
-
-_FORWARD_METHODS = ("hidden",)
-"""Methods of a model that are called besides `forward`."""
+from tokenfeed.trainer.distributed.world import World, is_sharded_tensor
 
 
 def shard_model(model: nn.Module, world: World, dtype: torch.dtype) -> None:
@@ -54,9 +46,8 @@ def shard_model(model: nn.Module, world: World, dtype: torch.dtype) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support scaled sums
-    for name in _FORWARD_METHODS:
-        if hasattr(model, name):
-            register_fsdp_forward_method(model, name)
+    if hasattr(model, "hidden"):  # called besides `forward`
+        register_fsdp_forward_method(model, "hidden")
 
 
 def _broadcast_to_device(part: nn.Module, world: World) -> None:
@@ -68,7 +59,7 @@ def _broadcast_to_device(part: nn.Module, world: World) -> None:
     for module in part.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is None or _is_dtensor(tensor):
+                if tensor is None or is_sharded_tensor(tensor):
                     continue
                 if tensor not in moved:
                     moved[tensor] = _on_device(tensor, world.device)
@@ -80,37 +71,3 @@ def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     old = tensor.detach()
     new = torch.empty_like(old, device=device) if old.is_meta else old.to(device)
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether the model's weights are sharded over ranks."""
-    return any(map(_is_dtensor, model.parameters()))
-
-
-def full_tensor(tensor: Any) -> Tensor:
-    """Return the whole tensor of a DTensor, on every rank; any other tensor as it is."""
-    full: Tensor = tensor.full_tensor() if _is_dtensor(tensor) else tensor
-    return full
-
-
-def replicated_scalars(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which plain tensors count as equal on all ranks, if others are
-    sharded."""
-    if not any(map(_is_dtensor, tensors)):
-        return contextlib.nullcontext()
-    from torch.distributed.tensor.experimental import implicit_replication
-
-    return implicit_replication()
-
-
-def reshard(model: nn.Module) -> None:
-    """Free the whole weights that an evaluation has left."""
-    if is_sharded(model):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def _is_dtensor(tensor: Any) -> bool:
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return loaded is not None and isinstance(tensor, loaded.DTensor)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -38,6 +38,18 @@ _LONGEST_DISK_WAIT = datetime.timedelta(days=1)
 """Writing or reading a large checkpoint may take longer than `TIMEOUT`."""
 _GLOO_MESSAGE = re.compile(r"gloo/.*?\] (.*?)(?:\. |$)", re.MULTILINE)
 _GROUP_ERRORS = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
+
+
+def is_sharded_tensor(tensor: Tensor) -> bool:
+    """Return whether ranks hold shards of this tensor. Importing DTensor to ask takes a second."""
+    return hasattr(tensor, "to_local")
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the whole weights that an evaluation of a sharded model has left."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()  # type: ignore[operator]
 
 
 class RankError(TokenfeedError, RuntimeError):

@@ -6,27 +6,24 @@ step, and a micro-batch with too few rows is filled up: all shapes are known bef
 Example: --sequence-length 100 --micro-batch-tokens 1024 --compile makes 64 rows of length 16, 32
 rows of length 32, ..., 10 rows of length 96, 9 rows of length 112.
 
-`EpochEstimate` estimates the steps and micro-batches of an epoch from the manifest alone: it draws
+`epoch_of` estimates the steps and micro-batches of an epoch from the manifest alone: it draws
 rows with the lengths in the manifest, then cuts, sorts and packs them as one window. Imports no
 torch.
 """
 
 import dataclasses
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from tokenfeed.pipeline.arithmetic import ceil_div, round_up
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.estimates import likely_lengths
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import LongRows, random_order
-from tokenfeed.trainer.config.run_config import MOST_SHAPES, TrainConfig
-from tokenfeed.trainer.config.values import check_multiple
+from tokenfeed.trainer.config.run_config import MOST_SHAPES, TrainConfig, check_multiple
 
 if TYPE_CHECKING:
     from tokenfeed.trainer.tasks.task import Task
@@ -160,8 +157,7 @@ def possible_sizes(config: TrainConfig, task: "Task") -> list[int]:
 
 
 def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _multiple_of(config: TrainConfig, *, on_gpu: bool) -> int:
@@ -174,28 +170,41 @@ _MOST_ROWS = 100_000
 """Rows to sample at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpochEstimate:
+class Epoch(NamedTuple):
     """Estimated figures of an epoch."""
 
     steps: float
     """Optimizer steps. The last one of a window may have fewer micro-batches than the others."""
-
     tokens: float
     """Real tokens. Truncated rows lose some."""
 
-    @classmethod
-    def of_split(cls, split: SplitInfo, policy: Policy, config: TrainConfig) -> Self:
-        """Estimate an epoch of a split.
 
-        Cost: as much as planning a window.
-        """
-        sampled = min(split.rows, _MOST_ROWS)
-        draw = Draw(config.seed, config.seed, 0, num_windows=1)
-        lengths = likely_lengths(split, sampled)
-        order = random_order(sampled, config.seed) if config.order == "file" else None
-        plan = plan_window(lengths, policy, step_size=config.accumulation, draw=draw, rows=order)
-        return cls(
-            steps=split.rows / sampled * (len(plan.step_offsets) - 1),
-            tokens=split.tokens * int(plan.cut.lengths[plan.pieces].sum()) / int(lengths.sum()),
-        )
+def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> Epoch:
+    """Estimate the steps and tokens of an epoch from the manifest.
+
+    Cost: as much as planning a window.
+    """
+    packed = is_packed(config, manifest)
+    if config.micro_batch_tokens == "auto":  # a step has the same rows with any number
+        if packed and config.step_rows is None:
+            check_multiple(config, "step_tokens", "sequence_length")
+        rows = (config.step_rows or 0) * config.sequence_length
+        config = dataclasses.replace(config, micro_batch_tokens=rows or config.step_tokens)
+    long_rows = long_rows_of(config, manifest)
+    policy = make_policy(config, packed=packed, on_gpu=on_gpu, long_rows=long_rows)
+    split = manifest.split("train")
+    sampled = min(split.rows, _MOST_ROWS)
+    draw = Draw(config.seed, config.seed, 0, num_windows=1)
+    lengths = likely_lengths(split, sampled)
+    order = random_order(sampled, config.seed) if config.order == "file" else None
+    plan = plan_window(lengths, policy, step_size=config.accumulation, draw=draw, rows=order)
+    return Epoch(
+        steps=split.rows / sampled * (len(plan.step_offsets) - 1),
+        tokens=split.tokens * int(plan.cut.lengths[plan.pieces].sum()) / int(lengths.sum()),
+    )
+
+
+def knows_steps(config: TrainConfig, manifest: Manifest) -> bool:
+    """Return whether the steps of an epoch do not depend on the order of rows in the data set."""
+    shuffled = config.order == "shuffled"
+    return shuffled or config.step_rows is not None or is_packed(config, manifest)

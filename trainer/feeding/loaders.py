@@ -7,6 +7,7 @@ each rank gets its share.
 import dataclasses
 import itertools
 from collections.abc import Generator
+from typing import Any
 
 import torch
 
@@ -14,9 +15,8 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
-from tokenfeed.pipeline.planning.plan import RowOrder
 from tokenfeed.pipeline.planning.stages import Stage
-from tokenfeed.trainer.config.run_config import RowRanges, TrainConfig
+from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import Separation
 from tokenfeed.trainer.data.datasets import shown, source_of, training_source
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
@@ -79,13 +79,13 @@ class SplitLoaders:
         workers = config.num_workers
         if workers is None:  # on a CPU, workers would slow training down
             workers = 0 if on_cpu else 2
-        loader = self._open(
+        loader = self.open(
             "train",
             self.policy,
+            training_source(config, self._policy_of),
             num_workers=workers,
             epochs=None,
-            step_size=config.accumulation,
-            source=training_source(config, self._policy_of),
+            micro_batches_per_step=config.accumulation,
             order=config.order,
             skip=config.skip,
         )
@@ -103,7 +103,7 @@ class SplitLoaders:
         It is shuffled, always in the same way. Unshuffled, packing starts with the longest
         documents, and an evaluation of a part of the split would see no others.
         """
-        return self._open(split, self._evaluation, num_workers=0, epochs=1, source=folder)
+        return self.open(split, self._evaluation, folder)
 
     def evaluation_batches(
         self, split: str, most: int | None, folder: str | None = None
@@ -150,7 +150,7 @@ class SplitLoaders:
         return self._like(self.policy)
 
     def _like(self, policy: Policy) -> MicroBatch:
-        with self._open("train", policy, num_workers=0, epochs=1) as feed:
+        with self.open("train", policy) as feed:
             return self.shape(next(iter(feed)))
 
     def _policy(self, config: TrainConfig, *, packed: bool) -> Policy:
@@ -170,32 +170,30 @@ class SplitLoaders:
         lengths = (stage.sequence_length for stage in self._config.mixing)
         return [self._policy_of(length) for length in lengths if length]
 
-    def _open(
+    def open(
         self,
         split: str,
         policy: Policy,
-        *,
-        num_workers: int,
-        epochs: int | None,
-        step_size: int | None = 1,
         source: str | Mixture | list[Stage] | None = None,
-        order: RowOrder = "shuffled",
-        skip: RowRanges | None = None,
+        **options: Any,
     ) -> ShardLoader:
+        """Return a loader of a split: of one epoch, unless `options` of `ShardLoader` say more."""
+        config = self._config
+        settings: dict[str, Any] = {
+            "seed": config.seed,
+            "targets": config.targets,
+            "num_workers": 0,
+            "epochs": 1,
+            "micro_batches_per_step": 1,
+            "cache_dir": config.cache_dir,
+            "cache_bytes": config.cache_bytes,
+        }
         return ShardLoader(
-            source or source_of(self._config.shards),
+            source or source_of(config.shards),
             batching=policy,
             split=split,
             device=self._device,
-            num_workers=num_workers,
-            seed=self._config.seed,
-            order=order,
-            skip=dict((skip or {}).items()),
-            epochs=epochs,
-            micro_batches_per_step=step_size,
-            cache_dir=self._config.cache_dir,
-            cache_bytes=self._config.cache_bytes,
-            targets=self._config.targets,
+            **settings | options,
         )
 
 

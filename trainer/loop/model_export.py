@@ -11,6 +11,11 @@
 The tokenizer files and generation settings of an hf: model are copied, if the shards were made with
 its tokenizer, and so is its chat template unless the shards have one. Its weights keep their dtype.
 
+A built-in decoder is a Starcoder2 without biases. Both have pre-norm blocks with LayerNorm, rotary
+positions, a feed-forward network of four times the width with tanh-approximated GELU, and a head
+tied to the embedding. `transformers` has Q, K and V apart, and biases in its norms, which are zero
+here.
+
 The folder is complete or absent: it is written under a temporary name and then renamed. The weights
 come from a checkpoint, so a finished run can be exported at any time.
 """
@@ -31,8 +36,7 @@ from torch import nn
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.format.storage import atomic_folder
-from tokenfeed.trainer.checkpoints.checkpoint_format import with_prefix
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import (
     as_tokenizer,
@@ -43,21 +47,26 @@ from tokenfeed.trainer.data.datasets import (
     read_tokenizer,
 )
 from tokenfeed.trainer.data.micro_batch import Head
+from tokenfeed.trainer.distributed.world import State
 from tokenfeed.trainer.models.build import make_model
-from tokenfeed.trainer.models.starcoder2 import (
-    from_starcoder2,
-    is_starcoder2,
-    starcoder2_config,
-    to_starcoder2,
-)
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
-from tokenfeed.trainer.optim.train_state import kept_weights
+from tokenfeed.trainer.models.transformer import ROTARY_BASE, SIZES, ModelSize, Transformer
+from tokenfeed.trainer.optim.train_state import read_weights
 from tokenfeed.trainer.tasks.registry import make_task
 
 _WEIGHTS, _ABOUT = "model.safetensors", "tokenfeed.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _HUB = "hf:"
 _CPU = torch.device("cpu")
+
+_INSIDE = {
+    "attention_norm": "input_layernorm",
+    "attention_out": "self_attn.o_proj",
+    "feed_norm": "post_attention_layernorm",
+    "feed_in": "mlp.c_fc",
+    "feed_out": "mlp.c_proj",
+}
+"""Modules of a block by their names in `transformers`, all but Q, K and V."""
+_QKV = [f"self_attn.{letter}_proj.weight" for letter in "qkv"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,8 +147,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     torch.manual_seed(config.seed)
     config = dataclasses.replace(config, resume=True)
     model = make_model(config, task.head)
-    weights = with_prefix("model.", kept_weights(model, config, checkpoint))
-    checkpoint.read(weights, prefix="model.")
+    read_weights(model, config, checkpoint)
     with atomic_folder(folder) as temporary:
         _write_weights(temporary, model, about, config)
         files = _tokenizer_files(config, manifest, task.head)
@@ -160,18 +168,14 @@ def load_exported(folder: Path | str) -> nn.Module:
         raise ConfigError(
             f"{folder}: not a folder written by `train --export`. Give such a folder."
         )
-    if about.model == _HUB:
+    if about.model == _HUB or _is_starcoder2(about.size, about.head):
         settings = TrainConfig(shards="", model=f"{_HUB}{folder}", sequence_length=2)
         return make_model(settings, about.head).eval()
     if about.size is not None:
         model: nn.Module = Transformer(about.size, about.head)
     else:
         model = make_model(TrainConfig(shards="", model=about.model), about.head)
-    if is_starcoder2(about.size, about.head):
-        state = safetensors.torch.load_file(folder / _WEIGHTS)
-        model.load_state_dict(from_starcoder2(state))
-    else:
-        safetensors.torch.load_model(model, folder / _WEIGHTS)
+    safetensors.torch.load_model(model, folder / _WEIGHTS)
     return model.eval()
 
 
@@ -179,10 +183,10 @@ def _write_weights(folder: Path, model: nn.Module, about: Exported, config: Trai
     """Write the weights, and config.json if `transformers` has such a model."""
     if about.model == _HUB:
         model.save(folder)  # type: ignore[operator]
-    elif isinstance(model, Transformer) and about.size and is_starcoder2(about.size, about.head):
-        described = starcoder2_config(model, about.size, about.head, config.sequence_length)
+    elif isinstance(model, Transformer) and about.size and _is_starcoder2(about.size, about.head):
+        described = _starcoder2_config(model, about.size, about.head, config.sequence_length)
         (folder / "config.json").write_bytes(_json(described))
-        weights, metadata = to_starcoder2(model), {"format": "pt"}
+        weights, metadata = _to_starcoder2(model), {"format": "pt"}
         safetensors.torch.save_file(weights, folder / _WEIGHTS, metadata)
     else:
         safetensors.torch.save_model(model, str(folder / _WEIGHTS))
@@ -247,3 +251,58 @@ def _json(content: dict[str, Any]) -> bytes:
 def tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
     """Return the tokens of a tokenizer by id."""
     return {id: token for token, id in tokenizer.get_vocab().items()}
+
+
+def _is_starcoder2(size: ModelSize | None, head: Head) -> bool:
+    """Return whether a built-in model of this size and head is a Starcoder2."""
+    return size is not None and not size.by_word and head.causal
+
+
+def _starcoder2_config(
+    model: Transformer, size: ModelSize, head: Head, length: int
+) -> dict[str, Any]:
+    """Return config.json of a model that was trained on rows of `length` tokens."""
+    return {
+        "architectures": ["Starcoder2ForCausalLM"],
+        "model_type": "starcoder2",
+        "vocab_size": model.embedding.num_embeddings,
+        "hidden_size": size.width,
+        "intermediate_size": 4 * size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": length,
+        "norm_epsilon": model.norm.eps,
+        "rope_theta": ROTARY_BASE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
+        "use_bias": False,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": head.end_id,
+        "pad_token_id": head.pad_id,
+    }
+
+
+def _to_starcoder2(model: Transformer) -> State:
+    """Return the weights by their names in `transformers`."""
+    found: State = {
+        "model.embed_tokens.weight": model.embedding.weight,
+        **_norm("model.norm", model.norm),
+    }
+    for number, block in enumerate(model.blocks):
+        prefix = f"model.layers.{number}."
+        whole = block.get_submodule("attention_in").get_parameter("weight")
+        parts = zip(_QKV, whole.chunk(3), strict=True)
+        found |= {prefix + name: part.contiguous() for name, part in parts}
+        for ours, theirs in _INSIDE.items():
+            found |= _norm(prefix + theirs, block.get_submodule(ours))
+    return {name: value.detach() for name, value in found.items()}
+
+
+def _norm(name: str, module: nn.Module) -> State:
+    """Return the weight of a module, with a bias of zeros if the module is a norm."""
+    weight = module.get_parameter("weight")
+    bias = {f"{name}.bias": torch.zeros_like(weight)} if weight.dim() == 1 else {}
+    return {f"{name}.weight": weight, **bias}

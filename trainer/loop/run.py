@@ -9,16 +9,15 @@ from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError, T
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, Manifest
 from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.planning.state import SavedState
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import weights_of
 from tokenfeed.trainer.distributed.world import RankError, join_world
 from tokenfeed.trainer.loop.model_export import check_export, export_run
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.optim.train_state import is_out_of_memory
-from tokenfeed.trainer.report.metrics import check_trackers
 from tokenfeed.trainer.report.progress_lines import log_beginning
-from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.report.run_files import Report, check_trackers
 from tokenfeed.trainer.sizing.micro_batch_size import peak_of_step
 
 _log = logging.getLogger(__name__)

@@ -27,26 +27,22 @@ from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.facts import count_of
-from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.stages import paths_of
 from tokenfeed.pipeline.windows.origins import origins_of
 from tokenfeed.trainer.checkpoints.async_saver import Saver
-from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint, CheckpointMeta
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoint, CheckpointMeta, Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import separation
 from tokenfeed.trainer.data.datasets import training_source
 from tokenfeed.trainer.distributed.world import StepSync, World, device_named
 from tokenfeed.trainer.feeding.batch_policy import is_packed
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
-from tokenfeed.trainer.loop.evaluation import Evaluator
-from tokenfeed.trainer.loop.samples import Sampler
-from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.loop.evaluation import Evaluator, Sampler
+from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner, Tally
-from tokenfeed.trainer.report.metrics import MetricsFile, Trackers
 from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.progress_lines import (
     MOST_SKIPPED,
@@ -57,7 +53,14 @@ from tokenfeed.trainer.report.progress_lines import (
     notes_on,
     remedies,
 )
-from tokenfeed.trainer.report.run_report import Report, StageTokens, planned_tokens, versions
+from tokenfeed.trainer.report.run_files import (
+    MetricsFile,
+    Report,
+    StageTokens,
+    Trackers,
+    planned_tokens,
+    versions,
+)
 from tokenfeed.trainer.sizing.micro_batch_size import choose_micro_batch
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.tasks.registry import task_of
@@ -100,14 +103,12 @@ class Trainer:
 
         self.loader = self.loaders.train_loader()
         self.evaluator = Evaluator(config, self.loaders, self.learner, self.world, self._is_stopped)
-        self.sampler = Sampler(config, self.learner) if config.samples else None
+        self.sampler = Sampler(config, self.learner, self.loaders) if config.samples else None
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.saver: Saver | None = None
-        if config.shard_model and self.world.size > 1:
-            gather = self.world.slow_gather()
+        if config.shard_model or self.world.is_main:
+            gather = self.world.slow_gather() if config.shard_model else lambda value: [value]
             self.saver = Saver(self.checkpoints, config.keep, self.device, self.world.rank, gather)
-        elif self.world.is_main:
-            self.saver = Saver(self.checkpoints, config.keep, self.device)
         self.step = self.saved_step = self.began_at = self.skipped = 0
         self.rows_of_steps = deque[tuple[int, np.ndarray]](
             maxlen=config.accumulation * (MOST_SKIPPED + config.log_every)
@@ -145,7 +146,7 @@ class Trainer:
                 self._train(should_save)
 
     def _train(self, should_save: Callable[[], bool]) -> None:
-        config, batches = self.config, self.batches()
+        config, batches = self.config, iter(self.loader)
         learner, stall, shape = self.learner, self.stall, self.loaders.shape
         step_sync, is_sharded = self.step_sync, config.shard_model and self.world.size > 1
         for step in range(self.step + 1, config.steps + 1):
@@ -177,10 +178,6 @@ class Trainer:
             self._after_step(step, tally, norm)
             if step_sync.stop or step == self.config.steps:
                 break
-
-    def batches(self) -> Iterator[Batch]:
-        """Return the batches of training from here on."""
-        return iter(self.loader)
 
     def finish(self) -> Report:
         """Save what a stop left unsaved, and write the report. Call this after `train`."""
@@ -321,11 +318,10 @@ class Trainer:
         self.config.write()
 
     def _open_metrics(self) -> MetricsFile:
-        metrics = MetricsFile(self.config.run_dir)
-        self._resources.callback(metrics.close)
         trackers = Trackers(self.config)
+        metrics = MetricsFile(self.config.run_dir, trackers.log)
+        self._resources.callback(metrics.close)
         self._resources.callback(trackers.finish)
-        metrics.on_line = trackers.log
         return metrics
 
     def _after_step(self, step: int, tally: Tally, norm: Tensor) -> None:

@@ -17,7 +17,7 @@ from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.data.datasets import first_of
 from tokenfeed.trainer.data.micro_batch import Head
 from tokenfeed.trainer.models.transformer import SIZES, Transformer, tag_features, words_of
-from tokenfeed.trainer.tasks.task import has_hidden
+from tokenfeed.trainer.tasks.language_modeling import has_hidden
 
 _MOST_GRAPHS = 12 * MOST_SHAPES
 """Compiled variants of a block: for training and evaluation, packed or padded, before and behind
@@ -38,7 +38,10 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     _check_adapters(config)
     model = _hub_model(config, head, dtype) if config.is_hub else _named_model(config, head)
     if config.lora is not None:
-        _add_adapters(model, config, head)
+        from tokenfeed.trainer.models import hf_model
+
+        with _needs_extra(f"`--lora`={config.lora}", "lora"):
+            hf_model.add_adapters(model, head, config)  # type: ignore[arg-type]
     return model
 
 
@@ -159,12 +162,6 @@ def _hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> nn.Module
     model = hf_model.load_hub_model(config, head, dtype if config.lora else torch.float32)
     hf_checks.try_out(model, head, config.model)
     return model
-
-
-def _add_adapters(model: nn.Module, config: TrainConfig, head: Head) -> None:
-    with _needs_extra(f"`--lora`={config.lora}", "lora"):
-        from tokenfeed.trainer.models import lora
-    lora.add_adapters(model, head, config)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.data.attention import Reach, Scope, attend
-from tokenfeed.trainer.tasks.chunked_loss import product_dtype
+from tokenfeed.trainer.data.attention import Reach, Scope, attend, product_dtype
 
 ATTENTION_NAME = "tokenfeed"
 

@@ -4,11 +4,16 @@ The wrapper hands over ids, positions and what attention may reach, and no label
 task's. Of rows with one label it takes the token to be judged by itself, where `transformers`
 guesses it from ids that look like padding.
 
+With LoRA by `peft`, small matrices beside frozen weights are trained, and the head of a task that
+the model was not made for. So a checkpoint holds a few megabytes, and the moments of the optimizer
+as few.
+
 Shapes: B rows, T slots, D width, C outputs.
 """
 
 import inspect
 import logging
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +28,7 @@ from transformers.utils.hub import cached_file
 
 from tokenfeed.pipeline.arithmetic import ceil_div, round_up
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.trainer.config.run_config import BY_NUMBERS, TrainConfig
+from tokenfeed.trainer.config.run_config import ALL_LINEAR, BY_NUMBERS, TrainConfig
 from tokenfeed.trainer.data.attention import Reach, Scope
 from tokenfeed.trainer.data.datasets import first_of, open_tokenizer, shown
 from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
@@ -46,6 +51,11 @@ _PURPOSES = {
     "token": "TokenClassification",
 }
 """The class of `transformers` for a kind of head."""
+_ALPHA_PER_RANK = 2
+"""Adapters count twice, whatever their rank is: so it changes what they can learn, not how fast."""
+_TASK_TYPES = {"vocabulary": None, "token": "TOKEN_CLS", "row": "SEQ_CLS"}
+_HEADS = ("score", "classifier", "head", "pooler")
+"""Modules of heads of classes and tags, and of what stands before them: trained whole."""
 _REFUSALS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
 """Errors that `transformers` raises for a folder without a model, or with one that does not fit."""
 
@@ -289,15 +299,10 @@ def _where(source: str) -> dict[str, Any]:
 def _first_position(model: Any) -> int:
     """Return the position of a document's first token. Models like RoBERTa count from after the
     padding id."""
-    learned = _learned_positions(model)
-    return 0 if learned is None or learned.padding_idx is None else learned.padding_idx + 1
-
-
-def _learned_positions(model: Any) -> nn.Embedding | None:
     for name, part in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
-            return part
-    return None
+            return 0 if part.padding_idx is None else part.padding_idx + 1
+    return 0
 
 
 @torch.no_grad()
@@ -377,3 +382,49 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def add_adapters(model: HubModel, head: Head, config: TrainConfig) -> None:
+    """Freeze a model, and add adapters to the layers of --lora-target.
+
+    Rows of embeddings that were added for new tokens are trained too.
+
+    Raises:
+        ConfigError: It has no such layers.
+    """
+    import peft
+
+    assert config.lora is not None
+    target, added = config.lora_target, model.added_rows
+    settings = peft.LoraConfig(
+        r=config.lora,
+        lora_alpha=config.lora_alpha or _ALPHA_PER_RANK * config.lora,
+        lora_dropout=config.dropout or 0.0,
+        trainable_token_indices=added or None,
+        target_modules=target if target == ALL_LINEAR else target.replace(" ", "").split(","),
+        task_type=_TASK_TYPES[head.kind],
+        modules_to_save=_trained_whole(model, head),
+    )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of its own calls, and what it sets itself
+            adapted = peft.get_peft_model(model.model, settings)
+    except ValueError as error:
+        raise ConfigError(
+            f"`--lora-target`={target}: {str(error).partition(chr(10))[0]} Expected {ALL_LINEAR}, "
+            "or names of its layers with commas between."
+        ) from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()  # the copy of a head in half precision
+    model.adapters = (adapted,)
+
+
+def _trained_whole(model: HubModel, head: Head) -> list[str] | None:
+    """Return the modules of the head, and those without given weights."""
+    names = [name for name, _ in model.model.named_modules()]
+    heads = {name for name in names if name.rpartition(".")[2] in _HEADS}
+    if head.kind == "vocabulary":
+        heads = set()
+    fresh = {name.rpartition(".")[0] for name in model.fresh}
+    inside = tuple(f"{name}." for name in heads)
+    return sorted(heads | {name for name in fresh if not f"{name}.".startswith(inside)}) or None

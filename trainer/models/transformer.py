@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import StorePath
-from tokenfeed.trainer.data.attention import Scope, attend
+from tokenfeed.trainer.data.attention import Scope, attend, product_dtype
 from tokenfeed.trainer.data.datasets import open_tokenizer
 from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
-from tokenfeed.trainer.tasks.chunked_loss import product_dtype
 
 _INITIAL_STD = 0.02
 ROTARY_BASE = 10_000.0

@@ -1,4 +1,4 @@
-"""Choose the optimizer of each weight, and the learning rate of each step.
+"""The optimizer of each weight, the learning rate of each step, and the number format of a run.
 
 AdamW updates everything, or Muon updates the matrices of hidden layers and AdamW the rest. Muon
 makes the singular values of an update equal. This suits a matrix that maps one hidden state to
@@ -8,8 +8,13 @@ have meanings, or the factors of LoRA, whose product is the matrix.
 A checkpoint does not save the learning rate, a pure function of the step. If a resumed run has a
 higher --steps, its rates are those of a run that had these --steps from the start. For `constant`,
 and for `wsd` before its decay, the rates of the steps already trained are the same too.
+
+The number format is bf16 on a device that has it; fp32 on older GPUs, and on the CPU, so that a
+resumed run repeats it bit for bit. Weights and optimizer state are fp32 always; on CUDA what is
+left of fp32 matrix products runs as TF32.
 """
 
+import contextlib
 import math
 import re
 from typing import Any, cast
@@ -17,8 +22,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tokenfeed.trainer.config.run_config import OptimizerName, ScheduleName
-from tokenfeed.trainer.distributed.world import World
+from tokenfeed.pipeline.feeding.devices import accelerator
+from tokenfeed.trainer.config.run_config import OptimizerName, PrecisionName, ScheduleName
+from tokenfeed.trainer.distributed.world import State, World, is_sharded_tensor
 from tokenfeed.trainer.optim.muon import MuonAdamW, Sections
 
 _HEAD_NAMES = {"head", "heads", "lm_head", "classifier", "score", "cls", "qa_outputs"}
@@ -173,3 +179,113 @@ def _of_embeddings_and_heads(model: nn.Module) -> set[int]:
 
 def _ids(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Precision:
+    """Autocast, and the optimizer's step.
+
+    A step whose gradients are not finite is skipped on the device, without a wait: weights, moments
+    and step count stay, and the skip is counted.
+    """
+
+    def __init__(self, name: PrecisionName, device: torch.device) -> None:
+        # Older GPUs emulate bf16, and are not faster with it.
+        native = device.type != "cpu" and accelerator(device).has_bfloat16()
+        self.name = name if name != "auto" else "bf16" if native else "fp32"
+        self._device = device
+        self.dtype = _DTYPES[self.name]
+        self._skips = torch.zeros(2, device=device)
+        allow_tf32(device)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of forward and loss."""
+        if self.name == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self.dtype)
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: Tensor | float,
+        clip_norm: float,
+        *,
+        keeps_gradients: bool = False,
+    ) -> Tensor:
+        """Scale and clip the gradients, update the weights, clear the gradients; return the norm
+        before clipping.
+
+        The norm stays on the device; where it is not finite, nothing was updated.
+
+        Args:
+            optimizer: From `make_optimizer`: one that heeds `grad_scale` and `found_inf`.
+            scale: A number, or a tensor without dimensions that nobody has waited for.
+            clip_norm: Longer gradients, after scaling, are shortened to this.
+            keeps_gradients: Whether to set gradients to 0 rather than to free them.
+        """
+        parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+        gradients = [weight.grad for weight in parameters if weight.grad is not None]
+        norm = _whole(nn.utils.get_total_norm(gradients)) * scale
+        # One divisor scales and clips. The optimizer's kernel applies it to what it reads anyway.
+        divisor = ((norm + 1e-6) / clip_norm).clamp(min=1.0) / scale
+        optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
+        optimizer.found_inf = self._count(norm)  # type: ignore[attr-defined]
+        with _replicated_scalars(gradients):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=not keeps_gradients)
+        return norm
+
+    @property
+    def skips(self) -> Tensor:
+        """Skipped steps so far, and skipped steps in a row until now: two numbers on the device."""
+        return self._skips.clone()
+
+    def state_dict(self) -> State:
+        """Return the skipped steps."""
+        return {"skips": self.skips}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue with saved skips."""
+        self._skips.copy_(state["skips"])
+
+    def _count(self, norm: Tensor) -> Tensor:
+        """Count and return whether to skip this step: 1 or 0, on the device."""
+        skip = (~norm.isfinite()).float()
+        self._skips += skip
+        self._skips[1] *= skip
+        return skip
+
+
+def tune_convolutions(model: nn.Module) -> None:
+    """Let cuDNN choose its kernels by trial, once for each shape of a batch, if the model has
+    convolutions.
+
+    Which one is fastest may differ between runs, and the last bits of their results with it.
+    """
+    convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
+    torch.backends.cudnn.benchmark = convolves
+
+
+def allow_tf32(device: torch.device) -> None:
+    """Let products of fp32 matrices use TF32 on a GPU."""
+    if device.type == "cuda":
+        # The older switch: after the newer one, code that reads the older gets an error.
+        torch.set_float32_matmul_precision("high")
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Return a sharded tensor as a whole, on every rank; any other tensor as it is."""
+    whole: Tensor = tensor.full_tensor() if is_sharded_tensor(tensor) else tensor
+    return whole
+
+
+def _replicated_scalars(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which plain tensors count as equal on all ranks, if others are
+    sharded."""
+    if not any(map(is_sharded_tensor, tensors)):
+        return contextlib.nullcontext()
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    return implicit_replication()

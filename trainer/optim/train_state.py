@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.pipeline.planning.permutation import derive_key
-from tokenfeed.trainer.checkpoints.checkpoint_format import (
+from tokenfeed.trainer.checkpoints.checkpoint_files import (
     Checkpoint,
     part_of,
     unshared,
@@ -31,12 +31,13 @@ from tokenfeed.trainer.models.build import compile_model, make_model, recompute_
 from tokenfeed.trainer.models.transformer import SIZES
 from tokenfeed.trainer.optim.muon import MuonAdamW
 from tokenfeed.trainer.optim.optimizer import (
+    Precision,
     is_embedding,
     learning_rate,
     make_optimizer,
     set_learning_rate,
+    tune_convolutions,
 )
-from tokenfeed.trainer.optim.precision import Precision, tune_convolutions
 from tokenfeed.trainer.tasks.task import Loss, Task
 
 if TYPE_CHECKING:
@@ -282,8 +283,7 @@ class Learner:
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Overwrite the weights with a checkpoint's weights."""
-        weights = kept_weights(self.model, self._config, checkpoint)
-        checkpoint.read(with_prefix("model.", weights), self._world, prefix="model.")
+        read_weights(self.model, self._config, checkpoint, self._world)
 
     def _state(self, weights: State) -> State:
         return {
@@ -331,6 +331,14 @@ def kept_weights(model: nn.Module, config: TrainConfig, checkpoint: Checkpoint) 
             "--model, --lora and --lora-target that it was made with."
         )
     return ours
+
+
+def read_weights(
+    model: nn.Module, config: TrainConfig, checkpoint: Checkpoint, world: World | None = None
+) -> None:
+    """Overwrite the weights of a model with those of a checkpoint. All ranks call this."""
+    weights = with_prefix("model.", kept_weights(model, config, checkpoint))
+    checkpoint.read(weights, world, prefix="model.")
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

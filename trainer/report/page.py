@@ -11,9 +11,8 @@ import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
-from tokenfeed.trainer.report.metrics import MetricsLine, decode_lines
 from tokenfeed.trainer.report.plots import Plot, Series, short
-from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.report.run_files import MetricsLine, Report, decode_lines
 from tokenfeed.trainer.stall.stall_report import (
     StallReport,
     render_page,

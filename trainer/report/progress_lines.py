@@ -16,11 +16,10 @@ from torch import Tensor
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import shown
-from tokenfeed.trainer.feeding.batch_policy import padding_remedy
+from tokenfeed.trainer.feeding.batch_policy import epoch_of, knows_steps, padding_remedy
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
-from tokenfeed.trainer.report.metrics import MetricsFile, MetricsLine
-from tokenfeed.trainer.sizing.recommended import epoch_of, knows_steps
+from tokenfeed.trainer.report.run_files import MetricsFile, MetricsLine
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.stall_report import main_cause
 from tokenfeed.trainer.tasks.task import Metrics, Task

@@ -8,7 +8,6 @@ data sets and two cores.
 A GPU gets a micro-batch that fits; a CPU changes no default. Does not import torch.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,13 +18,8 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.config.values import check_multiple, flag_of
-from tokenfeed.trainer.feeding.batch_policy import (
-    EpochEstimate,
-    is_packed,
-    long_rows_of,
-    make_policy,
-)
+from tokenfeed.trainer.config.values import flag_of
+from tokenfeed.trainer.feeding.batch_policy import epoch_of, knows_steps
 
 _TOKENS = 2_000_000
 """Tokens to train on in all epochs. A data set of fewer tokens is small."""
@@ -132,25 +126,6 @@ def default_epochs(
     if column_of(manifest.columns, "target") is not None:
         epochs = max(epochs, _LEAST_STEPS // math.ceil(train.rows / _step_rows(train)))
     return _between(_EPOCHS, epochs)
-
-
-def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochEstimate:
-    """Estimate the steps and micro-batches of an epoch from the manifest."""
-    packed = is_packed(config, manifest)
-    if config.micro_batch_tokens == "auto":  # a step has the same rows with any number
-        if packed and config.step_rows is None:
-            check_multiple(config, "step_tokens", "sequence_length")
-        rows = (config.step_rows or 0) * config.sequence_length
-        config = dataclasses.replace(config, micro_batch_tokens=rows or config.step_tokens)
-    long_rows = long_rows_of(config, manifest)
-    policy = make_policy(config, packed=packed, on_gpu=on_gpu, long_rows=long_rows)
-    return EpochEstimate.of_split(manifest.split("train"), policy, config)
-
-
-def knows_steps(config: TrainConfig, manifest: Manifest) -> bool:
-    """Return whether the steps of an epoch do not depend on the order of rows in the data set."""
-    shuffled = config.order == "shuffled"
-    return shuffled or config.step_rows is not None or is_packed(config, manifest)
 
 
 def steps_of_epochs(epochs: float, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:

@@ -8,8 +8,7 @@ from tokenfeed.pipeline.feeding.cores import usable_cores
 from tokenfeed.trainer.stall.accounts import Accounts
 from tokenfeed.trainer.stall.causes import ABOUT, CAUSES, Cause
 from tokenfeed.trainer.stall.device import MeteredDevice
-from tokenfeed.trainer.stall.ranks import RankStall, SlowestRank, slowest_rank
-from tokenfeed.trainer.stall.reading import StallReading
+from tokenfeed.trainer.stall.reading import RankStall, SlowestRank, StallReading, slowest_rank
 from tokenfeed.trainer.stall.stall_report import Advice, CauseReport, Interval, StallReport
 from tokenfeed.trainer.stall.watchers import LoaderUse
 

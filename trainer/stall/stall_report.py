@@ -12,7 +12,7 @@ from tokenfeed.pipeline.facts import facts
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config.run_config import PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.causes import ABOUT, Cause
-from tokenfeed.trainer.stall.ranks import RankStall, SlowestRank
+from tokenfeed.trainer.stall.reading import RankStall, SlowestRank
 
 if TYPE_CHECKING:
     from jinja2 import Environment

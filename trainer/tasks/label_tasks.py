@@ -75,8 +75,8 @@ class Tag(Task):
     name = "tag"
     kind = "token"
 
-    def __init__(self, manifest: Manifest, seed: int) -> None:
-        super().__init__(manifest, seed)
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__(manifest)
         self._scheme = TagScheme.from_names(manifest.label_names)
 
     @property

@@ -1,6 +1,5 @@
 """Select the task of a run: the task of its shards."""
 
-from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -18,7 +17,7 @@ from tokenfeed.trainer.tasks.language_modeling import (
 )
 from tokenfeed.trainer.tasks.task import Task
 
-TASKS: dict[str, Callable[[Manifest, int], Task]] = {
+TASKS: dict[str, type[Task]] = {
     task.name: task for task in (LanguageModelling, Completion, Chat, Classify, Score, Tag)
 }
 """The class of each task, by the name in the manifest."""
@@ -45,7 +44,7 @@ def make_task(config: TrainConfig, manifest: Manifest, device: torch.device) -> 
             f"{name}: unknown task {manifest.task}, expected one of {', '.join(TASKS)}. Install a "
             "newer tokenfeed."
         )
-    task = TASKS[manifest.task](manifest, config.seed)
+    task = TASKS[manifest.task](manifest)
     if isinstance(task, LanguageModelling):
         with suppress(ConfigError):  # export reports it; training goes on without bits per byte
             task.bytes_of_token = token_bytes(open_tokenizer(first_of(config.shards))).to(device)

@@ -14,24 +14,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED, TOKEN_TYPE_IDS
 from tokenfeed.trainer.data.micro_batch import Head, HeadKind, MicroBatch
-from tokenfeed.trainer.tasks.chunked_loss import is_worth_chunks, vocabulary_loss
 
 _LARGEST_EXPONENT = 700.0  # of a float
-
-
-def has_hidden(model: nn.Module) -> bool:
-    """Return whether a model offers the input of its head, so that the loss needs no logits.
-
-    Such a model has `hidden(micro_batch)`, the head's input of shape (B, T, D), and `head_weight`,
-    the head's parameter of shape (V, D). Its logits equal `hidden @ head_weight.T`, with nothing
-    added. Without `head_weight`, a model offers only logits.
-    """
-    return getattr(model, "head_weight", None) is not None
 
 
 Metrics = dict[str, float]
@@ -92,9 +81,8 @@ class Task:
     is_compiled = False
     """Whether the loss of chunks is compiled."""
 
-    def __init__(self, manifest: Manifest, seed: int) -> None:
+    def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.seed = seed
 
     @property
     def head(self) -> Head:
@@ -123,24 +111,8 @@ class Task:
         return 0
 
     def loss(self, model: Any, micro_batch: MicroBatch) -> Loss:
-        """Return the cross-entropy summed over targets.
-
-        If the logits would be large, and the model offers the input of its head, the logits are
-        computed in chunks.
-        """
-        if (
-            self.kind == "vocabulary"
-            and has_hidden(model)
-            and is_worth_chunks(micro_batch.num_slots, len(model.head_weight))
-        ):
-            return self._loss_in_chunks(model, micro_batch)
+        """Return the loss summed over targets."""
         return self.loss_of(model(micro_batch), micro_batch)
-
-    def _loss_in_chunks(self, model: Any, micro_batch: MicroBatch) -> Loss:
-        hidden_ND = model.hidden(micro_batch).flatten(0, 1)
-        targets_N = micro_batch.targets.flatten()
-        summed = vocabulary_loss(hidden_ND, model.head_weight, targets_N, compiled=self.is_compiled)
-        return Loss(summed, (targets_N != IGNORED).sum())
 
     def loss_of(self, logits: Tensor, micro_batch: MicroBatch) -> Loss:
         """Return the loss of existing logits, with a softmax in fp32."""

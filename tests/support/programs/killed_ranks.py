@@ -33,10 +33,10 @@ from support.programs.ranked_training import TIMEOUT_S, free_port, in_a_fork, tr
 from support.training import assert_same_run, load_weights, read_metrics
 
 from tokenfeed.trainer.checkpoints import async_saver
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.distributed.world import StepSync, World
 from tokenfeed.trainer.loop import run as loop_run
-from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.report.run_files import Report
 
 _MOST_STEPS, _PAUSE_S, _END_S = 10, 1.0, 20
 _NOTED = os.pipe()

@@ -24,7 +24,7 @@ from support.checkpoints import assert_same, names_in
 from support.training import assert_same_run, load_state, make_config, run
 
 from tokenfeed.trainer.checkpoints import async_saver
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 
 STEPS = 16

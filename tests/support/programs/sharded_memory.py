@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tokenfeed.trainer.distributed.world import join_world
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
-from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.tasks.registry import task_of
 

@@ -270,7 +270,7 @@ def test_epochs_of_a_sorted_file_have_every_row_as_often(told: Any, tmp_path: Pa
     seen: Counter[int] = Counter()
     with closing(Trainer(dataclasses.replace(config, run_dir=tmp_path / "run"))) as trainer:
         due = config.steps * config.accumulation
-        for batch in itertools.islice(trainer.batches(), due):
+        for batch in itertools.islice(iter(trainer.loader), due):
             seen.update(batch.rows.tolist())
     assert seen == dict.fromkeys(range(90), 2)
 

@@ -17,8 +17,7 @@ from torch import nn
 
 from tokenfeed.trainer.checkpoints import async_saver
 from tokenfeed.trainer.checkpoints.async_saver import HostCopy, Saver
-from tokenfeed.trainer.checkpoints.checkpoint_format import part_of, with_prefix
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints, part_of, with_prefix
 from tokenfeed.trainer.config.run_config import OptimizerName
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate

@@ -9,7 +9,7 @@ from support.training import run
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.tools.train_settings import parse_config
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 
 

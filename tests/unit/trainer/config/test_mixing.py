@@ -23,7 +23,7 @@ from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.config.run_config import StageSettings, TrainConfig
 from tokenfeed.trainer.data.datasets import training_source
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
-from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.report.run_files import Report
 from tokenfeed.trainer.tasks.registry import make_task
 
 

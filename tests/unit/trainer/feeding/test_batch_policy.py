@@ -12,7 +12,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batch_policy import (
-    EpochEstimate,
+    epoch_of,
     is_packed,
     make_policy,
     padding_remedy,
@@ -76,6 +76,6 @@ def test_estimate_of_an_epoch_is_near_what_is_delivered(way: str, every_task: Pa
     config = make_config(every_task / settings.pop("shards"), every_task / "run", **settings)
     manifest = Manifest.read(config.shards)
     policy = make_policy(config, packed=is_packed(config, manifest), on_gpu=False)
-    found = EpochEstimate.of_split(manifest.split("train"), policy, config)
+    found = epoch_of(config, manifest, on_gpu=False)
     with ShardLoader(config.shards, batching=policy, num_workers=0) as loader:
         assert found.steps == pytest.approx(sum(1 for _ in loader), rel=0.1)

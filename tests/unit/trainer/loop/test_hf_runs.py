@@ -15,7 +15,7 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.data.datasets import read_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop.model_export import load_exported
-from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.report.run_files import Report
 
 pytest.importorskip("peft")
 

@@ -38,9 +38,8 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.report.metrics import MetricsLine
 from tokenfeed.trainer.report.progress_lines import console_line, notes_on
-from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.report.run_files import MetricsLine, Report
 from tokenfeed.trainer.stall import CAUSES
 from tokenfeed.trainer.tasks.registry import make_task
 
@@ -199,7 +198,7 @@ def test_long_completions_keep_their_prompts_and_lose_their_ends(
     for batching in ("packed", "padded"):
         config = make_config(shards, tmp_path / batching, steps=1, batching=batching)
         with contextlib.closing(Trainer(config)) as trainer:
-            batch = next(trainer.batches())
+            batch = next(iter(trainer.loader))
         assert not batch.starts.any()
         assert batch.num_targets == len(batch.rows) * (32 - 10)
     run(make_config(shards, tmp_path / "run", steps=1))
@@ -219,7 +218,7 @@ def test_targets_select_what_a_conversation_teaches(
     shards = write_rows(tmp_path / "shards", {"train": rows}, 64, task="chat")
     config = make_config(shards, tmp_path / "run", steps=1, targets=targets)
     with contextlib.closing(Trainer(config)) as trainer:
-        batch = next(trainer.batches())
+        batch = next(iter(trainer.loader))
     assert {*batch["labels"].unique().tolist()} - {-100} == expected
 
 
@@ -425,7 +424,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(
         for line in (tmp_path / "run" / "bad-step.jsonl").read_text().splitlines()
     ]
     with contextlib.closing(Trainer(make_config(counting, tmp_path / "other"))) as trainer:
-        rows = [batch.rows for batch in itertools.islice(trainer.batches(), 6)]
+        rows = [batch.rows for batch in itertools.islice(iter(trainer.loader), 6)]
     assert named == sorted({int(row) for part in rows[4:6] for row in part})
 
 

@@ -28,9 +28,9 @@ from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop import evaluation as judge
 from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.models.transformer import Transformer
-from tokenfeed.trainer.optim.precision import Precision, allow_tf32
-from tokenfeed.trainer.report.metrics import MetricsFile
+from tokenfeed.trainer.optim.optimizer import Precision, allow_tf32
 from tokenfeed.trainer.report.progress_lines import ProgressLog
+from tokenfeed.trainer.report.run_files import MetricsFile
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.tasks.registry import make_task
 

@@ -36,9 +36,8 @@ from tokenfeed.pipeline.planning.policies import Packed, Padded
 from tokenfeed.trainer.data.micro_batch import Head, HeadKind, MicroBatch, Shaper
 from tokenfeed.trainer.models.build import make_model
 from tokenfeed.trainer.models.hf_model import HubModel
-from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
-from tokenfeed.trainer.tasks.language_modeling import LanguageModelling
-from tokenfeed.trainer.tasks.task import has_hidden
+from tokenfeed.trainer.tasks import language_modeling as vocabulary_loss
+from tokenfeed.trainer.tasks.language_modeling import LanguageModelling, has_hidden
 
 MakeModel = Any
 CASES: list[tuple[str, HeadKind]] = [
@@ -143,7 +142,7 @@ def test_the_loss_is_that_of_transformers_times_the_targets(
 ) -> None:
     folder, head, model = make_hub(name, "vocabulary")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    task = LanguageModelling(Manifest.read(shards["vocabulary"]), 0)
+    task = LanguageModelling(Manifest.read(shards["vocabulary"]))
     for batch, micro_batch in shown(shards["vocabulary"], Padded(128), head):
         loss = task.loss(model, micro_batch)
         expected = theirs(
@@ -218,7 +217,8 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, make_hub: Make
 
 
 @pytest.mark.parametrize(
-    ("lacking", "extra", "changes"), [("hf_model", "hub", {}), ("lora", "lora", {"lora": 4})]
+    ("lacking", "extra", "changes"),
+    [("tokenfeed.trainer.models.hf_model", "hub", {}), ("peft", "lora", {"lora": 4})],
 )
 def test_a_missing_library_is_named_with_its_extra(
     lacking: str,
@@ -228,8 +228,8 @@ def test_a_missing_library_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, head, _ = make_hub("Llama", "vocabulary")
-    monkeypatch.delattr(f"tokenfeed.trainer.models.{lacking}", raising=False)
-    monkeypatch.setitem(sys.modules, f"tokenfeed.trainer.models.{lacking}", None)
+    monkeypatch.delattr("tokenfeed.trainer.models.hf_model", raising=False)
+    monkeypatch.setitem(sys.modules, lacking, None)
     with refused(f"pip install tokenfeed[{extra}]"):
         make_model(train_config(folder, **changes), head)
 
@@ -305,7 +305,7 @@ def test_its_loss_without_logits_is_that_of_its_logits(
     name: str, make_hub: MakeModel, shards: dict[HeadKind, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, head, model = make_hub(name, "vocabulary")
-    task = LanguageModelling(Manifest.read(shards["vocabulary"]), seed=0)
+    task = LanguageModelling(Manifest.read(shards["vocabulary"]))
     _, micro_batch = next(shown(shards["vocabulary"], Packed(32, batch_size=3), head))
     losses = []
     for least in (0, math.inf):

@@ -17,8 +17,7 @@ from torch import nn
 
 from tokenfeed.trainer.config.run_config import OptimizerName, PrecisionName
 from tokenfeed.trainer.models.transformer import Transformer
-from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
-from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.optim.optimizer import Precision, make_optimizer, set_learning_rate
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.tasks.language_modeling import LanguageModelling
 from tokenfeed.trainer.tasks.registry import task_of
@@ -256,7 +255,7 @@ def test_learner_lets_cudnn_choose_kernels_for_convolutions(
     assert torch.backends.cudnn.benchmark == convolves
 
 
-TASK = LanguageModelling(None, 0)  # type: ignore[arg-type] - the loss needs no data set
+TASK = LanguageModelling(None)  # type: ignore[arg-type] - the loss needs no data set
 
 
 def loss_sum(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from benchmarks.gpu.memory import PeakBytes
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.trainer.checkpoints.async_saver import Saver
-from tokenfeed.trainer.checkpoints.checkpoint_format import part_of
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints, part_of
 from tokenfeed.trainer.config.run_config import OptimizerName, TrainConfig
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
-from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.tasks.registry import task_of
 

@@ -11,8 +11,8 @@ import pytest
 from support.training import make_config, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.report import metrics as trackers
-from tokenfeed.trainer.report.metrics import check_trackers
+from tokenfeed.trainer.report import run_files as trackers
+from tokenfeed.trainer.report.run_files import check_trackers
 
 
 class Service(types.ModuleType):

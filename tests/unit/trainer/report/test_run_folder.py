@@ -16,12 +16,11 @@ from support.training import assert_same_run, make_config, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.loop import evaluation
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.loop.run import train
-from tokenfeed.trainer.report.metrics import MetricsFile
-from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.report.run_files import MetricsFile, Report
 from tokenfeed.trainer.tasks.task import Metrics, Task
 
 

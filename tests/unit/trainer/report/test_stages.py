@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.trainer.report.run_report import planned_tokens
+from tokenfeed.trainer.report.run_files import planned_tokens
 
 SHARES = st.floats(0, 1).map(lambda share: {"a": share, "b": 1 - share})
 

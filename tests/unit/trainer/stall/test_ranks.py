@@ -17,7 +17,7 @@ from tokenfeed.trainer.report.page import RunData, page_of
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.make_report import advise
-from tokenfeed.trainer.stall.ranks import numbers_of, rank_stalls, slowest_rank
+from tokenfeed.trainer.stall.reading import numbers_of, rank_stalls, slowest_rank
 from tokenfeed.trainer.stall.stall_report import rank_table, slowest_line
 
 WARMUP, STEPS = 5, 100

@@ -23,8 +23,8 @@ from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
-from tokenfeed.trainer.optim.precision import Precision
-from tokenfeed.trainer.tasks import chunked_loss as chunked
+from tokenfeed.trainer.optim.optimizer import Precision
+from tokenfeed.trainer.tasks import language_modeling as chunked
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.tasks.task import Loss, Task
 

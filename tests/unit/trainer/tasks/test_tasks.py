@@ -32,7 +32,7 @@ from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
-from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.report.run_files import Report
 from tokenfeed.trainer.tasks import task as tasks
 from tokenfeed.trainer.tasks.label_tasks import number_scores
 from tokenfeed.trainer.tasks.registry import make_task

@@ -6,7 +6,7 @@ import pytest
 from support.training import make_config, run
 
 from tokenfeed.trainer.loop.run import train
-from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.report.run_files import Report
 
 
 class Killed(BaseException):

@@ -1,4 +1,6 @@
-"""One checkpoint on disk: checkpoint.json, and a safetensors file for each rank that saved.
+"""The checkpoints in a run's folder: list, read, add, and delete old ones.
+
+A checkpoint is checkpoint.json, and a safetensors file for each rank that saved.
 
 A state is a dict of tensors by name: "model.NAME", "optimizer.NAME.MOMENT" and so on. Every byte is
 verified: checkpoint.json has the checksum of each tensor file and a checksum of itself.
@@ -8,11 +10,14 @@ whatever number of ranks has written them. Its import takes a second, which only
 should spend.
 """
 
+import contextlib
 import json
+import logging
 import math
 import re
+import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,18 +29,23 @@ import xxhash
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.distributed.world import State, World
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_folder, file_xxh3
+from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER, TrainConfig
+from tokenfeed.trainer.distributed.world import State, World, is_sharded_tensor
+
+_log = logging.getLogger(__name__)
 
 _VERSION = 4
 CONTENT_FILE = "checkpoint.json"
 _READERS = 4
+_NAME = re.compile(r"step-(\d{8})")
 _FILE_NAME = re.compile(r"state-\d+\.safetensors")
 _STORED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors that reading a damaged checkpoint may raise."""
 _KEPT = ("model", "optimizer")
 """Settings that a resumed run cannot change."""
 
@@ -126,11 +136,6 @@ def _identity(tensor: Any) -> Any:
     if own.numel() == 0:
         return id(tensor)
     return own.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def is_sharded_tensor(tensor: Tensor) -> bool:
-    """Return whether ranks hold shards of this tensor. Importing DTensor to ask takes a second."""
-    return hasattr(tensor, "to_local")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,30 +260,156 @@ def _kinds_in(folder: Path) -> dict[str, TensorInfo]:
 
 
 def write_content(folder: Path, meta: CheckpointMeta, files: dict[str, str]) -> None:
-    """Write checkpoint.json, the last file of a checkpoint."""
-    content = _Content(version=_VERSION, meta=meta, files=files)
-    (folder / CONTENT_FILE).write_bytes(_sealed(asdict(content)))
+    """Write checkpoint.json, the last file of a checkpoint, with a checksum over its content."""
+    content = asdict(_Content(version=_VERSION, meta=meta, files=files))
+    sealed = {"xxh3": xxhash.xxh3_64_hexdigest(_as_json(content))} | content
+    (folder / CONTENT_FILE).write_bytes(_as_json(sealed))
 
 
 def _content(data: bytes) -> _Content:
-    content = msgspec.convert(_unsealed(data), _Content)
+    found: dict[str, Any] = json.loads(data)
+    checksum = found.pop("xxh3")
+    if (actual := xxhash.xxh3_64_hexdigest(_as_json(found))) != checksum:
+        raise ValueError(f"{CONTENT_FILE} fails its checksum: {actual}, expected {checksum}")
+    content = msgspec.convert(found, _Content)
     if content.version != _VERSION:
         raise ValueError(f"its version is {content.version}, expected {_VERSION}")
     return content
 
 
-def _sealed(content: dict[str, Any]) -> bytes:
-    """Encode as JSON, with a checksum over the rest of the content."""
-    return _as_json({"xxh3": xxhash.xxh3_64_hexdigest(_as_json(content))} | content)
-
-
-def _unsealed(data: bytes) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(data)
-    checksum = content.pop("xxh3")
-    if (actual := xxhash.xxh3_64_hexdigest(_as_json(content))) != checksum:
-        raise ValueError(f"{CONTENT_FILE} fails its checksum: {actual}, expected {checksum}")
-    return content
-
-
 def _as_json(content: dict[str, Any]) -> bytes:
     return json.dumps(content).encode() + b"\n"  # with an indent, json would hold the GIL
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @classmethod
+    def of_run(cls, run_dir: Path) -> "Checkpoints":
+        """Return the checkpoints in a run's folder."""
+        return cls(run_dir / CHECKPOINTS_FOLDER)
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint, whether or not it exists."""
+        return self._folder / f"step-{step:08d}"
+
+    def temporary(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint while it is made or deleted."""
+        return self._folder / f"step-{step:08d}{TEMPORARY_SUFFIX}"
+
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, in order."""
+        if not self._folder.is_dir():
+            return []
+        found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
+        return sorted(int(name[1]) for name in found if name)
+
+    def latest(self) -> Path | None:
+        """Return the checkpoint of the highest step; None if there is no checkpoint."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def to_resume(self) -> Path:
+        """Return the latest checkpoint.
+
+        Raises:
+            ResumeError: There are no checkpoints.
+        """
+        latest = self.latest()
+        if latest is None:
+            raise ResumeError(
+                f"{self._folder}: no checkpoint to resume from. Give --run-dir the folder of an "
+                "earlier run, or leave --resume out to start again."
+            )
+        return latest
+
+    def way_on(self) -> str:
+        """Return advice for an error message: how to continue after an error that ended the run."""
+        latest = self.latest()
+        return f"go on with --resume from {latest}" if latest else "start again: nothing was saved"
+
+    def latest_meta(self) -> CheckpointMeta | None:
+        """Return the progress of the latest checkpoint; None if there is no checkpoint.
+
+        Raises:
+            ResumeError: The checkpoint is damaged.
+        """
+        latest = self.latest()
+        if latest is None:
+            return None
+        with _reading(latest):
+            return Checkpoint.meta_in(latest)
+
+    def best(self) -> Best | None:
+        """Return the best step according to the latest checkpoint.
+
+        If nothing was evaluated yet, return None. If the checkpoint of that step is missing, log a
+        warning and return None.
+
+        Raises:
+            ResumeError: The latest checkpoint is damaged.
+        """
+        meta = self.latest_meta()
+        best = meta.best if meta else None
+        if best is None or self.path(best.step).is_dir():
+            return best
+        _log.warning(
+            "%s: the best checkpoint so far is gone. Going on without it", self.path(best.step)
+        )
+        return None
+
+    def open(self, step: int | None = None) -> Checkpoint:
+        """Verify and return the checkpoint of a step, or the latest one.
+
+        Raises:
+            ResumeError: The checkpoint is missing or damaged.
+        """
+        path = self.to_resume() if step is None else self.path(step)
+        with _reading(path):
+            checkpoint = Checkpoint.open(path)
+            if self.path(checkpoint.meta.step) != path:
+                raise ValueError(f"its checkpoint.json is of step {checkpoint.meta.step}")
+            return checkpoint
+
+    @contextlib.contextmanager
+    def new(self, step: int) -> Iterator[Path]:
+        """Yield an empty folder, `temporary(step)`. Afterwards the folder becomes the checkpoint.
+
+        An existing checkpoint of this step is replaced. If the block raises, nothing changes.
+        """
+        with atomic_folder(self.path(step)) as temporary:
+            yield temporary
+            shutil.rmtree(self.path(step), ignore_errors=True)
+
+    def delete_old(self, keep: int) -> None:
+        """Delete all but the latest `keep` checkpoints and the best one.
+
+        If the latest checkpoint is damaged, the best one is unknown. Then nothing is deleted.
+        """
+        try:
+            best = self.best()
+        except ResumeError:
+            return
+        old = [step for step in self.steps()[:-keep] if best is None or step != best.step]
+        unnamed = [self.path(step).rename(self.temporary(step)) for step in old]
+        for path in unnamed:  # renamed first: a kill half-way leaves no damaged checkpoint
+            shutil.rmtree(path)
+
+    def delete_unfinished(self) -> None:
+        """Delete what a killed process left of checkpoints that it wrote or deleted."""
+        for path in self._folder.glob(f"step-*{TEMPORARY_SUFFIX}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except DAMAGE as error:
+        raise ResumeError(
+            f"{path}: the checkpoint is damaged ({error}). Delete this folder to resume from the "
+            "one before it."
+        ) from error

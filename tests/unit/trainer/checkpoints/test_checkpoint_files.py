@@ -26,8 +26,7 @@ from support.checkpoints import (
 )
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.trainer.checkpoints.checkpoint_format import Best
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Best, Checkpoints
 from tokenfeed.trainer.distributed.world import State
 
 DTYPES = [
