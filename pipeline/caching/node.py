@@ -57,27 +57,16 @@ class Prefetcher:
         """
         self._fetch = fetch
         self._num_windows = num_windows
-        self._changed = threading.Condition()
         self._ahead: Ahead | None = None
         self._done: Position | None = None
-        threading.Thread(target=self._run, name="tokenfeed prefetches", daemon=True).start()
+        self._thread = ThreadPoolExecutor(1, "tokenfeed prefetches")
 
     def follow(self, ahead: Ahead) -> None:
-        """Set the current window."""
-        with self._changed:
-            if self._ahead and ahead.position < self._ahead.position:
-                self._done = None  # the loader went back: start again from there
-            self._ahead = ahead
-            self._changed.notify()
-
-    def _run(self) -> None:
-        seen: Ahead | None = None
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._ahead is not seen)  # noqa: B023
-                seen = self._ahead
-            assert seen
-            self._fetch_after(seen)
+        """Set the current window. Prefetching after the window before ends at its next window."""
+        if self._ahead and ahead.position < self._ahead.position:
+            self._done = None  # the loader went back: start again from there
+        self._ahead = ahead
+        self._thread.submit(self._fetch_after, ahead)
 
     def _fetch_after(self, ahead: Ahead) -> None:
         for position in islice(ahead.windows(), self._num_windows):
