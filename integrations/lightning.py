@@ -183,7 +183,7 @@ class StallCallback(Callback):  # type: ignore[misc]  # untyped
         self.meter.wait()
 
     def on_validation_end(self, *_: Any) -> None:
-        """An evaluation has ended."""
+        """Count the time since the last step as evaluation."""
         self.meter.claim("evaluation")
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:

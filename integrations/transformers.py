@@ -88,8 +88,11 @@ class ShardTrainerMixin:
         return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader's own batches: `accelerator.prepare` would split them again. Without
-        `set_epoch`, which the Trainer would call with an earlier epoch after a resume."""
+        """Return the loader's own batches, because `accelerator.prepare` would split them again.
+
+        The returned loader has no `set_epoch`: after a resume, the Trainer would call this method
+        with an earlier epoch.
+        """
         return StatefulShardLoader(self.train_dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:

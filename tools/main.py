@@ -46,7 +46,10 @@ def _without_command(name: str) -> None:
         print("their own: `pretokenize ...` is `tokenfeed pretokenize ...`.")
     else:
         commands = ", ".join(_COMMANDS)
-        raise ConfigError(f"Unknown command `{name}`. The commands are {commands}.")
+        from tokenfeed.trainer.config.values import nearest
+
+        hint = nearest(name, _COMMANDS) or f" The commands are {commands}."
+        raise ConfigError(f"Unknown command `{name}`.{hint} See tokenfeed --help.")
 
 
 if __name__ == "__main__":

@@ -133,8 +133,10 @@ class Batching(ABC):
         """Largest number of tokens of a piece."""
 
     def rows_to_fill(self, padded_length: int) -> int:
-        """Return the number of rows that micro-batches of this padded length are filled up to, with
-        rows of padding only. 0: do not fill."""
+        """Return the number of rows of a full micro-batch of this padded length.
+
+        Rows of padding fill smaller micro-batches. 0: do not fill.
+        """
         return 0
 
     @abstractmethod

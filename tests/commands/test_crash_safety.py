@@ -1,5 +1,6 @@
 """Whatever ends a run, the same command continues it, to the bytes of an undisturbed one."""
 
+import base64
 import contextlib
 import json
 import os
@@ -81,6 +82,18 @@ def test_an_interruption_ends_in_one_line_and_leaves_no_process(
     assert "the same command continues" in line
     _wait_until_gone(process.pid)
     assert "manifest.json" not in files_of(out)
+
+
+def test_interruption_while_a_tokenizer_is_trained_does_not_wait_for_it(tmp_path: Path) -> None:
+    """Merging 12 MB of random letters takes more than a minute."""
+    corpus, out = tmp_path / "corpus.txt", tmp_path / "out"
+    corpus.write_bytes(base64.encodebytes(random.Random(0).randbytes(12_000_000)))
+    process = warm.Popen([*COMMAND[1:], corpus, out], stderr=subprocess.PIPE)
+    assert process.stderr
+    assert process.stderr.readline().startswith("training a tokenizer")
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert (process.returncode, stderr) == (130, "interrupted\n")
 
 
 def test_a_killed_worker_is_an_error_and_no_hang(

@@ -7,8 +7,9 @@ is little. The same corpus, size and seed give the same tokenizer, byte for byte
 
 import random
 import sys
-from collections.abc import Iterator
-from itertools import chain
+import threading
+from collections.abc import Callable, Iterator
+from itertools import chain, takewhile
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -53,8 +54,38 @@ def train_tokenizer_json(
         special_tokens=[END_TOKEN],
         show_progress=bool(sys.stderr and sys.stderr.isatty()),
     )
-    tokenizer.train_from_iterator(chain([first], texts), trainer)
+    _run_interruptibly(lambda kept: tokenizer.train_from_iterator(kept, trainer), first, texts)
     return tokenizer.to_str().encode()
+
+
+def _run_interruptibly(
+    train: Callable[[Iterator[str]], None], first: str, texts: Iterator[str]
+) -> None:
+    """Train on a background thread, so that Ctrl-C ends the command within a second.
+
+    In the main thread, Python would handle the signal only when the library returns, which takes
+    many seconds. An interruption ends the iterator. The library then merges tokens without calling
+    Python, so the process can exit while the thread runs.
+    """
+    stopped = threading.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            train(takewhile(lambda _: not stopped.is_set(), chain([first], texts)))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="tokenizer training", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        stopped.set()
+        thread.join(1)  # the library asks for a last text
+        raise
+    if errors:
+        raise errors[0]
 
 
 def _sample(units: tuple[Unit, ...], fields: Fields, seed: int) -> Iterator[str]:
