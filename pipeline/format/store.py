@@ -123,11 +123,8 @@ class Place(Store, Protocol):
         """Return the same place for a process with another working directory."""
         ...
 
-    def prepare(self) -> list[Path]:
+    def prepare(self) -> None:
         """Make the folder if it is missing.
-
-        Returns:
-            The folders above it that had to be made, the innermost first.
 
         Raises:
             ConfigError: The folder cannot be made.
@@ -249,16 +246,14 @@ class LocalStore:
         """See `Place`."""
         return type(self)(Path(self.root))
 
-    def prepare(self) -> list[Path]:
+    def prepare(self) -> None:
         """See `Place`."""
-        missing = [parent for parent in self.folder.parents if not parent.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"{self}: cannot be made ({error.strerror}). Give a folder elsewhere."
             ) from error
-        return missing
 
     def names(self, folder: str = "") -> set[str]:
         """See `Place`."""

@@ -110,9 +110,8 @@ class ObjectStore:
         """See `Place`."""
         return self
 
-    def prepare(self) -> list[Path]:
-        """See `Place`: a store has no folders."""
-        return []
+    def prepare(self) -> None:
+        """See `Place`. A store has no folders."""
 
     def prune(self, *folders: str) -> None:
         """See `Place`: a store has no folders."""

@@ -198,6 +198,11 @@ class Labelled(TaskEncoder):
         """The labels, in the order of their numbers."""
         return self.labels.names
 
+    def numbered(self, labels: list[str]) -> dict[str, np.ndarray]:
+        """Return the column with the number of each record's label."""
+        numbers = map(self.labels.numbers.__getitem__, labels)
+        return {LABEL: np.fromiter(numbers, np.int32, len(labels))}
+
     def unusable(self, values: FieldValues) -> dict[int, str]:
         """Return records whose label has no number, once `Labels` has numbered the labels."""
         numbers, name = self.labels.numbers, self.label_field
@@ -387,10 +392,7 @@ class ClassifiedIdsEncoder(IdsEncoder, Labelled):
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
         """Turn R records into R rows."""
         samples = super().encode(values, encode, template)
-        numbers = map(self.labels.numbers.__getitem__, values[self.label])
-        return replace(
-            samples, per_row={LABEL: np.fromiter(numbers, np.int32, len(values[self.label]))}
-        )
+        return replace(samples, per_row=self.numbered(values[self.label]))
 
 
 def _not_as_many(numbers: np.ndarray, ids: np.ndarray) -> str:
@@ -480,8 +482,7 @@ class ClassifyEncoder(_OfTexts, Labelled):
 
     def per_row(self, values: FieldValues) -> dict[str, np.ndarray]:
         """The number of each record's label."""
-        numbers = map(self.labels.numbers.__getitem__, values[self.label])
-        return {LABEL: np.fromiter(numbers, np.int32, len(values[self.label]))}
+        return self.numbered(values[self.label])
 
 
 @dataclass(frozen=True, kw_only=True)

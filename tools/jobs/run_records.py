@@ -23,7 +23,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -103,8 +102,6 @@ class RunRecords:
         """Use `begin`."""
         self.results: dict[int, UnitResult] = {}
         """Finished units by number. A part has only its own units."""
-        self.made_folders: list[Path] = []
-        """Folders above the output that this process made, the innermost first."""
         self._output = output
 
     @classmethod
@@ -128,7 +125,7 @@ class RunRecords:
                 folder or has just finished the data set.
         """
         records = cls(output)
-        records.made_folders = output.prepare()
+        output.prepare()
         with alone_in_folder(output, is_shared=part is not None):
             is_new = _create_job(output, _named(recipe))
             try:
@@ -189,9 +186,6 @@ class RunRecords:
         """Delete all records of the run."""
         remove_records(self._output)
         self._output.prune("")
-        for made in self.made_folders:
-            with contextlib.suppress(OSError):
-                made.rmdir()
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         self.check()  # or the folder would be made anew
@@ -314,7 +308,7 @@ def planning_alone(output: Place) -> Iterator[None]:
     if not isinstance(output, LocalStore):
         yield
         return
-    made = output.prepare()
+    output.prepare()
     path = output.folder / _LOCK_FILE
     path.parent.mkdir(exist_ok=True)
     try:
@@ -323,7 +317,7 @@ def planning_alone(output: Place) -> Iterator[None]:
     except BaseException:
         if not is_begun(output):
             output.delete(_LOCK_FILE)
-            output.prune(PARTS_FOLDER, "", *map(str, made))
+            output.prune(PARTS_FOLDER, "")
         raise
 
 

@@ -278,7 +278,7 @@ def test_labels_that_cannot_be_numbered_are_one_error(tmp_path: Path) -> None:
             FieldKind.LABEL,
             r"no usable record has a label in field `label`.*`--field mood=NAME`",
         ),
-        ([1.0, 2.0], FieldKind.LABEL, r"record 0: .* is 1\.0, expected a name or a whole number"),
+        ([1.0, 2.0], FieldKind.LABEL, "no usable record has a label in field `label`"),
         ([[], []], FieldKind.LABELS, "`--field mood=NAME`"),
         (["9" * 5000], FieldKind.LABEL, "field `label` has"),
     ]

@@ -276,4 +276,4 @@ def test_part_that_cannot_be_planned_leaves_nothing(tmp_path: Path, tokenizer: P
     (tmp_path / "a.jsonl").write_text('{"text": "words"}\n')
     with pytest.raises(CorpusError, match="no usable record has a label"):
         part("0/2", tmp_path / "a.jsonl", tmp_path / "new/out", tokenizer, task="classify")
-    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new/out").exists()

@@ -108,7 +108,7 @@ def test_an_engine_that_cannot_be_had_leaves_nothing(corpus: Path, tmp_path: Pat
     out = tmp_path / "new/folders/out"
     with pytest.raises(TokenizerError, match="Leave it out"):
         make(corpus, out, tmp_path / "unknown.json", engine="gigatoken")
-    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new/out").exists()
     make(corpus, out, tmp_path / "unknown.json")
 
 
