@@ -10,12 +10,14 @@ imports and the conversion of lengths into what the packer takes.
 - TRL: `_pack_bfd`, which also gathers the rows; here one byte a token
 - axolotl: `pack_group`, compiled beforehand: first fit in the order of the rows, in groups of
   100,000 with at most 200 rows a sequence
+- Grain: `BestFitPackIterDataset` with 1,000 open sequences, without threads, which also copies the
+  rows; here one byte a token
 
 A packer that is too slow for all lengths gets fewer. Refuted by a packer that is both faster and
 fuller.
 
-    pip install trl axolotl numba    # into the environment of --peer-python
-    python -m benchmarks.packing [--peer-python peers/bin/python] [--repeats 3]
+    pip install trl axolotl numba grain    # into the environment of --peer-python
+    python -m benchmarks.packing [--peer-python peers/bin/python] [--repeats 3] [--only grain]
     python -m benchmarks.packing --idle    # no training: how equal packed steps are
 """
 
@@ -34,7 +36,7 @@ import numpy as np
 
 CAPACITY = 2048
 LENGTHS = ("lognormal", "instructions", "code")
-COUNTS = {"tokenfeed": 10_000_000, "trl": 300_000, "axolotl": 1_000_000}
+COUNTS = {"tokenfeed": 10_000_000, "trl": 300_000, "axolotl": 1_000_000, "grain": 20_000}
 """The most lengths that each packer gets."""
 
 
@@ -90,10 +92,27 @@ def _axolotl(lengths: np.ndarray) -> tuple[float, int]:
     return time.perf_counter() - started, bins
 
 
+def _grain(lengths: np.ndarray) -> tuple[float, int]:
+    import grain
+    from grain.experimental import BestFitPackIterDataset
+
+    rows = grain.MapDataset.source([{"ids": np.zeros(length, np.int8)} for length in lengths])
+    started = time.perf_counter()
+    packed = BestFitPackIterDataset(
+        rows.to_iter_dataset(grain.ReadOptions(num_threads=0)),
+        length_struct={"ids": CAPACITY},
+        num_packing_bins=1000,
+        shuffle_bins=False,
+    )
+    bins = sum(1 for _ in packed)
+    return time.perf_counter() - started, bins
+
+
 PACKERS: dict[str, Callable[[np.ndarray], tuple[float, int]]] = {
     "tokenfeed": _tokenfeed,
     "trl": _trl,
     "axolotl": _axolotl,
+    "grain": _grain,
 }
 
 
@@ -142,6 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--peer-python", help="interpreter with the peers; without it, ours only")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--lengths", type=int, default=10_000_000, help="the most of any packer")
+    parser.add_argument("--only", nargs="+", choices=PACKERS, help="keep the results of others")
     parser.add_argument("--results", type=Path, help="folder of packing.json")
     parser.add_argument("--idle", action="store_true", help="print how equal the ranks' work is")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
@@ -157,7 +177,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     from benchmarks.protocol import RESULTS, summary, write_result  # needs our packages
 
-    packers = list(PACKERS) if options.peer_python else ["tokenfeed"]
+    packers = options.only or (list(PACKERS) if options.peer_python else ["tokenfeed"])
     runs: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for _ in range(options.repeats):
         for kind in LENGTHS:
@@ -185,7 +205,12 @@ def main(argv: list[str] | None = None) -> None:
                 "full": round(full, 6),
             }
         )
-    write_result("packing", results, options.results or RESULTS)
+    folder = options.results or RESULTS
+    if options.only:
+        former = json.loads((folder / "packing.json").read_text())["results"]
+        results += [entry for entry in former if entry["packer"] not in packers]
+        results.sort(key=lambda entry: (LENGTHS.index(entry["lengths"]), -COUNTS[entry["packer"]]))
+    write_result("packing", results, folder)
 
 
 if __name__ == "__main__":
