@@ -31,7 +31,7 @@ _KNOWN = (
     b"long_rows='cut')micro_batches_per_stepsplittrainseedgivendatastageswindow_tokensweightsuntil"
 )
 """Words that packed settings need not repeat."""
-_MOST_PACKED = 1 << 26
+_MOST_PACKED = 1 << 24
 """Largest size of packed settings in bytes."""
 _WORD = (1 << 64) - 1
 _START = Position(0, 0, 0)

@@ -1,6 +1,8 @@
 """A list of stages: exact shares, every row once per reading, and a future that may change."""
 
 import json
+import zlib
+from base64 import b85encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -236,7 +238,7 @@ def lists_with_steps(draw: st.DrawFn) -> list[tuple[dict[int, float], str, int, 
 
 
 @pytest.mark.slow
-@settings(max_examples=settings().max_examples // 2)
+@settings(max_examples=settings().max_examples // 3)
 @given(
     drawn=lists_with_steps(),
     rounds=st.lists(st.integers(0, 60), min_size=3, max_size=3),
@@ -305,7 +307,7 @@ def test_a_stage_ends_with_the_window_of_its_step_on_any_ranks(
 def test_a_list_edited_before_or_after_its_step_resumes(folders: list[Path]) -> None:
     first, second, third, _ = folders
     one = Stage({first: 1, second: 1}, until_step=20)
-    two = Stage({second: 1}, until_tokens=30_000)
+    two = Stage({second: 1}, until_tokens=15_000)
 
     def resumed(stages: list[Stage], state: dict[str, Any]) -> list[Stage]:
         ranks = Ranks(stages, 2, state, batching=SMALL, **OPTIONS)  # type: ignore[arg-type]
@@ -322,13 +324,13 @@ def test_a_list_edited_before_or_after_its_step_resumes(folders: list[Path]) -> 
                 by_step[len(by_step) + 1] = loader.state_dict()
     early, late = by_step[3], by_step[max(by_step) - 2]
     end = loader.stages[0].until_tokens
-    later = replace(one, until_step=40)
-    new = Stage({third: 1}, until_tokens=40_000)
+    later = replace(one, until_step=30)
+    new = Stage({third: 1}, until_tokens=20_000)
     assert resumed([later, two], early)[0].until_tokens > end
     assert resumed([one, new], early)[0].until_tokens == end
     assert resumed([one, two, new], late)[:2] == loader.stages
     assert resumed([*loader.stages, new], late)[:2] == loader.stages
-    for step, state in ((2, early), (40, late)):
+    for step, state in ((2, early), (30, late)):
         with pytest.raises(ResumeError, match=f"a stage of this list ends at step {step}, but the"):
             resumed([replace(one, until_step=step), two], state)
     with pytest.raises(ResumeError, match=f"from token {end:,} on, the share of {second} is 1/2"):
@@ -737,3 +739,23 @@ def test_damaged_lists_of_a_state_are_refused(saved: tuple[list[Stage], dict[str
                 assert "stages" not in change
     with pytest.raises(ResumeError, match="the tokens of 1 sources, but its plan has"):
         loader.load_state_dict(resealed(state, tokens=[0]))
+
+
+def test_damaged_text_of_a_plan_is_refused_in_one_line(
+    folders: list[Path], saved: tuple[list[Stage], dict[str, Any]]
+) -> None:
+    list_, state = saved
+    text = state["plan"]
+    nested = zlib.compressobj(wbits=-15)
+    deep = nested.compress(b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0") + nested.flush()
+    other = zlib.compressobj(wbits=-15)
+    huge = other.compress(bytes(1 << 25)) + other.flush()
+    changed = [
+        text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :] for at in range(0, 90, 7)
+    ]
+    damaged = ["", "x", "\ud800", '"', text[:-5], text + text, *changed]
+    damaged += [b85encode(each).decode() for each in (b"", deep, huge)]
+    loader = open_loader(list_, SMALL, **OPTIONS)  # type: ignore[arg-type]
+    for each in damaged:
+        with pytest.raises(ResumeError, match=r"^cannot resume: .*$"):
+            loader.load_state_dict(state | {"plan": each})
