@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 from support.delivery import PREAMBLE, open_loader, pool_of, spans
 from support.processes import is_alive, run_script, workers_of
 
@@ -146,7 +147,8 @@ print(json.dumps(children()))
 @pytest.mark.slow
 @pytest.mark.parametrize("trials", [6, pytest.param(60, marks=pytest.mark.long)])
 def test_loop_goes_on_after_any_two_interruptions_in_a_row(folder: Path, trials: int) -> None:
-    assert run_script(PREAMBLE + INTERRUPT.replace("TRIALS", str(trials)), folder) == []
+    ended = warm.run(["-c", PREAMBLE + INTERRUPT.replace("TRIALS", str(trials)), folder])
+    assert (ended.stdout, ended.stderr) == ("[]\n", "")
 
 
 def test_the_loader_is_dropped_with_its_workers_after_a_broken_close(

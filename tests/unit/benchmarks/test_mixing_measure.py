@@ -11,10 +11,8 @@ from benchmarks.shuffle.case import delivered, open_loader
 from benchmarks.shuffle.corpora import CORPORA, Corpus, tenths, write_shards
 from benchmarks.shuffle.metrics import (
     Order,
-    again,
     by_rows,
     full_shuffle,
-    neighbours,
 )
 from benchmarks.shuffle.staged import planned, rows_of_batches
 from tokenfeed import Packed, Padded, ShardLoader, Stage
@@ -64,22 +62,6 @@ def test_a_sorted_order_is_far_from_it_and_every_epoch_the_same(
     assert found["neighbours"]["distance"] < 0.001
     assert found["again"]["pairs"] == found["again"]["batches"] == 1
     assert found["drift"] == pytest.approx(10)
-
-
-def test_pairs_that_meet_again_are_counted() -> None:
-    lengths = np.ones(6, np.int64)
-    first = by_rows(np.arange(6), lengths, 2)
-    second = by_rows(np.array([1, 0, 2, 4, 3, 5]), lengths, 2)
-    assert again(first, second) == {"pairs": 1 / 3, "chance": 3 / 15, "batches": 1 / 3}
-
-
-def test_a_row_that_is_cut_is_one_row() -> None:
-    rows, tokens = np.array([0, 1, 1, 2]), np.array([1, 5, 2, 1])
-    whole, batches = np.array([True, True, False, True]), np.array([0, 2, 4])
-    order = Order(rows, tokens, whole, batches, 12)
-    assert neighbours(order)["distance"] == pytest.approx(1 / (3 * (1 - 0.5**0.5)))
-    assert again(order, order)["pairs"] == 1
-    assert order.padding == 0.25
 
 
 @pytest.mark.parametrize("batching", [Padded(2048), Packed(256, 4)], ids=str)

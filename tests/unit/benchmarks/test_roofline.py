@@ -9,8 +9,6 @@ from benchmarks.gpu.__main__ import compared, comparison, predicted_step
 from benchmarks.gpu.operators import Operator, dispatched, times
 from benchmarks.gpu.peers import Size, llm_c
 from benchmarks.gpu.roofline import ATTENTION, CUDNN, Published, seconds, share_of_peak
-from benchmarks.protocol import RESULTS
-from benchmarks.readme import TABLES
 
 ROWS, INNER, COLUMNS = 6, 8, 10
 CASE = CUDNN, 64, 1024
@@ -89,13 +87,3 @@ def test_measured_figures_stand_beside_predicted_ones_in_one_json() -> None:
 def test_a_step_of_another_size_is_compared_by_memory_alone() -> None:
     found = compared(MEASURED | {"tokens_per_step": 512}, predicted_step())
     assert set(found) == {"peak_memory_bytes"}
-
-
-def test_tables_name_every_trainer_and_check() -> None:
-    results = json.loads((RESULTS / "roofline.json").read_text())["results"]
-    _, *rows = TABLES["roofline"](results)
-    assert {row[0] for row in rows} >= {"tokenfeed", "llm.c", "nanochat", "transformers.Trainer"}
-    _, *parts = TABLES["roofline/parts"](results)
-    assert {row[0] for row in parts} == {row[0] for row in rows}
-    _, *checks = TABLES["roofline/checks"](results)
-    assert [row[3] for row in checks].count("fitted") == 1

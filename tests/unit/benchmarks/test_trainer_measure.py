@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.training import write_labelled
 
-from benchmarks.trainer.systems import CASES, SKIPPED, Case, Clock, Run, by_bare_loop, by_train
+from benchmarks.trainer.systems import CASES, Case, by_bare_loop, by_train
 
 STEPS = 4
 
@@ -34,11 +34,3 @@ def test_the_bare_loop_trains_the_batches_of_train_to_the_same_loss(
 def test_rows_in_random_order_differ_in_padding_alone(case: Case, shards: Path) -> None:
     by_length, random = by_train(case, shards, STEPS), by_train(case, shards, STEPS, spread=1.0)
     assert sum(random.tokens) / random.slots < sum(by_length.tokens) / by_length.slots
-
-
-def test_speed_leaves_out_the_first_steps_and_the_last() -> None:
-    steps = SKIPPED + 5
-    seconds = [100.0 * number for number in range(SKIPPED)]
-    seconds += [seconds[-1] + number for number in range(1, 5)] + [1e6]
-    run = Run(Clock(seconds, seconds), [7] * steps, 7 * steps, 0.0)
-    assert run.speed() == {"wall": 7.0, "cpu": 7.0}
