@@ -137,8 +137,8 @@ class TrainConfig:
     """Optimizer steps, including those before a resume."""
 
     mixing: tuple[StageSettings, ...] = ()
-    """Only in a file: how the training data change, each stage with its shards, until_tokens, to,
-    sequence_length and targets."""
+    """Only in a file: how the training data change, each stage with its shards, until_tokens or
+    until_step, to, sequence_length and targets."""
     skip: RowRanges | None = None
     """Only in a file: rows that the loss ignores, as ranges by data set."""
     order: OrderName = "shuffled"
