@@ -78,7 +78,9 @@ def make_policy(
             fill=config.compile,
             balance_attention=config.balance_attention,
         )
-    multiple_of = _multiple_of(config, on_gpu=on_gpu)
+    multiple_of = _TILE if on_gpu else 1
+    if config.compile:
+        multiple_of = round_up(ceil_div(config.sequence_length, MOST_SHAPES), _TILE)
     if config.step_rows is not None:
         return Fixed(config.rows, multiple_of=multiple_of, fill=config.compile)
     return Padded(
@@ -158,12 +160,6 @@ def possible_sizes(config: TrainConfig, task: "Task") -> list[int]:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _multiple_of(config: TrainConfig, *, on_gpu: bool) -> int:
-    if config.compile:
-        return round_up(ceil_div(config.sequence_length, MOST_SHAPES), _TILE)
-    return _TILE if on_gpu else 1
 
 
 _MOST_ROWS = 100_000

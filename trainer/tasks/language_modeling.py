@@ -82,9 +82,10 @@ class LanguageModelling(Task):
         If the logits would be large, and the model offers the input of its head, the logits are
         computed in chunks.
         """
-        if not has_hidden(model):
-            return super().loss(model, micro_batch)
-        if not is_worth_chunks(micro_batch.num_slots, len(model.head_weight)):
+        is_large = has_hidden(model) and is_worth_chunks(
+            micro_batch.num_slots, len(model.head_weight)
+        )
+        if not is_large:
             return super().loss(model, micro_batch)
         hidden_ND = model.hidden(micro_batch).flatten(0, 1)
         targets_N = micro_batch.targets.flatten()
