@@ -135,7 +135,7 @@ class Popen(subprocess.Popen[str]):
             env: Its environment; None for that of this process.
             cwd: Its folder; None for that of this process.
             start_new_session: It leads a session and a group of its own.
-            pass_fds: Descriptors that it gets. Code in `words` has them as first arguments, `(7,`;
+            pass_fds: Descriptors that it gets. Code in `words` has them as first arguments, `(7,` or `(7)`;
                 it is run with the numbers that they have in the process.
         """
         with _turn:  # the environment is empty for a moment when `patch.dict` restores it
@@ -236,7 +236,8 @@ def _become(
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     for number, inherited in passed.items():
-        words = [word.replace(f"({number},", f"({inherited.number},") for word in words]
+        for end in ",)":
+            words = [word.replace(f"({number}{end}", f"({inherited.number}{end}") for word in words]
     os.environ.clear()
     os.environ.update(env)
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in env
