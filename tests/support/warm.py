@@ -135,8 +135,8 @@ class Popen(subprocess.Popen[str]):
             env: Its environment; None for that of this process.
             cwd: Its folder; None for that of this process.
             start_new_session: It leads a session and a group of its own.
-            pass_fds: Descriptors that it gets. Code in `words` has them as first arguments, `(7,` or `(7)`;
-                it is run with the numbers that they have in the process.
+            pass_fds: Descriptors that it gets. Code in `words` has them as first arguments, `(7,`
+                or `(7)`; it is run with the numbers that they have in the process.
         """
         with _turn:  # the environment is empty for a moment when `patch.dict` restores it
             own = dict(env or os.environ)
