@@ -132,3 +132,11 @@ def test_corpora_that_were_once_read_wrongly_are_rejects(
     name: str, file: str, data: bytes, tmp_path: Path
 ) -> None:
     assert Fuzzer(name, tmp_path).try_bytes(file, data) == ("accepted", "")
+
+
+@pytest.mark.parametrize(("name", "number"), [("a.parquet", 3_216_417), ("a.arrow", 3_210_151)])
+def test_mutations_that_once_raised_other_errors_raise_none(
+    name: str, number: int, tmp_path: Path
+) -> None:
+    """A row group with -1 rows, and an allocation with too large a capacity."""
+    assert Fuzzer(name, tmp_path).try_mutation(number)[1] is None

@@ -253,8 +253,8 @@ def is_utf8(block: bytes) -> bool:
 
 
 DAMAGE = (*READ_ERRORS, pa.ArrowException, ValueError, RecursionError)
-_ALLOCATION = re.compile(r"\bsize (\d{14,})\b")
-"""Matches the error of an allocation that is too large for any machine, because a length is
+_ALLOCATION = re.compile(r"\bsize \d{14,}\b|\bcapacity too large\b")
+"""Matches the errors of an allocation that is too large for any machine, because a length is
 damaged."""
 _MACHINE_IS_FULL = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 

@@ -68,7 +68,10 @@ class _ParquetTable:
                 yield rejected(record, fields, f"row group {group} is damaged, {reason}")
 
     def _num_rows(self, group: int) -> int:
-        return int(self.file.metadata.row_group(group).num_rows)
+        count = int(self.file.metadata.row_group(group).num_rows)
+        if count < 0:
+            raise ValueError(f"row group {group} has {count} rows")
+        return count
 
     def _chunks(self, groups: list[int], fields: Fields) -> "list[pq.ColumnChunkMetaData]":
         """Return the column chunks of the wanted fields in some row groups. A field with children
