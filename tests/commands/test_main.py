@@ -37,11 +37,13 @@ def test_tokenfeed_runs_every_command(tmp_path: Path) -> None:
 
 def test_tokenfeed_names_its_commands(tmp_path: Path) -> None:
     listed = tokenfeed("--help", cwd=tmp_path).stdout
-    wrong = tokenfeed("tokenize", cwd=tmp_path)
+    wrong, near = tokenfeed("xyz", cwd=tmp_path), tokenfeed("tokenize", cwd=tmp_path)
     for name in ("pretokenize", "train", "report", "shards", "doctor"):
         assert name in listed
         assert name in wrong.stderr
-    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "Did you mean pretokenize?" in near.stderr
+    for failed in (wrong, near):
+        assert (failed.returncode, failed.stderr.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize(

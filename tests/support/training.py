@@ -141,6 +141,13 @@ def one_layer_model(head: Head) -> Transformer:
     return Transformer(ModelSize(layers=1, width=64, heads=2), head)
 
 
+def convolving_model(head: Head) -> Transformer:
+    """The same with a convolution. A test names this function by text."""
+    model = small_model(head)
+    model.convolution = torch.nn.Conv1d(1, 1, 1)
+    return model
+
+
 class _Lost(Transformer):
     def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         logits = super().forward(micro_batch)

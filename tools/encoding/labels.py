@@ -22,7 +22,7 @@ import pyarrow as pa
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import InputFile
-from tokenfeed.tools.corpus.read_records import fetched_ahead, read_records
+from tokenfeed.tools.corpus.read_records import fetched_ahead, first_reject, read_records
 from tokenfeed.tools.corpus.records import FieldKind, Fields
 from tokenfeed.tools.corpus.units import Unit
 
@@ -116,9 +116,10 @@ def find_labels(
         if len(counts) > _MOST_LABELS:
             raise _too_many(field, _MORE_LABELS)
     if not counts:
+        reject = first_reject((part for unit in units for part in unit.parts), fields)
         raise CorpusError(
-            f"no usable record has a label in field `{field}`. Name another field with `--field "
-            f"{own}=NAME`."
+            f"no usable record has a label in field `{field}`{reject}. Name another field with "
+            f"`--field {own}=NAME`."
         )
     numbers = _whole_numbers(counts, field)
     if not numbers:

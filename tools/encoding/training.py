@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.input_files import FilePart
-from tokenfeed.tools.corpus.read_records import fetched_ahead, read_texts
+from tokenfeed.tools.corpus.read_records import fetched_ahead, first_reject, read_texts
 from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit
 
@@ -40,9 +40,10 @@ def train_tokenizer_json(
     texts = _sample(units, fields, seed)
     first = next(texts, None)
     if first is None:
+        found = first_reject((part for unit in units for part in unit.parts), fields)
         raise CorpusError(
-            "no text to train a tokenizer on: every document is empty or rejected. Name the field "
-            "with the texts by `--field`."
+            f"no text to train a tokenizer on: every document is empty or rejected{found}. Name "
+            "the field with the texts by `--field`."
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from support.training import make_config
 
+from tokenfeed import ShardLoader
 from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.run import train
-from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.stall import warmup_steps
 
 _slept: list[float] = []
@@ -23,16 +24,22 @@ _slept: list[float] = []
 
 def make_late(sleep: Callable[[], object]) -> None:
     """Have this process sleep before each micro-batch."""
-    batches = Trainer.batches
+    train_loader = SplitLoaders.train_loader
 
-    def late(trainer: Trainer) -> Iterator[Batch]:
-        for batch in batches(trainer):
-            began = time.perf_counter()
-            sleep()
-            _slept.append(time.perf_counter() - began)
-            yield batch
+    class LateLoader(ShardLoader):
+        def __iter__(self) -> Iterator[Batch]:
+            for batch in super().__iter__():
+                began = time.perf_counter()
+                sleep()
+                _slept.append(time.perf_counter() - began)
+                yield batch
 
-    Trainer.batches = late  # type: ignore[method-assign]
+    def late(loaders: SplitLoaders) -> ShardLoader:
+        loader = train_loader(loaders)
+        loader.__class__ = LateLoader
+        return loader
+
+    SplitLoaders.train_loader = late  # type: ignore[method-assign]
 
 
 def main(shards: str, run_dir: Path, rank: int, seconds: float, steps: int) -> None:
