@@ -388,10 +388,8 @@ def gains(runs: list[Entry], base: list[Entry]) -> dict[str, float]:
     return summary([a["tokens_s"] / b["tokens_s"] - 1 for a, b in zip(runs, base, strict=True)], 3)
 
 
-def gain_cell(gain: dict[str, float] | None) -> str:
+def gain_cell(gain: dict[str, float]) -> str:
     """A gain and its range."""
-    if gain is None:
-        return "not measured"
     return f"{gain['median']:.0%} [{gain['min']:.0%}, {gain['max']:.0%}]"
 
 
@@ -407,9 +405,9 @@ def table(results: list[Entry]) -> list[list[str]]:
                 each["case"],
                 f"{each['stall']['median']:.1%}",
                 ", ".join(f"{name} {share:.1%}" for name, share in causes) or "none",
-                f"{each['padding']:.0%}" if "padding" in each else "not measured",
+                f"{each['padding']:.0%}",
                 each["advice"] or "none",
-                each.get("change", "not measured"),
+                each["change"],
                 f"{each['predicted']:.0%}",
                 gain_cell(each["measured"]),
                 gain_cell(each["tokenfeed"]),
