@@ -84,7 +84,7 @@ DESCRIBED = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 OF_OTHERS = {
     "--data",
-    *("--check", "--idle", "--peer-python", "--renderers", "--rounds"),  # benchmarks
+    *("--check", "--idle", "--peer-python", "--renderers", "--repeats", "--rounds"),  # benchmarks
     *("--minutes", "--parser"),  # the fuzzer
     *("--help", "--stat", "--strict"),
     "--index-url",  # pip

@@ -104,7 +104,7 @@ def read_texts(part: FilePart, fields: Fields) -> Iterator[bytes]:
 
 
 def first_reject(parts: Iterable[FilePart], fields: Fields) -> str:
-    """Return the first rejected record of a corpus and why, for errors; empty if there is none."""
+    """Return the first rejected record of a corpus and why, for errors; empty without rejects."""
     for part in fetched_ahead(parts):
         for records in read_records(part, fields):
             for reject in records.rejects[:1]:
