@@ -55,7 +55,7 @@ def ended_by(
     Args:
         number: The signal.
         units: Units that this process has recorded.
-        arguments: Of the command.
+        arguments: The arguments of `pretokenize`.
         group: Send the signal to all processes of the session, as a terminal does.
         options: Of `warm.Popen`.
     """
