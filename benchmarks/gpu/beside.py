@@ -8,17 +8,19 @@ with its own model and optimizer:
 - nanochat: `gpt.py` with 12 layers and full attention, compiled as a whole, Muon with AdamW. It has
   value embeddings and two tables of tokens, and uses torch's attention where FlashAttention 3 is
   not installed
+- llm.c: `train_gpt2cu` built with cuDNN, as its scripts run it. It reads the shards of tokenfeed,
+  which are exported to its format
 - transformers.Trainer: GPT2LMHeadModel with sdpa, 4 micro-batches a step since its logits fill a
   GPU; as it is and with `torch_compile`
 
-The other trainers read random ids that are on the GPU already. So only tokenfeed's figure has a
-loader of text, a log and a stall meter in it. Runs are processes, one after the other, repeated in
+All but tokenfeed and llm.c read random ids. Only the figure of tokenfeed has a loader that packs
+documents, a log and a stall meter in it. Runs are processes, one after the other, repeated in
 turns.
 
 usage: python -m benchmarks.gpu.beside CHECKOUTS DATA [--repeats 2] [--name NAME]
 
-CHECKOUTS has nanoGPT (3adf61e) and nanochat (92d63d4). DATA is the folder of `python -m
-benchmarks.gpu --data DATA`.
+CHECKOUTS has nanoGPT (3adf61e), nanochat (92d63d4), and llm.c (f1e2ace) with `train_gpt2cu`. DATA
+is the folder of `python -m benchmarks.gpu --data DATA`.
 """
 
 import argparse
@@ -180,6 +182,27 @@ def transformers_trainer(checkouts: Path, data: Path, *, compiled: bool = False)
     }
 
 
+def llm_c(checkouts: Path, data: Path) -> Entry:
+    """Train steps of llm.c, without evaluations and samples."""
+    steps = WARMUP + STEPS
+    with tempfile.TemporaryDirectory() as folder:
+        export = ["shards", "export", str(data / "lm"), f"{folder}/ids", "--to", "llm.c"]
+        subprocess.run([sys.executable, "-m", "tokenfeed.tools.main", *export], check=True)
+        files = f"-i {folder}/ids/train_*.bin -j {folder}/ids/train_*.bin -e d12".split()
+        # It evaluates one batch, before the first step and after the last one.
+        size = f"-b {ROWS} -t {LENGTH} -d {TOKENS} -x {steps} -v 1000 -m 1 -s 0 -r 0 -ge 1".split()
+        ended = subprocess.run(
+            [str(checkouts / "llm.c" / "train_gpt2cu"), *files, *size],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    times = [float(found) for found in re.findall(r"\| ([\d.]+) ms \|", ended.stdout)]
+    if ended.returncode or len(times) != steps:
+        sys.exit(ended.stdout[-2000:] + ended.stderr)
+    return {"tokens_per_s": round(1e3 * STEPS * TOKENS / sum(times[WARMUP:]))}
+
+
 def tokenfeed(checkouts: Path, data: Path) -> Entry:
     """Train as `make gpu` does."""
     command = [sys.executable, "-m", "benchmarks.gpu.case", "speed", str(data)]
@@ -194,6 +217,7 @@ TRAINERS: dict[str, Callable[[Path, Path], Entry]] = {
     "tokenfeed": tokenfeed,
     "nanoGPT": nanogpt,
     "nanochat": nanochat,
+    "llm.c": llm_c,
     "transformers.Trainer": transformers_trainer,
     "transformers.Trainer, compiled": lambda *folders: transformers_trainer(
         *folders, compiled=True
