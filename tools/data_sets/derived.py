@@ -16,6 +16,7 @@ from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import (
     MANIFEST_FILE,
     PARTS_FOLDER,
+    SOURCES_FILE,
     FileInfo,
     Manifest,
     ShardInfo,
@@ -123,8 +124,8 @@ def new_data_set(to: str, command: str, made_of: str, names: Iterable[str]) -> I
         names: The files and folders that the data set can have.
 
     Raises:
-        ConfigError: The folder holds something else or is in a store, or another command is using
-            the folder.
+        ConfigError: The folder holds something else, lies in a data set or is in a store, or another
+            command is using the folder.
     """
     folder = open_place(to)
     if not isinstance(folder, LocalStore):
@@ -134,8 +135,12 @@ def new_data_set(to: str, command: str, made_of: str, names: Iterable[str]) -> I
     expected = {MANIFEST_FILE, PARTS_FOLDER, _WORK_FOLDER, *names}
     found = {name for name in folder.names() if not name.endswith(TEMPORARY_SUFFIX)}
     if others := sorted(found - expected):
-        what = "another data set" if MANIFEST_FILE in found else f"other data ({others[0]})"
-        raise ConfigError(f"{to}: already holds {what}. Give a new or empty folder.")
+        raise ConfigError(
+            f"{to}: already holds other data ({others[0]}). Give a new or empty folder."
+        )
+    for parent in folder.folder.resolve().parents:
+        if all((parent / name).exists() for name in (MANIFEST_FILE, SOURCES_FILE)):
+            raise ConfigError(f"{to}: lies in the data set {parent}. Give a folder outside of it.")
     try:
         with claimed(folder, {command: made_of}):
             new = NewDataSet(folder)

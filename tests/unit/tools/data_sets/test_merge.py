@@ -200,7 +200,7 @@ def test_merge_rejects_wrong_places(two: tuple[Path, Path], tmp_path: Path) -> N
     one, other = map(str, two)
     for paths, to, error in (
         ([one, one], "out", "are the same data set"),
-        ([one, other], "one", "holds another data set"),
+        ([one, other], "one", r"already holds other data \(\.made_by\.json\)"),
         ([one, other], "one-in", r"already holds other data \(a\.jsonl\)"),
         ([one, str(tmp_path / "none")], "out", "holds no finished data set"),
         ([one, f"{other}/manifest.json"], "out", r"manifest\.json: is not a folder"),

@@ -240,6 +240,15 @@ def test_split_makes_a_data_set_of_each_folder_with_the_same_rows(
     assert [made["to"] for made in json.loads(said)] == [
         str(parts / name) for name in ("_top", "code", "prose")
     ]
+    before = files_of(tmp_path)
+    for target in (tmp_path / "out", tmp_path / "out/parts", parts / "code"):
+        error = call(shards.main, "split", tmp_path / "out", target, expect=2).stderr
+        inside = target if target != tmp_path / "out/parts" else tmp_path / "out"
+        assert f"_top: lies in the data set {inside}. Give a folder outside of it." in error
+    assert files_of(tmp_path) == before
+    (parts / "code/notes.txt").touch()
+    error = call(shards.main, "split", tmp_path / "out", parts, expect=2).stderr
+    assert "code: already holds other data (notes.txt)" in error
     found: Counter[tuple[object, ...]] = Counter()
     for name, count in (("_top", 39), ("code", 39), ("prose", 78)):
         call(shards.main, "verify", parts / name)
