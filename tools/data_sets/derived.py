@@ -124,7 +124,7 @@ def new_data_set(to: str, command: str, made_of: str, names: Iterable[str]) -> I
         names: The files and folders that the data set can have.
 
     Raises:
-        ConfigError: The folder holds something else, lies in a data set or is in a store, or another
+        ConfigError: The folder holds something else, is in a store or in a data set, or another
             command is using the folder.
     """
     folder = open_place(to)
