@@ -120,9 +120,20 @@ def test_raising_the_epoch_gives_the_next_pass(folder: Path, num_workers: int) -
         assert passed == [spans(batch) for batch in loader]
 
 
-def test_an_epoch_that_is_raised_reaches_workers_that_persist(small_folder: Path) -> None:
+@pytest.mark.parametrize("start", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_an_epoch_that_is_raised_reaches_workers_that_persist(
+    small_folder: Path, start: str
+) -> None:
+    """A fork server pickles as spawn does, and starts warm."""
+    warm.ensure_running()
     dataset = ShardDataset(small_folder, Padded(2048), window_tokens=5_000)
-    loader = DataLoader(dataset, batch_size=None, num_workers=1, persistent_workers=True)
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context=start,
+    )
     assert delivered(loader) == shuffled(small_folder, 0)
     dataset.epoch += 1
     assert delivered(loader) == shuffled(small_folder, 1)
@@ -133,25 +144,10 @@ def test_an_epoch_that_is_raised_reaches_workers_that_persist(small_folder: Path
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda d: pickle.loads(pickle.dumps(d))])
 def test_a_copy_of_a_dataset_has_an_epoch_of_its_own(small_folder: Path, copied: Any) -> None:
     dataset = ShardDataset(small_folder, Padded(2048), window_tokens=5_000)
+    assert delivered(dataset) == shuffled(small_folder, 0), "it may have been iterated"
     dataset.epoch = 1
     other = copied(dataset)
     loader = DataLoader(other, batch_size=None, num_workers=1, persistent_workers=True)
     assert delivered(loader) == shuffled(small_folder, 1)
     other.epoch = 0
     assert (dataset.epoch, delivered(loader)) == (1, shuffled(small_folder, 0))
-
-
-@pytest.mark.slow
-def test_an_epoch_that_is_raised_reaches_workers_that_were_spawned(small_folder: Path) -> None:
-    warm.ensure_running()
-    dataset = ShardDataset(small_folder, Padded(2048), window_tokens=5_000)
-    loader = DataLoader(
-        dataset,
-        batch_size=None,
-        num_workers=1,
-        persistent_workers=True,
-        multiprocessing_context="forkserver",  # which pickles as spawn does, and starts warm
-    )
-    assert delivered(loader) == shuffled(small_folder, 0)
-    dataset.epoch += 1
-    assert delivered(loader) == shuffled(small_folder, 1)

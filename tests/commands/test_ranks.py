@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
     "step_tokens": 256,  # four micro-batches: three ranks need fillers
     "steps": 6,
     "save_every": 2,
-    "eval_every": 3,
+    "eval_every": 6,
     "eval_tokens": 256,
     "keep": 9,
 }

@@ -31,18 +31,6 @@ def finished(counting: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_a_stop_at_any_step_saves_and_loses_nothing(
-    counting: Path, finished: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    report = run(make_config(counting, run_dir), stop_after=3)
-    assert (report.finished, report.steps) == (False, 3)
-    assert "go on with --resume" in report.summary()
-    run(make_config(counting, run_dir, resume=True, num_workers=1), stop_after=2)
-    run(make_config(counting, run_dir, resume=True))
-    assert_same_run(run_dir, finished, 8)
-
-
 def words_of(config: TrainConfig) -> list[str]:
     """The command line that means `config`, without the name of the command."""
     words: list[str] = []

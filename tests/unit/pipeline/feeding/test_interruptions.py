@@ -1,8 +1,6 @@
 """What comes in between: handlers inside `next`, numbers that are set, copies of what runs."""
 
-import copy
 import inspect
-import pickle
 import sys
 from collections.abc import Callable
 from itertools import islice
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 from support.delivery import open_loader, spans
 
-from tokenfeed import Padded, ShardDataset, ShardLoader
+from tokenfeed import Padded, ShardLoader
 from tokenfeed.pipeline.errors import LoaderError
 
 OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "epochs": None}
@@ -91,16 +89,3 @@ def test_a_handler_inside_next_loses_and_repeats_nothing(small_folder: Path, han
         assert sorted(given) == sorted(whole[: len(given)])
         assert loader.state_dict() == states[len(given) - 1]
     assert event > 3 * ROUNDS
-
-
-def copied_by_pickle(anything: Any) -> Any:
-    return pickle.loads(pickle.dumps(anything))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, copied_by_pickle])
-def test_a_dataset_that_was_iterated_goes_to_workers_that_are_spawned(
-    small_folder: Path, copied: Any
-) -> None:
-    dataset = ShardDataset(small_folder, Padded(2048), window_tokens=5_000)
-    whole = [spans(batch) for share in dataset for batch in share]
-    assert [spans(batch) for share in copied(dataset) for batch in share] == whole

@@ -36,35 +36,11 @@ def number_of(delivered: tuple[Batch, RaggedBatch]) -> int:
     return int(delivered[0]["input_ids"].item())
 
 
-def test_batches_come_in_order_each_after_its_event_was_waited_for(cuda: SimulatedCuda) -> None:
-    feed = feed_of(FakeSource(cuda, [3, 1, 1, 4, 9]))
-    for number in range(12):
-        batch, _ = next(feed)
-        assert batch["input_ids"].tolist() == [[number]]
-        assert cuda.compute.waited == cuda.copy.recorded[: number + 1]
-        assert {id(tensor) for tensor in batch.tensors()} <= set(cuda.owned)
-    assert not any(event.was_waited_for for event in cuda.copy.recorded[9:])
-
-
 def test_copies_run_ahead_by_a_fixed_number_also_over_a_seam(cuda: SimulatedCuda) -> None:
     feed = feed_of(FakeSource(cuda, [4, 4, 4]))
     for delivered in range(1, 9):
         next(feed)
         assert len(cuda.copy.recorded) == delivered + transfer.COPIES_AHEAD
-
-
-def test_a_window_is_released_only_after_its_last_copy_has_passed(cuda: SimulatedCuda) -> None:
-    source = FakeSource(cuda, [3, 5, 5])
-    feed = feed_of(source)
-    for _ in range(2):
-        next(feed)
-    for event in cuda.copy.recorded[:2]:
-        event.passed = True
-    next(feed)
-    assert source.released == [], "the last copy of the window still runs"
-    cuda.copy.recorded[2].passed = True
-    next(feed)
-    assert source.released == [0]
 
 
 def test_an_event_that_passed_gives_the_memory_back_without_a_wait(cuda: SimulatedCuda) -> None:

@@ -103,15 +103,19 @@ def test_lora_is_refused_in_one_line_where_it_cannot_be(
         assert "\n" not in str(caught.value)
 
 
-def test_every_layer_that_is_named_gets_adapters(
+def test_every_layer_that_is_named_gets_adapters_with_the_given_alpha_and_dropout(
     documents: Path, llama: str, tmp_path: Path
 ) -> None:
-    target = {"lora": 4, "lora_target": "q_proj, v_proj"}
-    run(make_config(documents, tmp_path / "run", model=llama, **target), stop_after=1)
+    settings = {"lora": 4, "lora_target": "q_proj, v_proj", "lora_alpha": 12, "dropout": 0.25}
+    folder = tmp_path / "exported"
+    run(make_config(documents, tmp_path / "run", model=llama, steps=1, export=folder, **settings))
     names = "".join(load_weights(tmp_path / "run", 1))
     assert "q_proj.lora_A" in names
     assert "v_proj.lora_A" in names
     assert "k_proj.lora_A" not in names
+    described = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"]) == (4, 12)
+    assert described["lora_dropout"] == 0.25
 
 
 @pytest.mark.slow
@@ -216,17 +220,6 @@ def test_embeddings_grow_and_learn_added_tokens(
             adapted = peft.PeftModel.from_pretrained(before, folder / "adapter").eval()
             got = adapted(input_ids=IDS).logits
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_adapters_have_the_alpha_and_dropout_that_are_given(
-    documents: Path, llama: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "exported"
-    settings = {"lora": 4, "lora_alpha": 12, "dropout": 0.25, "export": folder}
-    run(make_config(documents, tmp_path / "run", model=llama, steps=1, **settings))
-    described = json.loads((folder / "adapter" / "adapter_config.json").read_text())
-    assert (described["r"], described["lora_alpha"]) == (4, 12)
-    assert described["lora_dropout"] == 0.25
 
 
 def test_export_of_another_tokenizer_has_that_of_the_shards(

@@ -42,13 +42,6 @@ def test_steps_and_saves_of_every_task_wait_for_nothing_and_log_lines_and_evalua
     assert {wait.cause for wait in waits.seen} == {"log", "evaluation"}
 
 
-def test_steps_under_autocast_wait_for_nothing(
-    every_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits = trained(every_task, tmp_path, monkeypatch, **RUNS["complete packed"], precision="bf16")
-    assert [str(wait) for wait in waits.seen if wait.cause in (None, "data")] == []
-
-
 def test_a_wait_planted_in_a_step_is_found_and_located(
     every_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.report.progress_lines import console_line, notes_on
-from tokenfeed.trainer.report.run_files import MetricsLine, Report
+from tokenfeed.trainer.report.run_files import MetricsLine
 from tokenfeed.trainer.stall import CAUSES
 from tokenfeed.trainer.tasks.registry import make_task
 
@@ -129,22 +129,6 @@ def test_stop_during_first_evaluation_ends_before_training(
     assert read_metrics(tmp_path / "run", "validation_loss") == {}
 
 
-def test_killed_run_reports_steps_until_its_checkpoint(counting: Path, tmp_path: Path) -> None:
-    steps = iter(range(1, 9))
-
-    def kill() -> bool:
-        if next(steps) == 7:
-            raise KeyboardInterrupt
-        return False
-
-    with pytest.raises(KeyboardInterrupt):
-        train(make_config(counting, tmp_path, save_every=4), bool, kill)
-    report = Report.of_run(tmp_path)
-    assert report is not None
-    assert (report.finished, report.steps) == (False, 4)
-    assert report.loss_last == read_metrics(tmp_path, "loss")[4]
-
-
 def test_stop_during_test_evaluation_is_made_up_on_resume(tmp_path: Path) -> None:
     shards = write_labelled(tmp_path / "shards", "classify")
     config = make_config(shards, tmp_path / "run", steps=4, eval_every=100)
@@ -165,7 +149,9 @@ def test_resume_evaluates_only_when_due(
         evaluated.append(split)
         return plain(evaluator, split)
 
-    run(make_config(counting, tmp_path / "run"), stop_after=3)
+    report = run(make_config(counting, tmp_path / "run"), stop_after=3)
+    assert (report.finished, report.steps) == (False, 3)
+    assert "go on with --resume" in report.summary()
     monkeypatch.setattr(Evaluator, "metrics_of", count)
     run(make_config(counting, tmp_path / "run", resume=True), stop_after=4)
     run(make_config(counting, tmp_path / "run", resume=True))

@@ -45,15 +45,11 @@ def test_samples_are_the_likeliest_tokens(task: Task, tmp_path: Path) -> None:
         assert text == expected[len(words) :]
 
 
-def test_samples_are_on_the_report_page(tmp_path: Path) -> None:
+def test_samples_are_on_the_report_page_and_change_no_training(tmp_path: Path) -> None:
     found = run_with_samples("lm", tmp_path)
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Samples at step 8" in page
     assert all(sample["text"] in page for sample in found[-1]["samples"])
-
-
-def test_samples_change_no_training(tmp_path: Path) -> None:
-    run_with_samples("lm", tmp_path)
     shards = tmp_path / "shards"
     run(make_config(shards, tmp_path / "other", sequence_length=64))
     losses = [

@@ -22,9 +22,7 @@ from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import StageSettings
-from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop import evaluation as judge
 from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.models.transformer import Transformer
@@ -32,9 +30,7 @@ from tokenfeed.trainer.optim.optimizer import Precision, allow_tf32
 from tokenfeed.trainer.report.progress_lines import ProgressLog
 from tokenfeed.trainer.report.run_files import MetricsFile
 from tokenfeed.trainer.stall import StallMeter
-from tokenfeed.trainer.tasks.registry import make_task
 
-CPU = torch.device("cpu")
 READS_GRAD = pytest.mark.filterwarnings(
     "ignore:The .grad attribute"
 )  # the compiler does, of inputs
@@ -268,31 +264,6 @@ def test_compiling_without_a_compiler_is_one_line(
     with pytest.raises(ConfigError, match=message) as error:
         run(make_config(counting, tmp_path, compile=True))
     assert "\n" not in str(error.value)
-
-
-def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_records(
-    counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = Precision.step
-
-    def spoiled(
-        precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any, **options: Any
-    ) -> torch.Tensor:
-        spoil(optimizer, torch.nan)
-        return plain(precision, optimizer, *rest, **options)
-
-    monkeypatch.setattr(Precision, "step", spoiled)
-    config = make_config(counting, tmp_path, steps=100, log_every=10, save_every=15, eval_every=100)
-    message = r"not finite, 20 steps in a row, from step 1 on\..* corpus\.txt record \d+ and others"
-    with pytest.raises(ConfigError, match=message):
-        run(config)
-    named = [json.loads(line) for line in (tmp_path / "bad-step.jsonl").read_text().splitlines()]
-    task = make_task(config, Manifest.read(counting), CPU)
-    with SplitLoaders(config, task, CPU).train_loader() as loader:  # the same rows
-        batches = list(itertools.islice(loader, 40))
-    rows = {int(row) for batch in batches[:2] for row in batch.rows}
-    assert [place["record"] for place in named] == sorted(rows)
-    assert read_metrics(tmp_path, "skipped_steps") == {1: 1, 10: 9, 15: 5}
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])

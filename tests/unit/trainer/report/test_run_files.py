@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.training import make_config, run
+from support.training import make_config, read_metrics, run
 
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.report.run_files import Report
@@ -30,6 +30,7 @@ def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfini
     assert report is not None
     assert not report.finished
     assert report.steps == 6
+    assert report.loss_last == read_metrics(config.run_dir, "loss")[6]
     assert report.stall.steps == 2
     assert "stopped before the end" in report.summary()
 

@@ -11,10 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.data_sets import random_rows, write_rows
 from support.training import (
     LONGEST,
-    VOCABULARY,
     assert_same_run,
     go_on_from,
     make_config,
@@ -24,7 +22,6 @@ from support.training import (
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import Task
@@ -121,27 +118,6 @@ def test_filled_up_packed_batches_are_of_one_shape(folders: dict[Task, Path]) ->
             assert ends.diff().max() == scope.longest.shape[0] <= 64
 
 
-def test_no_gradient_reaches_what_only_the_prompts_hold(tmp_path: Path) -> None:
-    lengths = np.full(6, 8)
-    rows = random_rows(lengths, "complete", vocabulary_size=VOCABULARY)
-    ids = np.arange(48) % 8 + np.where(np.arange(48) % 8 < 5, 0, 20)  # prompts 0..4, then 25..27
-    rows.per_token["input_ids"] = ids.astype(np.uint16)
-    rows.per_row["prompt_length"] = np.full(6, 5, np.uint32)
-    folder = write_rows(tmp_path / "shards", {"train": rows}, VOCABULARY, task="complete")
-    task = task_of(folder)
-    with ShardLoader(folder, batching=Packed(32, batch_size=2), epochs=1, num_workers=0) as loader:
-        for batch in loader:
-            micro_batch = Shaper(causal=True, apart=True, separation="mask")(batch)
-            logits = torch.zeros((*micro_batch.ids_BT.shape, VOCABULARY), requires_grad=True)
-            loss = task.loss_of(logits, micro_batch)
-            loss.sum.backward()  # type: ignore[no-untyped-call]
-            assert logits.grad is not None
-            learnt = logits.grad.abs().sum(-1) > 0
-            following = torch.roll(micro_batch.ids_BT, -1, dims=1)
-            assert int(loss.targets) == int(learnt.sum()) > 0
-            assert set(following[learnt].tolist()) == {25, 26, 27}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_a_resumed_run_is_the_uninterrupted_one(
@@ -170,28 +146,6 @@ def test_rows_with_one_label_are_neither_packed_nor_cut(
             run(make_config(folders[task], tmp_path / "run", **changes))
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "run").exists()
-
-
-def test_a_document_never_changes_what_another_one_gives(folders: dict[Task, Path]) -> None:
-    for causal in (True, False):
-        shape = Shaper(causal=causal, apart=True, separation="mask")
-        folder = folders["lm" if causal else "tag"]
-        task = task_of(folder)
-        model = model_of(task).eval()
-        with ShardLoader(
-            folders["lm" if causal else "tag"],
-            batching=Packed(64, batch_size=3),
-            epochs=1,
-            num_workers=0,
-        ) as loader:
-            batch: Batch = next(iter(loader))
-        shown = shape(batch)
-        first = batch.seq_idx == batch.seq_idx[1, 0]
-        changed = replace(shown, ids_BT=torch.where(first, (shown.ids_BT + 1) % 64, shown.ids_BT))
-        with torch.no_grad():
-            before, after = model(shown), model(changed)
-        torch.testing.assert_close(before[~first], after[~first])
-        assert not torch.allclose(before[first], after[first])
 
 
 def score_in_parts(true: np.ndarray, guess: np.ndarray, parts: int) -> dict[str, float]:
