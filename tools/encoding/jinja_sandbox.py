@@ -63,31 +63,9 @@ def generated_by(
     return "".join(pieces), tracker.found
 
 
-class _Dict:
-    """`dict` in templates: only what builds one."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """`namespace` in templates: without names that reach Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name
-        self, args = args[0], args[1:]
-        values = dict(*args, **kwargs)
-        for name in values:
-            _check_name(name)
-        jinja2.utils.Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot have the name {name!r}")
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """Return a dict: `dict` in templates. The methods of the type itself would change messages."""
+    return dict(*args, **kwargs)
 
 
 def to_json(
@@ -183,7 +161,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         self.filters["tojson"] = to_json
-        self.globals |= {"raise_exception": _raise, "dict": _Dict(), "namespace": _Namespace}
+        self.globals |= {"raise_exception": _raise, "dict": _dict}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) in (dict, MarkedObject) and attribute not in _OF_DICT:
@@ -452,7 +430,7 @@ class _WatchedEnvironment(_Environment):
         """Return whether a function may read contents, in its owner or in its arguments."""
         if isinstance(function, jinja2.runtime.Macro):
             return False  # its body is watched
-        if isinstance(function, _Dict) or function is _Namespace:
+        if function in (_dict, jinja2.utils.Namespace):
             # A dict copies its keys, which have no marks. The keys of pairs may have some.
             return self._watch.has_marks([each for each in args if not isinstance(each, dict)])
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)

@@ -734,19 +734,23 @@ class ChatEncoder(TaskEncoder):
         assert self.places, "the tokenizer is not known"
         rendered: list[Rendered] = []
         numbers: list[dict[str, list[float]]] = []
-        conversations, unusable = self._conversations(values, ending)
-        for row, conversation in enumerate(conversations):
+        num_unread: list[int] = []
+        unusable: dict[int, str] = {}
+        reads = functools.cache(self.chat_template.reads)
+        for row in range(len(next(iter(values.values())))):
             rendered.append(_NOTHING)
             numbers.append({})
-            if row in unusable:
-                continue
+            num_unread.append(0)
             try:
+                conversation = self._conversation(values, row, ending)
+                self._check_special(conversation)
                 of_messages = self._numbers(conversation)
                 made = self.chat_template.render(conversation)
                 is_proved = not made.layout.counts[COUNTS.index("unproved")]
                 if of_messages and not (is_proved and -1 not in made.layout.owners):
                     raise Unusable("it is not certain which tokens belong to which message")
                 rendered[-1], numbers[-1] = made, of_messages
+                num_unread[-1] = sum(not reads(name) for name in conversation.arguments)
             except Unusable as reason:
                 unusable[row] = str(reason)
             except RecursionError:
@@ -763,9 +767,7 @@ class ChatEncoder(TaskEncoder):
             for place, name in found.items():
                 row = int(np.searchsorted(ids.offsets, place, "right")) - 1
                 unusable.setdefault(row, _JOINED.format(name))
-        reads = functools.cache(self.chat_template.reads)
-        unread = [sum(not reads(name) for name in each.arguments) for each in conversations]
-        counts["unread_arguments"] = np.array(unread, np.int64)
+        counts["unread_arguments"] = np.array(num_unread, np.int64)
         says = sum(counts[f"{kind.label}_tokens"] for kind in Kind if kind >= Kind.TEXT) > 0
         for row in np.flatnonzero(~says & (ids.lengths > 0)).tolist():
             unusable.setdefault(row, "has nothing to learn: the assistant says nothing")
@@ -776,36 +778,6 @@ class ChatEncoder(TaskEncoder):
             kept = tokens.numbers([each.get(column.name, []) for each in numbers])
             per_token[column.name] = Ragged(kept.astype(column.dtype), ids.lengths)
         return Samples(per_token, {}, has_text, unusable, counts)
-
-    def _conversations(
-        self, values: FieldValues, ending: str
-    ) -> tuple[list[Conversation], dict[int, str]]:
-        """Return R conversations, empty where a record is unusable, and why it is."""
-        conversations, unusable = [], {}
-        for row in range(len(next(iter(values.values())))):
-            try:
-                conversations.append(self._conversation(values, row, ending))
-            except Unusable as reason:
-                conversations.append(Conversation([]))
-                unusable[row] = str(reason)
-        if not self._has_special(conversations):
-            return conversations, unusable
-        for row, conversation in enumerate(conversations):
-            try:
-                self._check_special(conversation)
-            except Unusable as reason:
-                unusable.setdefault(row, str(reason))
-        return conversations, unusable
-
-    def _has_special(self, conversations: list[Conversation]) -> bool:
-        """Return whether any of the texts has the text of a special token, for all at once."""
-        assert self.chat_template
-        parts = [(each.messages, each.tools, each.arguments) for each in conversations]
-        try:
-            text = msgspec.json.encode(parts).decode()
-        except (UnicodeEncodeError, RecursionError):  # `_check_special` finds the record
-            return True
-        return not self.splits_special and bool(self.chat_template.special.search(text))
 
     def _numbers(self, conversation: Conversation) -> dict[str, list[float]]:
         """Return the kept numbers of each message, by column. Only those of the assistant need one.
@@ -878,22 +850,28 @@ class ChatEncoder(TaskEncoder):
         Raises:
             Unusable: Names the message.
         """
+        messages, tools, arguments = conversation.messages, conversation.tools, conversation.arguments
+        if not self._problem((messages, tools, arguments)):
+            return
+        named = [(f"message {number}", message) for number, message in enumerate(messages, 1)]
+        parts = [("the list of tools", tools), *named, ("a template argument", arguments)]
+        for name, part in parts:
+            if problem := self._problem(part):
+                raise Unusable(f"{name} {problem}")
+
+    def _problem(self, part: Any) -> str:
+        """Return why a value of JSON cannot be rendered; empty if it can."""
         assert self.chat_template
-        special = self.chat_template.special
-        parts: list[tuple[str, Any]] = [("the list of tools", conversation.tools)]
-        parts += [(f"message {n}", m) for n, m in enumerate(conversation.messages, 1)]
-        for name, part in [*parts, ("a template argument", conversation.arguments)]:
-            try:
-                text = msgspec.json.encode(part).decode()
-            except UnicodeEncodeError:
-                raise Unusable(f"{name} {_SURROGATE}") from None
-            except RecursionError:
-                raise Unusable(f"{name} is nested too deeply") from None
-            if not self.splits_special and (match := special.search(text)):
-                raise Unusable(
-                    f"{name} has the text of the special token {match[0]!r}; see "
-                    "--special-tokens-in-text"
-                )
+        try:
+            text = msgspec.json.encode(part).decode()
+        except UnicodeEncodeError:
+            return _SURROGATE
+        except RecursionError:
+            return "is nested too deeply"
+        found = None if self.splits_special else self.chat_template.special.search(text)
+        if found is None:
+            return ""
+        return f"has the text of the special token {found[0]!r}; see --special-tokens-in-text"
 
 
 _SURROGATE = "has a lone surrogate: no UTF-8 can express it"

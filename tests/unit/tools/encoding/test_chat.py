@@ -365,7 +365,9 @@ def test_templates_cannot_reach_the_interpreter() -> None:
     for source in (
         "{{ messages.__class__.__mro__ }}",
         "{% set x = messages.append(1) %}",
-        "{% set ns = namespace(_x=1) %}",
+        "{% set ns = namespace(_x=1) %}{{ ns._x.real }}",
+        "{% set ns = namespace(__class__=1) %}{{ ns.__class__.__mro__ }}",
+        "{{ dict.update(messages[0], x=1) }}",
         "{{ strftime_now('%Y') }}",
         "{{ raise_exception('no') }}",
         "{{ 1 / 0 }}",
