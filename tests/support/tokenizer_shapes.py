@@ -9,7 +9,9 @@ from typing import Any
 from tokenizers import Tokenizer, models, trainers
 
 from tokenfeed.tools.encoding import engine_support as shapes
+from tokenfeed.tools.encoding.audit import answers_of, differing
 from tokenfeed.tools.encoding.engine_support import byte_letters
+from tokenfeed.tools.encoding.engines import Engine
 
 MARK = "\u2581"
 FLAGS = ("special", "normalized", "single_word", "lstrip", "rstrip")
@@ -178,3 +180,8 @@ def _made_text(draw: random.Random, contents: list[str]) -> str:
             words = draw.choice(SENTENCES).split(" ")
             pieces.append(draw.choice(words))
     return "".join(pieces)
+
+
+def differing_texts(engine: Engine, reference: Engine, texts: list[bytes]) -> list[bytes]:
+    """Return the texts to which two engines give other ids."""
+    return differing(answers_of(engine, texts), answers_of(reference, texts))

@@ -10,7 +10,6 @@ folder of `Dataset.save_to_disk`, litData or mosaicml-streaming is read as the f
 
 import atexit
 import fnmatch
-import itertools
 import logging
 import operator
 import os
@@ -217,8 +216,6 @@ class _InputSearch:
         """Bytes of memory left for the contents of remote files."""
         self._used = [False] * len(splits)
         """Patterns of `splits` that have matched."""
-        self._unused = set(exclude)
-        """Patterns of `exclude` that have not matched."""
 
     @property
     def binary(self) -> tuple[Known, ...]:
@@ -314,11 +311,7 @@ class _InputSearch:
             yield _Entry(path, real, is_folder, split, is_listed)
 
     def _excluded(self, path: str, root: str) -> bool:
-        if not self._exclude:
-            return False
-        matches = matching(self._exclude, path, root)
-        self._unused.difference_update(itertools.compress(self._exclude, matches))
-        return any(matches)
+        return any(matching(self._exclude, path, root))
 
     def _add_remote(self, url: str) -> None:
         """Add an object, or all objects below a URL."""
@@ -423,12 +416,7 @@ class _InputSearch:
         self.sources.append(replace(source, split=split))
 
     def check_patterns(self) -> None:
-        """Reject a split that matches no file; log an excluded path that matches nothing."""
-        for pattern in sorted(self._unused):
-            if "/" in pattern.strip("/"):
-                logger.warning(
-                    "`--exclude %s`: matches nothing. %s", public(pattern), _PATTERNS_MATCH
-                )
+        """Reject a split that matches no file."""
         found = {source.split for source in self.sources}
         for (split, glob), is_used in zip(self._splits, self._used, strict=True):
             given = f"`--split {split}={public(glob)}`"

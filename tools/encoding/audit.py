@@ -9,11 +9,9 @@ encodes with the reference, and compares.
 
 import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Self
 
 import numpy as np
 
@@ -57,61 +55,37 @@ class Questions:
         return "the comparison of the engines"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineAnswers:
-    """The ids that an engine found for texts."""
+Answers = dict[bytes, np.ndarray | None]
+"""The ids that an engine found for texts; None for a text on which it failed."""
 
-    texts: list[bytes]
-    ids: list[np.ndarray | None]
-    """The ids of each text; None if the engine failed on it."""
 
-    @classmethod
-    def from_engine(cls, engine: Engine, texts: list[bytes]) -> Self:
-        """Encode texts by an engine, one by one if the engine fails on the batch."""
-        try:
-            return cls(texts, [*engine.encode(texts).rows()])
-        except (EngineFailure, Unencodable):
-            if len(texts) > 1:
-                return cls.joined([cls.from_engine(engine, [text]) for text in texts])
-            return cls(texts, [None])
+def answers_of(engine: Engine, texts: list[bytes]) -> Answers:
+    """Encode texts by an engine, one by one if the engine fails on the batch."""
+    try:
+        return dict(zip(texts, engine.encode(texts).rows(), strict=True))
+    except (EngineFailure, Unencodable):
+        if len(texts) == 1:
+            return {texts[0]: None}
+        return {text: answers_of(engine, [text])[text] for text in texts}
 
-    @classmethod
-    def from_fast(cls, engine: FastEngine, texts: list[bytes]) -> Self:
-        """Encode the texts that the fast engine does not leave to the reference.
 
-        Loading the reference in a worker would take longer than encoding all other texts.
-        """
-        routed = {*engine.routes.find(texts).tolist()}
-        own = [text for place, text in enumerate(texts) if place not in routed]
-        return cls.from_engine(engine, own)
+def answers_without_routed(engine: FastEngine, texts: list[bytes]) -> Answers:
+    """Encode the texts that the fast engine does not leave to the reference.
 
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """Concatenate answers. An empty sequence has no texts."""
-        return cls(
-            [text for part in parts for text in part.texts],
-            [ids for part in parts for ids in part.ids],
-        )
+    Loading the reference in a worker would take longer than encoding all other texts.
+    """
+    routed = {*engine.routes.find(texts).tolist()}
+    return answers_of(engine, [text for place, text in enumerate(texts) if place not in routed])
 
-    def __len__(self) -> int:
-        return len(self.texts)
 
-    def differing(self, reference: Engine) -> list[bytes]:
-        """Return the texts for which `reference` has other ids."""
-        return self.differing_from(EngineAnswers.from_engine(reference, self.texts))
-
-    def differing_from(self, right: "EngineAnswers") -> list[bytes]:
-        """Return the texts with other ids than in `right`, which may have more texts.
-
-        Texts on which the engine of `right` failed are left out.
-        """
-        expected = dict(zip(right.texts, right.ids, strict=True))
-        return [
-            text
-            for text, ids in zip(self.texts, self.ids, strict=True)
-            if (wanted := expected[text]) is not None
-            and (ids is None or not np.array_equal(ids, wanted))
-        ]
+def differing(answers: Answers, expected: Answers) -> list[bytes]:
+    """Return the texts with other ids than expected, except where the reference failed."""
+    return [
+        text
+        for text, ids in answers.items()
+        if (wanted := expected[text]) is not None
+        and (ids is None or not np.array_equal(ids, wanted))
+    ]
 
 
 class Audit:
@@ -126,7 +100,7 @@ class Audit:
         self.differing: list[bytes] = []
         """Compared texts whose ids differed."""
         self._tokenizer = tokenizer
-        self._right = EngineAnswers.joined([])
+        self._expected: Answers = {}
         self._units, self._fields, self._seed = units, fields, seed
 
     @cached_property
@@ -140,16 +114,15 @@ class Audit:
 
     def expect(self, questions: Questions) -> None:
         """Encode the questions by the reference, while a worker encodes them by the fast engine."""
-        self._right = EngineAnswers.from_engine(self._reference, questions.texts)
+        self._expected = answers_of(self._reference, questions.texts)
 
-    def begin(self, answers: EngineAnswers) -> None:
+    def begin(self, answers: Answers) -> None:
         """Compare the answers of the fast engine, if there is one."""
-        self.audited = len(answers)
-        self.differing = answers.differing_from(self._right) if len(answers) else []
+        self.audited, self.differing = len(answers), differing(answers, self._expected)
 
-    def compare(self, answers: EngineAnswers) -> list[bytes]:
+    def compare(self, answers: Answers) -> list[bytes]:
         """Return the texts with other ids than the reference's."""
-        return answers.differing(self._reference) if len(answers) else []
+        return differing(answers, answers_of(self._reference, [*answers])) if answers else []
 
 
 def adversarial_texts(tokenizer: TextTokenizer) -> list[bytes]:

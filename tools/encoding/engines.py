@@ -41,21 +41,23 @@ _COMPARED = {
 """Versions that were compared, and what to install. The tables of another version may differ."""
 
 
-def proved_shape(json_bytes: bytes) -> Shape:
-    """Return the shape of a tokenizer.json.
+def supported_shape(json_bytes: bytes) -> Shape:
+    """Return the shape of a tokenizer.json. The check is fast: see `FastEngine.check`.
 
     Raises:
-        Unproved: No test compared the engines for the shape. The message names the unusual part.
+        EngineUnavailable: No test compared the engines for the shape. The message names the unusual
+            part.
         EngineUntested: No test compared the installed versions.
     """
-    shape = Shape.from_json(json_bytes)
-    for package, (versions, requirement) in _COMPARED.items():
-        version = importlib.metadata.version(package)
-        if not version.startswith(versions):
-            raise EngineUntested(
-                f"the fast engine was not compared with {package} {version}: "
-                f"`pip install '{requirement}'` makes this run many times as fast"
-            )
+    with _raising(EngineUnavailable):
+        shape = Shape.from_json(json_bytes)
+        for package, (versions, requirement) in _COMPARED.items():
+            version = importlib.metadata.version(package)
+            if not version.startswith(versions):
+                raise EngineUntested(
+                    f"the fast engine was not compared with {package} {version}: "
+                    f"`pip install '{requirement}'` makes this run many times as fast"
+                )
     return shape
 
 
@@ -194,7 +196,7 @@ class FastEngine:
         self._json, self._splits_special = json_bytes, splits_special
         self._vocabulary_size = vocabulary_size
         self._dtype = token_dtype(vocabulary_size)
-        shape = self.check_shape(json_bytes)
+        shape = supported_shape(json_bytes)
         self.routes = Routes.from_shape(shape, splits_special=splits_special)
         self._digits = shape.substitute.digits
         with _raising(EngineUnavailable):
@@ -219,24 +221,14 @@ class FastEngine:
         return made
 
     @staticmethod
-    def check_shape(json_bytes: bytes) -> Shape:
-        """Return the shape of a tokenizer.json. The check is fast.
-
-        Raises:
-            EngineUnavailable: The fast engine cannot be used for this shape.
-        """
-        with _raising(EngineUnavailable):
-            return proved_shape(json_bytes)
-
-    @staticmethod
     def check(tokenizer: TextTokenizer) -> None:
         """Check vocabulary, merges and added tokens, once per run: workers skip this slow check.
 
         Raises:
             EngineUnavailable: The fast engine cannot be used for this tokenizer.
         """
+        shape = supported_shape(tokenizer.json_bytes)
         with _raising(EngineUnavailable):
-            shape = proved_shape(tokenizer.json_bytes)
             model, added = shape.model, shape.added_tokens
             known = tokenizer.tokenizer.get_added_tokens_decoder()
             for token in added:
@@ -390,7 +382,7 @@ def preload(name: str, vocabulary_size: int, *, splits_special: bool) -> None:
     with contextlib.suppress(Exception):
         json_bytes = fetch_tokenizer_json(name)
         try:
-            FastEngine.check_shape(json_bytes)
+            supported_shape(json_bytes)
             kind: EngineName = FastEngine.name
         except EngineUnavailable:
             kind = ReferenceEngine.name

@@ -118,12 +118,9 @@ class MarkedObject(dict[str, Any]):
 
 
 def _with_marks(value: Any) -> Any:
-    """Return a value of JSON with marks around its texts, and around keys that are no names."""
+    """Return a value of JSON with marks around its texts. The keys of objects have none."""
     if isinstance(value, dict):
-        return {
-            key if key.isidentifier() else _with_marks(key): _with_marks(each)
-            for key, each in value.items()
-        }
+        return {key: _with_marks(each) for key, each in value.items()}
     if isinstance(value, list):
         return [*map(_with_marks, value)]
     return value.join(_LEAF_MARKS) if isinstance(value, str) and value else value

@@ -24,11 +24,10 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.read_records import fetched_ahead, read_records
-from tokenfeed.tools.corpus.records import Records, Reject
+from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import EngineAnswers
+from tokenfeed.tools.encoding.audit import Answers
 from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
 from tokenfeed.tools.encoding.tasks import TaskEncoder
 
@@ -89,7 +88,7 @@ class UnitCounts:
     """Counts of a unit by input file, in arrays from the first file of the unit to its last."""
 
     def __init__(self, unit: Unit, max_rejects: int | None) -> None:
-        self.sample: list[EngineAnswers] = []
+        self.sample: Answers = {}
         """Texts of the unit with the ids of the fast engine, for the comparison."""
         self.routed = 0
         """Number of texts that only the reference encoded."""
@@ -268,7 +267,11 @@ def read_record_blocks(
         for records in read_records(part, task.fields, in_one_pass=in_one_pass):
             for reject in records.rejects:
                 ledger.reject(part.source.index, reject)
-            batch = _fitting(_batch(part, records), task, ledger)
+            sources = np.full(len(records), part.source.index, np.uint32)
+            batch = RecordBlock(
+                records.fields, sources, records.numbers, part.source.split, records.weight_bytes
+            )
+            batch = _fitting(batch, task, ledger)
             pending.append(batch)
             weight_bytes += records.weight_bytes
             num_records += len(batch)
@@ -277,13 +280,6 @@ def read_record_blocks(
                 pending, weight_bytes, num_records = [], 0.0, 0
     if pending:
         yield _joined(pending)
-
-
-def _batch(part: FilePart, records: Records) -> RecordBlock:
-    sources = np.full(len(records), part.source.index, np.uint32)
-    return RecordBlock(
-        records.fields, sources, records.numbers, part.source.split, records.weight_bytes
-    )
 
 
 def _fitting(batch: RecordBlock, task: TaskEncoder, ledger: UnitCounts) -> RecordBlock:

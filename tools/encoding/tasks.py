@@ -850,7 +850,11 @@ class ChatEncoder(TaskEncoder):
         Raises:
             Unusable: Names the message.
         """
-        messages, tools, arguments = conversation.messages, conversation.tools, conversation.arguments
+        messages, tools, arguments = (
+            conversation.messages,
+            conversation.tools,
+            conversation.arguments,
+        )
         if not self._problem((messages, tools, arguments)):
             return
         named = [(f"message {number}", message) for number, message in enumerate(messages, 1)]

@@ -14,9 +14,6 @@ from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-_LARGEST_TYPE = 255
-"""`token_type_ids` is stored as uint8."""
-
 
 @dataclass(frozen=True, slots=True)
 class Template:
@@ -125,11 +122,5 @@ def _template(
             f"the tokenizer's template for {num_texts} text(s) has "
             f"{' '.join(order) or 'none of them'} where {' '.join('AB'[:num_texts])} can be "
             "understood: change its post_processor."
-        )
-    largest = max(framed.type_ids, default=0)
-    if largest > _LARGEST_TYPE:
-        raise TokenizerError(
-            f"the tokenizer's template has the type_id {largest:,}, expected at most "
-            f"{_LARGEST_TYPE}. Correct the post_processor in tokenizer.json."
         )
     return ids, types, text_types

@@ -5,7 +5,7 @@ interrupted unit is encoded again. All steps work on batches. No token becomes a
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.read_records import UnverifiedError
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import EngineAnswers, Questions, beginning
+from tokenfeed.tools.encoding.audit import Answers, Questions, answers_without_routed, beginning
 from tokenfeed.tools.encoding.engines import (
     Engine,
     EngineName,
@@ -72,7 +72,7 @@ class EncodeSettings:
 
     def begin(
         self, on_progress: Report, engine: Engine | None = None
-    ) -> "Callable[[Unit | Questions], Encoded | EngineAnswers]":
+    ) -> "Callable[[Unit | Questions], Encoded | Answers]":
         """Load the engine, and return the function that encodes a unit or answers the audit."""
         return UnitEncoder(self, on_progress, engine).do
 
@@ -82,7 +82,7 @@ class Encoded(NamedTuple):
 
     result: UnitResult
     """The result of the unit."""
-    sample: EngineAnswers
+    sample: Answers
     """The ids of the fast engine for some texts, for the comparison."""
 
 
@@ -92,8 +92,8 @@ class UnitEncoder:
     def __init__(
         self,
         settings: EncodeSettings,
-        on_progress: Report = lambda weight_bytes, num_tokens, at: None,
-        engine: Engine | None = None,
+        on_progress: Report,
+        engine: Engine | None,
     ) -> None:
         """Load the engines.
 
@@ -112,15 +112,12 @@ class UnitEncoder:
         self._task = settings.task.with_tokenizer(settings.output.read(TOKENIZER_FILE))
         self._fast = self._audited_engine()
 
-    def do(self, work: Unit | Questions) -> "Encoded | EngineAnswers":
-        """Encode a unit, or the texts of the audit. See `encode` and `answer`."""
-        return self.encode(work) if isinstance(work, Unit) else self.answer(work)
+    def do(self, work: Unit | Questions) -> "Encoded | Answers":
+        """Encode a unit, or return the ids of the fast engine for the texts of the audit."""
+        return self.encode(work) if isinstance(work, Unit) else self._answers(work.texts)
 
-    def answer(self, questions: Questions) -> EngineAnswers:
-        """Return the ids of the fast engine for some texts; empty without a fast engine."""
-        if not self._fast:
-            return EngineAnswers.joined([])
-        return EngineAnswers.from_fast(self._fast, questions.texts)
+    def _answers(self, texts: list[bytes]) -> Answers:
+        return answers_without_routed(self._fast, texts) if self._fast else {}
 
     def encode(self, unit: Unit) -> "Encoded":
         """Write the shards of `unit` and count its records.
@@ -141,11 +138,7 @@ class UnitEncoder:
         names = {part.source.index: part.source.name for part in unit.parts}
         self._at = ""
         blocks = read_record_blocks(unit, self._settings.task, ledger, in_one_pass=in_one_pass)
-        with (
-            _naming_what_needs_memory(unit),
-            self._settings.output.room() as folder,
-            contextlib.ExitStack() as stack,
-        ):
+        with self._settings.output.room() as folder, contextlib.ExitStack() as stack:
             rejects = stack.enter_context(RejectFile(folder, unit))
             for batch in blocks:
                 if len(batch):
@@ -157,11 +150,9 @@ class UnitEncoder:
                     ledger.count_lengths(split, rows.lengths)
                 rejects.write(ledger.take_rejects())
             rejects.write(ledger.take_rejects())
-        stale = set(self._settings.splits) - writers.keys()  # left by a run of another engine
-        self._settings.output.delete(*(_shard_name(split, unit) for split in stale))
         infos = {split: writer.info for split, writer in writers.items()}
         result = ledger.result(infos, rejects.info, self._engine.name)
-        return Encoded(result, EngineAnswers.joined(ledger.sample))
+        return Encoded(result, ledger.sample)
 
     def _audited_engine(self) -> FastEngine | None:
         if not self._settings.audits:
@@ -204,7 +195,7 @@ class UnitEncoder:
             ledger.counts[name] += int(counts[samples.has_text].sum())
         hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
         if self._fast:
-            ledger.sample += self._sampled(batch.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))
+            ledger.sample |= self._sampled(batch.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))
         chosen = {TRAIN if batch.split is None else batch.split: samples.has_text}
         if batch.split is None and self._threshold:
             aside = hashes < self._threshold
@@ -234,26 +225,17 @@ class UnitEncoder:
                 ledger.reject(int(one.sources[0]), Reject(int(one.records[0]), reason))
         return batch.take(np.array(kept, np.int64))
 
-    def _sampled(self, sample: RecordBlock) -> list[EngineAnswers]:
+    def _sampled(self, sample: RecordBlock) -> Answers:
         """Return the fast engine's ids for the texts of a sample. Long texts are cut."""
-        answers: list[EngineAnswers] = []
+        answers: Answers = {}
 
         def noting(given: list[bytes]) -> Ragged:
-            answers.append(self.answer(Questions(list(map(beginning, given)))))
+            answers.update(self._answers(list(map(beginning, given))))
             return self._engine.encode(given)
 
         if len(sample):
             self._task.encode(sample.values, noting, self._settings.template)
         return answers
-
-
-@contextlib.contextmanager
-def _naming_what_needs_memory(unit: Unit) -> Iterator[None]:
-    """Add the unit to the message of a MemoryError."""
-    try:
-        yield
-    except MemoryError as error:
-        raise MemoryError(f"at {unit}: {error}" if str(error) else f"at {unit}") from error
 
 
 def _load_engine(settings: EncodeSettings, name: EngineName) -> Engine:

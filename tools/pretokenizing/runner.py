@@ -18,13 +18,14 @@ from typing import Any
 
 from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import Audit, EngineAnswers, Questions
+from tokenfeed.tools.encoding.audit import Audit, Questions
 from tokenfeed.tools.encoding.engines import (
     EngineRejected,
     EngineUnavailable,
     EngineUntested,
     FastEngine,
     ReferenceEngine,
+    supported_shape,
 )
 from tokenfeed.tools.encoding.record_blocks import UnitResult, too_many_rejects
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -153,7 +154,7 @@ def _encode_all(run: Run, settings: EncodeSettings, records: RunRecords) -> Enco
     """
     is_fast = settings.engine != ReferenceEngine.name
     if is_fast:
-        FastEngine.check_shape(run.tokenizer.json_bytes)  # before workers load it
+        supported_shape(run.tokenizer.json_bytes)  # before workers load it
     done = {n: result for n, result in records.results.items() if result.engine == settings.engine}
     if is_fast and len(done) < len(records.results):
         FastEngine.check(run.tokenizer)  # before it may write over what the reference has made
@@ -171,7 +172,7 @@ def _encode_all(run: Run, settings: EncodeSettings, records: RunRecords) -> Enco
         if questions:
             run.audit.expect(questions)
         for message in crew:
-            if isinstance(message, EngineAnswers):
+            if not isinstance(message, Encoded):
                 run.audit.begin(message)
                 _check(run, settings, records)
                 continue

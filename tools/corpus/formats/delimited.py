@@ -42,10 +42,6 @@ LONGEST_ROW_BYTES = 1 << 24
 row ends the file."""
 
 
-class _BadRow(Exception):
-    """Why a row cannot be read."""
-
-
 class _Rows:
     """The rows of a file. As an iterator, it yields the lines that `csv` asks for."""
 
@@ -93,12 +89,9 @@ class _Rows:
             )
         return line
 
-    def read(self) -> list[str] | None:
-        """Return the values of the next row that is not blank; None at the end of the file.
-
-        Raises:
-            _BadRow: The row cannot be read. Its lines are skipped.
-        """
+    def read(self) -> list[str] | Unusable | None:
+        """Return the values of the next row that is not blank, or why it has none, or None at the
+        end of the file. The lines of a row that cannot be read are skipped."""
         values: list[str] | None = []
         while values == []:
             self._first, self.num_bytes, reason = self._last + 1, 0, ""
@@ -113,7 +106,7 @@ class _Rows:
                 lines = f"lines {self._first} to {self._last} are lost; is a quote not closed?"
                 if self._first == self._last:
                     lines = f"line {self._first} is lost"
-                raise _BadRow(f"{reason}: {lines}")
+                return Unusable(f"{reason}: {lines}")
         return values
 
     def _sloppy(self) -> tuple[list[str], str]:
@@ -158,17 +151,14 @@ def _columns(rows: _Rows) -> tuple[list[str], str | None]:
     Raises:
         ValueError: There is no header.
     """
-    problem: str | None = None
-    header: list[str] | None = []
-    try:
-        header = rows.read()
-    except _BadRow as reason:
-        problem = f"the header cannot be read: {reason}"
+    header = rows.read()
     if header is None:
         raise ValueError("Empty CSV or TSV: its first line must name the columns")
     if rows.beginning.startswith(UTF16_MARKS):
-        problem = IS_UTF16
-    return [_bytes(value).decode(errors="replace") for value in header], problem
+        return [], IS_UTF16
+    if isinstance(header, Unusable):
+        return [], f"the header cannot be read: {header}"
+    return [_bytes(value).decode(errors="replace") for value in header], None
 
 
 def _records(rows: _Rows, columns: list[str], fields: Fields) -> Iterator[Records]:
@@ -177,29 +167,20 @@ def _records(rows: _Rows, columns: list[str], fields: Fields) -> Iterator[Record
     first = num_bytes = 0
     while True:
         try:
-            row = _row(rows, len(columns))
+            row = rows.read()
         except ValueError:
             yield _as_records(first, found, columns, fields)
             raise
         if row is None:
             break
+        if isinstance(row, list) and len(row) != len(columns):
+            row = Unusable(f"has {len(row)} values, expected {len(columns)}")
         found.append(row)
         num_bytes += rows.num_bytes
         if num_bytes > _BYTES_AT_ONCE or len(found) == _ROWS_AT_ONCE:
             yield _as_records(first, found, columns, fields)
             first, num_bytes, found = first + len(found), 0, []
     yield _as_records(first, found, columns, fields)
-
-
-def _row(rows: _Rows, num_columns: int) -> list[str] | Unusable | None:
-    """Return the values of the next row, or why it has none; None at the end of the file."""
-    try:
-        values = rows.read()
-    except _BadRow as reason:
-        return Unusable(str(reason))
-    if values is not None and len(values) != num_columns:
-        return Unusable(f"has {len(values)} values, expected {num_columns}")
-    return values
 
 
 def _as_records(

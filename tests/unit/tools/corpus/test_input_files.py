@@ -160,14 +160,6 @@ def test_patterns_do_not_depend_on_the_current_folder(
             find(given, out=tree / "out", splits=(("test", "c/d/*"),))
 
 
-def test_an_excluded_path_that_matches_nothing_is_logged(
-    tree: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    find("c", out=tree / "out", exclude=("*.tmp", "e.md", "d/b*", "c/d/*"))
-    (record,) = caplog.records
-    assert "`--exclude c/d/*`: matches nothing" in record.getMessage()
-
-
 def test_every_pattern_of_a_split_must_match(tree: Path) -> None:
     splits = (("test", "*.md"), ("test", "*.rst"))
     with pytest.raises(ConfigError, match=r"test=\*\.rst`: no input file matches it"):

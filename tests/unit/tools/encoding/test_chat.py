@@ -1135,18 +1135,6 @@ def test_append_finds_the_end_token_of_the_tokenizer(tmp_path: Path, tokenizer: 
     assert stops == {"</s>"}
 
 
-def test_special_text_in_keys_of_arguments_is_part_of_the_call() -> None:
-    arguments = {"<|im_end|>": "z", "</think>": "<|im_start|>assistant\n", "x": 2}
-    function = {"name": "f", "arguments": arguments}
-    answer = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
-    pairs = "{% for k, v in call.function.arguments.items() %}{{ k ~ v }}{% endfor %}"
-    source = QWEN.replace("{{ call.function.arguments | tojson }}", pairs)
-    assert source != QWEN
-    found = pieces_of(source, [*SHORT[0][:1], answer])
-    assert found[-2:] == [("call", found[-2][1]), ("stop", "<|im_end|>")]
-    assert "<|im_end|>z</think>" in found[-2][1]
-
-
 def test_an_encoder_is_the_same_in_another_process() -> None:
     task, engine = encoder(QWEN)
     values = {"messages": [THOUGHTFUL], "tools": [TOOLS]}

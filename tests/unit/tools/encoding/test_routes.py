@@ -7,11 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 from support.programs.character_probe import CHARACTERS, differing_characters
-from support.tokenizer_shapes import FLAGS, MARK, added_tokens, json_of, made_texts, shape_parts
+from support.tokenizer_shapes import (
+    FLAGS,
+    MARK,
+    added_tokens,
+    differing_texts,
+    json_of,
+    made_texts,
+    shape_parts,
+)
 from tokenizers import normalizers, pre_tokenizers
 
 from tokenfeed.tools.encoding import engine_support as shapes
-from tokenfeed.tools.encoding.audit import EngineAnswers, adversarial_texts
+from tokenfeed.tools.encoding.audit import (
+    adversarial_texts,
+    answers_of,
+    answers_without_routed,
+    differing,
+)
 from tokenfeed.tools.encoding.engines import (
     EngineUnavailable,
     FastEngine,
@@ -67,8 +80,8 @@ def compare_shapes(rounds: int, texts: int) -> int:
                 continue
             proved += 1
             made = made_texts(draw, [token["content"] for token in tokens], texts)
-            differing = EngineAnswers.from_engine(fast, made).differing(reference)
-            assert differing == [], (kind, normalizer, pre_tokenizer, tokens)
+            found = differing_texts(fast, reference, made)
+            assert found == [], (kind, normalizer, pre_tokenizer, tokens)
     return proved
 
 
@@ -93,7 +106,7 @@ def test_an_added_token_with_flags_has_the_reference_ids(kind: str, flag: str) -
     around = ["{}", "x{}y", "I love {} a lot", "{}ers", "a {} ", "{}{}", " {}", "tok7{}tok70"]
     texts = [text.replace("{}", "New York").encode() * times for text in around for times in (1, 3)]
     texts += [b"nothing of it", b"New  York", "New\u2581York".encode(), b"a New York"]
-    assert EngineAnswers.from_engine(fast, texts).differing(reference) == []
+    assert differing_texts(fast, reference, texts) == []
 
 
 def test_what_the_reference_lets_go_hides_what_overlaps_with_it() -> None:
@@ -102,7 +115,7 @@ def test_what_the_reference_lets_go_hides_what_overlaps_with_it() -> None:
     for splits_special in (False, True):
         fast, reference = engines(json_bytes, splits_special=splits_special)
         texts = [b"a <|tool|> b", b"tool| x", b"a tool|>", b"<|x<|tool|><|too", b"foo"]
-        assert EngineAnswers.from_engine(fast, texts).differing(reference) == []
+        assert differing_texts(fast, reference, texts) == []
 
 
 ENDS = sorted({end for pair in (*LETTERS, *SIGNS) for end in pair})
@@ -114,7 +127,7 @@ def test_characters_that_the_engines_classify_differently_go_to_the_reference(
 ) -> None:
     fast, reference = engines(json_of("byte-level", (), pre_tokenizer))
     texts = [f"{around}{chr(end)}{around}".encode() for end in ENDS for around in ("a", " 1", "!")]
-    assert EngineAnswers.from_engine(fast, texts).differing(reference) == []
+    assert differing_texts(fast, reference, texts) == []
     routed = fast.routes.find(texts)
     sought = ENDS if pre_tokenizer == DEEPSEEK else sorted({e for pair in LETTERS for e in pair})
     assert {ENDS[place // 3] for place in routed} == set(sought)
@@ -157,7 +170,7 @@ def test_a_text_that_nfc_would_change_goes_to_the_reference() -> None:
     kept = ["\u00e9", "ascii", "q\u0323\u0307", "\uac00", "\u0939\u093f\u0902", "x\u0301"]
     texts = [text.encode() for text in (*changed, *kept)]
     assert fast.routes.find(texts).tolist() == list(range(len(changed)))
-    assert EngineAnswers.from_engine(fast, texts).differing(reference) == []
+    assert differing_texts(fast, reference, texts) == []
 
 
 @pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.long)])
@@ -182,7 +195,7 @@ def test_texts_are_cut_at_numbers_as_the_reference_cuts_them(steps: Any) -> None
     draw = random.Random(4)
     parts = [*spaces, *spaces, *numbers, "a", "ab", "!", "'s", "7up", "a b", "\u6f22", "\u00e9"]
     texts = ["".join(draw.choices(parts, k=draw.randint(0, 9))).encode() for _ in range(3000)]
-    assert EngineAnswers.from_engine(fast, texts).differing(reference) == []
+    assert differing_texts(fast, reference, texts) == []
     ascii_texts = [text for text in texts if text.isascii() and b"7up" not in text]
     assert len(fast.routes.find(ascii_texts)) < len(ascii_texts) / 4  # of "a b" alone
 
@@ -224,13 +237,13 @@ def test_the_fast_engine_is_not_asked_for_what_it_leaves_to_the_reference() -> N
     fast = FastEngine(json_bytes, 3000, splits_special=False)
     reference = ReferenceEngine(TextTokenizer.load(json_bytes, origin="test"))
     texts = made_texts(random.Random(2), ["New York"], 200)
-    answers = EngineAnswers.from_fast(fast, texts)
+    answers = answers_without_routed(fast, texts)
     assert fast.reference is None
-    assert 0 < len(answers.texts) < len(texts)
-    assert answers.differing(reference) == []
-    shifted = [ids + np.uint16(1) for ids in answers.ids if ids is not None]
-    wrong = EngineAnswers(answers.texts, [*shifted]).differing(reference)
-    assert wrong == [*filter(None, answers.texts)]
+    assert 0 < len(answers) < len({*texts})
+    expected = answers_of(reference, texts)
+    assert differing(answers, expected) == []
+    shifted = {text: ids + np.uint16(1) for text, ids in answers.items() if ids is not None}
+    assert differing({**shifted}, expected) == [*filter(None, answers)]
 
 
 def test_a_text_over_which_the_reference_panics_has_a_reason() -> None:

@@ -100,10 +100,3 @@ def test_template_id_beyond_vocabulary_is_rejected() -> None:
             Template.from_tokenizer(made, num_texts=1, special=True, end_id=None)
         frame = Template.from_tokenizer(made, num_texts=1, special=False, end_id=None)
         assert [len(part) for part in frame.ids] == [0, 0]
-
-
-@pytest.mark.parametrize("special", [False, True])
-def test_template_type_beyond_uint8_is_rejected(special: bool) -> None:
-    made = tokenizer(template("[CLS] $A", "[CLS] $A $B:256"))
-    with pytest.raises(TokenizerError, match="has the type_id 256, expected at most 255"):
-        Template.from_tokenizer(made, num_texts=2, special=special, end_id=None)

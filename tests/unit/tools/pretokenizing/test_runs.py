@@ -13,13 +13,11 @@ from support.data_sets import files_of
 from support.pretokenizing import interrupt, make
 from tokenizers import Tokenizer, models
 
-from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, ManifestError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.corpus.records import FieldKind
-from tokenfeed.tools.encoding.audit import Audit, EngineAnswers
-from tokenfeed.tools.encoding.engines import ReferenceEngine
+from tokenfeed.tools.encoding.audit import Answers, Audit
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.options import Options, parse_options
 
@@ -90,18 +88,6 @@ def test_a_trained_tokenizer_is_recognised_as_well(corpus: Path, tmp_path: Path)
         make_dataset(dataclasses.replace(options, seed=1))
 
 
-def test_memory_error_names_the_unit(
-    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(engine: ReferenceEngine, texts: list[bytes]) -> Ragged:
-        raise MemoryError("Unable to allocate 9 GiB")
-
-    monkeypatch.setattr(ReferenceEngine, "encode", fail)
-    message = rf"at unit 0, {corpus}/\S+ and \d+ other files: Unable to allocate 9 GiB"
-    with pytest.raises(MemoryError, match=message):
-        make(corpus, tmp_path / "out", tokenizer, shard_size="auto")
-
-
 def test_an_engine_that_cannot_be_had_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
     unknown = Tokenizer(models.WordLevel({"the": 0}, unk_token="the"))
     unknown.save(str(tmp_path / "unknown.json"))
@@ -118,7 +104,7 @@ def test_an_engine_found_wrong_late_leaves_nothing(
     out = tmp_path / "out"
     compared: list[int] = []
 
-    def compare(audit: Audit, answers: EngineAnswers) -> list[bytes]:
+    def compare(audit: Audit, answers: Answers) -> list[bytes]:
         compared.append(len(list((out / "train").glob("*.arrow"))))
         return [b"wrong"] if compared[-1] > 2 else []
 
