@@ -60,7 +60,7 @@ def stall_row(entry: Entry) -> list[str]:
     traced, gain = entry["traced"], entry["measured_gain"]
     return [
         entry["part"].removeprefix("stall "),
-        f"{entry['stall']:.1%}",
+        f"{'at least ' * entry.get('is_lower_bound', False)}{entry['stall']:.1%}",
         " to ".join(f"{end:.1%}" for end in entry["interval"]),
         entry["main_cause"],
         f"{traced['stall']:.1%}",

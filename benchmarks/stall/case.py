@@ -211,6 +211,7 @@ def one_run(fault: str, device: str, scale: Scale, run: str) -> Entry:
         "tokens_per_s": report.real_tokens_per_s,
         "stall": report.stall,
         "interval": report.interval,
+        "is_lower_bound": (report.at_most or 0.0) > (report.stall or 0.0) + 0.001,
         "causes": causes,
         "main_cause": max(causes, key=causes.__getitem__, default=None),
         "predicted_gain": report.causes[FAULTS[fault]].speed_up,

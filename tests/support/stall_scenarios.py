@@ -89,13 +89,17 @@ class Run:
             meter_seconds=loop.meter_seconds,
         )
         self.other = SimulatedDevice(launch=loop.launch_seconds, on=self.device.clock)
-        self.allocations = 0
+        self.allocations = self.frees = 0
         self.meter: StallMeter | None = None
         if metered:
             self.meter = StallMeter(clock=self.device, skipped_steps=WARMUP)
-            self.meter._allocator = AllocatorWatch(lambda: {"num_device_alloc": self.allocations})
+            self.meter._allocator = AllocatorWatch(self._allocator_statistics)
             self.meter._collector.close()  # of this process, which is none of the simulation's
         self.begun: tuple[float, float] = (0.0, 0.0)
+
+    def _allocator_statistics(self) -> dict[str, Any]:
+        freed = {"all": {"freed": self.frees}}
+        return {"num_device_alloc": self.allocations, "reserved_bytes": freed}
 
     def all_steps(self) -> None:
         all_steps([self])
@@ -254,6 +258,29 @@ def _retry(run: Run, step: int) -> None:
     run.allocations += 1
     run.device.wait()
     run.device.host += 8e-3
+
+
+def _free(run: Run, step: int) -> None:
+    """At the end of a step, all cached memory is given back to the driver."""
+    run.frees += 1
+    run.device.wait()
+    run.device.host += 2e-3
+
+
+def _allocate(run: Run, step: int) -> None:
+    """The next step asks the driver for memory again."""
+    if step > 1:
+        run.allocations += 1
+        run.device.host += 1e-3
+
+
+def emptied_cache(every: int) -> Fault:
+    """Memory is freed in one step of so many, and allocated in the next one."""
+    return Fault(
+        "allocator",
+        in_step=lambda run, step: _allocate(run, step) if (step - 1) % every == 0 else None,
+        after_micro_batch=_every(every, _free),
+    )
 
 
 FAULTS: dict[str, Fault] = {

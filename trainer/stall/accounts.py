@@ -122,7 +122,7 @@ class Accounts:
         self._is_partly_queued = False
         """Whether the kernels after a stop of the host inside a span are queued late."""
         self._usual: dict[SpanKind, LinearFit] = {}
-        """Usual device seconds of a span, waits included."""
+        """Usual device seconds of a span, waits included, in steps without a blamed event."""
         self.behind_share = 0.0
         """Share of the time in which the device may have been idle unseen; a moving average."""
         self.batches = BatchMeans()
@@ -138,12 +138,18 @@ class Accounts:
         """Take it that spans behind a spin in which the host stops are queued in part.
 
         The host stops for the device in the middle of the work, or for a full queue: the rest of
-        the span is queued while the device runs it.
+        the span is queued while the device runs it. References so far become upper bounds. Later
+        ones are from spans that were queued as a whole.
         """
+        if self._is_partly_queued:
+            return
         self._is_partly_queued = True
         for kind in self._waiting:
-            if (line := self._queued.pop(kind, None)) is not None:
-                self._partly[kind] = line
+            self._take_as_bound(kind)
+
+    def _take_as_bound(self, kind: SpanKind) -> None:
+        if (line := self._queued.pop(kind, None)) is not None:
+            self._partly[kind] = line
 
     def add(self, phase: Phase, start: Moment, end: Moment) -> None:
         """Add a segment."""
@@ -314,6 +320,8 @@ class Accounts:
         if not span.spin:
             self._host_seconds[span.kind] = min(host, 1.1 * usual)
         elif host - usual > 0.5 * span.spin and lead <= _LEAST_LEAD_SECONDS:
+            if self._is_partly_queued and span.kind not in self._waiting:
+                self._take_as_bound(span.kind)
             self._waiting.add(span.kind)
             # Its kernels were queued in time, up to the wait.
             span.is_queued = not self._is_partly_queued
@@ -342,10 +350,24 @@ class Accounts:
                 fits.setdefault(span.kind, LinearFit()).add(span.slots, span.seconds)
 
     def _blame(self, cause: Cause) -> None:
-        """Charge the time by which this step's spans took longer than usual to a cause."""
-        for span in self._step.spans:
+        """Charge the time by which this step's spans took longer than usual to a cause.
+
+        If every step so far had such an event, nothing is usual. Then all idle time of the spans is
+        charged to the cause. The host may have stopped inside a span, so the span is a reference
+        only if it was queued as a whole.
+        """
+        if spans := self._step.spans:
+            before = spans[0].lead_before - self._spin_lead
+            self._lost_lead.record(cause, before, self._lead - self._spin_lead)
+        for span in spans:
+            if span.bound > _QUEUED * span.seconds:
+                span.is_queued = span.is_ahead = False
             usual = self._usual.get(span.kind)
             if usual is None:
+                span.cause = cause
+                self._waiting.discard(span.kind)  # the event explains the wait
+                lead = self._lead - self._spin_lead
+                self._lost_lead.record(cause, self._hidden_by_wait(span), lead)
                 continue
             longer = span.seconds - usual.total(1, span.slots)
             longer = min(max(0.0, longer), span.bound)
@@ -364,6 +386,9 @@ class Accounts:
         for cause, idle in gaps.items():
             sums.gaps[cause] = sums.gaps.get(cause, 0.0) + idle
         behind = sum(map(self._record_span, self._step.spans))
+        if step.blamed is None:
+            for span in self._step.spans:
+                self._usual.setdefault(span.kind, LinearFit()).add(span.slots, span.seconds)
         if seconds:
             self.behind_share += 0.1 * (behind / seconds - self.behind_share)
         self.batches.add(seconds, gaps)
@@ -373,7 +398,6 @@ class Accounts:
 
     def _record_span(self, span: WorkSpan) -> float:
         """Add a span to the sums. Return how many of its seconds may have been idle unseen."""
-        self._usual.setdefault(span.kind, LinearFit()).add(span.slots, span.seconds)
         if span.is_known:
             fits = self._queued if span.is_queued else self._ahead
             fits.setdefault(span.kind, LinearFit()).add(span.slots, span.seconds)

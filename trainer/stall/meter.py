@@ -328,10 +328,11 @@ class StallMeter:
             self._cut("work", is_inside=True)
 
     def _blamed(self) -> Cause | None:
+        has_allocated = self._allocator.poll(self._clock.now())
         if self._compiler.is_blamed:
             self._compiler.is_blamed = False
             return "recompilation"
-        return "allocator" if self._allocator.poll(self._clock.now()) else None
+        return "allocator" if has_allocated else None
 
     def _close_work(self, calibration: Calibration) -> None:
         if self._phase == "work":

@@ -25,6 +25,8 @@ _NAME, _COLUMN = 18, 10
 _SHOWN_FROM = 5e-5
 """Smallest share that gets a line. A smaller share would print as 0.00 %."""
 _MOST_RANKS = 8
+_LEAST_UNSEEN = 0.001
+"""If less of the time may be idle unseen, the stall does not count as a lower bound."""
 _LEAST_COST = 0.005
 """If the slowest rank costs a smaller share of the time, the ranks count as equally fast."""
 
@@ -119,13 +121,24 @@ def headline(report: "StallReport") -> str:
     bar = ""
     if report.interval is not None:
         bar = f" [{report.interval[0]:.2%}, {report.interval[1]:.2%}]"
-    line = f"{report.stall:.2%}{bar} of {report.seconds:,.1f} s"
+    line = f"{_share(report)}{bar} of {report.seconds:,.1f} s"
     line += f" {'of GPU time' if report.on_gpu else 'on the CPU'}, {report.steps:,} steps"
     if report.world_size > 1:
         line += f", rank {report.rank} of {report.world_size}"
-    if report.at_most is not None and report.at_most > report.stall + 0.001:
+    if _is_lower_bound(report):
         line += f"; at most {report.at_most:.2%} with idle time that cannot be seen"
     return line
+
+
+def _is_lower_bound(report: "StallReport") -> bool:
+    """Return whether there may be more idle time than was measured."""
+    least, most = report.stall, report.at_most
+    return least is not None and most is not None and most > least + _LEAST_UNSEEN
+
+
+def _share(report: "StallReport") -> str:
+    """Return the stall in percent; empty if it was not measured."""
+    return f"{'at least ' * _is_lower_bound(report)}{share_of(report.stall)}"
 
 
 def cause_table(report: "StallReport") -> list[str]:
@@ -317,7 +330,7 @@ def stall_cards(stall: "StallReport") -> dict[str, str]:
     """Return the figures of a stall report, by name, as the page shows them."""
     speed = stall.real_tokens_per_s
     return {
-        "stall": share_of(stall.stall),
+        "stall": _share(stall),
         "real tokens a second": "not measured" if speed is None else f"{speed:,.0f}",
         "padding": share_of(stall.padding),
         "MFU": share_of(stall.mfu),

@@ -1,5 +1,6 @@
 """The stall meter on a simulated device, whose idle time is known: every regime, every fault."""
 
+import re
 import statistics
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from support.stall_scenarios import (
     Loop,
     Run,
     draw_case,
+    emptied_cache,
     measure,
     reports,
     runs,
@@ -69,6 +71,29 @@ def test_every_fault_is_found_with_its_cost_and_the_gain_without_it(name: str) -
         mended = truth(replace(clean, data_seconds=min(loop.data_seconds, 2e-3)))
         gained = true.seconds / mended.seconds
         assert report.causes[fault.cause].speed_up == pytest.approx(gained, rel=0.1)
+
+
+EIGHT_MS = replace(CLEAN, accumulation=1, kernels=80, log_every=10**6, steps=150)
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_memory_freed_and_allocated_is_charged_to_the_allocator(every: int) -> None:
+    fault = emptied_cache(every)
+    report, true = measure(EIGHT_MS, fault), truth(EIGHT_MS, fault)
+    gained = true.seconds / truth(EIGHT_MS).seconds
+    assert report.stall == pytest.approx(true.idle, abs=POINT)
+    assert report.causes["allocator"].speed_up == pytest.approx(gained, abs=POINT)
+    assert report.causes["launch"].fraction < 0.1 * report.stall
+
+
+def test_memory_allocated_in_every_step_gives_a_lower_bound() -> None:
+    """No step shows the time of the work alone, as each one stops for the driver."""
+    fault = emptied_cache(1)
+    report, true = measure(EIGHT_MS, fault), truth(EIGHT_MS, fault)
+    assert report.interval is not None
+    assert report.interval[0] < true.idle < report.interval[1]
+    assert max(report.causes, key=lambda cause: report.causes[cause].fraction) == "allocator"
+    assert re.search(r"stall +at least \d", str(report))
 
 
 def test_a_device_that_is_never_kept_waiting_has_no_stall() -> None:
