@@ -14,7 +14,7 @@ Nothing is dropped. On real text, bins are over 99.9 % full. Source: best-fit pa
 language models, arXiv 2404.10830. Pure: numpy in, numpy out.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -142,15 +142,6 @@ _BLOCK = 1 << 15
 """Pieces that `OpenBins.deal` places together, so that its arrays stay in the cache."""
 
 
-class _Group(NamedTuple):
-    """A range of bins with consecutive numbers and the same number of pieces."""
-
-    first: int
-    bins: int
-    filled: int
-    """Pieces in each bin."""
-
-
 class _Placed(NamedTuple):
     """Pieces of one length that were put into a group of bins."""
 
@@ -163,29 +154,35 @@ class _Placed(NamedTuple):
 
 
 class OpenBins:
-    """Groups of bins with free space."""
+    """Groups of bins with free space. A group has bins with consecutive numbers and the same number
+    of pieces."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._num_bins = 0
-        self._room: list[int] = []  # distinct free space of groups, ascending
-        self._groups: dict[int, list[_Group]] = {}  # by the free space of each bin
+        self._groups: list[tuple[int, int, int, int]] = []
+        """Free space of each bin, first bin, number of bins, pieces in each bin. Ascending by free
+        space; of groups with equal space the newest comes first."""
         self.placed: list[_Placed] = []
 
     def place(self, length: int, count: int) -> None:
         """Put `count` pieces of one length into the fullest bins with enough space."""
         while count:
-            at = bisect_left(self._room, length)
-            room = self._room[at] if at < len(self._room) else self._capacity
+            at = bisect_left(self._groups, (length,))
+            if at < len(self._groups):
+                room, first, bins, filled = self._groups.pop(at)
+            else:
+                room, first, filled = self._capacity, self._num_bins, 0
+                bins = ceil_div(count, room // length)
+                self._num_bins += bins
             each = room // length
-            first, bins, filled = (
-                self._take_group(room) if at < len(self._room) else self._new_bins(count, each)
-            )
             full = min(bins, count // each)
-            partly = 1 if full < bins and count > full * each else 0
-            rest = count - full * each if partly else 0
-            self._fill(first, full, each, filled, room - each * length)
-            self._fill(first + full, partly, rest, filled, room - rest * length)
+            rest = count - full * each if full < bins else 0
+            partly = int(rest > 0)
+            for start, some, pieces in ((first, full, each), (first + full, partly, rest)):
+                if some:
+                    self.placed.append(_Placed(start, some, pieces, filled))
+                    self._keep(room - pieces * length, start, some, filled + pieces)
             self._keep(room, first + full + partly, bins - full - partly, filled)
             count -= full * each + rest
 
@@ -207,27 +204,7 @@ class OpenBins:
             dealt[places] = pieces[ends[stop - 1] - len(places) : ends[stop - 1]]
         return dealt, offsets
 
-    def _fill(self, first: int, bins: int, each: int, filled: int, room: int) -> None:
-        if bins:
-            self.placed.append(_Placed(first, bins, each, filled))
-            self._keep(room, first, bins, filled + each)
-
     def _keep(self, room: int, first: int, bins: int, filled: int) -> None:
-        if not bins or not room:
-            return
-        groups = self._groups.setdefault(room, [])
-        if not groups:
-            insort(self._room, room)
-        groups.append(_Group(first, bins, filled))
-
-    def _new_bins(self, count: int, each: int) -> _Group:
-        """Open the bins for `count` pieces, with `each` pieces per bin."""
-        new = _Group(self._num_bins, ceil_div(count, each), 0)
-        self._num_bins += new.bins
-        return new
-
-    def _take_group(self, room: int) -> _Group:
-        group = self._groups[room].pop()
-        if not self._groups[room]:
-            del self._room[bisect_left(self._room, room)]
-        return group
+        if bins and room:
+            at = bisect_left(self._groups, (room,))
+            self._groups.insert(at, (room, first, bins, filled))

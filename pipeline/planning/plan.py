@@ -32,6 +32,7 @@ from tokenfeed.pipeline.planning.stages import (
     SavedStage,
     Stage,
     StagedOrder,
+    by_place,
     data_of,
     digest_of,
     going_on,
@@ -40,7 +41,6 @@ from tokenfeed.pipeline.planning.stages import (
     place_of,
     placed,
     planned_stages,
-    reweighed,
 )
 
 _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
@@ -161,13 +161,7 @@ class Plan:
         keeps_rows = checks.choice("order", order, get_args(RowOrder)) == "file"
         seed, shuffle = checks.seed(seed), checks.flag("shuffle", shuffle) and not keeps_rows
         ordered: EpochOrder | StagedOrder
-        opened: dict[object, OpenedSplit] = {}
-        for path, source in zip(paths_of(data), sources, strict=True):
-            if (first := opened.setdefault(place_of(path), source)) is not source:
-                raise ConfigError(
-                    f"{first.name} and {source.name} are the same folder: a mixture takes each one "
-                    "once. Raise its weight instead."
-                )
+        opened = by_place(dict(zip(paths_of(data), sources, strict=True)))
         weights: tuple[float, ...] = (1.0,)
         exhausted: Exhausted = "continue"
         given = ""
@@ -297,10 +291,18 @@ class Plan:
                 "has begun, so nothing of it is left to change. Call `reweigh` after that, or edit "
                 "the list and resume."
             )
-        new = replace(now, weights=weights, to=None, window_tokens=self.window_tokens)
+        begins = order.edge(window)
+        if now.to is not None:
+            raise ConfigError(
+                f"`reweigh` at token {begins:,}: the weights change linearly until token "
+                f"{now.until:,}. Call it after that, or edit the list and resume."
+            )
+        new = replace(now, begins=begins, weights=weights, window_tokens=self.window_tokens)
         new = _with_window(new, opened, self.micro_batches_per_step)
         _check_fit(tuple(opened[data] for data in weights), new.batching)
-        return self.with_stages(reweighed(order, window, new))
+        number = order.stages.index(now)
+        past = () if begins == now.begins else (replace(now, until=begins, until_step=None),)
+        return self.with_stages((*order.listed[:number], *past, new, *order.listed[number + 1 :]))
 
     def ended(self, window: int, steps: int) -> Self:
         """Return the plan after a window and this number of steps: a stage whose `until_step` the
@@ -525,13 +527,8 @@ def _by_data(
     weights: Mapping[StorePath, float], opened: Mapping[object, OpenedSplit]
 ) -> dict[str, float]:
     """Return the weights of a stage by fingerprint."""
-    found: dict[str, float] = {}
-    for folder, weight in weights.items():
-        source = opened[place_of(folder)]
-        if source.manifest.fingerprint in found:
-            raise ConfigError(f"{source.name}: is in one stage twice. Add up its weights.")
-        found[source.manifest.fingerprint] = weight
-    return found
+    placed = by_place(weights)
+    return {opened[place].manifest.fingerprint: weight for place, weight in placed.items()}
 
 
 def _with_window(

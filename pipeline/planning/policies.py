@@ -5,9 +5,8 @@ Policies are frozen, hashable, and part of a saved state. Torch-free.
 """
 
 import ast
-import contextlib
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 import numpy as np
@@ -299,8 +298,16 @@ class Packed(Batching):
 POLICIES: tuple[type[Batching], ...] = (Padded, Packed, Fixed)
 """All policies."""
 _BY_NAME: dict[str, Any] = {policy.__name__: policy for policy in POLICIES}
-_NO_LITERALS = (SyntaxError, TypeError, ValueError, MemoryError, RecursionError)
-"""Errors of `ast` for text that is not Python, not a literal, or nested too deeply."""
+_NO_POLICY = (
+    AttributeError,
+    KeyError,
+    MemoryError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""Errors of text that is not a call of a policy with literals, or is nested too deeply."""
 
 
 def offered(policies: Iterable[type[Batching]] = POLICIES) -> str:
@@ -324,39 +331,20 @@ def describe(policy: Batching) -> str:
     return f"{type(policy).__qualname__}({shown})"
 
 
-def described_policy(described: object) -> tuple[str, dict[str, Any]] | None:
-    """Return the class name and all field values of a policy, from its repr; None if the repr is
-    not that of a known policy.
-
-    A field that the repr lacks has its default. So a policy saved before a field was added equals a
-    policy with the default of this field.
-    """
-    try:
-        call = ast.parse(str(described), mode="eval").body
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
-            return None
-        values = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except _NO_LITERALS:
-        return None
-    policy = _BY_NAME.get(call.func.id)
-    if policy is None:
-        return None
-    defaults = {field.name: field.default for field in fields(policy)}
-    return policy.__name__, {k: v for k, v in (defaults | values).items() if v is not MISSING}
-
-
 def policy_of(described: object) -> Batching:
-    """Return the policy of a repr, as in a saved state.
+    """Return the policy of a repr, as in a saved state. A field that the repr lacks has its
+    default.
 
     Raises:
         ConfigError: The name is unknown, or the class rejects the values.
     """
-    if found := described_policy(described):
-        name, values = found
-        with contextlib.suppress(TypeError, ValueError):
-            made: Batching = _BY_NAME[name](**values)
-            return made
-    raise ConfigError(f"{described}: unknown policy. Use {offered()}.")
+    try:
+        call: Any = ast.parse(str(described), mode="eval").body
+        values = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+        made: Batching = _BY_NAME[call.func.id](**values)
+    except _NO_POLICY:
+        raise ConfigError(f"{described}: unknown policy. Use {offered()}.") from None
+    return made
 
 
 def _check_fields(policy: Padded | Packed | Fixed) -> None:

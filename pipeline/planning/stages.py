@@ -32,7 +32,7 @@ from itertools import accumulate
 from math import ceil, lcm
 from os import PathLike
 from os.path import realpath
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -55,6 +55,7 @@ from tokenfeed.pipeline.planning.permutation import (
 from tokenfeed.pipeline.planning.policies import describe, policy_of
 from tokenfeed.pipeline.planning.policy import Batching
 
+_Given = TypeVar("_Given")
 ENDLESS = 1 << 62
 """Number of windows of a list whose last stage has no end."""
 _SCALE = 20
@@ -170,17 +171,17 @@ def place_of(folder: StorePath) -> object:
     return folder
 
 
-def by_place(weights: Mapping[StorePath, float]) -> dict[object, float]:
-    """Return weights by the place of each data set.
+def by_place(given: Mapping[StorePath, _Given]) -> dict[object, _Given]:
+    """Return what is given for each data set by its place.
 
     Raises:
         ConfigError: A data set is named twice.
     """
-    found: dict[object, float] = {}
-    for folder, weight in weights.items():
+    found: dict[object, _Given] = {}
+    for folder, value in given.items():
         if place_of(folder) in found:
-            raise ConfigError(f"{folder}: is in one stage twice. Add up its weights.")
-        found[place_of(folder)] = weight
+            raise ConfigError(f"{folder}: the same folder is named twice. Add up its weights.")
+        found[place_of(folder)] = value
     return found
 
 
@@ -616,28 +617,6 @@ def placed(
         begins = max(begins, until or ENDLESS)
         follows_step |= stage.until_step is not None
     return tuple(found)
-
-
-def reweighed(order: StagedOrder, window: int, new: PlannedStage) -> tuple[PlannedStage, ...]:
-    """Return the stages with the rest of a window's stage replaced: `new` begins at the window.
-
-    `new` ends where the stage of the window ends.
-
-    Raises:
-        ConfigError: The weights of the stage are changing linearly.
-    """
-    stage, begins = order.stage_of(window), order.edge(window)
-    number = order.stages.index(stage)
-    before, after = order.listed[:number], order.listed[number + 1 :]
-    new = replace(new, begins=begins, until=stage.until)
-    if stage.to is not None:
-        raise ConfigError(
-            f"`reweigh` at token {begins:,}: the weights change linearly until token "
-            f"{stage.until:,}. Call it after that, or edit the list and resume."
-        )
-    if begins == stage.begins:
-        return (*before, new, *after)
-    return (*before, replace(stage, until=begins, until_step=None), new, *after)
 
 
 def going_on(

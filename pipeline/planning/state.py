@@ -9,6 +9,7 @@ Torch-free.
 import zlib
 from base64 import b85decode, b85encode
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import add
 from typing import Annotated, Any, Self
@@ -16,12 +17,12 @@ from typing import Annotated, Any, Self
 import msgspec
 import xxhash
 
-from tokenfeed.pipeline.errors import LoaderError, ResumeError
+from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError
 from tokenfeed.pipeline.format.manifest import canonical
 from tokenfeed.pipeline.planning.batching import Round
 from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
-from tokenfeed.pipeline.planning.policies import described_policy
+from tokenfeed.pipeline.planning.policies import policy_of
 
 _VERSION, _STAGED_VERSION = 3, 7
 """Version of the row order without and with stages. A change of the order changes it, because the
@@ -321,7 +322,8 @@ def own_stream(state: dict[str, Any], stream: int) -> dict[str, Any]:
 def _meaning(name: str, value: Any) -> object:
     """Return a normal form of a setting, for comparing."""
     if name == "batching":
-        return described_policy(value) or value
+        with suppress(ConfigError):
+            return policy_of(value)
     return list(map(str, proportions(value))) if name == "weights" and value else value
 
 

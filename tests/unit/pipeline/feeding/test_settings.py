@@ -187,7 +187,7 @@ def test_one_folder_under_two_spellings_is_refused(
     for other in (folder.name, f"./{folder.name}", folder / ".." / folder.name, str(folder)):
         mixture = Mixture({folder: 1.0, other: 1.0})
         message = refusal(lambda mixture=mixture: ShardLoader(mixture, batching=Padded(700)))
-        assert "the same folder" in message
+        assert "the same folder is named twice" in message
 
 
 LAUNCHERS = {

@@ -588,7 +588,7 @@ def test_lists_that_mean_nothing_are_refused_in_one_line(folders: list[Path]) ->
     first, second, *_ = folders
     endless, ending = Stage({first: 1}), Stage({first: 1}, until_tokens=9_000)
     assert "pass a list of stages" in refusal_of(ending)
-    assert "is in one stage twice" in refusal_of([Stage({first: 1, str(first): 1})])
+    assert "the same folder is named twice" in refusal_of([Stage({first: 1, str(first): 1})])
     assert "a list of stages" in refusal_of([])
     assert "stage 1 has no end, so stage 2 never begins" in refusal_of([endless, endless])
     assert "stage 2 ends at token 9,000, but begins at 9,000" in refusal_of([ending, ending])
