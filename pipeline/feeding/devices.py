@@ -1,8 +1,6 @@
-"""What loader and trainer need from a CUDA device: streams, page-locking, and its name."""
+"""What loader and trainer need from a CUDA device: page-locking, and the device of a name."""
 
 import contextlib
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,63 +10,33 @@ from tokenfeed.pipeline.errors import ConfigError
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for the contexts of all devices
 
 
-@dataclass(frozen=True, slots=True)
-class Accelerator:
-    """A CUDA device. It copies and computes on streams, concurrently with the host."""
-
-    device: torch.device
-
-    @property
-    def module(self) -> Any:
-        """The torch module of the device type."""
-        return torch.get_device_module(self.device)
-
-    def new_stream(self, priority: int) -> torch.Stream:
-        """Return a new stream. A priority below 0 is higher than the default."""
-        stream: torch.Stream = self.module.Stream(self.device, priority)
-        return stream
-
-    def on(self, stream: torch.Stream) -> AbstractContextManager[None]:
-        """Queue work inside the block on `stream`."""
-        context: AbstractContextManager[None] = self.module.stream(stream)
-        return context
-
-    def current_stream(self) -> torch.Stream:
-        """Return the current stream of this device in this thread."""
-        stream: torch.Stream = self.module.current_stream(self.device)
-        return stream
-
-    def has_bfloat16(self) -> bool:
-        """Return whether the hardware computes in bf16, without emulation."""
-        return bool(self.module.is_bf16_supported(including_emulation=False))
-
-    def lock(self, address: int, num_bytes: int) -> str | None:
-        """Page-lock memory of this process for asynchronous copies. Return the error, or None."""
-        error = self._call("cudaHostRegister", address, num_bytes, _PORTABLE)
-        return f"CUDA error {error}" if error else None
-
-    def unlock(self, address: int) -> None:
-        """Undo `lock`.
-
-        Raises:
-            RuntimeError: The device has failed.
-        """
-        self._call("cudaHostUnregister", address)
-
-    def _call(self, name: str, *arguments: int) -> int:
-        """Call the CUDA runtime; return its error code, 0 for success. No later call raises it."""
-        with torch.cuda.device(self.device):  # the current device may be another one
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            error = int(getattr(runtime, name)(*arguments))
-            if error:  # clear it: the next kernel launch would raise it
-                with contextlib.suppress(RuntimeError):
-                    torch.ones(1, device=self.device)
-        return error
+cuda: Any = torch.cuda
+"""Mostly untyped."""
 
 
-def accelerator(device: torch.device) -> Accelerator:
-    """Return the accelerator of a device from `resolve_device`, which is not the CPU."""
-    return Accelerator(device)
+def page_lock(device: torch.device, address: int, num_bytes: int) -> str | None:
+    """Page-lock memory of this process for asynchronous copies. Return the error, or None."""
+    error = _call(device, "cudaHostRegister", address, num_bytes, _PORTABLE)
+    return f"CUDA error {error}" if error else None
+
+
+def page_unlock(device: torch.device, address: int) -> None:
+    """Undo `page_lock`.
+
+    Raises:
+        RuntimeError: The device has failed.
+    """
+    _call(device, "cudaHostUnregister", address)
+
+
+def _call(device: torch.device, name: str, *arguments: int) -> int:
+    """Call the CUDA runtime; return its error code, 0 for success. No later call raises it."""
+    with cuda.device(device):  # the current device may be another one
+        error = int(getattr(cuda.cudart(), name)(*arguments))
+        if error:  # clear it: the next kernel launch would raise it
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=device)
+    return error
 
 
 def default_device() -> torch.device:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from tokenfeed.pipeline.feeding.batch import Batch, BatchForm
-from tokenfeed.pipeline.feeding.devices import accelerator
+from tokenfeed.pipeline.feeding.devices import cuda, page_lock, page_unlock
 from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
 from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.feeding.window_source import Lease, WindowSource
@@ -40,7 +40,7 @@ class PageLock:
     `Stats.pageable`."""
 
     def __init__(self, device: torch.device, counters: Counters) -> None:
-        self._accelerator, self._counters = accelerator(device), counters
+        self._device, self._counters = device, counters
         self._process = os.getpid()
 
     def lock(self, memory: mmap.mmap) -> Callable[[], None]:
@@ -51,7 +51,7 @@ class PageLock:
             the memory is unmapped.
         """
         address = np.frombuffer(memory, np.uint8).ctypes.data
-        if refusal := self._accelerator.lock(address, len(memory)):
+        if refusal := page_lock(self._device, address, len(memory)):
             self._warn(refusal)
             return _nothing
         return partial(self._unlock, address)
@@ -72,13 +72,13 @@ class PageLock:
         if os.getpid() != self._process:
             return  # a forked child: the lock is the parent's
         with contextlib.suppress(RuntimeError):  # the device has failed
-            self._accelerator.unlock(address)
+            page_unlock(self._device, address)
 
     def _warn(self, refusal: str) -> None:
         if not self._counters.pageable:
             self._counters.pageable = True
             warnings.warn(
-                f"the system refused to page-lock memory for {self._accelerator.device} "
+                f"the system refused to page-lock memory for {self._device} "
                 f"({refusal}): copies are correct but slower. Raise the limit (`ulimit -l`; "
                 "memlock of a container), or lower `num_workers` or `window_tokens`.",
                 RuntimeWarning,
@@ -104,8 +104,8 @@ class CopyStream:
     """The stream of a device for copies and padding."""
 
     def __init__(self, device: torch.device) -> None:
-        self.accelerator = accelerator(device)
-        self.stream = self.accelerator.new_stream(_URGENT)
+        self.device = device
+        self.stream: torch.Stream = cuda.Stream(device, _URGENT)
         self._process = os.getpid()
 
     def wait(self) -> None:
@@ -164,9 +164,9 @@ def copy_ahead(source: WindowSource, copies: CopyStream, form: BatchForm) -> Bat
 
 def _queue_copy(ragged: RaggedBatch, lease: Lease, copies: CopyStream, form: BatchForm) -> _Copy:
     # Copied ahead: a batch queued while the caller evaluates may be trained on.
-    with torch.inference_mode(False), copies.accelerator.on(copies.stream):
+    with torch.inference_mode(False), cuda.stream(copies.stream):
         inputs = {
-            name: tensor.to(copies.accelerator.device, non_blocking=True)
+            name: tensor.to(copies.device, non_blocking=True)
             for name, tensor in device_inputs(ragged).items()
         }
         batch = build_on_device(inputs, ragged, form)
@@ -184,7 +184,7 @@ def _release_copied(used: deque[_Copy], keep: int | None = None) -> None:
 
 def _hand_over(copy: _Copy, copies: CopyStream) -> tuple[Batch, RaggedBatch]:
     """Make the compute stream wait for the copy, and record the stream's use of the tensors."""
-    compute_stream = copies.accelerator.current_stream()
+    compute_stream = cuda.current_stream(copies.device)
     compute_stream.wait_event(copy.ready)
     for tensor in copy.batch.tensors():
         tensor.record_stream(compute_stream)  # allocated on the copy stream, used on this one

@@ -141,7 +141,7 @@ def test_repository_that_is_not_there_is_one_line(hub: HubServer, tmp_path: Path
         assert words in said.splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hub_data_set_is_that_of_its_commit_on_every_machine(
     hub: HubServer, tokenizer: Path, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
         yield remote
 
 
-@pytest.mark.slow
+@pytest.mark.long  # `test_remote_output.py` breaks runs off at any change of a store, in process
 def test_a_killed_command_from_store_to_store_is_continued_by_the_same(
     corpus: Path, tmp_path: Path, tokenizer: Path, remote: Remote
 ) -> None:

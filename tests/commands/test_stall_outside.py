@@ -29,16 +29,6 @@ def assert_slept(report: StallReport, seconds: float = SECONDS) -> None:
     assert parts <= report.seconds
 
 
-def test_a_data_loader_that_sleeps_so_long_a_step_is_reported_so(clock: SimulatedClock) -> None:
-    meter = StallMeter("cpu", skipped_steps=WARMUP)
-    for _ in meter.watch(DataLoader(Sleeping(WARMUP + 15, SECONDS), batch_size=1)):
-        clock.sleep(3 * SECONDS)
-        meter.step()
-    report = meter.report()
-    assert_slept(report)
-    assert report.stall == pytest.approx(0.25, rel=0.01)
-
-
 class _Timed:
     """Batches, and the seconds that each took."""
 

@@ -278,37 +278,24 @@ class _MegatronColumns(NamedTuple):
     borders: int
     """Number of documents + 1."""
     sizes: int
-    """Tokens of each sequence."""
-    size_dtype: str
+    """Tokens of each sequence, int32."""
     places: int
-    """The beginning of each sequence."""
+    """The beginning of each sequence in bytes, int64."""
     documents: int
-    """The first sequence of each document, and the end."""
-    place_bytes: int
-    """Bytes that `places` counts by."""
+    """The first sequence of each document, and the end, int64."""
 
 
 def _megatron(index: _ForeignFile) -> tuple[np.dtype, Lengths]:
-    """Read an index of Megatron: of `IndexedDataset`, once called `mmap`, or of the older `lazy`
-    and `cached`, which begins with TNTIDX. A row is a document."""
-    head, version = index.read(0, 56), (1).to_bytes(8, "little")
-    if head.startswith(b"MMIDIDX\0\0" + version) and len(head) >= 34:
-        code = head[17]
-        sequences, borders = np.frombuffer(head, "<u8", 2, 18).astype(int).tolist()
-        sizes, places, documents = 34, 34 + 4 * sequences, 34 + 12 * sequences
-        columns = _MegatronColumns(sequences, borders, sizes, "<i4", places, documents, 1)
-        num_modes = sequences
-    elif head.startswith(b"TNTIDX\0\0" + version) and len(head) == 56:
-        code, width, sequences, _, borders = np.frombuffer(head, "<u8", 5, 16).astype(int).tolist()
-        places = 56 + 8 * (sequences + 1)
-        sizes = places + 8 * (sequences + 1)
-        documents = sizes + 8 * sequences
-        columns = _MegatronColumns(sequences, borders, sizes, "<i8", places, documents, width)
-        num_modes = 0
-    else:
-        raise CorpusError(f"{index.name}: is no index of version 1 of Megatron.")
+    """Read an index of Megatron's `IndexedDataset`, once called `mmap`. A row is a document."""
+    head, version = index.read(0, 34), (1).to_bytes(8, "little")
+    if not head.startswith(b"MMIDIDX\0\0" + version) or len(head) < 34:
+        raise CorpusError(f"{index.name}: is no index of version 1 of Megatron's IndexedDataset.")
+    code = head[17]
+    sequences, borders = np.frombuffer(head, "<u8", 2, 18).astype(int).tolist()
+    places, documents = 34 + 4 * sequences, 34 + 12 * sequences
+    columns = _MegatronColumns(sequences, borders, 34, places, documents)
     dtype, end = np.dtype(_MEGATRON.get(code, "u1")), documents + 8 * borders
-    if index.size not in (end, end + num_modes) or borders < 1:
+    if index.size not in (end, end + sequences) or borders < 1:  # a mode of a byte may follow
         raise CorpusError(
             f"{index.name}: has {index.size:,} bytes, expected {end:,}. Copy it again."
         )
@@ -336,12 +323,11 @@ def _by_index(
         first, count = int(some[0]), int(some[-1]) - int(some[0])
         if (np.diff(some) < 0).any() or first < 0 or first + count > columns.sequences:
             raise CorpusError(f"{index.name}: its documents are out of order.")
-        width = np.dtype(columns.size_dtype).itemsize
-        sizes = index.array(columns.size_dtype, columns.sizes + width * first, count)
+        sizes = index.array("<i4", columns.sizes + 4 * first, count)
         ends = np.cumsum(sizes, dtype=np.int64)
         begins = np.concatenate([[0], ends])
         places = (at + begins[:-1]) * tokens.dtype.itemsize
-        stored = index.array("<i8", columns.places + 8 * first, count) * columns.place_bytes
+        stored = index.array("<i8", columns.places + 8 * first, count)
         if (stored != places).any() or (np.diff(begins) < 0).any():
             raise CorpusError(
                 f"{index.name}: its sequences do not follow one another in {tokens.name}. Merge "

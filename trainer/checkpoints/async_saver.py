@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tokenfeed.pipeline.feeding.devices import accelerator
+from tokenfeed.pipeline.feeding.devices import cuda, page_lock, page_unlock
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.trainer.checkpoints.checkpoint_files import (
     CheckpointMeta,
@@ -216,8 +216,8 @@ class HostCopy:
     """Page-locked host memory for one rank's shards of one checkpoint at a time."""
 
     def __init__(self, device: torch.device, rank: int = 0) -> None:
-        self._accelerator = None if device.type == "cpu" else accelerator(device)
-        self._stream = self._accelerator.new_stream(0) if self._accelerator else None
+        self._device = device
+        self._stream: torch.Stream | None = None if device.type == "cpu" else cuda.Stream(device)
         self._rank = rank
         self._copied: torch.Event | None = None
         self._unordered: torch.Event | None = None
@@ -244,8 +244,8 @@ class HostCopy:
 
     def before_update(self) -> None:
         """Let the computing stream wait for the copy. The host does not wait."""
-        if self._accelerator is not None and self._unordered is not None:
-            self._accelerator.current_stream().wait_event(self._unordered)
+        if self._unordered is not None:
+            cuda.current_stream(self._device).wait_event(self._unordered)
             self._unordered = None
 
     def wait(self) -> None:
@@ -256,20 +256,20 @@ class HostCopy:
 
     def close(self) -> None:
         """Unlock the memory after the last copy into it."""
-        if self._accelerator is not None and self._is_locked:
+        if self._is_locked:
             with contextlib.suppress(RuntimeError):  # the device has failed
                 self.wait()
-                self._accelerator.unlock(self.memory.data_ptr())
+                page_unlock(self._device, self.memory.data_ptr())
         self._is_locked = False
 
     @contextlib.contextmanager
     def _queued(self) -> Iterator[None]:
         """Queue copies behind what the device computes now, and beside what it computes next."""
-        if self._accelerator is None or self._stream is None:
+        if self._stream is None:
             yield
             return
-        self._stream.wait_event(self._accelerator.current_stream().record_event())
-        with self._accelerator.on(self._stream):
+        self._stream.wait_event(cuda.current_stream(self._device).record_event())
+        with cuda.stream(self._stream):
             yield
         self._copied = self._unordered = self._stream.record_event()
 
@@ -277,8 +277,8 @@ class HostCopy:
         self.close()
         size = max((place.end for place in places.values()), default=0)
         self.places, self.memory = places, torch.empty(size, dtype=torch.uint8)
-        if self._accelerator is not None and size:
-            refusal = self._accelerator.lock(self.memory.data_ptr(), size)
+        if self._stream is not None and size:
+            refusal = page_lock(self._device, self.memory.data_ptr(), size)
             self._is_locked = refusal is None
             if refusal:
                 _log.warning(

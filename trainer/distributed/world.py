@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
+from tokenfeed.pipeline.feeding.devices import cuda, default_device, resolve_device
 
 State = dict[str, Tensor]
 """Tensors by name."""
@@ -209,14 +209,13 @@ def join_world(device: str) -> World:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return World(own)
     if own.type != "cpu":  # the GPU with this rank's local number, or the only visible one
-        module = accelerator(own).module
-        local_rank, there = int(os.environ.get("LOCAL_RANK", "0")), module.device_count()
+        local_rank, there = int(os.environ.get("LOCAL_RANK", "0")), cuda.device_count()
         if local_rank >= there > 1:
             raise ConfigError(
                 f"LOCAL_RANK={local_rank}, but there are {there} GPUs. Start one process per GPU."
             )
         own = torch.device(own.type, local_rank if there > 1 else 0)
-        module.set_device(own)
+        cuda.set_device(own)
     return World(own, launched=True)
 
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tokenfeed.pipeline.feeding.devices import accelerator
+from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.trainer.config.run_config import OptimizerName, PrecisionName, ScheduleName
 from tokenfeed.trainer.distributed.world import State, World, is_sharded_tensor
 from tokenfeed.trainer.optim.muon import MuonAdamW, Sections
@@ -193,7 +193,7 @@ class Precision:
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
         # Older GPUs emulate bf16, and are not faster with it.
-        native = device.type != "cpu" and accelerator(device).has_bfloat16()
+        native = device.type != "cpu" and cuda.is_bf16_supported(including_emulation=False)
         self.name = name if name != "auto" else "bf16" if native else "fp32"
         self._device = device
         self.dtype = _DTYPES[self.name]

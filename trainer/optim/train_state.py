@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.feeding.devices import accelerator
+from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.pipeline.planning.permutation import derive_key
 from tokenfeed.trainer.checkpoints.checkpoint_files import (
     Checkpoint,
@@ -390,4 +390,4 @@ def seed_random(key: int, device: torch.device) -> None:
     """Seed the random numbers from a key. Takes microseconds, and does not wait for the device."""
     torch.default_generator.manual_seed(key)  # `torch.manual_seed` takes a hundred of them
     if device.type != "cpu":
-        accelerator(device).module.manual_seed(key)
+        cuda.manual_seed(key)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenfeed.pipeline.feeding.devices import accelerator
+from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import shown
 from tokenfeed.trainer.feeding.batch_policy import epoch_of, knows_steps, padding_remedy
@@ -62,12 +62,12 @@ def device_name(device: torch.device) -> str:
     """Return the GPU's model, or cpu, for reports."""
     if device.type == "cpu":
         return device.type
-    return str(accelerator(device).module.get_device_name(device))
+    return str(cuda.get_device_name(device))
 
 
 def memory_held(device: torch.device) -> int | None:
     """Return the bytes of a GPU that torch holds; None on a CPU."""
-    return None if device.type == "cpu" else accelerator(device).module.memory_reserved(device)
+    return None if device.type == "cpu" else cuda.memory_reserved(device)
 
 
 class Skips(NamedTuple):

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.devices import accelerator
+from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.batch_policy import possible_sizes
@@ -76,23 +76,23 @@ def peak_of_step(learner: Learner, loaders: SplitLoaders) -> int | None:
         The memory of a GPU in bytes, with moments, that tensors take; 0 on a CPU; None if the step
         does not fit.
     """
-    device, spare, module = learner.device, 0, None
-    if device.type != "cpu":
-        module = accelerator(device).module
-        module.empty_cache()
-        module.reset_peak_memory_stats(device)
-        spare = int(_SPARE_SHARE * module.mem_get_info(device)[1])
+    device, spare = learner.device, 0
+    on_gpu = device.type != "cpu"
+    if on_gpu:
+        cuda.empty_cache()
+        cuda.reset_peak_memory_stats(device)
+        spare = int(_SPARE_SHARE * cuda.mem_get_info(device)[1])
     shown = loaders.first().blank_like(*loaders.largest_shape())
     try:
         learner.rehearse([shown, shown], spare_bytes=learner.moment_bytes + spare)
-        return module.max_memory_allocated(device) - spare if module else 0
+        return cuda.max_memory_allocated(device) - spare if on_gpu else 0
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         return None
     finally:
-        if module:
-            module.empty_cache()
+        if on_gpu:
+            cuda.empty_cache()
 
 
 def _with_size(config: TrainConfig, tokens: int, reason: str) -> TrainConfig:

@@ -138,16 +138,15 @@ class MeteredDevice:
             self._find(device)
 
     def _find(self, device: "torch.device | str | None") -> None:
-        from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
+        from tokenfeed.pipeline.feeding.devices import cuda, default_device, resolve_device
 
         found = default_device() if device is None else resolve_device(device)
         if found.type == "cpu":
             return
         self.on_gpu, self.name, self.clock = True, str(found), EventClock(found)
-        module: Any = accelerator(found).module
         with contextlib.suppress(Exception):  # the name is optional
-            self.name = str(module.get_device_name(found))
-        if statistics := getattr(module, "memory_stats_as_nested_dict", None):
+            self.name = str(cuda.get_device_name(found))
+        if statistics := getattr(cuda, "memory_stats_as_nested_dict", None):
             self.allocator_statistics = partial(statistics, found)
 
     @property
@@ -206,19 +205,18 @@ class EventClock(Clock):
     is_beside_host = True
 
     def __init__(self, device: "torch.device") -> None:
-        from tokenfeed.pipeline.feeding.devices import accelerator
+        from tokenfeed.pipeline.feeding.devices import cuda
 
         self._device = device
         """The device of the events. Loops may use several devices and switch the current one."""
-        self._accelerator = accelerator(device)
-        self._module: Any = self._accelerator.module
-        self._new_event = partial(self._module.Event, enable_timing=True)
+        self._cuda = cuda
+        self._new_event = partial(cuda.Event, enable_timing=True)
         self._pool: list[torch.Event] = []
 
     def mark(self) -> "tuple[torch.Event, float, float]":
         """Record an event on the device's current stream."""
         event = self._pool.pop() if self._pool else self._new_event()
-        stream = self._accelerator.current_stream()
+        stream = self._cuda.current_stream(self._device)
         before = time.perf_counter()
         event.record(stream)
         return event, before, time.perf_counter()
@@ -238,8 +236,8 @@ class EventClock(Clock):
     def spin(self, seconds: float) -> bool:
         """Queue a kernel that counts cycles: a private function of torch, which may be missing."""
         try:
-            with self._module.device(self._device):
-                self._module._sleep(int(seconds * _CYCLES_PER_S))
+            with self._cuda.device(self._device):
+                self._cuda._sleep(int(seconds * _CYCLES_PER_S))
         except (AttributeError, RuntimeError):  # a build of torch without it
             return False
         return True
@@ -248,7 +246,7 @@ class EventClock(Clock):
         """Return False while a CUDA graph is captured: the event would become a part of the
         graph."""
         try:
-            with self._module.device(self._device):
-                return not self._module.is_current_stream_capturing()
+            with self._cuda.device(self._device):
+                return not self._cuda.is_current_stream_capturing()
         except (AttributeError, RuntimeError):  # a build of torch without graphs
             return True

@@ -16,7 +16,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wait_is_an_error_in_steps_and_in_none_of_the_brackets_that_may_wait(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

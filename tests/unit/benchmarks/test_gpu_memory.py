@@ -58,14 +58,8 @@ def real_steps(config: Any, planned: RunPlan, memory: Any) -> Learner:
     return learner
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "way",
-    [
-        *("bf16", "muon"),
-        *(pytest.param(way, marks=pytest.mark.long) for way in ("classify padded", "recomputed")),
-    ],
-)
+@pytest.mark.long  # `test_named_cuda.py` compares predicted peaks of most of them
+@pytest.mark.parametrize("way", ["bf16", "muon", "classify padded", "recomputed"])
 def test_the_peak_is_that_of_the_tensors_of_real_steps(way: str, every_task: Path) -> None:
     config, planned = plan_of(every_task, **WAYS[way])
     memory = PeakBytes()

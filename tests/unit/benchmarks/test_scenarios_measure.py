@@ -51,7 +51,7 @@ def data(scenario: Scenario, folder: Path) -> Data:
     return scenarios_data.make(scenario.data, folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_sides_train_as_many_rows_of_one_model(scenario: Scenario, data: Data) -> None:
     before, after = (side(scenario, data, 0) for side in SIDES.values())
     for outcome in (before, after):
@@ -76,7 +76,7 @@ def test_both_sides_begin_with_the_same_weights(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("scenario", ["e"], indirect=True)
 def test_a_save_of_either_side_lasts_as_long_as_its_bytes_take(

@@ -29,8 +29,3 @@ def test_the_bare_loop_trains_the_batches_of_train_to_the_same_loss(
     assert ours.slots == bound.slots
     assert len(ours.clock.wall) == len(bound.clock.wall) == STEPS
     assert ours.loss == pytest.approx(bound.loss, rel=1e-4)
-
-
-def test_rows_in_random_order_differ_in_padding_alone(case: Case, shards: Path) -> None:
-    by_length, random = by_train(case, shards, STEPS), by_train(case, shards, STEPS, spread=1.0)
-    assert sum(random.tokens) / random.slots < sum(by_length.tokens) / by_length.slots

@@ -207,18 +207,15 @@ def test_a_damaged_object_is_named(
         reader.read(all_batches(folder))
 
 
-def test_a_missing_object_is_named(folder: Path, store: RangedFolder, cache: CacheSettings) -> None:
-    (folder / "train/00002.arrow").unlink()
-    with pytest.raises(ShardFormatError, match=r"00002.arrow: not found, but the manifest names"):
-        reader_of(store, cache).read(all_batches(folder))
-
-
-def test_a_shard_of_another_length_is_refused(
+def test_a_missing_or_shorter_object_is_named(
     folder: Path, store: RangedFolder, cache: CacheSettings
 ) -> None:
     shard = folder / "train/00000.arrow"
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(ShardFormatError, match=r"00000.arrow"):
+        reader_of(store, cache).read(all_batches(folder))
+    shard.unlink()
+    with pytest.raises(ShardFormatError, match=r"00000.arrow: not found, but the manifest names"):
         reader_of(store, cache).read(all_batches(folder))
 
 

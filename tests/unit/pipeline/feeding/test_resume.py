@@ -1,7 +1,6 @@
 """A state continues with exactly the rest, on any number of ranks, and is refused elsewhere."""
 
 import json
-import pickle
 import sys
 from itertools import islice
 from pathlib import Path
@@ -315,17 +314,6 @@ def test_merging_refuses_junk(small_folder: Path, name: str, junk: Any) -> None:
         merge_states([with_settings(state, **{name: junk})])
     with pytest.raises(ResumeError, match="the state of stream 1 of"):
         merge_states([with_settings(state, stream=0, num_streams=10**12)])
-
-
-def test_a_state_goes_through_pickle_with_the_loader(small_folder: Path) -> None:
-    loader = open_loader(small_folder)
-    for _ in range(3):
-        next(iter(loader))
-    state = loader.state_dict()
-    loader.close()
-    copy: ShardLoader = pickle.loads(pickle.dumps(loader))
-    assert copy.state_dict() == state
-    assert [spans(batch) for batch in copy] == [spans(batch) for batch in loader]
 
 
 @pytest.mark.usefixtures("small")

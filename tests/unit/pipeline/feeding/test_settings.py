@@ -246,15 +246,6 @@ def test_loader_and_dataset_take_the_rank_of_torch_distributed(
     assert [spans(b) for share in shares for b in share] == [spans(b) for b in loader]
 
 
-def test_rank_and_world_size_are_those_that_were_passed(folder: Path) -> None:
-    options: dict[str, Any] = {"num_streams": 2, "epochs": None, "window_tokens": 5000}
-    for rank in range(4):
-        loader = open_loader(folder, rank=rank, world_size=4, **options)
-        assert (loader.rank, loader.world_size) == (rank, 4)
-        assert loader.state_dict()["plan"]["micro_batches_per_step"] == 2
-        assert loader.state_dict()["plan"].get("stream", 0) == rank // 2
-
-
 @pytest.mark.parametrize("name", ["rank", "world_size"])
 def test_rank_without_world_size_is_rejected(folder: Path, name: str) -> None:
     options: dict[str, Any] = {name: 1}

@@ -188,9 +188,6 @@ def test_a_repository_that_cannot_be_one_is_refused_at_once(
         HubStore.from_url("hf://someone:hunter2@datasets/a/b")
 
 
-pytest.importorskip("obstore")
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_is_opened_and_written_to_unless_it_is_the_webs(scheme: str) -> None:
     url = f"{scheme}://somewhere/out"

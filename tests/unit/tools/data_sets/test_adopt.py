@@ -130,20 +130,14 @@ def test_files_named_for_validation_and_patterns_make_splits(tmp_path: Path) -> 
     assert rows_in(tmp_path / "out", "test") == lists_of(rows)
 
 
-@pytest.mark.parametrize("kind", ["mmap", "cached"])
-def test_documents_of_several_sequences_and_empty_ones(kind: str, tmp_path: Path) -> None:
+def test_documents_of_several_sequences_and_empty_ones(tmp_path: Path) -> None:
     """As Megatron writes them; empty documents are counted, and are no rows."""
     ids = np.arange(1, 13, dtype=np.uint16)
     lengths, places = np.array([2, 3, 4, 3], np.int32), np.array([0, 2, 5, 9])
     documents = np.array([0, 2, 2, 3, 4], np.int64).tobytes()
-    if kind == "mmap":
-        index = b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([8])
-        index += np.array([4, 5], np.uint64).tobytes() + lengths.tobytes()
-        index += (places * 2).tobytes() + documents + bytes(4)
-    else:
-        index = b"TNTIDX\0\0" + np.array([1, 8, 2, 4, 4, 5], np.uint64).tobytes()
-        index += np.arange(5).tobytes() + np.append(places, 12).tobytes()
-        index += lengths.astype(np.int64).tobytes() + documents
+    index = b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([8])
+    index += np.array([4, 5], np.uint64).tobytes() + lengths.tobytes()
+    index += (places * 2).tobytes() + documents + bytes(4)
     (tmp_path / "a.idx").write_bytes(index)
     (tmp_path / "a.bin").write_bytes(ids.tobytes())
     made = adopt([str(tmp_path / "a.bin")], str(tmp_path / "out"), TOKENIZERS["narrow"])

@@ -198,22 +198,6 @@ def test_inspect_shows_splits_lengths_and_ledger(documents: Path) -> None:
     assert content["splits"]["train"]["shards"][0]["file"] == "train/00000.arrow"
 
 
-def test_inspect_shows_every_digit_of_large_numbers(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    manifest = Manifest.read(out)
-    train = manifest.splits["train"]
-    others = sum(shard.tokens for shard in train.shards[1:])
-    first = dataclasses.replace(train.shards[0], tokens=77_452_812_345 - others)
-    large = dataclasses.replace(train, shards=(first, *train.shards[1:]))
-    manifest = dataclasses.replace(manifest, splits={**manifest.splits, "train": large})
-    manifest.write(out)
-    line = next(line for line in shards("inspect", out).splitlines() if line.startswith("train"))
-    assert line.split()[2:4] == [f"{train.rows:,}", "77,452,812,345"]
-    assert len(line) <= 80
-
-
 def test_verify_finds_an_unknown_task(out: Path) -> None:
     path = out / "manifest.json"
     content = json.loads(path.read_bytes())

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from support.commands import call
 from support.data_sets import files_of
-from support.object_server import FAST, FAULTS, Fault, Remote, as_own_process, remote_store
+from support.object_server import FAST, Fault, Remote, as_own_process, remote_store
 from support.stores import keep_in_memory
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
@@ -89,26 +87,6 @@ def test_the_manifest_is_there_only_when_all_is(documents: Path, remote: Remote)
     assert "manifest.json" not in objects_of(remote)
     copy_data_set(str(documents), remote.store.name)
     assert objects_of(remote) == files_of(documents)
-
-
-QUICK = [None, *(kind for kind in FAULTS if kind not in ("stall", "slow"))]
-
-
-@pytest.mark.slow
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(schedule=st.lists(st.sampled_from(QUICK), max_size=12))
-def test_no_fault_of_the_network_alters_a_copy(
-    documents: Path, remote: Remote, tmp_path: Path, schedule: list[str | None]
-) -> None:
-    remote.server.objects.clear()
-    out = tmp_path / "back"
-    shutil.rmtree(out, ignore_errors=True)
-    faults = [kind and Fault(kind, 999) for kind in schedule]  # type: ignore[arg-type]
-    for source, to in ((documents, remote.store.name), (remote.store.name, out)):
-        remote.proxy.schedule.extend(faults)
-        copy_data_set(str(source), str(to))
-        remote.proxy.schedule.clear()
-    assert files_of(out) == objects_of(remote) == files_of(documents)
 
 
 def test_a_bit_that_flips_on_the_way_is_fetched_again(

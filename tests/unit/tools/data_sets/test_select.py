@@ -66,12 +66,15 @@ def test_select_where_keeps_files_by_their_path(out: Path, tmp_path: Path) -> No
     assert said["linked"] >= 1
 
 
-def test_select_drop_leaves_nothing_of_a_file(out: Path, tmp_path: Path) -> None:
-    """Neither its tokens nor its name, not in the file of rejects either."""
+@pytest.mark.parametrize("records", [[{}], [{"record": 0}, {"record": 2}]])
+def test_select_drop_leaves_nothing_of_a_file(
+    out: Path, tmp_path: Path, records: list[dict[str, object]]
+) -> None:
+    """Neither its tokens nor its name, not in the file of rejects either. Also where each row is
+    listed by itself, and a reject of the file is not."""
     name = str(tmp_path / "in/private.jsonl")
-    said = selected(
-        out, tmp_path / "new", "--rows", listed(tmp_path / "l", {"file": name}), "--drop"
-    )
+    rows = listed(tmp_path / "l", *({"file": name} | record for record in records))
+    said = selected(out, tmp_path / "new", "--rows", rows, "--drop")
     assert corpus_rows(tmp_path / "new") == only(
         corpus_rows(out), lambda file, _: file != "private.jsonl"
     )
@@ -88,14 +91,6 @@ def test_select_drop_leaves_nothing_of_a_file(out: Path, tmp_path: Path) -> None
     ]
     assert len(printed) == 80
     assert not [text for text in printed if "secret" in text]
-
-
-def test_select_drop_of_all_rows_removes_the_name(out: Path, tmp_path: Path) -> None:
-    """Also where each row is listed by itself, and a reject of the file is not."""
-    name = str(tmp_path / "in/private.jsonl")
-    rows = listed(tmp_path / "l", *({"file": name, "record": record} for record in (0, 2)))
-    assert selected(out, tmp_path / "new", "--rows", rows, "--drop")["removed"] == 3
-    assert not [file for file, data in files_of(tmp_path / "new").items() if b"private" in data]
 
 
 def test_select_rows_keeps_or_drops_each_record(out: Path, tmp_path: Path) -> None:

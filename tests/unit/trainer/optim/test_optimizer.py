@@ -77,16 +77,30 @@ def test_matrices_decay_and_gains_and_biases_do_not(name: OptimizerName) -> None
             assert {0.1 if p.dim() >= 2 else 0.0 for p in group["params"]} <= expected
 
 
-def test_muon_gets_the_linear_layers_of_the_blocks_and_nothing_else() -> None:
-    model = make_transformer()
-    block = {"attention_in.weight", "attention_out.weight", "feed_in.weight", "feed_out.weight"}
-    expected = {f"blocks.{layer}.{name}" for layer in range(6) for name in block}
-    assert names_of(model, hidden_matrices(model)) == expected
+class Expert(nn.Module):
+    """A feed-forward network with a router, a gate and an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.router = nn.Linear(16, 4)
+        self.inner = nn.ModuleDict({"gate": nn.Linear(16, 64), "gate_proj": nn.Linear(16, 64)})
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(16, 2)})
 
 
-def test_muon_gets_neither_tables_nor_heads_nor_what_is_tied_to_them() -> None:
-    model = Tagger()
-    expected = {f"layers.{layer}.weight" for layer in range(3)}
+BLOCK = ("attention_in.weight", "attention_out.weight", "feed_in.weight", "feed_out.weight")
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (make_transformer(), {f"blocks.{layer}.{name}" for layer in range(6) for name in BLOCK}),
+        (Tagger(), {f"layers.{layer}.weight" for layer in range(3)}),
+        (Expert(), {"inner.gate.weight", "inner.gate_proj.weight"}),
+    ],
+    ids=["blocks alone", "no tables, heads or ties", "no routers or adapters"],
+)
+def test_muon_gets_linear_layers_of_blocks_only(model: nn.Module, expected: set[str]) -> None:
     assert names_of(model, hidden_matrices(model)) == expected
 
 
@@ -217,23 +231,6 @@ def test_matrices_side_by_side_in_a_weight_are_found(
     }
     [parts] = [parts for name, parts in found.items() if name.endswith(f"{layer}.weight")]
     assert [tuple(part.shape) for part in parts] == [(max(each), min(each)) for each in sizes]
-
-
-class Expert(nn.Module):
-    """A feed-forward network with a router, a gate and an adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(16, 4)
-        self.router = nn.Linear(16, 4)
-        self.inner = nn.ModuleDict({"gate": nn.Linear(16, 64), "gate_proj": nn.Linear(16, 64)})
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(16, 2)})
-
-
-def test_muon_gets_neither_routers_nor_adapters() -> None:
-    model = Expert()
-    expected = {"inner.gate.weight", "inner.gate_proj.weight"}
-    assert names_of(model, hidden_matrices(model)) == expected
 
 
 class Operators(TorchDispatchMode):

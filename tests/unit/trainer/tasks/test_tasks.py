@@ -119,7 +119,13 @@ def test_filled_up_packed_batches_are_of_one_shape(folders: dict[Task, Path]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name not in ("lm", "score")))
+        for name in TASKS
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one(
     folders: dict[Task, Path], tmp_path: Path, name: Task
 ) -> None:
