@@ -45,11 +45,14 @@ def _make() -> None:
         from tokenfeed.tools.pretokenizing.options import parse_options
     gc.freeze()  # what was imported stays: no collection need look through it, at the end neither
     options = parse_options()
-    if options.part:
-        part = make_part(options)
-        print_json(asdict(part)) if options.json else print(part)
-        return
-    summary = append_rows(options) if options.append else make_dataset(options)
+    try:
+        if options.part:
+            part = make_part(options)
+            print_json(asdict(part)) if options.json else print(part)
+            return
+        summary = append_rows(options) if options.append else make_dataset(options)
+    except KeyboardInterrupt as interruption:
+        raise KeyboardInterrupt(str(interruption) or "the same command continues") from None
     if options.json:
         print_json(asdict(summary))
     else:

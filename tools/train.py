@@ -46,7 +46,7 @@ class SignalRequests:
     def _stop_later(self, number: int, frame: FrameType | None) -> None:
         self.ended_by = number
         signal.signal(signal.SIGINT, signal.default_int_handler)  # before the line promises it
-        _say(b"stopping: saves and writes the report first; Ctrl-C again stops at once\n")
+        _say(b"stopping: saving a checkpoint and the report. Press Ctrl-C again to stop at once\n")
 
     def _save_later(self, number: int, frame: FrameType | None) -> None:
         self._save = True

@@ -294,10 +294,11 @@ class ShardLoader:
 
     def __repr__(self) -> str:
         names = ", ".join(source.name for source in self._sources)
-        plan = self._plan
+        plan, place = self._plan, self.position
         return (
             f"ShardLoader({names}, split={plan.split!r}, {plan.batching}, device={self.device}, "
-            f"rank {self.rank} of {self.world_size}, {tuple(self.position)})"
+            f"rank {self.rank} of {self.world_size}, at epoch {place.epoch}, window "
+            f"{place.window}, micro-batch {place.micro_batch})"
         )
 
     def rewind(self) -> None:

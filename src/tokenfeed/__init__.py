@@ -70,3 +70,7 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of these
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+    def __dir__() -> list[str]:
+        """Return the public names, for completion in a REPL or notebook."""
+        return [*_HOME, "__version__"]

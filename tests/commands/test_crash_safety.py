@@ -93,7 +93,7 @@ def test_interruption_while_a_tokenizer_is_trained_does_not_wait_for_it(tmp_path
     assert process.stderr.readline().startswith("training a tokenizer")
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=20)
-    assert (process.returncode, stderr) == (130, "interrupted\n")
+    assert (process.returncode, stderr) == (130, "interrupted: the same command continues\n")
 
 
 def test_a_killed_worker_is_an_error_and_no_hang(

@@ -256,6 +256,7 @@ class IFrame(SimpleNamespace):
 
 display = sys.modules["IPython.display"] = ModuleType("IPython.display")
 display.IFrame = IFrame
+sys.executable = sys.argv[2]
 names = {"__name__": "__main__"}
 for cell in json.load(open(sys.argv[1]))["cells"]:
     if cell["cell_type"] == "code":
@@ -265,10 +266,15 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 
 def test_notebook_trains_a_model_and_shows_its_report(tmp_path: Path) -> None:
     commands = tmp_path / "bin"
-    env = os.environ | ENVIRONMENT | {"PATH": f"{commands}:{os.environ['PATH']}"}
-    program = ["-c", NOTEBOOK, EXAMPLES / "quickstart.ipynb"]
+    python = tmp_path / "python"  # its `-m tokenfeed` is the command that is served
+    python.write_text(
+        f'#!/bin/sh\n[ "$1 $2" = "-m tokenfeed" ] && shift 2 && exec {commands}/tokenfeed "$@"\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    program = ["-c", NOTEBOOK, EXAMPLES / "quickstart.ipynb", python]
     with warm.serve_commands(commands, SMALL):
-        done = warm.run(program, cwd=tmp_path, env=env)
+        done = warm.run(program, cwd=tmp_path, env=os.environ | ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     shown = re.search(r"^shown: (.*)$", done.stdout, re.MULTILINE)
     assert shown

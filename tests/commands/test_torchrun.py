@@ -122,7 +122,7 @@ def test_sigterm_at_one_rank_ends_all_with_a_checkpoint_that_goes_on(
             time.sleep(0.05)
         os.kill(rank_of(run, 1), signal.SIGTERM)
         _, errors = run.communicate(timeout=60)
-    assert errors.count("stopping: saves") == 1, errors
+    assert errors.count("stopping: saving") == 1, errors
     assert len(list(Checkpoints.of_run(run_dir).path(0).parent.iterdir())) == 1
     with started(torchrun(3) + train(lm_rows, run_dir, "--resume", "--save-every", "10")) as run:
         _, errors = run.communicate(timeout=200)

@@ -119,6 +119,7 @@ def test_contributing_names_every_room() -> None:
 def test_all_names_of_the_front_door_can_be_had() -> None:
     for name in tokenfeed.__all__:
         assert getattr(tokenfeed, name).__doc__
+    assert {*tokenfeed.__all__, "pretokenize"} <= {*dir(tokenfeed)}
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         tokenfeed.nothing  # noqa: B018
 

@@ -43,7 +43,7 @@ def train_tokenizer_json(
         found = first_reject((part for unit in units for part in unit.parts), fields)
         raise CorpusError(
             f"no text to train a tokenizer on: every document is empty or rejected{found}. Name "
-            "the field with the texts by `--field`."
+            "the field with the texts: `--field text=NAME`."
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -249,9 +249,10 @@ class Options:
         for given in self._given_fields():
             own, _, name = given.partition("=")
             if not name or own not in own_names:
+                example = f"{next(iter(own_names))}={name or own or 'body'}"
                 raise ConfigError(
-                    f"`--field` {given!r}: expected NAME=FIELD, where NAME is what `--task "
-                    f"{self.task}` reads: {', '.join(own_names)}. Put paths before options."
+                    f"`--field` {given!r}: expected NAME=FIELD, like {example}, where NAME is what "
+                    f"`--task {self.task}` reads: {', '.join(own_names)}. Put paths before options."
                 )
             if own in seen:
                 raise ConfigError(f"`--field` {given!r}: {own} is named twice. Name one field.")

@@ -167,4 +167,4 @@ class Summary:
             return ""
         if self.vocabulary_wanted == self.vocabulary_size:
             return f"the tokenizer was trained in {self.tokenizer_seconds:,.1f} s"
-        return f"the corpus gave no more of the {self.vocabulary_wanted:,} ids wanted"
+        return f"the corpus is too small for a tokenizer with {self.vocabulary_wanted:,} ids"

@@ -27,7 +27,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.facts import facts
+from tokenfeed.pipeline.facts import count_of, facts
 from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.format.storage import atomic_write, hold
 from tokenfeed.trainer.config.run_config import (
@@ -152,7 +152,8 @@ class Report:
             {
                 "model": f"{self.model}, {self.parameters / 1e6:.1f} M parameters, "
                 f"{self.precision} on {self.device}",
-                "trained": f"{self.steps:,} steps{skipped}, {self.tokens:,} real tokens{end}",
+                "trained": f"{count_of(self.steps, 'step')}{skipped}, "
+                f"{self.tokens:,} real tokens{end}",
                 "loss": loss,
                 "metrics": "\n".join(self._metrics()),
                 "note": "\n".join(self.notes),

@@ -48,7 +48,7 @@ _EVALUATIONS = (2, 20)
 _ENOUGH_TOKENS, _MOST_TOKENS = 200_000, 1_000_000
 """Tokens of an evaluation. With more than the first number, more evaluations are better. With the
 second number, the loss has an error below 0.003."""
-_EVALUATED = "evaluations take about 5 % of the run at most"
+_EVALUATED = "so that evaluations take at most about 5 % of the run"
 _LEAST_LOG_EVERY, _MOST_EVERY = 10, 1000
 
 
@@ -66,7 +66,7 @@ class Choice:
             for name, value in self.settings.items()
             if getattr(config, name) == value
         ]
-        return f"{' '.join(flags)} ({self.reason})" if flags else ""
+        return f"chosen: {' '.join(flags)} ({self.reason})" if flags else ""
 
 
 def _finetunes(given: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenfeed.pipeline.facts import facts
+from tokenfeed.pipeline.facts import count_of, facts
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config.run_config import PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.causes import ABOUT, Cause
@@ -66,7 +66,10 @@ def gain_words(gain: float | None) -> str:
 def not_measured(report: "StallReport") -> str:
     """Return why the stall is unknown."""
     if not report.queued_steps:
-        return "not measured: `meter.step()` was never called. Call it after each optimizer step"
+        return (
+            "not measured: no step has ended. In a loop of your own, call `meter.step()` after "
+            "each optimizer step"
+        )
     return f"not measured: {report.queued_steps:,} steps so far, all of them warm-up"
 
 
@@ -122,7 +125,7 @@ def headline(report: "StallReport") -> str:
     if report.interval is not None:
         bar = f" [{report.interval[0]:.2%}, {report.interval[1]:.2%}]"
     line = f"{_share(report)}{bar} of {report.seconds:,.1f} s"
-    line += f" {'of GPU time' if report.on_gpu else 'on the CPU'}, {report.steps:,} steps"
+    line += f" {'of GPU time' if report.on_gpu else 'on the CPU'}, {count_of(report.steps, 'step')}"
     if report.world_size > 1:
         line += f", rank {report.rank} of {report.world_size}"
     if _is_lower_bound(report):

@@ -244,7 +244,8 @@ def test_dataloader_over_a_loader_names_the_right_class(make_dataset: MakeDatase
 def test_repr_of_a_loader_names_data_policy_and_position(both_splits: Path) -> None:
     loader = advanced(both_splits, 3)
     assert repr(loader) == (
-        f"ShardLoader({both_splits}, split='train', {Fixed(8)}, device=cpu, rank 0 of 1, (0, 0, 3))"
+        f"ShardLoader({both_splits}, split='train', {Fixed(8)}, device=cpu, rank 0 of 1, "
+        "at epoch 0, window 0, micro-batch 3)"
     )
 
 

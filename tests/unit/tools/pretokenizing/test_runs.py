@@ -163,9 +163,9 @@ def test_an_option_without_a_meaning_is_refused(options: dict[str, Any], words: 
     ("task", "field", "words"),
     [
         ("lm", ["pair=b"], "`--task lm` reads: text."),
-        ("classify", ["tags=b"], "'tags=b': expected NAME=FIELD, where NAME is what"),
+        ("classify", ["tags=b"], "'tags=b': expected NAME=FIELD, like text=b, where"),
         ("complete", ["text=b"], "`--task complete` reads: prompt, completion."),
-        ("lm", ["body"], "'body': expected NAME=FIELD"),
+        ("lm", ["body"], "'body': expected NAME=FIELD, like text=body, where"),
         ("lm", ["text="], "'text=': expected NAME=FIELD"),
         ("lm", ["=body"], "'=body': expected NAME=FIELD"),
         ("lm", ["text=a", "text=b"], "'text=b': text is named twice"),

@@ -180,7 +180,7 @@ def test_what_is_not_known_is_left_out(missing: str) -> None:
 
 
 def test_page_says_why_nothing_was_measured() -> None:
-    for queued, why in ((3, "3 steps so far, all of them warm-up"), (0, "was never called")):
+    for queued, why in ((3, "3 steps so far, all of them warm-up"), (0, "no step has ended")):
         stall = stall_of(stall=None, steps=0, queued_steps=queued, real_tokens_per_s=None)
         page = page_of(run_of(report_of(stall=stall, real_tokens_per_s=None, finished=False)))
         Checked(page)

@@ -149,7 +149,7 @@ def test_documents_and_tasks_unknown_keep_the_plain_settings_but_for_steps_of_ep
 def test_a_line_names_only_what_the_run_has_by_it() -> None:
     manifest = make_manifest("classify", 3257, 24, 66)
     lines = [choice.line(config_for(manifest)) for choice in data_defaults(manifest, AUTO)]
-    assert lines[0] == "--model words --dropout 0.3 (78,168 tokens are few)"
+    assert lines[0] == "chosen: --model words --dropout 0.3 (78,168 tokens are few)"
     other = dataclasses.replace(config_for(manifest), model="tiny", dropout=0.0)
     assert data_defaults(manifest, AUTO)[0].line(other) == ""
 

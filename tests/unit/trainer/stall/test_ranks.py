@@ -276,6 +276,6 @@ def test_report_of_one_rank_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     device.wait()
     report = meter.report()
     assert (report.rank, report.world_size, report.ranks) == (3, 8, [])
-    assert ", 1 steps, rank 3 of 8" in str(report)
-    assert ", 1 steps, rank 3 of 8" in report.write(tmp_path).read_text()
+    assert ", 1 step, rank 3 of 8" in str(report)
+    assert ", 1 step, rank 3 of 8" in report.write(tmp_path).read_text()
     assert RunData.of_folder(tmp_path).stall.world_size == 8
