@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.protocol import summary, write_result
 from tokenfeed import Fixed, Packed, Padded, ShardLoader, pretokenize
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.trainer.data.attention import Reach, separation
 from tokenfeed.trainer.data.micro_batch import Shaper
 from tokenfeed.trainer.models.hf_attention import ATTENTION_NAME

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.gpu.memory import RunPlan
 from tokenfeed import Packed, Padded, ShardLoader
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer

@@ -42,7 +42,7 @@ from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.planning.batching import Spans, plan_window
 from tokenfeed.pipeline.planning.plan import Plan
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 
 __all__ = ["POLICIES", "Measured", "drawn", "expected", "planned", "rows_of_batches"]
 

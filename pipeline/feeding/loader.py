@@ -38,7 +38,7 @@ from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, uneven, unmixed
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.plan import Plan, Position, RowOrder, listed_ranges
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.planning.stages import Stage, by_place, paths_of, place_of
 from tokenfeed.pipeline.planning.state import (
     Delivered,

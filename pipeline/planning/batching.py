@@ -41,7 +41,7 @@ import numpy as np
 from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.permutation import blocks, derive_key, mix64
-from tokenfeed.pipeline.planning.policy import Batching, Pieces, regroup
+from tokenfeed.pipeline.planning.policies import Batching, Pieces, regroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.permutation import blocks, mix64
 
 if TYPE_CHECKING:
-    from tokenfeed.pipeline.planning.policy import ByLength
+    from tokenfeed.pipeline.planning.policies import ByLength
 
 
 _LENGTHS_PER_SPREAD = 2.5

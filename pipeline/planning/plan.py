@@ -24,8 +24,7 @@ from tokenfeed.pipeline.format.schema import role_of
 from tokenfeed.pipeline.format.store import Store, StorePath
 from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, mix, proportions
 from tokenfeed.pipeline.planning.order import EpochOrder
-from tokenfeed.pipeline.planning.policies import POLICIES, describe, offered
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import POLICIES, Batching, describe, offered
 from tokenfeed.pipeline.planning.stages import (
     ENDLESS,
     PlannedStage,

@@ -52,8 +52,7 @@ from tokenfeed.pipeline.planning.permutation import (
     evenly_inverse,
     next_keys,
 )
-from tokenfeed.pipeline.planning.policies import describe, policy_of
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching, describe, policy_of
 
 _Given = TypeVar("_Given")
 ENDLESS = 1 << 62

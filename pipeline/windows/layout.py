@@ -22,7 +22,7 @@ import numpy as np
 
 from tokenfeed.pipeline.arithmetic import offsets_of, ranges, round_up
 from tokenfeed.pipeline.format.schema import is_target
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 
 
 @dataclass(frozen=True, slots=True)

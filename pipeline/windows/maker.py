@@ -25,7 +25,7 @@ from tokenfeed.pipeline.planning.batching import (
     tokens_by_source,
 )
 from tokenfeed.pipeline.planning.plan import Plan, Position
-from tokenfeed.pipeline.planning.policy import regroup
+from tokenfeed.pipeline.planning.policies import regroup
 from tokenfeed.pipeline.windows.layout import PieceIndex, lay_out
 from tokenfeed.pipeline.windows.rank_slice import TARGETS, Index, RankSlice, RoundIndex
 from tokenfeed.pipeline.windows.reader import Window, WindowReader

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tokenfeed import Padded, ShardDataset, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 
 
 def shards_of(folder: Path) -> list[Path]:

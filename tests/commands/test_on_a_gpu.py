@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.delivery import POLICIES, open_loader, same_values
 
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 
 pytestmark = [
     pytest.mark.cuda,

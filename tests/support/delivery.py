@@ -14,7 +14,7 @@ from pyarrow import ipc
 from torch.utils.data import DataLoader
 
 from tokenfeed import Batch, Fixed, Packed, Padded, ShardDataset, ShardLoader
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.planning.state import resealed, unpacked
 
 MakeDataset = Callable[..., Path]

@@ -17,7 +17,7 @@ from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo, read_checked
 from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.mixture import Mixture
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.pipeline.redaction import public
 from tokenfeed.trainer.config.run_config import TrainConfig

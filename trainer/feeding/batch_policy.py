@@ -21,8 +21,7 @@ from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.estimates import likely_lengths
 from tokenfeed.pipeline.planning.order import Draw
-from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
-from tokenfeed.pipeline.planning.policy import LongRows, random_order
+from tokenfeed.pipeline.planning.policies import Fixed, LongRows, Packed, Padded, random_order
 from tokenfeed.trainer.config.run_config import MOST_SHAPES, TrainConfig, check_multiple
 
 if TYPE_CHECKING:

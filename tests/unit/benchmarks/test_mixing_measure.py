@@ -18,7 +18,7 @@ from benchmarks.shuffle.staged import planned, rows_of_batches
 from tokenfeed import Packed, Padded, ShardLoader, Stage
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.planning.plan import Plan
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 
 ROWS = 40_000
 STEP = "64k"

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 from tokenfeed import Packed, Padded, ShardLoader
 from tokenfeed.integrations.transformers import ShardTrainer
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 
 trl: Any = pytest.importorskip("trl", exc_type=ImportError)
 pytestmark = [

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from tokenfeed import Fixed, Mixture, Packed, Padded, ShardDataset, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ManifestError
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tokenfeed import Fixed, ShardLoader, Stage
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 
 
 def steps_of(loader: ShardLoader) -> list[list[list[Span]]]:

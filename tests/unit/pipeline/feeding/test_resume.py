@@ -27,7 +27,7 @@ from support.delivery import (
 from tokenfeed import Fixed, Mixture, Packed, Padded, ShardLoader, merge_states
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 
 LENGTHS = realistic_lengths()
 

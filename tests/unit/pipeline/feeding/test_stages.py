@@ -22,7 +22,7 @@ from tokenfeed.integrations.steps import steps
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import StorePath
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.planning.state import resealed, unpacked
 
 OPTIONS: dict[str, Any] = {"window_tokens": 1500, "micro_batches_per_step": 2}

@@ -17,8 +17,7 @@ from tokenfeed import Batch
 from tokenfeed.pipeline.feeding import transfer
 from tokenfeed.pipeline.feeding.batch import BatchForm
 from tokenfeed.pipeline.format.schema import Task
-from tokenfeed.pipeline.planning.policies import Packed
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching, Packed
 
 DEVICE = torch.device("cuda:0")
 TASKS: list[tuple[Task, Batching]] = [

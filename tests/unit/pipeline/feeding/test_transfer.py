@@ -18,8 +18,7 @@ from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.feeding.transfer import PageLock
 from tokenfeed.pipeline.feeding.window_source import InlineSource
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.policies import Fixed, Packed
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RaggedBatch, RankSlice
 

@@ -14,7 +14,7 @@ from support import FORMAT_1
 
 from tokenfeed import Fixed, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 
 DELIVERED = json.loads((FORMAT_1 / "plan3.json").read_text())
 PLAN_2 = json.loads((FORMAT_1 / "delivered.json").read_text())

@@ -17,7 +17,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.kinds import BEGINS, Kind, TargetRule
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import IGNORED, task_columns
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 
 VOCABULARY = 500
 POLICIES = [

@@ -18,8 +18,7 @@ from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.plan import Plan
-from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded
 
 SPREADS = st.sampled_from([0.0, 0.033, 0.3, 1.0])
 SORTED = st.one_of(

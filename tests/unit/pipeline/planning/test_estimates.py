@@ -11,7 +11,7 @@ from tokenfeed import Fixed, Mixture, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.format.manifest import SplitInfo, length_histogram
 from tokenfeed.pipeline.planning.estimates import likely_lengths
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 
 RNG = np.random.default_rng(0)
 

@@ -15,7 +15,7 @@ from tokenfeed import Fixed, Mixture, Packed, Padded, Stage
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.planning.batching import file_order, plan_window
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 
 Pieces = list[tuple[int, int, int]]
 """Row, first token and end of each piece."""

@@ -32,7 +32,7 @@ from tokenfeed.pipeline.planning.estimates import deviation, unmixed
 from tokenfeed.pipeline.planning.mixture import mix
 from tokenfeed.pipeline.planning.order import Draw, EpochOrder, MixturePhase
 from tokenfeed.pipeline.planning.plan import default_window_tokens
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 
 SHORT = np.clip(np.random.default_rng(0).lognormal(3.0, 0.6, 300_000), 1, 512).astype(np.int64)
 DRAW = Draw(1, 2, 3, num_windows=1)

@@ -7,8 +7,7 @@ from support.data_sets import plan_in_memory, random_rows
 
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 

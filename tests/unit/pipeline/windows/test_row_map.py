@@ -16,7 +16,7 @@ from tokenfeed import Mixture, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import IGNORED, Task
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.row_map import RowMap
 

@@ -20,7 +20,7 @@ from tokenfeed.pipeline.feeding.batch import BatchForm, build_on_host
 from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.schema import IGNORED, KINDS, Task
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.windows.maker import WindowMaker
 
 POLICIES = st.sampled_from([Padded(60), Fixed(3), Packed(40, 2), Packed(30, 2, split=True)])

@@ -25,8 +25,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import Task
-from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 from tokenfeed.trainer.report.run_files import Report
