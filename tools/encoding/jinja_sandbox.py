@@ -215,7 +215,6 @@ _LIST_FILTERS |= {"reject", "selectattr", "rejectattr", "items", "join", "revers
 """Filters that read no content in a list, beside what other filters and tests read."""
 _TYPE_TESTS = {"defined", "undefined", "none", "string", "mapping", "iterable", "sequence"}
 _TYPE_TESTS |= {"number", "boolean", "true", "false", "integer", "float", "callable"}
-_EQUAL_TESTS = {"eq", "equalto", "=="}
 
 
 class Watch:
@@ -312,13 +311,6 @@ class _Operators(jinja2.visitor.NodeTransformer):
             node.node = _filtered(node.node, " cut", [])
         return node
 
-    def visit_Pair(self, node: Any) -> Any:
-        """Watch the keys of a dict, of which equal ones are one."""
-        self.generic_visit(node)
-        if not isinstance(node.key, jinja2.nodes.Const):
-            node.key = _filtered(node.key, " key", [])
-        return node
-
 
 def _filtered(node: Any, name: str, arguments: list[Any]) -> Any:
     return jinja2.nodes.Filter(node, name, arguments, [], None, None, lineno=node.lineno)
@@ -349,12 +341,15 @@ class _WatchedEnvironment(_Environment):
             self.filters[name] = self._noting(name, function, self._filtered)
         for name, function in self.tests.items():
             self.tests[name] = self._noting(name, function, self._tested)
-        self.filters |= {" compare": self._compare, " cut": self._cut, " key": self._key}
+        self.filters |= {" compare": self._compare, " cut": self._cut}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        """Parse a template; see `_Operators`. With autoescape, output depends on characters."""
+        """Parse a template; see `_Operators`. With autoescape, output depends on characters, and
+        equal keys of a dict are one."""
         tree: jinja2.nodes.Template = _Operators().visit(super()._parse(source, name, filename))
-        if tree.find(jinja2.nodes.EvalContextModifier):
+        keys = (pair.key for pair in tree.find_all(jinja2.nodes.Pair))
+        has_keys = any(not isinstance(key, jinja2.nodes.Const) for key in keys)
+        if has_keys or tree.find(jinja2.nodes.EvalContextModifier):
             self._watch.give_up_always()
         return tree
 
@@ -382,11 +377,9 @@ class _WatchedEnvironment(_Environment):
         return isinstance(right, str) and bool(self._watch.ask(left, "__eq__", right))
 
     def _is_in(self, value: Any, values: Any) -> bool | None:
-        """Return whether a content has a text or is one of some texts; None for other values."""
+        """Return whether a content has a text; None for other values."""
         if self._watch.is_marked(values):
             return bool(self._watch.ask(values, "__contains__", value))
-        if self._watch.is_marked(value) and isinstance(values, list | tuple):
-            return any(self._is_equal(value, each) for each in values)
         if isinstance(values, dict) and not self._watch.has_marks([value, *values]):
             return value in values
         return None
@@ -396,16 +389,13 @@ class _WatchedEnvironment(_Environment):
             self._watch.give_up()
         return value
 
-    def _key(self, value: Any) -> Any:
-        if self._watch.has_marks(value):
-            self._watch.give_up()
-        return value
-
     def getitem(self, obj: Any, argument: Any) -> Any:
         """See `SandboxedEnvironment`. Filters get paths such as `content.1` here, too."""
         if not isinstance(argument, str):
             self._cut(obj)
-        return super().getitem(obj, self._key(argument))
+        if self._watch.has_marks(argument):
+            self._watch.give_up()
+        return super().getitem(obj, argument)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """See `SandboxedEnvironment`."""
@@ -466,10 +456,5 @@ class _WatchedEnvironment(_Environment):
             watch.give_up()
 
     def _tested(self, name: str, value: Any, arguments: list[Any]) -> None:
-        watch = self._watch
-        if name in _TYPE_TESTS:
-            return
-        if name in _EQUAL_TESTS and watch.is_marked(value):
-            watch.ask(value, "__eq__", *arguments)
-        elif watch.has_marks([value, arguments]):
-            watch.give_up()
+        if name not in _TYPE_TESTS and self._watch.has_marks([value, arguments]):
+            self._watch.give_up()

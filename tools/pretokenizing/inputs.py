@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any, Self
 
 from tokenfeed.pipeline.arithmetic import ceil_div
@@ -19,7 +20,7 @@ from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 from tokenfeed.tools.corpus.read_records import UnverifiedError, read_records
-from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, Reject
+from tokenfeed.tools.corpus.records import FieldKind, Fields, Records
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
 from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
@@ -212,27 +213,29 @@ class Inputs:
         sources = self.corpus.sources
         each = max(_PROBED_RECORDS // len(sources), _PROBED_RECORDS // _PROBED_FILES)
         stride = ceil_div(len(sources), _PROBED_FILES)
-        spread = (source for start in range(stride) for source in sources[start::stride])
         first, num_rejects = "", 0
-        for source in spread:
-            num_records = 0
-            for records in _first_records(source, self.task.fields):
-                unusable = self.task.unusable(records.fields)
-                if len(unusable) < len(records):
+        for source in chain.from_iterable(sources[start::stride] for start in range(stride)):
+            for record, reason in islice(self._rejects(source), each):
+                if not reason:
                     return
-                others = (Reject(int(records.numbers[at]), why) for at, why in unusable.items())
-                for record, reason in (*records.rejects, *others):
-                    remedy = self.task.remedy(reason)
-                    first = first or f"{source.name}, record {record}: {reason}.{remedy}"
-                    num_records += 1
-                if num_records >= each or num_rejects + num_records >= _PROBED_RECORDS:
-                    break
-            num_rejects += num_records
+                remedy = self.task.remedy(reason)
+                first = first or f"{source.name}, record {record}: {reason}.{remedy}"
+                num_rejects += 1
             if num_rejects >= _PROBED_RECORDS:
                 raise CorpusError(
                     f"no usable document: the first {num_rejects:,} records are all rejected, like "
                     f"{first}"
                 )
+
+    def _rejects(self, source: InputFile) -> Iterator[tuple[int, str]]:
+        """Yield the numbers and reasons of rejected records from the beginning of a file. The
+        reason is empty if a record is usable."""
+        for records in _first_records(source, self.task.fields):
+            unusable = self.task.unusable(records.fields)
+            if len(unusable) < len(records):
+                yield 0, ""
+            yield from records.rejects
+            yield from ((int(records.numbers[at]), reason) for at, reason in unusable.items())
 
 
 def _first_records(source: InputFile, fields: Fields) -> Iterator[Records]:

@@ -183,22 +183,6 @@ def test_decompression_bombs_take_little_memory(tmp_path: Path, name: str) -> No
     assert peak_bytes < 10e6
 
 
-def test_max_record_is_an_option_that_a_continued_run_keeps(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    write_lines(tmp_path / "a.jsonl", ["first", "x" * 900, "third"])
-    command = (tmp_path / "a.jsonl", tmp_path / "out", "--tokenizer", tokenizer)
-    run(*command, "--max-record", 500, "--validation", 0)
-    (reject,) = lines_of(tmp_path / "out/rejects.jsonl")
-    assert (reject["line"], reject["reason"]) == (
-        *(2, "the line has 912 bytes, more than the 500 of `--max-record`"),
-    )
-    assert "--max-record: before 500, now 64000000" in error_of(
-        *command, "--validation", 0, expect=2
-    )
-    assert "`--max-record` 'long'" in error_of(*command, "--max-record", "long", expect=2)
-
-
 def test_a_csv_without_the_column_or_without_rows_says_so(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     assert read_bytes(path, b"id,text\n") == ({}, {})
@@ -389,11 +373,6 @@ def test_an_invalid_word_is_named_as_such(tmp_path: Path) -> None:
     )
 
 
-def test_a_table_without_rows_has_no_text_to_train_on(tmp_path: Path) -> None:
-    write_feather(tmp_path / "a.feather", [])
-    assert "no text" in error_of(tmp_path / "a.feather", tmp_path / "out")
-
-
 def test_a_saved_set_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     write_arrow(tmp_path / "secret.arrow", ["a"])
     for name in ("../secret.arrow", str(tmp_path / "secret.arrow"), "gone.arrow"):
@@ -448,16 +427,3 @@ def test_many_record_batches_are_few_parts(tmp_path: Path) -> None:
     records = [r for part in parts for r in read_records(part, {"text": FieldKind.TEXT})]
     numbers = [number for records_ in records for number in records_.numbers.tolist()]
     assert numbers == list(range(4000))
-
-
-def test_a_wrong_field_is_found_without_unpacking_whole_archives(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    """The end of each archive is damaged, so that reading up to there would show."""
-    (tmp_path / "in").mkdir()
-    lines = b"".join(b'{"body": "%d"}\n' % number for number in range(60_000))
-    for name in ("a", "b"):
-        (tmp_path / f"in/{name}.jsonl.gz").write_bytes(gzip.compress(lines)[:-9])
-    message = error_of(tmp_path / "in", tmp_path / "out", "--tokenizer", tokenizer)
-    assert "no usable document: the first" in message
-    assert "no field `text`; it has: body" in message

@@ -24,7 +24,6 @@ from tokenizers import pre_tokenizers as pre
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
-from tokenfeed import Fixed, ShardLoader
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.records import Unusable
@@ -511,20 +510,7 @@ def test_a_completion_that_lacks_the_prompt_is_rejected(tmp_path: Path, tokenize
     assert (reject["line"], reject["reason"]) == (1, f"chosen: field `chosen` {reason}")
 
 
-def test_bad_records_are_rejected_one_by_one(tmp_path: Path, tokenizer: Path) -> None:
-    deep = '{"name": "f", "arguments": ' + "[" * 2000 + "]" * 2000 + "}"
-    bad: dict[str, list[Message]] = {
-        "message 2 has a lone surrogate": [
-            SHORT[0][0],
-            {"from": "function_call", "value": '{"name": "f", "arguments": "\\ud800"}'},
-        ],
-        "is not JSON": [SHORT[0][0], {"from": "function_call", "value": deep}],
-    }
-    for why, messages in bad.items():
-        out = tmp_path / f"out {len(why)}"
-        make([{"messages": SHORT[0]}, {"messages": messages}], out, tokenizer)
-        assert len(texts_of(out)) == 1
-        assert why in (out / "rejects.jsonl").read_text()
+def test_bad_prompts_and_pairs_are_rejected(tmp_path: Path, tokenizer: Path) -> None:
     pairs = [{"prompt": "a", "completion": "b"}, {"prompt": {"role": "user"}, "completion": "b"}]
     make(pairs, tmp_path / "pairs", tokenizer)
     (reject,) = (tmp_path / "pairs" / "rejects.jsonl").read_text().splitlines()
@@ -559,6 +545,7 @@ def test_tools_and_arguments_reach_the_template(tmp_path: Path, tokenizer: Path)
     assert "glad" in kept  # the argument
 
 
+DEEP = '{"name": "f", "arguments": ' + "[" * 2000 + "]" * 2000 + "}"
 BAD: list[tuple[Any, str]] = [
     ([{"role": "wizard", "content": "a"}], "message 1 with the role 'wizard', expected system"),
     ([*SHORT[0], {"role": "user"}], "message 3 (user) without content"),
@@ -575,6 +562,11 @@ BAD: list[tuple[Any, str]] = [
     ),
     ([{"role": "user", "content": "\ud800"}, SHORT[0][1]], "lone surrogate"),
     ([{"from": "function_call", "value": "{"}], "message 1 with a function call that is not JSON"),
+    ([{"from": "function_call", "value": DEEP}], "message 1 with a function call that is not JSON"),
+    (
+        [SHORT[0][0], {"from": "function_call", "value": '{"name": "\\ud800"}'}],
+        "message 2 has a lone surrogate",
+    ),
 ]
 
 
@@ -630,18 +622,6 @@ def test_a_template_with_unknown_tokens_is_named(tmp_path: Path, tokenizer: Path
 def test_records_of_no_layout_are_named_with_the_option(tmp_path: Path, tokenizer: Path) -> None:
     made = make([{"question": "a", "tools": []}], tmp_path / "out", tokenizer, expect=1)
     assert "no field `messages`; it has: question, tools. Name the field: `--field" in made.stderr
-
-
-def test_loader_learns_what_the_assistant_says(tmp_path: Path, tokenizer: Path) -> None:
-    make([{"messages": c} for c in SHORT], tmp_path / "out", tokenizer)
-    decode = Tokenizer.from_buffer(tokenizer_json()).decode
-    with ShardLoader(tmp_path / "out", batching=Fixed(5), num_workers=0) as loader:
-        (batch,) = loader
-        texts = {
-            decode(labels[labels >= 0].tolist(), skip_special_tokens=False)
-            for labels in batch["labels"]
-        }
-    assert texts == {f"<think>\n\n</think>\n\nanswer {n}<|im_end|>" for n in range(5)}
 
 
 def test_cat_marks_what_a_loss_counts(thoughtful: tuple[Path, str]) -> None:
@@ -1031,16 +1011,6 @@ def test_a_named_field_that_no_first_record_has_is_a_warning(
         done = make(rows, tmp_path / name, tokenizer, *given)
         warning = f"`--field` tools={name}: the first records have no field `{name}`"
         assert (warning in done.stderr) == is_warned
-
-
-def test_a_record_on_which_a_filter_of_a_template_fails_is_rejected(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    template = tmp_path / "short.jinja"
-    template.write_text(QWEN.replace("m.content", "m.content | truncate(2)"))
-    rows = [{"messages": conversation} for conversation in SHORT]
-    failed = make(rows, tmp_path / "out", tokenizer, "--chat-template", template, expect=1)
-    assert "record 0: the template fails: AssertionError" in failed.stderr
 
 
 def test_a_template_may_get_its_date_as_an_argument(tmp_path: Path, tokenizer: Path) -> None:
