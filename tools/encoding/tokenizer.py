@@ -144,18 +144,9 @@ class TextTokenizer:
 
 def fetch_beside(name: str, file: str) -> bytes | None:
     """Return another file from the place of a tokenizer; None if there is no such file."""
-    if "://" in name:
-        folder, inner = object_address(name)
-        try:
-            return open_store(folder if inner.endswith(_ENDINGS) else name).read(file)
-        except OSError:
-            return None
-    path = Path(name)
-    if path.exists():
-        path = (path if path.is_dir() else path.parent) / file
-        return path.read_bytes() if path.is_file() else None
     with contextlib.suppress(TokenizerError, OSError):
-        return _fetch_from_hub(name, file).read_bytes()
+        store, _ = _place(name)
+        return store.read(file) if store else _fetch_from_hub(name, file).read_bytes()
     return None
 
 
@@ -167,25 +158,33 @@ def fetch_tokenizer_json(name: str) -> bytes:
         TokenizerError: The tokenizer is missing, or the hub or store cannot be reached.
         ManifestError: A data set has the tokenizer, but not the one that its manifest names.
     """
-    content = _read_from_store(name) if "://" in name else _read_local(name)
+    store, file = _place(name)
+    if store is None:
+        content = _fetch_from_hub(name).read_bytes()
+    else:
+        try:
+            content = store.read(file)
+        except OSError as error:
+            is_missing = isinstance(error, FileNotFoundError)
+            reason = "not found" if is_missing else f"cannot be read: {error.strerror}"
+            raise TokenizerError(
+                f"{store.path(file)}: {reason}. Give a tokenizer.json, the folder or address of "
+                "one, or a hub id."
+            ) from None
+        _check_in_data_set(store, file)
     return tiktoken_to_json(content, name) if is_tiktoken(content) else content
 
 
-def _read_local(name: str) -> bytes:
+def _place(name: str) -> tuple[Store | None, str]:
+    """Return the store of a tokenizer and the name of its file there; None for a hub id."""
+    if "://" in name:
+        folder, file = object_address(name)
+        is_file = file.endswith(_ENDINGS)
+        return (open_store(folder), file) if is_file else (open_store(name), TOKENIZER_FILE)
     path = local_path(name)
     if path.is_dir():
-        path /= TOKENIZER_FILE
-    if not path.exists() and not Path(name).is_dir():
-        path = _fetch_from_hub(name)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(
-            f"{path}: cannot be read: {error.strerror}. Give a tokenizer.json, a folder that holds "
-            "one, or a hub id."
-        ) from error
-    _check_in_data_set(open_store(path.parent), path.name)
-    return content
+        return open_store(path), TOKENIZER_FILE
+    return open_store(path.parent) if path.exists() else None, path.name
 
 
 def _check_in_data_set(store: Store, name: str) -> None:
@@ -212,24 +211,6 @@ def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _read_from_store(url: str) -> bytes:
-    folder, name = object_address(url)
-    if not name.endswith(_ENDINGS):
-        folder, name = url, TOKENIZER_FILE
-    store = open_store(folder)
-    try:
-        content = store.read(name)
-        _check_in_data_set(store, name)
-        return content
-    except FileNotFoundError:
-        raise TokenizerError(
-            f"{store.path(name)}: not found. Give the address of a tokenizer.json, or of a folder "
-            "that holds one."
-        ) from None
-    except OSError as error:
-        raise TokenizerError(str(error)) from None
 
 
 def _fetch_from_hub(name: str, file: str = TOKENIZER_FILE) -> Path:
