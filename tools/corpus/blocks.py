@@ -7,7 +7,6 @@ checks UTF-8.
 """
 
 import bz2
-import codecs
 import errno
 import io
 import lzma
@@ -231,12 +230,6 @@ def _short_lines(data: bytes, most_bytes: int) -> Iterator[bytes | LongLine]:
         end += len(line) + 1
     if start < len(data):
         yield data[start:]
-
-
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-"""The first bytes of a file in UTF-16."""
-IS_UTF16 = "the file is UTF-16; convert it to UTF-8"
-"""The reason for rejecting a file in UTF-16."""
 
 
 def is_utf8(block: bytes) -> bool:

@@ -10,7 +10,7 @@ import logging
 import os
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.blocks import READ_ERRORS, UTF16_MARKS, Blocks, Compression
+from tokenfeed.tools.corpus.blocks import READ_ERRORS, Blocks, Compression
 from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import STANDARD_INPUT
@@ -79,10 +79,8 @@ def format_of_given(name: str, path: Location, field: str) -> Format:
 
 
 def is_binary(path: Location, compression: Compression | None) -> bool:
-    """Return whether the decompressed beginning contains a NUL. UTF-16 returns False, because it is
-    rejected with a reason of its own."""
-    beginning = _beginning(path, compression, _NUL_BYTES)[:_NUL_BYTES]
-    return b"\0" in beginning and not beginning.startswith(UTF16_MARKS)
+    """Return whether the decompressed beginning contains a NUL, as in UTF-16."""
+    return b"\0" in _beginning(path, compression, _NUL_BYTES)[:_NUL_BYTES]
 
 
 def is_archive(name: str, path: Location) -> bool:

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from tokenfeed.pipeline.arithmetic import binaries
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.blocks import IS_UTF16, UTF16_MARKS, BlockFile
+from tokenfeed.tools.corpus.blocks import BlockFile
 from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.tables import batch_records, column_problem
 from tokenfeed.tools.corpus.input_files import FilePart
@@ -54,8 +54,6 @@ class _Rows:
         self._parse = partial(csv.reader, delimiter=delimiter, quoting=quoting)
         self._strict = self._parse(self, strict=True)
         csv.field_size_limit(sys.maxsize)
-        self.beginning = b""
-        """The first bytes of the file."""
         self.num_bytes = 0
         """Bytes of the row, with its newlines."""
         self._first = self._last = 0
@@ -75,7 +73,6 @@ class _Rows:
         """
         line = self._next_line(self._limit + 1)
         if not self._last:
-            self.beginning = line[:4].encode(_BYTES_AS_TEXT)
             line = line.removeprefix(codecs.BOM_UTF8.decode(_BYTES_AS_TEXT))
         if not line:
             self._has_ended = True
@@ -154,8 +151,6 @@ def _columns(rows: _Rows) -> tuple[list[str], str | None]:
     header = rows.read()
     if header is None:
         raise ValueError("Empty CSV or TSV: its first line must name the columns")
-    if rows.beginning.startswith(UTF16_MARKS):
-        return [], IS_UTF16
     if isinstance(header, Unusable):
         return [], f"the header cannot be read: {header}"
     return [_bytes(value).decode(errors="replace") for value in header], None

@@ -29,8 +29,6 @@ import numpy as np
 from tokenfeed.pipeline.feeding.cores import num_cores
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.corpus.blocks import (
-    IS_UTF16,
-    UTF16_MARKS,
     Blocks,
     LongLine,
     is_utf8,
@@ -198,8 +196,6 @@ def _parsed(line: bytes) -> dict[str, Any] | Unusable:
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        if line.startswith(UTF16_MARKS):
-            return Unusable(IS_UTF16)
         return Unusable(f"invalid UTF-8 at byte {error.start}")
     except (ValueError, RecursionError) as error:
         return Unusable(f"not JSON: {error}")

@@ -3,7 +3,6 @@
 import codecs
 from collections.abc import Iterator
 
-from tokenfeed.tools.corpus.blocks import IS_UTF16, UTF16_MARKS
 from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.records import (
@@ -35,8 +34,6 @@ def _row(part: FilePart, name: str) -> dict[str, bytes] | Unusable:
     if num_bytes > most_bytes:
         return Unusable(f"the text {too_long(num_bytes, most_bytes)}")
     text = b"".join(pieces).removeprefix(codecs.BOM_UTF8)
-    if text.startswith(UTF16_MARKS):
-        return Unusable(IS_UTF16)
     try:
         return {name: checker(FieldKind.TEXT)(text)}
     except Unusable as reason:

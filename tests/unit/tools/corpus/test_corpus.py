@@ -235,17 +235,6 @@ def test_unusable_files_are_one_reject_each(tmp_path: Path) -> None:
     assert reasons[3] == "no column `text`; it has: body"
 
 
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "a.csv", "a.tsv"])
-def test_utf16_files_in_a_folder_are_rejected_as_such(
-    tmp_path: Path, encoding: str, name: str
-) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / name).write_bytes('\ufeff{"text": "plain words"}'.encode(encoding))
-    assert not find(tmp_path / "in").binary
-    assert read(tmp_path / "in") == [Reject(0, "the file is UTF-16; convert it to UTF-8")]
-
-
 def test_a_vanished_or_changed_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")

@@ -25,20 +25,6 @@ def test_a_quote_that_never_closes_names_the_lines_it_swallows(tmp_path: Path) -
         assert bad == {1: reason}
 
 
-def test_a_quote_that_another_row_closes_costs_these_rows_alone(tmp_path: Path) -> None:
-    good, bad = read_bytes(tmp_path / "a.csv", b'text\na\n"b\nc\n"d\ne\n')
-    assert good == {0: b"a", 2: b"e"}
-    assert list(bad) == [1]
-    assert "lines 3 to 5 are lost" in bad[1]
-
-
-def test_quotes_within_unquoted_values_and_sloppy_ones_in_a_line_are_read(tmp_path: Path) -> None:
-    data = b'id,text\n1,5" pipe\n2,say "hi"\n3,"a" b\n4,"x\ny"\n5,""\n"6","q""q"\n'
-    good, bad = read_bytes(tmp_path / "a.csv", data)
-    assert bad == {}
-    assert list(good.values()) == [b'5" pipe', b'say "hi"', b"a b", b"x\ny", b"", b'q"q']
-
-
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
 def test_a_byte_order_mark_in_a_value_survives(tmp_path: Path, name: str) -> None:
     comma, mark = b"\t" if name == "a.tsv" else b",", b"\xef\xbb\xbf"
@@ -76,16 +62,26 @@ def test_a_row_too_long_for_memory_ends_the_file(
     assert (good, bad) == ({0: b"a"}, {1: reason})
 
 
-def test_a_tsv_knows_no_quoting(tmp_path: Path) -> None:
-    rows = [b'"b', b"c", b'say "x"', b'"y"', b'"']
-    data = b"\n".join([b"id\ttext", *(b"1\t" + row for row in rows)])
-    assert read_bytes(tmp_path / "a.tsv", data) == (dict(enumerate(rows)), {})
+QUOTES = [b'"b', b"c", b'say "x"', b'"y"', b'"']
+CASES: list[tuple[str, bytes, dict[int, bytes], dict[int, str]]] = [
+    ("a.csv", b'text\na\n"b\nc\n"d\ne\n', {0: b"a", 2: b"e"}, {1: "lines 3 to 5 are lost"}),
+    ("a.csv", b'text\n5" pipe\nsay "hi"\n"a" b\n', {0: b'5" pipe', 1: b'say "hi"', 2: b"a b"}, {}),
+    ("a.csv", b'id,text\n4,"x\ny"\n5,""\n"6","q""q"\n', {0: b"x\ny", 1: b"", 2: b'q"q'}, {}),
+    ("a.tsv", b"\n".join([b"text", *QUOTES]), dict(enumerate(QUOTES)), {}),
+    ("a.csv", b"text,id,text\na,1,b\n", {}, {0: "has 2 columns `text`"}),
+    ("a.tsv", b"text\tid\ttext\na\t1\tb\n", {}, {0: "has 2 columns `text`"}),
+    ("a.csv", b"text,id\n\xfc\n1,\xfc\n", {1: b"1"}, {0: "has 1 values, expected 2"}),
+    ("a.tsv", b"id\ttext\n\xfc\tb\n2\t\xfc\n", {0: b"b"}, {1: "has invalid UTF-8 at byte 0"}),
+]
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
-def test_two_columns_of_the_wanted_name_are_refused(tmp_path: Path, name: str) -> None:
-    data = b"text,id,text\na,1,b\n".replace(b",", b"," if name == "a.csv" else b"\t")
-    assert read_bytes(tmp_path / name, data) == ({}, {0: "has 2 columns `text`"})
+@pytest.mark.parametrize(("name", "data", "good", "bad"), CASES)
+def test_rows_that_cannot_be_read_are_named_and_cost_themselves(
+    tmp_path: Path, name: str, data: bytes, good: dict[int, bytes], bad: dict[int, str]
+) -> None:
+    found, rejects = read_bytes(tmp_path / name, data)
+    assert (found, list(rejects)) == (good, list(bad))
+    assert all(bad[number] in reason for number, reason in rejects.items())
 
 
 @pytest.mark.parametrize("header", [b"id,text", b"\xef\xbb\xbfid,text", b'\r\n"id","text"'])
@@ -164,18 +160,3 @@ def test_a_header_beyond_max_record_is_one_reject(tmp_path: Path, mark: bytes) -
     good, bad = read(tmp_path / "a.csv", max_record_bytes=25)
     assert (good, list(bad)) == ({}, [0])
     assert bad[0].startswith("the header cannot be read: the row has 100 bytes")
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
-def test_a_row_of_too_few_values_that_is_no_utf_8_costs_itself_alone(
-    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    data = "id,text\n1,a\nü\n2,ü\nü,b\n3,c\n"
-    data = data.replace(",", "," if name == "a.csv" else "\t")
-    good, bad = read_bytes(tmp_path / name, data.encode("latin-1"))
-    assert good == {0: b"a", 3: b"b", 4: b"c"}
-    assert bad == {
-        1: "has 1 values, expected 2",
-        2: "field `text` has invalid UTF-8 at byte 0",
-    }
-    assert capfd.readouterr().err == ""
