@@ -40,10 +40,11 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
             records may be wrong: drop all of them, and read again in two passes.
     """
     part.source.check_unchanged()
+    behind, format_ = part.first_record, FORMATS[part.source.format]
+    in_one_pass = in_one_pass and not format_.packages  # other packages may ignore damage
     if part.source.compression and not in_one_pass and (reason := _damage(part)):
         yield rejected(part.first_record, fields, f"cannot be read: {reason}")
         return
-    behind, format_ = part.first_record, FORMATS[part.source.format]
     has_given = False
     try:
         for records in format_.read(part, fields):

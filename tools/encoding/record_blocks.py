@@ -31,9 +31,6 @@ from tokenfeed.tools.encoding.audit import Answers
 from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
 from tokenfeed.tools.encoding.tasks import TaskEncoder
 
-_FIRST_REJECTS = 8
-"""Rejects that are kept in memory for messages."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceCounts:
@@ -57,8 +54,6 @@ class UnitResult:
     histograms: dict[str, list[int]]
     """Rows by length, for each split in `shards`."""
     sources: list[SourceCounts]
-    rejects: list[tuple[int, int, str]]
-    """The first rejects: index of the input file, record and reason."""
     reject_file: FileInfo | None = None
     """The file with all rejects, one per line. None without rejects."""
     engine: EngineName = ReferenceEngine.name
@@ -98,7 +93,6 @@ class UnitCounts:
         self._max_rejects = max_rejects
         self._rejects: list[tuple[int, int, str]] = []
         """Rejects that are not in the file yet."""
-        self._first_rejects: list[tuple[int, int, str]] = []
         self._rejected: Counter[int] = Counter()
         """Rejected records by input file."""
         self._histograms: dict[str, np.ndarray] = {}
@@ -132,7 +126,6 @@ class UnitCounts:
     def take_rejects(self) -> list[tuple[int, int, str]]:
         """Return the rejects since the last call, in the order of the input."""
         taken, self._rejects = sorted(self._rejects), []
-        self._first_rejects += taken[: _FIRST_REJECTS - len(self._first_rejects)]
         return taken
 
     def result(
@@ -162,7 +155,6 @@ class UnitCounts:
                 )
                 if source in mine
             ],
-            rejects=self._first_rejects,
             reject_file=reject_file,
             engine=engine,
             routed=self.routed,

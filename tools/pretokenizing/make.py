@@ -6,11 +6,13 @@ and the manifest last, so an output is always new, unfinished or finished.
 """
 
 import contextlib
+import json
 import logging
 import time
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import REJECTS_FILE, TOKENIZER_FILE, Manifest
+from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
@@ -166,8 +168,9 @@ def _encode(run: Run, records: RunRecords, listed: Listed) -> Manifest:
         raise
     results = [records.results[unit.number] for unit in inputs.units]
     if not any(result.shards for result in results):
+        failure = _no_document(output, inputs, results)
         withdraw(output, records, inputs.splits)
-        raise _no_document(inputs, results)
+        raise failure
     files = ((source.name, source.bytes, source.state) for source in inputs.corpus.sources)
     remember(output, listed.recipe, len(inputs.units), files)
     manifest = commit(settings, inputs.corpus.sources, run.tokenizer, run.audit, results)
@@ -175,7 +178,7 @@ def _encode(run: Run, records: RunRecords, listed: Listed) -> Manifest:
     return manifest
 
 
-def _no_document(inputs: Inputs, results: list[UnitResult]) -> CorpusError:
+def _no_document(output: Place, inputs: Inputs, results: list[UnitResult]) -> CorpusError:
     corpus = inputs.corpus
     num_rejected = sum(result.rejected for result in results)
     files = f"{len(corpus.sources):,} input file{'s' if len(corpus.sources) > 1 else ''}"
@@ -183,8 +186,10 @@ def _no_document(inputs: Inputs, results: list[UnitResult]) -> CorpusError:
         num_empty = sum(counts.empty for result in results for counts in result.sources)
         why = "every document is empty" if num_empty else "there is no record"
         return CorpusError(f"no text in {files}: {why}.")
-    source, record, reason = next(reject for result in results for reject in result.rejects)
+    name = next(result.reject_file.file for result in results if result.reject_file)
+    reject = json.loads(output.read(name).splitlines()[0])
+    remedy = inputs.task.remedy(reject["reason"])
     return CorpusError(
-        f"no usable document in {files}: {num_rejected:,} rejected, the first in "
-        f"{corpus.sources[source].name}, record {record}: {reason}.{inputs.task.remedy(reason)}"
+        f"no usable document in {files}: {num_rejected:,} rejected, the first in {reject['file']}, "
+        f"record {reject['record']}: {reject['reason']}.{remedy}"
     )

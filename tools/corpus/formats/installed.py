@@ -8,7 +8,6 @@ yields records: dicts, texts (the first field of the task), or Arrow tables. The
 give the same records. If it raises an error, the rest of the file is rejected.
 """
 
-import contextlib
 import functools
 import io
 from collections.abc import Callable, Iterator
@@ -70,24 +69,12 @@ def read_by(read: Read, part: FilePart, fields: Fields) -> Iterator[Records]:
     errors: list[Exception] = []
     """Raised at the end, after the records before them."""
 
-    def stream() -> Iterator[bytes]:
-        try:
-            yield from blocks
-        except Exception as error:  # `read` may ignore it
-            errors.append(error)
-            raise
-
     def records() -> Iterator[Any]:
-        source = stream()
-        with io.BufferedReader(BlockFile(source)) as file:
+        with io.BufferedReader(BlockFile(blocks)) as file:
             try:
                 yield from read(file)
-            except (Exception, SystemExit) as error:
-                errors.append(error if isinstance(error, Exception) else RuntimeError("it exits"))
-        if part.source.compression and not errors:
-            with contextlib.suppress(Exception):  # is in `errors`
-                for _ in source:  # the checksum is at the end
-                    pass
+            except Exception as error:
+                errors.append(error)
 
     lines = json_lines(part.source.name, records, fields)
     yield from decoded(part, blocks, lines, JsonLines(fields), "record")

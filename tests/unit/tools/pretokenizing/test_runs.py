@@ -117,7 +117,7 @@ def test_an_engine_found_wrong_late_leaves_nothing(
     make(corpus, out, tokenizer, shard_size="30KB")
 
 
-UNIT = {"shards": {}, "histograms": {}, "sources": [], "rejects": []}
+UNIT = {"shards": {}, "histograms": {}, "sources": []}
 
 
 @pytest.mark.parametrize(
