@@ -5,6 +5,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -191,11 +192,24 @@ def test_any_sequence_of_changes_keeps_every_row(
         change()
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> World:
+    """A world with two data sets, and a copy of its folder beside it."""
+    world = World(tmp_path_factory.mktemp("world") / "now", tokenizer, 0)
+    world.folder.mkdir()
+    world.make()
+    world.make()
+    shutil.copytree(world.folder, world.folder.with_name("kept"))
+    return world
+
+
 @pytest.fixture
-def world(tmp_path: Path, tokenizer: Path) -> World:
-    world = World(tmp_path, tokenizer, 0)
-    world.make()
-    world.make()
+def world(made: World) -> World:
+    """The same world again, in the same folder: data sets name their input files."""
+    shutil.rmtree(made.folder)
+    shutil.copytree(made.folder.with_name("kept"), made.folder)
+    world = World(made.folder, made.tokenizer, 0)
+    world.texts, world.sets = dict(made.texts), deepcopy(made.sets)
     return world
 
 

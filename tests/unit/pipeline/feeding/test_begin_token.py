@@ -74,12 +74,11 @@ def check(batch: Batch, rows: Rows, task: str) -> None:
 
 
 @pytest.mark.parametrize("task", ["lm", "tag", "complete", "chat"])
-@pytest.mark.parametrize("order", ["shuffled", "file"])
 @pytest.mark.parametrize(
-    "batching",
+    ("order", "batching"),
     [
-        Packed(64, 4, begin_token=TOKEN),
-        Packed(33, 3, long_rows="truncate", fill=True, begin_token=TOKEN),
+        ("shuffled", Packed(64, 4, begin_token=TOKEN)),
+        ("file", Packed(33, 3, long_rows="truncate", fill=True, begin_token=TOKEN)),
     ],
     ids=str,
 )

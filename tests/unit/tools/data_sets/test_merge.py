@@ -25,25 +25,31 @@ from tokenfeed.tools.data_sets.merge import merge
 Make = Callable[..., Path]
 
 
-@pytest.fixture
-def make(tmp_path: Path, tokenizer: Path) -> Make:
+def maker(folder: Path, tokenizer: Path) -> Make:
     """Make a data set of named lists of texts: (name, {file: texts}, *options)."""
 
     def made(name: str, files: dict[str, list[str]], *options: object) -> Path:
-        folder = tmp_path / f"{name}-in"
-        folder.mkdir()
+        corpus = folder / f"{name}-in"
+        corpus.mkdir()
         for file, texts in files.items():
             lines = [json.dumps({"text": text, "label": text[:1]}) for text in texts]
-            (folder / file).write_text("\n".join([*lines, "{"]))
+            (corpus / file).write_text("\n".join([*lines, "{"]))
         given = ("--tokenizer", tokenizer, "--validation", "0.3", *options)
-        run(folder, tmp_path / name, *given)
-        return tmp_path / name
+        run(corpus, folder / name, *given)
+        return folder / name
 
     return made
 
 
 @pytest.fixture
-def two(make: Make) -> tuple[Path, Path]:
+def make(tmp_path: Path, tokenizer: Path) -> Make:
+    return maker(tmp_path, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> tuple[Path, Path]:
+    """Two data sets, only to be read."""
+    make = maker(tmp_path_factory.mktemp("two"), tokenizer)
     texts = [f"text {number} of many words" for number in range(60)]
     one = make("one", {"a.jsonl": texts, "b.jsonl": ["", *texts[:9]]}, "--shard-size", "1KB")
     return one, make("other", {"c.jsonl": texts[3:40]}, "--shard-size", "1KB")
@@ -200,8 +206,8 @@ def test_merge_rejects_wrong_places(two: tuple[Path, Path], tmp_path: Path) -> N
     one, other = map(str, two)
     for paths, to, error in (
         ([one, one], "out", "are the same data set"),
-        ([one, other], "one", r"already holds other data \(\.made_by\.json\)"),
-        ([one, other], "one-in", r"already holds other data \(a\.jsonl\)"),
+        ([one, other], one, r"already holds other data \(\.made_by\.json\)"),
+        ([one, other], f"{one}-in", r"already holds other data \(a\.jsonl\)"),
         ([one, str(tmp_path / "none")], "out", "holds no finished data set"),
         ([one, f"{other}/manifest.json"], "out", r"manifest\.json: is not a folder"),
     ):
@@ -215,7 +221,7 @@ def test_merge_rejects_wrong_places(two: tuple[Path, Path], tmp_path: Path) -> N
 def test_grow_adds_rows_and_keeps_each_version(
     two: tuple[Path, Path], make: Make, tmp_path: Path, remote: Remote
 ) -> None:
-    one, other = two
+    one, other = shutil.copytree(two[0], tmp_path / "one"), two[1]
     third = make("third", {"d.jsonl": ["more text"] * 5}, "--validation", 0)
     earlier, rows, files = [Manifest.read(one)], [corpus_rows(one)], [files_of(one)]
     for part in (other, third):
@@ -245,12 +251,13 @@ def test_grow_adds_rows_and_keeps_each_version(
     assert f"{earlier[0].fingerprint}, {earlier[1].fingerprint}" in said
 
 
-def test_verify_names_a_damaged_version(two: tuple[Path, Path]) -> None:
-    before = Manifest.read(two[0])
-    grown_by(*two)
-    kept = two[0] / f"versions/{before.fingerprint}.json"
+def test_verify_names_a_damaged_version(two: tuple[Path, Path], tmp_path: Path) -> None:
+    one = shutil.copytree(two[0], tmp_path / "one")
+    before = Manifest.read(one)
+    grown_by(one, two[1])
+    kept = one / f"versions/{before.fingerprint}.json"
     kept.write_bytes(kept.read_bytes()[:-2])
-    said = call(shards.main, "verify", two[0], expect=1).stdout
+    said = call(shards.main, "verify", one, expect=1).stdout
     assert f"{before.fingerprint}.json: expected" in said
     with pytest.raises(ManifestError, match="has checksum "):
-        Manifest.read(two[0]).at(LocalStore(two[0]), before.fingerprint)
+        Manifest.read(one).at(LocalStore(one), before.fingerprint)

@@ -29,15 +29,17 @@ FILES = {
 }
 
 
-@pytest.fixture
-def out(tmp_path: Path, tokenizer: Path) -> Path:
-    (tmp_path / "in").mkdir()
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
+    """A data set of the files in `in` beside it, only to be read."""
+    folder = tmp_path_factory.mktemp("select")
+    (folder / "in").mkdir()
     for name, texts in FILES.items():
         lines = [text if text == "{" else json.dumps({"text": text}) for text in texts]
-        (tmp_path / "in" / name).write_text("\n".join(lines))
+        (folder / "in" / name).write_text("\n".join(lines))
     given = ("--tokenizer", tokenizer, "--validation", "0.3", "--shard-size", "1KB")
-    run(tmp_path / "in", tmp_path / "out", *given)
-    return tmp_path / "out"
+    run(folder / "in", folder / "out", *given)
+    return folder / "out"
 
 
 def selected(out: Path, new: Path, *options: object) -> dict[str, Any]:
@@ -72,7 +74,7 @@ def test_select_drop_leaves_nothing_of_a_file(
 ) -> None:
     """Neither its tokens nor its name, not in the file of rejects either. Also where each row is
     listed by itself, and a reject of the file is not."""
-    name = str(tmp_path / "in/private.jsonl")
+    name = str(out.parent / "in/private.jsonl")
     rows = listed(tmp_path / "l", *({"file": name} | record for record in records))
     said = selected(out, tmp_path / "new", "--rows", rows, "--drop")
     assert corpus_rows(tmp_path / "new") == only(
@@ -94,7 +96,7 @@ def test_select_drop_leaves_nothing_of_a_file(
 
 
 def test_select_rows_keeps_or_drops_each_record(out: Path, tmp_path: Path) -> None:
-    name = str(tmp_path / "in/a.jsonl")
+    name = str(out.parent / "in/a.jsonl")
     chosen = {3, 5, 39}
     rows = listed(tmp_path / "l", *({"file": name, "record": record} for record in chosen))
     kept = selected(out, tmp_path / "kept", "--rows", rows)
@@ -105,12 +107,12 @@ def test_select_rows_keeps_or_drops_each_record(out: Path, tmp_path: Path) -> No
     assert (kept["rows"], left["rows"], left["removed"]) == (3, 79, 3)
     sources = (tmp_path / "left/sources.jsonl").read_text().splitlines()
     assert [json.loads(line)["path"] for line in sources] == [
-        str(tmp_path / "in" / file) for file in FILES
+        str(out.parent / "in" / file) for file in FILES
     ]
 
 
 def test_select_links_shards_that_lose_no_row(out: Path, tmp_path: Path) -> None:
-    rows = listed(tmp_path / "l", {"file": str(tmp_path / "in/a.jsonl"), "record": 0})
+    rows = listed(tmp_path / "l", {"file": str(out.parent / "in/a.jsonl"), "record": 0})
     said = selected(out, tmp_path / "new", "--rows", rows, "--drop")
     same = [
         os.path.samefile(out / path.relative_to(tmp_path / "new"), path)
@@ -123,7 +125,7 @@ def test_select_links_shards_that_lose_no_row(out: Path, tmp_path: Path) -> None
 
 def test_select_counts_listed_records_that_are_missing(out: Path, tmp_path: Path) -> None:
     """An empty record has no row. A rejected record is found."""
-    name = str(tmp_path / "in/private.jsonl")
+    name = str(out.parent / "in/private.jsonl")
     records = [{"file": name, "record": record} for record in (0, 1, 3, 77)]
     rows = listed(tmp_path / "l", *records, {"file": "elsewhere", "record": 0})
     said = selected(out, tmp_path / "new", "--rows", rows, "--drop")
