@@ -24,13 +24,14 @@ from support.data_sets import (
     VOCABULARY_SIZE,
     MakeDataset,
     WriteDataset,
+    byte_tokenizer,
     make_documents,
     random_rows,
     rows_of_ids,
     write_rows,
 )
 from support.false_engine import trained
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 
 from tokenfeed.pipeline.format.schema import Task, task_columns
 
@@ -274,18 +275,8 @@ def lm_rows(every_task: Path) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small tokenizer.json."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        special_tokens=["</s>"],
-        show_progress=False,
-    )
-    made.train_from_iterator(WORDS, trainer)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
+    byte_tokenizer(WORDS, end="</s>").save(str(path))
     return path
 
 

@@ -5,10 +5,17 @@ import random
 import re
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-Seal = Callable[[Any], bytes]
-"""Encodes the content of a JSON file with its checksum, as an attacker does."""
+
+class Layer(NamedTuple):
+    """The content below the checksums or the compression of a file."""
+
+    content: Callable[[bytes], Any]
+    """Returns the content: bytes, or values of JSON."""
+    seal: Callable[[Any], bytes]
+    """Encodes a content with its checksums, as an attacker does."""
+
 
 _INTEGERS = (
     *(0, 1, 2, 7, 127, 128, 255, 256, 65535, 65536, 10**7, 10**9, 10**12, 10**18),
@@ -17,47 +24,37 @@ _INTEGERS = (
 _BAD_UTF8 = (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\0", b"\xef\xbb\xbf")
 _DEPTH = 100_000
 _OTHER_FILES = (
-    b"",
-    b"\n",
-    b"{}",
-    b"[]",
-    b"null",
-    b"0",
-    b'""',
-    b"ARROW1\0\0",
-    b"PAR1",
-    b"\x1f\x8b\x08",
+    *(b"", b"\n", b"{}", b"[]", b"null", b"0", b'""', b"ARROW1\0\0", b"PAR1", b"\x1f\x8b\x08"),
 )
 _WORDS = (
-    "",
-    "a",
-    "\0",
-    "\ud800",
-    "../../x",
-    "/dev/zero",
-    "nan",
-    "é" * 300,
-    "x" * 70_000,
-    "[" * 999,
+    *("", "a", "\0", "\ud800", "../../x", "/dev/zero", "nan", "é" * 300, "x" * 70_000, "[" * 999),
 )
 _PAIR = re.compile(r'"(?:[^"\\]|\\.)*":\s*[^,{}\[\]]+')
 
 
-def mutated(draw: random.Random, data: bytes, seal: Seal | None = None) -> bytes:
+def mutated(draw: random.Random, data: bytes, layer: Layer | None = None) -> bytes:
     """Return `data` with one to three mutations.
 
     Args:
         draw: Decides everything.
         data: A valid file.
-        seal: For JSON: half of the mutations change the content and seal it again.
+        layer: Half of the mutations change the content of this layer and seal it again.
     """
-    if seal and draw.random() < 0.5:
-        content = json.loads(data)
+    if layer and draw.random() < 0.5:
+        content = layer.content(data)
+        is_bytes = isinstance(content, bytes)
         for _ in range(draw.choice((1, 1, 2))):
-            content = _changed_json(draw, content)
+            content = (draw.choice(_CHANGES) if is_bytes else _changed_json)(draw, content)
         try:
-            return seal(content)
-        except (AttributeError, TypeError, ValueError, RecursionError):
+            return layer.seal(content)
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ):
             return json.dumps(content).encode("utf-8", "replace")
     if data[:1] in b"{[" and data and draw.random() < 0.4:
         try:
@@ -75,12 +72,8 @@ def _changed_text(draw: random.Random, text: str) -> bytes:
     pairs = _PAIR.findall(text) if draw.random() < 0.3 else []
     if pairs:
         pair = draw.choice(pairs)
-        text = text.replace(pair, f"{pair}, {pair.partition(':')[0]}: {_odd_text(draw)}", 1)
+        text = text.replace(pair, f"{pair}, {pair.partition(':')[0]}: {json.dumps(_odd(draw))}", 1)
     return text.encode("utf-8", "surrogatepass")
-
-
-def _odd_text(draw: random.Random) -> str:
-    return json.dumps(_odd(draw))
 
 
 def _odd(draw: random.Random) -> Any:
@@ -122,7 +115,7 @@ def _changed_json(draw: random.Random, content: Any) -> Any:
         del holder[key]
     elif kind == 1:
         other, its = draw.choice(places)
-        holder[key] = json.loads(json.dumps(other[its])) if _is_in(other, its) else None
+        holder[key] = json.loads(json.dumps(other[its]))
     elif kind == 2 and isinstance(value, int) and not isinstance(value, bool):
         holder[key] = draw.choice(
             (value + 1, value - 1, -value, value * 2, f"{value % 10**30}", value % 10**30 + 0.5)
@@ -137,10 +130,6 @@ def _changed_json(draw: random.Random, content: Any) -> Any:
     else:
         holder[key] = _odd(draw)
     return content
-
-
-def _is_in(holder: Any, key: Any) -> bool:
-    return key in holder if isinstance(holder, dict) else key < len(holder)
 
 
 def _span(draw: random.Random, data: bytes) -> tuple[int, int]:
@@ -214,7 +203,7 @@ def _other_digits(draw: random.Random, data: bytes) -> bytes:
 def _nested(draw: random.Random, data: bytes) -> bytes:
     opening = draw.choice((b"[", b'{"a":'))
     at = draw.choice((0, draw.randint(0, len(data))))
-    return data[:at] + opening * draw.choice((_DEPTH, 900)) + data[at:]
+    return data[:at] + opening * draw.choice((_DEPTH, 900, 900, 900)) + data[at:]
 
 
 def _replaced(draw: random.Random, data: bytes) -> bytes:

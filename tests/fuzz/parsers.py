@@ -12,137 +12,168 @@ import io
 import json
 import lzma
 import shutil
+import struct
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 import zstandard
-from fuzz.mutations import Seal
-from support.checkpoints import save
-from support.corpora import read as read_corpus
-from support.corpora import texts
-from support.data_sets import random_rows, write_rows
+from fuzz.mutations import Layer
+from pyarrow import ipc
+from support.checkpoints import assert_same, make_state, save
+from support.corpora import read_sources, texts
+from support.data_sets import byte_tokenizer, random_rows, write_rows
 from support.delivery import open_loader
-from support.token_rows import write_datatrove, write_litdata
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from support.token_rows import mds_shard, write_datatrove, write_litdata
 
-from tokenfeed.pipeline.format.manifest import CHECKSUM_KEY, Manifest, canonical
-from tokenfeed.pipeline.format.shard import ExpectedShard, ShardReader
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import CHECKSUM_KEY, Manifest, ShardInfo, canonical
+from tokenfeed.pipeline.format.rows import Rows, batch_buffers, column_kinds, offsets_of
+from tokenfeed.pipeline.format.schema import shard_schema
+from tokenfeed.pipeline.format.shard import (
+    FIRST_ROW_KEY,
+    UNDECODABLE,
+    ExpectedShard,
+    ShardReader,
+    batch_checksums,
+)
 from tokenfeed.pipeline.format.shard_ranges import RangedShard
+from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.planning.state import resealed
+from tokenfeed.tools.corpus.input_files import InputFile, size_and_state
 from tokenfeed.tools.corpus.records import FieldKind
+from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.data_sets.adopt import adopt
 from tokenfeed.tools.data_sets.explain import Explain
 from tokenfeed.tools.data_sets.export import Format, export_data_set
+from tokenfeed.tools.data_sets.foreign import open_tokens
 from tokenfeed.tools.data_sets.verify import find_problems
 from tokenfeed.tools.encoding.tiktoken_files import KNOWN, tiktoken_to_json
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.trainer.checkpoints.checkpoint_files import DAMAGE, Checkpoints
+from tokenfeed.trainer.data.datasets import as_tokenizer
+
+_TEXTS, _SIZE = [text[:90] for text in texts(6)], 64
+"""The texts of corpora, and the size of the vocabulary. Small files take less time."""
 
 
 class Wrong(Exception):
     """A reader returned other tokens than the valid files hold, without an error."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Parser:
     """A parser of untrusted files."""
 
     make: Callable[[Path], Sequence[str]]
     """Writes valid files into a folder, and returns the names of those to mutate."""
-    reads: Sequence[Callable[[Path], None]]
-    """Ways to read them, of which each is tried."""
-    seals: dict[str, Seal] = field(default_factory=dict)
-    """How files of JSON get their checksum, by name."""
+    reads: Sequence[Callable[[Path, str], bool | None]]
+    """Ways to read them, given the folder and the changed file. They return False if nothing of
+    the file was used."""
+    layers: dict[str, Layer] = field(default_factory=dict)
+    """What is below the checksums and the compression of a file, by its name."""
 
 
-def _seal_manifest(content: dict[str, Any]) -> bytes:
-    content.pop(CHECKSUM_KEY, None)
-    return json.dumps(
-        content | {CHECKSUM_KEY: xxhash.xxh3_64_hexdigest(canonical(content))}
-    ).encode()
+def _sealed(key: str, encode: Callable[[Any], bytes], content: dict[str, Any]) -> bytes:
+    content.pop(key, None)
+    return json.dumps({key: xxhash.xxh3_64_hexdigest(encode(content))} | content).encode()
+
+
+_seal_manifest = partial(_sealed, CHECKSUM_KEY, canonical)
+_seal_checkpoint = partial(_sealed, "xxh3", lambda content: json.dumps(content).encode() + b"\n")
 
 
 def _seal_state(content: dict[str, Any]) -> bytes:
-    with contextlib.suppress(msgspec.ValidationError):  # refused before its checksum is compared
+    with contextlib.suppress(ValueError, zlib.error):  # refused before its checksum is compared
         content = resealed(content)
     return json.dumps(content).encode()
 
 
-def _seal_checkpoint(content: dict[str, Any]) -> bytes:
-    content.pop("xxh3", None)
-    whole = json.dumps(content).encode() + b"\n"
-    return json.dumps({"xxh3": xxhash.xxh3_64_hexdigest(whole)} | content).encode()
-
-
 def _tokenizer() -> bytes:
-    """Return a tokenizer.json of 300 ids."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made.train_from_iterator(
-        texts(12),
-        trainers.BpeTrainer(
-            initial_alphabet=alphabet,
-            special_tokens=["<|endoftext|>"],
-            vocab_size=300,
-            show_progress=False,
-        ),
-    )
-    return made.to_str().encode()
+    return byte_tokenizer(_TEXTS, vocabulary_size=_SIZE).to_str().encode()
 
 
 def _data_set(folder: Path) -> Path:
-    """Write a small data set: a shard of four record batches for training, one for validation."""
-    with mock.patch("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 100):
-        lengths = np.arange(1, 29)
-        splits = {
-            "train": random_rows(lengths, vocabulary_size=300),
-            "validation": random_rows(lengths[:8], vocabulary_size=300),
-        }
-        return write_rows(folder / "set", splits, 300, tokenizer=_tokenizer())
+    """Write a small data set: a compressed shard of three record batches for training, and one
+    for validation without compression, in which more changes can be decoded."""
+    splits = {
+        split: random_rows(np.arange(1, longest), vocabulary_size=_SIZE)
+        for split, longest in (("train", 16), ("validation", 6))
+    }
+    writer = "tokenfeed.pipeline.format.shard_writer"
+    codecs = mock.patch(f"{writer}.pa.Codec", side_effect=[pa.Codec("zstd"), None])
+    with codecs, mock.patch(f"{writer}.BATCH_TOKENS", 50):
+        return write_rows(folder / "set", splits, _SIZE, tokenizer=_tokenizer())
 
 
-def _ids(folder: Path) -> list[bytes]:
-    """Read every record batch of a data set as a local file, and by ranges as from a store."""
-    manifest = Manifest.read(folder)
-    found = []
-    for split in manifest.splits.values():
-        for info in split.shards:
-            reader = ShardReader.open(folder, manifest, info)
-            whole = open_store(folder).open(info.file, info.bytes).read()
-            size, columns = manifest.tokenizer.vocabulary_size, manifest.columns
-            ranged = RangedShard.from_end(
-                ExpectedShard.of(info.file, info, size, columns, None), whole
-            )
-            for number in range(info.batches):
-                rows, _ = reader.read(number)
-                start, length = ranged.span(number, 1)
-                again, _ = ranged.rows(number, whole[start : start + length])
-                found.append(rows.ids.tobytes())
-                if again.ids.tobytes() != found[-1]:
-                    raise Wrong("a range has other tokens than the file")
+_manifest = cache(Manifest.read)
+
+
+def _batches(folder: Path, manifest: Manifest, info: ShardInfo) -> list[tuple[Rows, int]]:
+    """Read every record batch of a shard as a local file, and by ranges as from a store."""
+    reader = ShardReader.open(folder, manifest, info)
+    found = [reader.read(number) for number in range(info.batches)]
+    whole = open_store(folder).open(info.file, info.bytes).read()
+    expected = ExpectedShard.of(info.file, info, _SIZE, manifest.columns, None)
+    ranged = RangedShard.from_end(expected, whole)
+    for number, (rows, _) in enumerate(found):
+        start, length = ranged.span(number, 1)
+        again, _ = ranged.rows(number, whole[start : start + length])
+        if not np.array_equal(again.ids, rows.ids) or rows.lengths.sum() != len(rows.ids):
+            raise Wrong("a range has other tokens than the file")
     return found
 
 
+def _ids(folder: Path, manifest: Manifest) -> list[bytes]:
+    infos = (info for split in manifest.splits.values() for info in split.shards)
+    return [rows.ids.tobytes() for info in infos for rows, _ in _batches(folder, manifest, info)]
+
+
+def _with_checksums(name: str, data: bytes) -> bytes:
+    """Return a damaged shard with right checksums of its damaged record batches."""
+    schema = shard_schema(_SIZE, ())
+    with contextlib.suppress(*UNDECODABLE):
+        reader = ipc.open_file(data)
+        for number in range(3 if reader.schema.equals(schema) else 0):
+            batch, metadata = reader.get_batch_with_custom_metadata(number)
+            buffers, row = batch_buffers(batch, column_kinds(schema)), int(metadata[FIRST_ROW_KEY])
+            for key, checksum in batch_checksums(name, number, row, buffers).items():
+                data = data.replace(metadata[key], checksum)
+    return data
+
+
+_SHARDS = ("train/00000.arrow", "validation/00000.arrow")
+
+
 def _make_shard(folder: Path) -> Sequence[str]:
-    (folder / "expected").write_bytes(b"".join(_ids(_data_set(folder))))
-    return ["set/train/00000.arrow", "set/validation/00000.arrow"]
+    made = _data_set(folder)
+    (folder / "expected").write_bytes(b"".join(_ids(made, Manifest.read(made))))
+    return [f"set/{name}" for name in _SHARDS]
 
 
-def _read_shard(folder: Path) -> None:
-    if b"".join(_ids(folder / "set")) != (folder / "expected").read_bytes():
-        raise Wrong("a damaged shard gave other tokens")
+def _read_shard(folder: Path, file: str) -> None:
+    """Read a damaged shard. Seven of eight times, the manifest has its size."""
+    manifest, data = _manifest(folder / "set"), (folder / file).read_bytes()
+    (info,) = manifest.splits[file.split("/")[1]].shards
+    with contextlib.suppress(OSError):
+        if zlib.crc32(data) % 8 and (size := open_store(folder / "set").size(info.file)) < 1 << 20:
+            info = replace(info, bytes=size)
+    ids, are_sealed = b"", True
+    for number, (rows, first_row) in enumerate(_batches(folder / "set", manifest, info)):
+        buffers = {"": offsets_of(rows.lengths).astype(np.int32), "input_ids": rows.ids}
+        (checksum,) = batch_checksums(info.file, number, first_row, buffers).values()
+        ids, are_sealed = ids + rows.ids.tobytes(), are_sealed and checksum in data
+    if ids not in (folder / "expected").read_bytes() and not are_sealed:
+        raise Wrong("a damaged shard gave tokens without their checksums")
 
 
 def _make_manifest(folder: Path) -> Sequence[str]:
@@ -150,21 +181,21 @@ def _make_manifest(folder: Path) -> Sequence[str]:
     return ["set/manifest.json"]
 
 
-def _read_manifest(folder: Path) -> None:
+def _read_manifest(folder: Path, _: str) -> None:
     """A sealed manifest may leave out shards. The rest must be rows of the shards."""
     expected = (folder / "expected").read_bytes()
-    if any(ids not in expected for ids in _ids(folder / "set")):
+    if any(ids not in expected for ids in _ids(folder / "set", Manifest.read(folder / "set"))):
         raise Wrong("a manifest gave other tokens")
 
 
-def _verify(folder: Path) -> None:
+def _verify(folder: Path, _: str) -> None:
     manifest = Manifest.read(folder / "set")
     for problem in find_problems(folder / "set", manifest):
         if "\n" in problem:
             raise Wrong(f"a problem of two lines: {problem!r}")
 
 
-def _load(folder: Path) -> None:
+def _load(folder: Path, _: str) -> None:
     with open_loader(folder / "set") as loader:
         next(iter(loader))
 
@@ -177,32 +208,59 @@ def _make_state(folder: Path) -> Sequence[str]:
     return ["state.json"]
 
 
-def _explain(folder: Path) -> None:
+def _explain(folder: Path, _: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         Explain(out=(str(folder / "set"),), state=folder / "state.json").run()
 
 
-def _read_state(folder: Path) -> None:
+_loader = cache(lambda folder: open_loader(folder / "set", micro_batches_per_step=2))
+
+
+def _read_state(folder: Path, _: str) -> bool:
+    """A loader is used until it accepts a state."""
     try:
         content = json.loads((folder / "state.json").read_bytes())
     except (ValueError, RecursionError):
-        return  # of the caller, who decodes the file
-    with open_loader(folder / "set", micro_batches_per_step=2) as loader:
-        loader.load_state_dict(content)
+        return False  # of the caller, who decodes the file
+    _loader(folder).load_state_dict(content)
+    with _loader(folder) as loader:
+        _loader.cache_clear()
         for _ in zip(range(2), loader, strict=False):
             pass
+    return True
 
 
 def _make_checkpoint(folder: Path) -> Sequence[str]:
     made = save(folder / "checkpoints", 1).relative_to(folder)
+    shutil.copy(folder / made / "checkpoint.json", folder / "valid.json")
     return [f"{made}/checkpoint.json", f"{made}/state-0.safetensors"]
 
 
-def _read_checkpoint(folder: Path) -> None:
+def _read_checkpoint(folder: Path, file: str) -> None:
+    """Read a damaged checkpoint. Seven of eight times, checkpoint.json has the checksum of damaged
+    tensors."""
+    path, is_sealed = folder / file, False
+    if path.suffix == ".safetensors":
+        content = json.loads((folder / "valid.json").read_bytes())
+        if is_sealed := zlib.crc32(path.read_bytes()) % 8 > 0:
+            content["files"] = {path.name: file_xxh3(path)}
+        path.with_name("checkpoint.json").write_bytes(_seal_checkpoint(content))
     checkpoint = Checkpoints(folder / "checkpoints").open()
     with contextlib.suppress(*DAMAGE):  # `resume` explains these
-        checkpoint.read()
+        found = checkpoint.read()
+        if not is_sealed:
+            assert_same(found, make_state(1))
 
+
+_LAYERS = {
+    "gz": Layer(gzip.decompress, partial(gzip.compress, mtime=0)),
+    "bz2": Layer(bz2.decompress, partial(bz2.compress, compresslevel=1)),
+    "xz": Layer(lzma.decompress, partial(lzma.compress, preset=0)),
+    "zst": Layer(
+        zstandard.ZstdDecompressor().decompress,
+        zstandard.ZstdCompressor(write_checksum=True).compress,
+    ),
+}
 
 _INDEXES: dict[Format, tuple[str, ...]] = {
     "megatron": ("train.bin", "train.idx"),
@@ -210,6 +268,11 @@ _INDEXES: dict[Format, tuple[str, ...]] = {
     "olmo": ("train.npy", "train.csv.gz"),
     "datatrove": ("train.ds", "train.ds.index", "train.ds.metadata"),
 }
+
+
+@cache
+def _loaded(path: Path) -> TextTokenizer:
+    return TextTokenizer.load(path.read_bytes(), origin="it")
 
 
 def _index(to: Format) -> Parser:
@@ -223,60 +286,50 @@ def _index(to: Format) -> Parser:
         shutil.rmtree(made)
         return [f"foreign/{name}" for name in _INDEXES[to]]
 
-    def read(folder: Path) -> None:
-        shutil.rmtree(folder / "out", ignore_errors=True)
-        tokenizer = TextTokenizer.load((folder / "tokenizer.json").read_bytes(), origin="it")
+    def read_index(folder: Path, _: str) -> None:
         path = folder / "foreign" / _INDEXES[to][0]
-        adopt([str(path)], str(folder / "out"), tokenizer)
-        if problems := list(find_problems(folder / "out", Manifest.read(folder / "out"))):
+        tokens = open_tokens(str(path), _loaded(folder / "tokenizer.json"))
+        tokens.ids(0, sum(int(lengths.sum()) for lengths in tokens.lengths()))
+
+    def read(folder: Path, _: str) -> None:
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        path = folder / "foreign" / _INDEXES[to][0]
+        manifest = adopt([str(path)], str(folder / "out"), _loaded(folder / "tokenizer.json"))
+        if problems := list(find_problems(folder / "out", manifest)):
             raise Wrong(f"an adopted data set is damaged: {problems[0]}")
-        if b"".join(_ids(folder / "out")) not in path.read_bytes():
+        if b"".join(_ids(folder / "out", Manifest.read(folder / "out"))) not in path.read_bytes():
             raise Wrong("the adopted tokens are not those of the file")
 
-    return Parser(make=make, reads=[read])
+    layers = {"foreign/train.csv.gz": _LAYERS["gz"]}
+    return Parser(make, [read_index, read], layers)
 
 
 def _make_stitched(folder: Path) -> Sequence[str]:
     files = _index("olmo").make(folder)
-    tokenizer = TextTokenizer.load((folder / "tokenizer.json").read_bytes(), origin="it")
-    adopt([str(folder / files[0])], str(folder / "set"), tokenizer)
-    (folder / "expected").write_bytes(b"".join(_ids(folder / "set")))
+    manifest = adopt(
+        [str(folder / files[0])], str(folder / "set"), _loaded(folder / "tokenizer.json")
+    )
+    (folder / "expected").write_bytes(b"".join(_ids(folder / "set", manifest)))
     return [str(path.relative_to(folder)) for path in (folder / "set/train").iterdir()]
 
 
-_TEXTS = texts(12)
 _LINES = "".join(
     json.dumps({"text": text, "n": n}) + "\n" for n, text in enumerate(_TEXTS)
 ).encode()
 
 
-def _table(write: Callable[[pa.Table, io.BytesIO], None]) -> bytes:
+_TABLE = pa.table({"text": _TEXTS, "n": list(range(len(_TEXTS)))})
+
+
+def _arrow(new: Callable[..., Any]) -> bytes:
     sink = io.BytesIO()
-    write(pa.table({"text": _TEXTS, "n": list(range(len(_TEXTS)))}), sink)
+    with new(sink, _TABLE.schema) as writer:
+        writer.write_table(_TABLE, 3)
     return sink.getvalue()
 
 
-def _arrow(table: pa.Table, sink: io.BytesIO) -> None:
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table, 4)
-
-
-def _stream(table: pa.Table, sink: io.BytesIO) -> None:
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table, 4)
-
-
-_DELIMITED = "text,n\n" + "".join(f'"{text[:300]}",{n}\n' for n, text in enumerate(_TEXTS))
-
-
-def _mds() -> bytes:
-    """A shard of mosaicml-streaming with a column of texts."""
-    names = {"column_names": ["text"], "column_encodings": ["str"], "column_sizes": [None]}
-    config, texts = json.dumps(names).encode(), [text[:300].encode() for text in _TEXTS]
-    first = 4 * (len(texts) + 2) + len(config)
-    ends = first + np.cumsum([0, *(4 + len(text) for text in texts)])
-    numbers = np.array([len(texts), *ends], np.uint32).tobytes()
-    return numbers + config + b"".join(np.uint32(len(t)).tobytes() + t for t in texts)
+_MDS = {"column_names": ["text"], "column_encodings": ["str"], "column_sizes": [None]}
+_DELIMITED = "text,n\n" + "".join(f'"{text}",{n}\n' for n, text in enumerate(_TEXTS))
 
 
 _CORPORA = {
@@ -286,14 +339,14 @@ _CORPORA = {
     "a.tsv": _DELIMITED.replace(",", "\t").encode(),
     "a.txt": "\n".join(_TEXTS).encode(),
     "a.jsonl.gz": gzip.compress(_LINES, mtime=0),
-    "a.jsonl.bz2": bz2.compress(_LINES),
-    "a.jsonl.xz": lzma.compress(_LINES),
+    "a.jsonl.bz2": bz2.compress(_LINES, 1),
+    "a.jsonl.xz": lzma.compress(_LINES, preset=0),
     "a.jsonl.zst": zstandard.ZstdCompressor(write_checksum=True).compress(_LINES),
     "a.csv.gz": gzip.compress(_DELIMITED.encode(), mtime=0),
-    "a.parquet": _table(lambda table, sink: pq.write_table(table, sink, row_group_size=4)),
-    "a.arrow": _table(_arrow),
-    "b.arrow": _table(_stream),
-    "a.mds": _mds(),
+    "a.parquet": _arrow(pq.ParquetWriter),
+    "a.arrow": _arrow(ipc.new_file),
+    "b.arrow": _arrow(ipc.new_stream),
+    "a.mds": mds_shard([[text.encode()] for text in _TEXTS], _MDS),
 }
 
 
@@ -302,15 +355,37 @@ def _make_corpus(name: str) -> Parser:
         (folder / name).write_bytes(_CORPORA[name])
         return [name]
 
-    return Parser(make=make, reads=[lambda folder: _read_corpus(folder / name)])
+    ending = name.rpartition(".")[2]
+    layers = {name: _LAYERS[ending]} if ending in _LAYERS else {}
+    return Parser(make, [_read_corpus], layers)
 
 
-def _read_corpus(path: Path) -> None:
-    good, bad = read_corpus(path, max_record_bytes=100_000)
+@cache
+def _found(path: Path, field: str = "text") -> list[InputFile]:
+    found = find_corpus(
+        (str(path),), out=path.parent / "out", field=field, max_record_bytes=100_000
+    )
+    return list(found.sources)
+
+
+def _source(path: Path, field: str = "text") -> list[InputFile]:
+    """Return the file as a source. Seven of eight times, its format is not detected again."""
+    if zlib.crc32(path.read_bytes()) % 8 == 0:
+        return _found.__wrapped__(path, field)
+    size, state = size_and_state(str(path))
+    return [replace(source, bytes=size, state=state) for source in _found(path, field)]
+
+
+def _read_corpus(folder: Path, file: str) -> bool:
+    """Read texts. The file that is changed is read, or is beside files that are read."""
+    path = folder / file
+    sources = _found.__wrapped__(path.parent) if path.name == "state.json" else _source(path)
+    good, bad = read_sources(sources, FieldKind.TEXT)
     for value in good.values():
         value if isinstance(value, str) else bytes(value).decode()
     if any("\n" in reason for reason in bad.values()):
         raise Wrong(f"a reason of two lines: {bad!r}")
+    return bool(good)
 
 
 def _make_saved(folder: Path) -> Sequence[str]:
@@ -328,7 +403,7 @@ def _token_rows(write: Callable[[Path, list[list[int]]], None], name: str) -> Pa
     A changed id or border may stay unnoticed, because there are no checksums. The number of ids is
     that of the file, unless a record is rejected, or index.json has another type of ids.
     """
-    rows = [[n, *range(n % 40)] for n in range(90)]
+    rows = [[n, *range(n % 20)] for n in range(40)]
 
     def make(folder: Path) -> Sequence[str]:
         (folder / "rows").mkdir()
@@ -337,14 +412,16 @@ def _token_rows(write: Callable[[Path, list[list[int]]], None], name: str) -> Pa
             shutil.copy(folder / "rows" / "index.json", folder / "expected")
         return [f"rows/{path.name}" for path in sorted((folder / "rows").iterdir())]
 
-    def read(folder: Path) -> None:
+    def read(folder: Path, _: str) -> bool:
         path, index = folder / "rows" / name, folder / "rows" / "index.json"
-        good, bad = read_corpus(path, FieldKind.IDS, shard_bytes=1000, field="input_ids")
+        sources = _source(path, "input_ids")
+        good, bad = read_sources(sources, FieldKind.IDS, shard_bytes=1000, field="input_ids")
         is_whole = sum(map(len, good.values())) == sum(map(len, rows))
         is_same = not index.exists() or index.read_bytes() == (folder / "expected").read_bytes()
         assert is_whole or bad or not is_same
+        return bool(good)
 
-    return Parser(make=make, reads=[read])
+    return Parser(make, [read])
 
 
 def _make_tokenizer(folder: Path) -> Sequence[str]:
@@ -352,52 +429,98 @@ def _make_tokenizer(folder: Path) -> Sequence[str]:
     return ["tokenizer.json"]
 
 
-def _read_tokenizer(folder: Path) -> None:
-    tokenizer = TextTokenizer.load((folder / "tokenizer.json").read_bytes(), origin="tokenizer")
+def _read_tokenizer(folder: Path, _: str) -> None:
+    content = (folder / "tokenizer.json").read_bytes()
+    with contextlib.suppress(ConfigError):
+        as_tokenizer(content, "a data set")
+    tokenizer = TextTokenizer.load(content, origin="tokenizer")
     assert tokenizer.vocabulary_size > 0
-    _ = tokenizer.before_word, tokenizer.end_id, tokenizer.has_template
+    assert tokenizer.before_word in (b"", b" ")
+    assert tokenizer.end_id is None or tokenizer.has_template in (True, False)
 
 
 def _make_tiktoken(folder: Path) -> Sequence[str]:
     tokens = [*(bytes([byte]) for byte in range(256)), b"ab", b"abc"]
-    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
-    (folder / "a.tiktoken").write_text("".join(lines))
+    lines = [[base64.b64encode(token).decode(), rank] for rank, token in enumerate(tokens)]
+    (folder / "a.tiktoken").write_bytes(_tiktoken(["", *lines])[1:])
     return ["a.tiktoken"]
 
 
-def _read_tiktoken(folder: Path) -> None:
+def _tiktoken(parts: list[Any]) -> bytes:
+    lines = [parts[0], *(f"{token} {rank}" for token, rank in parts[1:]), ""]
+    return "\n".join(lines).encode("utf-8", "surrogatepass")
+
+
+def _read_tiktoken(folder: Path, _: str) -> None:
     known = dict.fromkeys(range(1000), KNOWN[50_256])
     json_bytes = tiktoken_to_json((folder / "a.tiktoken").read_bytes(), "tokenizer", known)
     TextTokenizer.load(json_bytes, origin="tokenizer")
 
 
+def _tiktoken_lines(data: bytes) -> list[Any]:
+    """Return a text of all lines but the last four, and the token and rank of these."""
+    *most, last = data.decode().rsplit("\n", 5)[0], data.split(b"\n")[-5:-1]
+    return [*most, *([token.decode(), int(rank)] for token, rank in map(bytes.split, last))]
+
+
+def _header_layer(begin: bytes, length: str) -> Layer:
+    """Return the layer of a file that begins with the length of a header of JSON."""
+    first = len(begin) + struct.calcsize(length)
+
+    def parts(data: bytes) -> dict[str, Any]:
+        end = first + struct.unpack_from(length, data, len(begin))[0]
+        return {"header": json.loads(data[first:end]), "rest": data[end:].decode("latin-1")}
+
+    def whole(parts: dict[str, Any]) -> bytes:
+        header = json.dumps(parts["header"]).encode()
+        return begin + struct.pack(length, len(header)) + header + parts["rest"].encode("latin-1")
+
+    return Layer(parts, whole)
+
+
+_STEP = "checkpoints/step-00000001"
 PARSERS = {
-    "shard": Parser(make=_make_shard, reads=[_read_shard]),
-    "stitched": Parser(make=_make_stitched, reads=[_read_shard]),
+    "shard": Parser(
+        _make_shard,
+        [_read_shard],
+        {f"set/{name}": Layer(bytes, partial(_with_checksums, name)) for name in _SHARDS},
+    ),
+    "stitched": Parser(
+        _make_stitched,
+        [_read_shard],
+        {f"set/{_SHARDS[0]}.stitched": _header_layer(b"tokenfeed stitched 1\n", "<I")},
+    ),
     "manifest": Parser(
-        make=_make_manifest,
-        reads=[_read_manifest, _verify, _load],
-        seals={"set/manifest.json": _seal_manifest},
+        _make_manifest,
+        [_read_manifest, _verify, _load],
+        {"set/manifest.json": Layer(json.loads, _seal_manifest)},
     ),
     "state": Parser(
-        make=_make_state,
-        reads=[_read_state, _explain],
-        seals={"state.json": _seal_state},
+        _make_state,
+        [_read_state, _explain],
+        {"state.json": Layer(json.loads, _seal_state)},
     ),
     "checkpoint": Parser(
-        make=_make_checkpoint,
-        reads=[_read_checkpoint],
-        seals={"checkpoints/step-00000001/checkpoint.json": _seal_checkpoint},
+        _make_checkpoint,
+        [_read_checkpoint],
+        {
+            f"{_STEP}/checkpoint.json": Layer(json.loads, _seal_checkpoint),
+            f"{_STEP}/state-0.safetensors": _header_layer(b"", "<Q"),
+        },
     ),
     **{to: _index(to) for to in _INDEXES},
     "tokenizer": Parser(
-        make=_make_tokenizer,
-        reads=[_read_tokenizer],
-        seals={"tokenizer.json": lambda content: json.dumps(content).encode()},
+        _make_tokenizer,
+        [_read_tokenizer],
+        {"tokenizer.json": Layer(json.loads, lambda content: json.dumps(content).encode())},
     ),
-    "tiktoken": Parser(make=_make_tiktoken, reads=[_read_tiktoken]),
-    "saved": Parser(make=_make_saved, reads=[lambda folder: _read_corpus(folder / "saved")]),
-    "litdata": _token_rows(partial(write_litdata, chunk_rows=90), "chunk-0-0.bin"),
+    "tiktoken": Parser(
+        _make_tiktoken,
+        [_read_tiktoken],
+        {"a.tiktoken": Layer(_tiktoken_lines, _tiktoken)},
+    ),
+    "saved": Parser(_make_saved, [_read_corpus]),
+    "litdata": _token_rows(partial(write_litdata, chunk_rows=40), "chunk-0-0.bin"),
     "datatrove rows": _token_rows(write_datatrove, "0.ds"),
     **{name: _make_corpus(name) for name in _CORPORA},
 }

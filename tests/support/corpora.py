@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES
+from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, InputFile
 from tokenfeed.tools.corpus.read_records import read_records
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
@@ -29,12 +29,18 @@ def read(
     field: str = "text",
 ) -> Found:
     """The values of a field, and the reasons for rejection, by record."""
-    good: dict[int, Any] = {}
-    bad: dict[int, str] = {}
     corpus = find_corpus(
         (str(path),), out=path.parent / "out", field=field, max_record_bytes=max_record_bytes
     )
-    for part in (part for unit in cut_units(corpus.sources, shard_bytes) for part in unit.parts):
+    return read_sources(corpus.sources, kind, shard_bytes, field)
+
+
+def read_sources(
+    sources: list[InputFile], kind: FieldKind, shard_bytes: int = 10**9, field: str = "text"
+) -> Found:
+    good: dict[int, Any] = {}
+    bad: dict[int, str] = {}
+    for part in (part for unit in cut_units(sources, shard_bytes) for part in unit.parts):
         for records in read_records(part, {field: kind}):
             numbers = records.numbers.tolist()
             assert not {*numbers, *dict(records.rejects)} & (good.keys() | bad.keys())

@@ -286,19 +286,27 @@ def grown_by(folder: Path, part: Path) -> Manifest:
 DOCUMENTS = [f"document {index}: déjà vu 漢字 🎉\n" * (index + 1) for index in range(120)]
 
 
-def make_documents(folder: Path) -> Path:
-    """A data set of `DOCUMENTS` in several shards, both splits, with one reject."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+def byte_tokenizer(
+    texts: list[str], *, end: str = "<|endoftext|>", vocabulary_size: int = 300
+) -> Tokenizer:
+    """A byte-level BPE. A vocabulary of 256 ids or fewer lacks bytes that are not in the texts."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) if vocabulary_size > 256 else []
     trainer = trainers.BpeTrainer(
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        special_tokens=["<|endoftext|>"],
-        vocab_size=300,
+        vocab_size=vocabulary_size,
+        initial_alphabet=alphabet,
+        special_tokens=[end],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(DOCUMENTS[:3], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+def make_documents(folder: Path) -> Path:
+    """A data set of `DOCUMENTS` in several shards, both splits, with one reject."""
+    byte_tokenizer(DOCUMENTS[:3]).save(str(folder / "tokenizer.json"))
     lines = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
     (folder / "in.jsonl").write_text(lines + "{\n")
     options = ("--tokenizer", folder, "--shard-size", "40KB", "--validation", 0.2)

@@ -1,4 +1,4 @@
-"""Write files of litData and datatrove, with the bytes of their own writers."""
+"""Write files of litData, mosaicml-streaming and datatrove, with the bytes of their own writers."""
 
 import json
 from pathlib import Path
@@ -41,6 +41,27 @@ def write_litdata(
         "item_loader": "PyTreeLoader" if as_dict else "TokensLoader",
     }
     (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))
+
+
+def mds_shard(samples: list[list[bytes]], config: dict[str, Any]) -> bytes:
+    """Return a shard of mosaicml-streaming: the values of each column of each sample."""
+    sizes = config["column_sizes"]
+    whole = [
+        b"".join(
+            [
+                np.uint32(len(value)).tobytes()
+                for value, size in zip(sample, sizes, strict=True)
+                if size is None
+            ]
+            + sample
+        )
+        for sample in samples
+    ]
+    content = json.dumps(config).encode()
+    first = 4 * (len(whole) + 2) + len(content)
+    ends = [first, *(first + np.cumsum([len(each) for each in whole])).tolist()]
+    numbers = np.array([len(whole), *ends], np.uint32).tobytes()
+    return numbers + content + b"".join(whole)
 
 
 def write_datatrove(folder: Path, rows: Rows, *, width: int = 2) -> None:

@@ -18,6 +18,7 @@ import psutil
 from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.schema import token_dtype
+from tokenfeed.pipeline.format.tokenizer_file import NOT_FAILURES
 from tokenfeed.tools.encoding.cuts import cut
 from tokenfeed.tools.encoding.engine_support import (
     COMPARED_TOKENIZERS,
@@ -26,11 +27,7 @@ from tokenfeed.tools.encoding.engine_support import (
     check_vocabulary,
 )
 from tokenfeed.tools.encoding.routes import Routes, sort_tokens
-from tokenfeed.tools.encoding.tokenizer import (
-    NOT_FAILURES,
-    TextTokenizer,
-    fetch_tokenizer_json,
-)
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.words import SpacedWords, Words
 from tokenfeed.tools.shell.signals import signals_held
 

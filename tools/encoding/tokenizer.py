@@ -23,8 +23,8 @@ from tokenfeed.pipeline.format.manifest import (
     Manifest,
     read_checked,
 )
-from tokenfeed.pipeline.format.read_errors import error_line
 from tokenfeed.pipeline.format.store import Store, local_path, open_store
+from tokenfeed.pipeline.format.tokenizer_file import decode_tokenizer
 from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.tools.encoding.engine_support import ID_LIMIT
 from tokenfeed.tools.encoding.tiktoken_files import is_tiktoken, tiktoken_to_json
@@ -47,8 +47,6 @@ _PAD_TOKENS = (
     "<|finetune_right_pad_id|>",
     "<\uff5c\u2581pad\u2581\uff5c>",
 )
-NOT_FAILURES = (KeyboardInterrupt, SystemExit, MemoryError)
-"""Exceptions that do not come from a library. Every other exception does, even a panic in Rust."""
 _ENDINGS = (".json", ".tiktoken", "tokenizer.model")
 """Endings of the addresses of tokenizers. Any other address is the address of a folder."""
 
@@ -203,11 +201,9 @@ def _check_in_data_set(store: Store, name: str) -> None:
 
 def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
     try:
-        tokenizer = Tokenizer.from_buffer(json_bytes)
-    except BaseException as error:  # the library raises what its Rust side gives: no narrower class
-        if isinstance(error, NOT_FAILURES):
-            raise
-        raise TokenizerError(f"{origin}: is not a tokenizer.json ({error_line(error)}).") from error
+        tokenizer = decode_tokenizer(json_bytes)
+    except ValueError as error:
+        raise TokenizerError(f"{origin}: is not a tokenizer.json ({error}).") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

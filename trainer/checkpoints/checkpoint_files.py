@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch
 import xxhash
+from safetensors import SafetensorError
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
@@ -44,7 +45,10 @@ _STORED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+DAMAGE = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError),
+    SafetensorError,
+)
 """Errors that reading a damaged checkpoint may raise."""
 _KEPT = ("model", "optimizer")
 """Settings that a resumed run cannot change."""
@@ -168,7 +172,7 @@ class Checkpoint:
         """Read and verify all bytes of a checkpoint.
 
         Raises:
-            OSError, ValueError, KeyError, TypeError, AttributeError: The checkpoint is damaged.
+            Errors of `DAMAGE`: The checkpoint is damaged.
         """
         content = _content((folder / CONTENT_FILE).read_bytes())
         if wrong := [name for name in content.files if not _FILE_NAME.fullmatch(name)]:
@@ -215,7 +219,7 @@ class Checkpoint:
             prefix: The beginning of names.
 
         Raises:
-            OSError, ValueError, KeyError, TypeError: The checkpoint is damaged.
+            Errors of `DAMAGE`: The checkpoint is damaged.
         """
         lives = unshared(live or {})
         tensors = {

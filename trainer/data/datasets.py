@@ -16,6 +16,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo, read_checked
 from tokenfeed.pipeline.format.store import StorePath, open_store
+from tokenfeed.pipeline.format.tokenizer_file import decode_tokenizer
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.planning.stages import Stage
@@ -118,8 +119,8 @@ def as_tokenizer(content: bytes, where: object) -> Tokenizer:
         ConfigError: The file is not a tokenizer.
     """
     try:
-        return Tokenizer.from_buffer(content)
-    except Exception as error:  # `tokenizers` raises nothing more exact
+        return decode_tokenizer(content)
+    except ValueError as error:
         raise ConfigError(f"{where}: tokenizer.json cannot be decoded ({error}).") from error
 
 

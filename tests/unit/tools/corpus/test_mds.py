@@ -1,7 +1,6 @@
 """Shards of mosaicml-streaming: the values that its writer stored, or an error."""
 
 import io
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.token_rows import mds_shard
 from tokenizers import Tokenizer, models
 
 from tokenfeed import pretokenize
@@ -33,26 +33,6 @@ def array(row: list[int], dtype: str, *, is_named: bool) -> bytes:
     )
 
 
-def shard_of(samples: list[list[bytes]], config: dict[str, Any]) -> bytes:
-    sizes = config["column_sizes"]
-    whole = [
-        b"".join(
-            [
-                np.uint32(len(value)).tobytes()
-                for value, size in zip(sample, sizes, strict=True)
-                if size is None
-            ]
-            + sample
-        )
-        for sample in samples
-    ]
-    content = json.dumps(config).encode()
-    first = 4 * (len(whole) + 2) + len(content)
-    ends = [first, *(first + np.cumsum([len(each) for each in whole])).tolist()]
-    numbers = np.array([len(whole), *ends], np.uint32).tobytes()
-    return numbers + content + b"".join(whole)
-
-
 def shard(rows: list[list[int]], dtype: str, *, is_named: bool) -> bytes:
     config = {
         "column_names": ["input_ids", "number", "pickled", "text"],
@@ -63,7 +43,7 @@ def shard(rows: list[list[int]], dtype: str, *, is_named: bool) -> bytes:
         [array(row, dtype, is_named=is_named), np.int64(n).tobytes(), b"!" * n, f"té {n}".encode()]
         for n, row in enumerate(rows)
     ]
-    return shard_of(samples, config)
+    return mds_shard(samples, config)
 
 
 def read(content: bytes) -> list[dict[str, Any]]:

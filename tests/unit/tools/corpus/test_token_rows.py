@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_sets import rows_in
 from support.object_server import Remote
-from support.token_rows import Rows, write_datatrove, write_litdata
+from support.token_rows import Rows, mds_shard, write_datatrove, write_litdata
 from tokenizers import Tokenizer, models
 from xxhash import xxh3_64_hexdigest
 
@@ -33,11 +33,8 @@ ROWS: Rows = [[n % IDS, *range(n % 40)] for n in range(90)]
 def write_mds(folder: Path, rows: Rows, pack: Callable[[bytes], bytes], ending: str) -> None:
     """Write a shard of `ndarray:uint16`, packed, as `MDSWriter(compression=...)` does."""
     config = {"column_names": ["input_ids"], "column_encodings": ["ndarray:uint16"]}
-    head = json.dumps(config | {"column_sizes": [None]}).encode()
-    arrays = [b"\4" + bytes([len(row)]) + np.array(row, "<u2").tobytes() for row in rows]
-    samples = [len(each).to_bytes(4, "little") + each for each in arrays]
-    ends = 8 + 4 * len(rows) + len(head) + np.cumsum([0, *map(len, samples)])
-    content = np.array([len(rows), *ends], "<u4").tobytes() + head + b"".join(samples)
+    arrays = [[b"\4" + bytes([len(row)]) + np.array(row, "<u2").tobytes()] for row in rows]
+    content = mds_shard(arrays, config | {"column_sizes": [None]})
     name = f"shard.00000.mds{ending}"
     (folder / name).write_bytes(pack(content))
     hashes = {"xxh3_64": xxh3_64_hexdigest(pack(content))}

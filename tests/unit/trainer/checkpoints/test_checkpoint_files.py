@@ -228,13 +228,24 @@ def test_checkpoint_of_another_step_is_refused(folder: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "../state-0.safetensors", "state-0.bin"])
-def test_checkpoint_that_lists_foreign_files_is_refused(folder: Path, name: str) -> None:
-    path = save(folder, 1) / "checkpoint.json"
-    content = json.loads(path.read_bytes())
+def _seal(path: Path, files: dict[str, str]) -> None:
+    """Write another list of files, with the right checksum, into a checkpoint.json."""
+    content = json.loads(path.read_bytes()) | {"files": files}
     del content["xxh3"]
-    content["files"] = {name: "0" * 16}
     whole = json.dumps(content).encode() + b"\n"
     path.write_text(json.dumps({"xxh3": xxhash.xxh3_64_hexdigest(whole)} | content))
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../state-0.safetensors", "state-0.bin"])
+def test_checkpoint_that_lists_foreign_files_is_refused(folder: Path, name: str) -> None:
+    _seal(save(folder, 1) / "checkpoint.json", {name: "0" * 16})
     with pytest.raises(ResumeError, match=rf"damaged \(checkpoint\.json lists '{re.escape(name)}'"):
+        load(folder)
+
+
+def test_broken_tensor_file_with_right_checksum_is_refused(folder: Path) -> None:
+    path = save(folder, 1)
+    (path / "state-0.safetensors").write_bytes(bytes(8))
+    _seal(path / "checkpoint.json", {"state-0.safetensors": xxhash.xxh3_64_hexdigest(bytes(8))})
+    with pytest.raises(ResumeError, match=r"step-00000001.* damaged .*Delete this folder"):
         load(folder)
