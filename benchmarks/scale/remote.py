@@ -38,8 +38,7 @@ from benchmarks.text_loaders.processes import pss
 from tokenfeed import Manifest, Packed, ShardLoader
 from tokenfeed.pipeline.caching.eviction import sweep
 from tokenfeed.pipeline.caching.node import Node
-from tokenfeed.pipeline.planning.ahead import Ahead
-from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.plan import Ahead, Position
 from tokenfeed.pipeline.planning.state import resealed
 
 SHARDS, RANKS, DELAY_MS = 100_000, 1024, 30.0

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenfeed.pipeline.format.storage import exclusive
-from tokenfeed.pipeline.planning.ahead import NEVER
+from tokenfeed.pipeline.planning.plan import NEVER
 
 _FILE = ".bytes"
 _SUM = struct.Struct("<q")

@@ -18,8 +18,7 @@ from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache, read_file
 from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.store import RangedStore
-from tokenfeed.pipeline.planning.ahead import Ahead
-from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.plan import Ahead, Position
 from tokenfeed.pipeline.remote.retrying import Traffic
 
 

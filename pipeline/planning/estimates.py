@@ -18,7 +18,6 @@ import numpy as np
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.batching import deal_rounds, plan_window
-from tokenfeed.pipeline.planning.order import Stretch
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policies import random_order
 
@@ -31,7 +30,12 @@ def estimate_rounds(plan: Plan, sources: tuple[OpenedSplit, ...], world_size: in
     step_size = plan.micro_batches_per_step
     total = 0
     for stretch in plan.order.stretches:
-        lengths = _window_lengths(stretch, sources)
+        parts = [  # an average window, with its share of every source
+            likely_lengths(source.split, max(1, round(source.rows * batches / source.batches)))
+            for source, batches in zip(sources, stretch.batches, strict=True)
+            if batches
+        ]
+        lengths = np.concatenate(parts)
         window = plan_window(
             lengths,
             plan.batching_of(stretch.first_window),
@@ -67,16 +71,6 @@ def likely_lengths(split: SplitInfo, count: int) -> np.ndarray:
     above = np.rint((high - low)[of_bin] * within**power)
     lengths: np.ndarray = low[of_bin] + above.astype(np.int64)
     return lengths
-
-
-def _window_lengths(stretch: Stretch, sources: tuple[OpenedSplit, ...]) -> np.ndarray:
-    """Return the row lengths of an average window, with its share of every source."""
-    parts = [
-        likely_lengths(source.split, max(1, round(source.rows * batches / source.batches)))
-        for source, batches in zip(sources, stretch.batches, strict=True)
-        if batches
-    ]
-    return np.concatenate(parts)
 
 
 STEP_TOKENS = 1_000_000
@@ -166,24 +160,17 @@ def _deviations(
     read = zip(sources, longest.batches, strict=True)
     of_window = [source.tokens * batches / source.batches for source, batches in read]
     found, whole = [], sum(of_window)
-    for source, tokens in zip(sources, of_window, strict=True):
-        is_mixed = not tokens or plan.order.num_windows == 1
-        step_tokens = STEP_TOKENS * tokens / whole
-        ratio = 1.0 if is_mixed else _deviation(source, tokens, step_tokens)
+    for source, tokens, strata in zip(sources, of_window, longest.batches, strict=True):
+        step_tokens, ratio = STEP_TOKENS * tokens / whole, 1.0
+        # Otherwise a window has the whole source, or a step less than one record batch.
+        is_partial = strata < source.batches and step_tokens >= source.tokens / source.batches
+        if tokens and plan.order.num_windows > 1 and is_partial:
+            lengths = likely_lengths(source.split, min(_SAMPLE, source.rows)).astype(np.float64)
+            by_chance = _TENTH * (1 - _TENTH) * (lengths**2).sum() / lengths.sum() / step_tokens
+            windows = max(1.0, step_tokens / tokens)
+            # at most: all of the tenth, or nothing
+            by_strata = min(1 / 3 / strata**2, _TENTH * (1 - _TENTH)) / windows
+            rest = max(0.0, 1 - step_tokens / tokens)  # sampling without replacement in a window
+            ratio = float(np.sqrt(max(1.0, rest + by_strata / by_chance)))
         found.append((ratio, tokens, source))
     return found
-
-
-def _deviation(source: OpenedSplit, window_tokens: float, step_tokens: float) -> float:
-    """Return the deviation of one source, from its tokens in a window and in a step."""
-    strata = source.batches * window_tokens / source.tokens
-    if strata >= source.batches or step_tokens < source.tokens / source.batches:
-        return 1.0  # a window has the whole source, or a step less than one record batch
-    lengths = likely_lengths(source.split, min(_SAMPLE, source.rows)).astype(np.float64)
-    by_chance = _TENTH * (1 - _TENTH) * (lengths**2).sum() / lengths.sum() / step_tokens
-    windows = max(1.0, step_tokens / window_tokens)
-    by_strata = (
-        min(1 / 3 / strata**2, _TENTH * (1 - _TENTH)) / windows
-    )  # at most: all of the tenth, or nothing
-    rest = max(0.0, 1 - step_tokens / window_tokens)  # sampling without replacement in a window
-    return float(np.sqrt(max(1.0, rest + by_strata / by_chance)))

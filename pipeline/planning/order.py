@@ -165,11 +165,16 @@ class EpochOrder(SourceOrder):
 
     def _shuffled(self, sources: np.ndarray, epoch: int, places: np.ndarray) -> np.ndarray:
         sizes, rounds = np.array(self.sizes)[sources], np.array(self._rounds)[sources]
-        return batches_at(places, sizes, rounds, next_keys(derive_key(self.seed, epoch), sources))
+        reading, place = np.divmod(places, sizes)
+        keys = next_keys(next_keys(derive_key(self.seed, epoch), sources), reading)
+        made: np.ndarray = (_stratified(place, sizes, rounds, keys) + _offsets(keys, sizes)) % sizes
+        return made
 
     def _places_of(self, source: int, epoch: int, reading: int, batches: np.ndarray) -> np.ndarray:
         size, rounds = self.sizes[source], self._rounds[source]
-        return places_at(batches, size, rounds, derive_key(self.seed, epoch, source), reading)
+        keys = next_keys(derive_key(self.seed, epoch, source), reading)
+        values = (batches - _offsets(keys, size)) % size
+        return reading * size + _unstratified(values, size, rounds, keys)
 
     def places(self, source: int, window: int) -> tuple[int, int]:
         """Return the first place of a source in a window, and the place after the last.
@@ -206,30 +211,6 @@ class EpochOrder(SourceOrder):
                     per_reading = round(self.sizes[source] * phase.num_windows / batches)
                     rounds[source] = min(self.sizes[source], max(1, per_reading))
         return tuple(rounds)
-
-
-def batches_at(
-    places: np.ndarray, size: int | np.ndarray, num_rounds: int | np.ndarray, key: int | np.ndarray
-) -> np.ndarray:
-    """Return the record batches at some places of a source's order, shape (K,), int64.
-
-    Reading r of the source has the places from r * size on, and a permutation of its own. For
-    places of several sources, the other arguments are arrays with one value per place.
-    """
-    reading, place = np.divmod(places, size)
-    keys = next_keys(key, reading)
-    batches = _stratified(place, size, num_rounds, keys)
-    made: np.ndarray = (batches + _offsets(keys, size)) % size
-    return made
-
-
-def places_at(
-    batches: np.ndarray, size: int, num_rounds: int, key: int, reading: int
-) -> np.ndarray:
-    """Return the places of record batches in one reading: the inverse of `batches_at`."""
-    keys = next_keys(key, reading)
-    values = (batches - _offsets(keys, size)) % size
-    return reading * size + _unstratified(values, size, num_rounds, keys)
 
 
 def _offsets(keys: np.ndarray, size: int | np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ devices. Torch-free.
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from os import PathLike
@@ -232,15 +232,14 @@ class Plan:
                 found |= (rows >= starts[data] + first) & (rows < starts[data] + stop)
         return found
 
+    def stage_of(self, window: int) -> PlannedStage | None:
+        """Return the stage of a window; None if the plan has no stages."""
+        return self.order.stage_of(window) if isinstance(self.order, StagedOrder) else None
+
     def batching_of(self, window: int) -> Batching:
         """Return the policy of a window."""
-        order = self.order
-        return order.stage_of(window).batching if isinstance(order, StagedOrder) else self.batching
-
-    def targets_of(self, window: int) -> str | None:
-        """Return the targets of the stage of a window; None if it has none of its own."""
-        order = self.order
-        return order.stage_of(window).targets if isinstance(order, StagedOrder) else None
+        stage = self.stage_of(window)
+        return stage.batching if stage else self.batching
 
     def parts(self, epoch: int, window: int, numbers: np.ndarray) -> np.ndarray | None:
         """Return the part of each row of a window; see `StagedOrder.parts`. `numbers` are the rows
@@ -442,6 +441,69 @@ class Plan:
         )
 
 
+NEVER = 1 << 40
+"""Stands for a record batch that neither this epoch nor the next epoch reads."""
+_READINGS = 2
+"""Readings of a repeated source that `until` searches in an epoch: the current and the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a plan reads after the current window, and when it reads a record batch next.
+
+    A cache needs both: what to prefetch, and what to evict. The permutations of `order` are
+    invertible, so `until` computes the place of a record batch directly, at the cost of one
+    permutation. Nothing lists the record batches of an epoch.
+    """
+
+    plan: Plan
+    position: Position
+
+    def windows(self) -> Iterator[Position]:
+        """Yield the positions of the windows after the current one, forever."""
+        at = self.position
+        while True:
+            at = self.plan.next_window(at)
+            yield at
+
+    def batches(self, position: Position) -> np.ndarray:
+        """Return the record batches of a window, counted over all sources, shape (K,), int64."""
+        number = self.plan.window_number(position.window)
+        return self.plan.order.window(position.epoch, number)
+
+    def until(self, source: int, batches: np.ndarray) -> np.ndarray:
+        """Return the number of windows until record batches of a source are read, shape (K,),
+        int64.
+
+        0 is the current window. `NEVER` stands for a batch that this stream does not read in this
+        or the next epoch (of a repeated source: in the next two readings of each).
+
+        Example: an epoch has 10 windows in one stream, the current window is 7. In this epoch,
+        batch 5 is in window 9: its result is 2. Batch 6 was in window 3 of this epoch, and is in
+        window 1 of the next: 10 + 1 - 7 = 4. With 2 streams, a result counts only the windows of
+        this stream, and windows of the other stream do not count as reads.
+        """
+        plan, order = self.plan, self.plan.order
+        found = np.full(len(batches), NEVER)
+        for epochs in range(2):
+            first = order.places(source, plan.window_number(self.position.window))[0]
+            reading = 0 if epochs else first // order.sizes[source]
+            for each in range(reading, reading + _READINGS):
+                places = order.places_of(source, self.position.epoch + epochs, each, batches)
+                windows = order.windows_of(source, places)
+                nth, stream = np.divmod(windows, plan.num_streams)
+                away = epochs * plan.num_windows + nth - self.position.window
+                is_read = (windows >= 0) & (stream == plan.stream) & (away >= 0)
+                np.minimum(found, away, out=found, where=is_read)
+        return found
+
+    def between(self, source: int, parts: int) -> int:
+        """Return the average number of windows between two reads of the same part of a source that
+        has `parts` parts, such as shards."""
+        per_window = max(stretch.batches[source] for stretch in self.plan.order.stretches)
+        return int(parts / per_window)
+
+
 def default_window_tokens(
     sources: Sequence[OpenedSplit],
     weights: Sequence[float],
@@ -483,8 +545,13 @@ def _planned(
     step_size: int,
 ) -> tuple[PlannedStage, ...]:
     """Return the stages with their places in the run. `opened` has the data set of each place."""
-    _refuse_copies(opened.values())
-    by_data = {source.manifest.fingerprint: source for source in opened.values()}
+    by_data: dict[str, OpenedSplit] = {}  # a source is known by its fingerprint
+    for source in opened.values():
+        if (other := by_data.setdefault(source.manifest.fingerprint, source)) is not source:
+            raise ConfigError(
+                f"{other.name} and {source.name} have the same content: use one of them in all "
+                "stages."
+            )
     batch_tokens = _batch_tokens(by_data)
     planned: list[PlannedStage] = []
     begins, last = 0, {"token": 0, "step": 0}
@@ -563,29 +630,16 @@ def _check_length(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> 
         )
 
 
-def _refuse_copies(sources: Iterable[OpenedSplit]) -> None:
-    """Check that no two folders have the same content: a source is known by its fingerprint."""
-    seen: dict[str, OpenedSplit] = {}
-    for source in sources:
-        other = seen.setdefault(source.manifest.fingerprint, source)
-        if other is not source:
-            raise ConfigError(
-                f"{other.name} and {source.name} have the same content: use one of them in all "
-                "stages."
-            )
-
-
 def listed_ranges(skip: object) -> dict[StorePath, list[Any]]:
     """Return `skip` with lists, because a plan may be made several times.
 
     Raises:
         ConfigError: `skip` is not a dict from folders to several ranges.
     """
-    if not isinstance(skip, Mapping):
+    if not isinstance(skip, Mapping) or not all(
+        isinstance(ranges, Iterable) and not isinstance(ranges, str) for ranges in skip.values()
+    ):
         raise checks.refusal("skip", skip, _SKIP)
-    for ranges in skip.values():
-        if not isinstance(ranges, Iterable) or isinstance(ranges, str | bytes):
-            raise checks.refusal("skip", skip, _SKIP)
     return {folder: list(ranges) for folder, ranges in skip.items()}
 
 

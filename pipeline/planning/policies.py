@@ -392,10 +392,8 @@ class Packed(Batching):
                 f"`split`=True cuts documents, but `long_rows`={self.long_rows!r} forbids cutting. "
                 "Use `long_rows`='cut'."
             )
-        if self.begin_token is not None:
-            self._check_begin_token()
-
-    def _check_begin_token(self) -> None:
+        if self.begin_token is None:
+            return
         if self.split or self.long_rows == "crop":
             other = "`split`=True" if self.split else "`long_rows`='crop'"
             raise ConfigError(
@@ -512,17 +510,6 @@ class Packed(Batching):
 
 POLICIES: tuple[type[Batching], ...] = (Padded, Packed, Fixed)
 """All policies."""
-_BY_NAME: dict[str, Any] = {policy.__name__: policy for policy in POLICIES}
-_NO_POLICY = (
-    AttributeError,
-    KeyError,
-    MemoryError,
-    RecursionError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
-"""Errors of text that is not a call of a policy with literals, or is nested too deeply."""
 
 
 def offered(policies: Iterable[type[Batching]] = POLICIES) -> str:
@@ -556,8 +543,9 @@ def policy_of(described: object) -> Batching:
     try:
         call: Any = ast.parse(str(described), mode="eval").body
         values = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-        made: Batching = _BY_NAME[call.func.id](**values)
-    except _NO_POLICY:
+        names: dict[str, Any] = {policy.__name__: policy for policy in POLICIES}
+        made: Batching = names[call.func.id](**values)
+    except Exception:  # any text may be in a state that was changed
         raise ConfigError(f"{described}: unknown policy. Use {offered()}.") from None
     return made
 

@@ -13,7 +13,6 @@ from tokenfeed.pipeline.arithmetic import Ragged, join, offsets_of, take
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, Role, no_target, role_of
-from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.batching import (
     Rounds,
     Spans,
@@ -24,7 +23,7 @@ from tokenfeed.pipeline.planning.batching import (
     plan_window,
     tokens_by_source,
 )
-from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.planning.plan import Ahead, Plan, Position
 from tokenfeed.pipeline.planning.policies import regroup
 from tokenfeed.pipeline.windows.layout import PieceIndex, lay_out
 from tokenfeed.pipeline.windows.rank_slice import TARGETS, Index, RankSlice, RoundIndex
@@ -91,9 +90,9 @@ class WindowMaker:
         }
         learned = None
         rule = self.targets_by
-        of_stage = plan.targets_of(number)
-        if of_stage is not None and KINDS in window.rows.per_token:
-            rule = TargetRule.from_setting(of_stage, self.reader.columns)
+        stage = plan.stage_of(number)
+        if stage and stage.targets is not None and KINDS in window.rows.per_token:
+            rule = TargetRule.from_setting(stage.targets, self.reader.columns)
         if rule is not None:
             mask = rule.mask(window.rows.per_token[KINDS], window.rows.lengths)
             learned = take(mask, cut.offsets, pieces)

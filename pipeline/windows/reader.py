@@ -21,7 +21,7 @@ from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import RangedStore
-from tokenfeed.pipeline.planning.ahead import Ahead
+from tokenfeed.pipeline.planning.plan import Ahead
 
 if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.node import Fetched, Node

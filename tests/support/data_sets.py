@@ -27,10 +27,9 @@ from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.pipeline.format.store import LocalStore
-from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.batching import WindowPlan
 from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
-from tokenfeed.pipeline.planning.plan import Plan
+from tokenfeed.pipeline.planning.plan import Ahead, Plan
 from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 from tokenfeed.tools.data_sets.merge import Opened, grow

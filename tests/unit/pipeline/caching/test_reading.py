@@ -29,8 +29,7 @@ from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.shard import ExpectedShard
 from tokenfeed.pipeline.format.shard_ranges import RangedShard
 from tokenfeed.pipeline.format.store import StorePath
-from tokenfeed.pipeline.planning.ahead import Ahead
-from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.plan import Ahead, Position
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 
 PLENTY = 1 << 30

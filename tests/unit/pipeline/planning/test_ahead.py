@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import order_of_one, plan_in_memory, random_rows
 
-from tokenfeed.pipeline.planning.ahead import NEVER, Ahead
 from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
-from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.planning.plan import NEVER, Ahead, Plan, Position
 from tokenfeed.pipeline.planning.policies import Fixed
 
 ANY_PLAN, _ = plan_in_memory([random_rows(np.array([3]))], Fixed(1))

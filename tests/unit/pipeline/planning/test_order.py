@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import order_of_one
 
-from tokenfeed.pipeline.planning.order import Draw, EpochOrder, MixturePhase, batches_at, places_at
+from tokenfeed.pipeline.planning.order import Draw, EpochOrder, MixturePhase
 from tokenfeed.pipeline.planning.permutation import derive_key, evenly, evenly_inverse, permute
 from tokenfeed.pipeline.planning.policies import Fixed
 from tokenfeed.pipeline.planning.stages import PlannedStage, StagedOrder
@@ -175,27 +175,26 @@ def test_a_stretch_of_more_windows_than_a_source_has_batches_takes_them_in_any_o
     assert len({tuple(first) for first in firsts}) > 15
 
 
-@given(st.integers(1, 200), st.data(), st.integers(0, 2**32))
-def test_places_are_the_inverse_of_batches(size: int, data: st.DataObject, key: int) -> None:
-    rounds = data.draw(st.integers(1, size))
+@given(st.integers(1, 200), st.integers(0, 2**32))
+def test_even_places_are_the_inverse_of_even_values(size: int, key: int) -> None:
     for reading in range(2):
         places = np.arange(reading * size, (reading + 1) * size)
-        in_rounds, even = batches_at(places, size, rounds, key), evenly(places, size, key)
-        assert sorted(in_rounds.tolist()) == sorted(even.tolist()) == list(range(size))
-        assert places_at(in_rounds, size, rounds, key, reading).tolist() == places.tolist()
+        even = evenly(places, size, key)
+        assert sorted(even.tolist()) == list(range(size))
         assert evenly_inverse(even, size, key, reading).tolist() == places.tolist()
 
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 2**64 - 1)), min_size=1, max_size=9))
-def test_orders_of_several_sources_equal_the_order_of_each(sources: list[tuple[int, int]]) -> None:
+def test_even_orders_of_several_sources_equal_the_order_of_each(
+    sources: list[tuple[int, int]],
+) -> None:
     sizes = np.array([size for size, _ in sources]).repeat(7)
     keys = np.array([key for _, key in sources], np.uint64).repeat(7)
-    places, rounds = np.arange(len(sizes)) * 5, (sizes + 2) // 3
-    together = batches_at(places, sizes, rounds, keys), evenly(places, sizes, keys)
+    places = np.arange(len(sizes)) * 5
+    together = evenly(places, sizes, keys)
     for nth, (size, key) in enumerate(sources):
         own = slice(7 * nth, 7 * nth + 7)
-        alone = batches_at(places[own], size, (size + 2) // 3, key), evenly(places[own], size, key)
-        assert [each[own].tolist() for each in together] == [each.tolist() for each in alone]
+        assert together[own].tolist() == evenly(places[own], size, key).tolist()
 
 
 def test_even_order_never_changes_between_releases() -> None:
@@ -215,7 +214,11 @@ def test_any_places_in_a_row_lie_more_evenly_than_in_rounds(count: int) -> None:
         return float(np.mean(found))
 
     even = deviation([evenly(np.arange(3000), 3000, key) for key in range(20)])
-    assert even < 0.6 * deviation([batches_at(np.arange(3000), 3000, 34, key) for key in range(20)])
+    rng, rounds = np.random.default_rng(0), []
+    for seed in range(20):
+        order = order_of_one(3000, 34, seed=seed, shuffle=True)
+        rounds.append(np.concatenate([rng.permutation(order.window(0, n)) for n in range(34)]))
+    assert even < 0.6 * deviation(rounds)
 
 
 def test_values_that_are_near_in_one_reading_are_apart_in_the_next() -> None:

@@ -13,9 +13,8 @@ from support.data_sets import MemoryReader, plan_in_memory, random_rows
 
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
 from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
-from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.planning.plan import Ahead, Plan, Position
 from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.state import Delivered, resealed
 from tokenfeed.pipeline.windows.maker import WindowMaker
