@@ -81,7 +81,7 @@ def pretokenize(
     strict: bool = False,
     max_rejects: int | None = None,
     workers: int | Literal["auto"] = "auto",
-    engine: Literal["auto", "tokenizers", "gigatoken"] = "auto",
+    engine: Literal["auto", "tokenizers"] = "auto",
     append: bool = False,
     runner: Runner = "local",
     special_tokens_in_text: Literal["plain", "split"] = "plain",

@@ -18,10 +18,9 @@ from support.corpora import write_ballast, write_long_corpus
 from support.data_sets import files_of
 from support.pretokenizing import make
 
-from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
+from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import LocalStore
-from tokenfeed.tools.encoding.engines import EngineUnavailable, FastEngine
 from tokenfeed.tools.encoding.tasks import LmEncoder
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import EncodeSettings
@@ -245,23 +244,6 @@ def test_only_much_input_starts_the_workers_program_early(corpus: Path, tokenize
     write_ballast(corpus)
     assert not needs_workers(["--tokenizer", str(large), str(corpus / "00.txt"), "out"])
     assert needs_workers(["--tokenizer", str(tokenizer), str(corpus), "out"])
-
-
-def test_workers_that_have_begun_leave_nothing_when_the_engine_is_refused(
-    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_ballast(corpus)
-    out = tmp_path / "out"
-
-    def check(tokenizer: TextTokenizer) -> None:
-        while not list((out / "train").glob("*.arrow")):
-            pass
-        raise EngineUnavailable("there is none")
-
-    monkeypatch.setattr(FastEngine, "check", check)
-    with pytest.raises(TokenizerError, match="there is none"):
-        make(corpus, out, tokenizer, engine="gigatoken", shard_size="30KB")
-    assert not out.exists()
 
 
 def test_what_is_small_needs_no_second_engine(

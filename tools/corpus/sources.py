@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, TOKENIZER_FILE
-from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
 from tokenfeed.pipeline.redaction import public
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.corpus.detect import (
@@ -58,15 +56,11 @@ from tokenfeed.tools.corpus.remote_sources import (
 from tokenfeed.tools.corpus.spool import Spooled, spool, stdin_blocks
 
 _SPLIT = re.compile(r"\w[\w.-]*")
-_FILES_OF_OUTPUT = (MANIFEST_FILE, TOKENIZER_FILE, "sources.jsonl", "rejects.jsonl")
-"""Files of an output folder, beside the folders of splits."""
 
 
 def is_split_name(name: str) -> bool:
-    """Return whether a split may have this name. The name becomes a folder of the output, which
-    may not have the name of a file there. Some file systems ignore case."""
-    is_file = name.lower() in _FILES_OF_OUTPUT or name.lower().endswith(TEMPORARY_SUFFIX)
-    return bool(_SPLIT.fullmatch(name)) and not is_file
+    """Return whether a split may have this name. The name becomes a folder of the output."""
+    return _SPLIT.fullmatch(name) is not None
 
 
 def matching(patterns: Sequence[str], path: str, root: str) -> list[bool]:

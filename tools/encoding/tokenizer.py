@@ -63,8 +63,6 @@ class TextTokenizer:
     pad_id: int
     splits_special: bool = False
     """Whether special tokens in a document become their ids. If not, they are plain text."""
-    dropout: float | None = None
-    """BPE dropout of the file. It is switched off, because ids would be random."""
 
     @classmethod
     def load(
@@ -89,9 +87,8 @@ class TextTokenizer:
         """
         tokenizer = _parse(json_bytes, origin)
         tokenizer.encode_special_tokens = not splits_special
-        dropout = getattr(tokenizer.model, "dropout", None)
-        if dropout is not None:
-            tokenizer.model.dropout = None
+        if getattr(tokenizer.model, "dropout", None) is not None:
+            tokenizer.model.dropout = None  # ids would be random
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise TokenizerError(f"{origin}: has an empty vocabulary. Give another tokenizer.")
@@ -106,7 +103,7 @@ class TextTokenizer:
                 f"{origin}: has the id {size - 1:,}, but ids are below {ID_LIMIT:,}. Give another "
                 "tokenizer."
             )
-        return cls(json_bytes, tokenizer, size, end_token, pad_id, splits_special, dropout)
+        return cls(json_bytes, tokenizer, size, end_token, pad_id, splits_special)
 
     @property
     def end_id(self) -> int | None:

@@ -22,7 +22,7 @@ from tokenfeed.tools.pretokenizing.commit import commit
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.prepare import Listed, prepared
-from tokenfeed.tools.pretokenizing.runner import EngineRefused, Run, run_units
+from tokenfeed.tools.pretokenizing.runner import Run, run_units
 from tokenfeed.tools.pretokenizing.summary import Figures, PartSummary, Summary
 
 logger = logging.getLogger(__name__)
@@ -162,8 +162,8 @@ def _encode(run: Run, records: RunRecords, listed: Listed) -> Manifest:
     try:
         begin_writing(run, records)
         settings = run_units(run, records)
-    except TokenizerError as error:  # another command may do better, here too
-        if isinstance(error, EngineRefused) or not records.results:
+    except TokenizerError:  # another command may do better, here too
+        if not records.results:
             withdraw(output, records, inputs.splits)
         raise
     results = [records.results[unit.number] for unit in inputs.units]

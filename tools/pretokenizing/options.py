@@ -117,7 +117,7 @@ class Options:
     workers: Positive | Literal["auto"] = "auto"
     """Number of processes. auto: one per usable core. The output does not depend on their
     number."""
-    engine: Literal["auto", "tokenizers", "gigatoken"] = "auto"
+    engine: Literal["auto", "tokenizers"] = "auto"
     """Library that encodes. auto: gigatoken if tests show that it returns the ids of tokenizers,
     else tokenizers."""
     append: bool = False

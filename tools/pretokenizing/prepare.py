@@ -17,7 +17,6 @@ from tokenfeed.pipeline.format.manifest import (
     Manifest,
     read_checked,
 )
-from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.pipeline.format.store import Place, local_path
 from tokenfeed.pipeline.redaction import public
 from tokenfeed.tools.corpus.records import Unusable
@@ -131,11 +130,14 @@ def prepared(listed: Listed) -> Run:
     started = time.perf_counter()
     tokenizer = listed.tokenizer or _trained_tokenizer(options, inputs, output, kept)
     tokenizer_seconds = time.perf_counter() - started
-    _advise(options, tokenizer)
+    is_bare = options.task in ("classify", "score", "tag") and not options.add_special_tokens
+    if is_bare and tokenizer.has_template:
+        logger.info(
+            "the tokenizer has a template for its special tokens, which is left out "
+            "(see --add-special-tokens)"
+        )
     is_reference = (
-        options.engine == ReferenceEngine.name
-        or options.task == "ids"
-        or (options.engine == "auto" and is_small(inputs.units))
+        options.engine == ReferenceEngine.name or options.task == "ids" or is_small(inputs.units)
     )
     settings = EncodeSettings(
         output=output,
@@ -275,25 +277,6 @@ def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
         name = options.chat_template or options.tokenizer
         raise TokenizerError(f"{name}: the chat template {reason}. Correct it.") from None
     return template
-
-
-def _advise(options: Options, tokenizer: TextTokenizer) -> None:
-    """Log properties of the tokenizer that a user may not expect."""
-    if tokenizer.dropout:
-        logger.info(
-            "the tokenizer asks for BPE dropout %.3g, which is switched off: it would make ids "
-            "random",
-            tokenizer.dropout,
-        )
-    ends = options.task in ENDED_TASKS
-    if ends and tokenizer.end_token is None:
-        logger.info("the tokenizer has no end token: rows end without one (see --end-token)")
-    is_bare = not ends and options.task not in ("chat", "ids") and not options.add_special_tokens
-    if is_bare and tokenizer.has_template:
-        logger.info(
-            "the tokenizer has a template for its special tokens, which is left out "
-            "(see --add-special-tokens)"
-        )
 
 
 def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
+from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Audit, Questions
 from tokenfeed.tools.encoding.engines import (
@@ -73,10 +73,6 @@ class Run:
         return tuple(unit for unit in self.inputs.units if part.has(unit.number))
 
 
-class EngineRefused(TokenizerError):
-    """The engine of `--engine` is missing or has wrong ids, so none of its units can be used."""
-
-
 def is_small(units: Iterable[Unit]) -> bool:
     """Return whether this process encodes the units faster than workers would."""
     return sum(unit.weight_bytes for unit in units) <= SMALL_BYTES
@@ -89,7 +85,6 @@ def run_units(run: Run, records: RunRecords) -> EncodeSettings:
         The settings with the engine that made the ids.
 
     Raises:
-        EngineRefused: The engine is wrong or missing, and the run must not use another.
         CorpusError: There are more rejects than allowed.
         KeyboardInterrupt: The message says how many units are finished.
     """
@@ -98,7 +93,7 @@ def run_units(run: Run, records: RunRecords) -> EncodeSettings:
             try:
                 return _encode_all(run, run.settings, records)
             except EngineRejected as why:
-                _reject_engine(run, why, records)
+                _reject_engine(why, records)
         audits = records.engine_rejected  # so that the run's figures depend on the input alone
         reference = replace(run.settings, engine=ReferenceEngine.name, audits=audits)
         settings = _encode_all(run, reference, records)
@@ -132,12 +127,9 @@ def _saying_what_is_kept(num_units: int, records: RunRecords) -> Iterator[None]:
         raise
 
 
-def _reject_engine(run: Run, why: EngineRejected, records: RunRecords) -> None:
+def _reject_engine(why: EngineRejected, records: RunRecords) -> None:
     """Use the reference from now on. If the ids were wrong, record this for other processes."""
-    is_wrong = not isinstance(why, EngineUnavailable)
-    if run.options.engine != "auto":
-        raise EngineRefused(f"`--engine {run.settings.engine}`: {why}. Leave it out.") from None
-    if is_wrong:
+    if not isinstance(why, EngineUnavailable):
         logger.warning("%s: `tokenizers` encodes everything, which takes longer", why)
         records.reject_engine(str(why))
     elif isinstance(why, EngineUntested):

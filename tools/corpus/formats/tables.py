@@ -108,14 +108,12 @@ def without_long(records: Records, fields: Fields, most_bytes: int) -> Records:
 
 
 def _text_bytes(value: Any) -> int:
-    """Return the size of all texts in a value, as UTF-8."""
-    if isinstance(value, bytes):
-        return len(value)
+    """Return the size of a text, or of the words of a list, as UTF-8. Other values have none."""
     if isinstance(value, str):
         return len(value.encode(errors="surrogatepass"))
-    if isinstance(value, dict):
-        return sum(map(_text_bytes, value.values()))
-    return sum(map(_text_bytes, value)) if isinstance(value, list) else 0
+    if isinstance(value, list):
+        return sum(len(word) for word in value if isinstance(word, bytes))
+    return len(value) if isinstance(value, bytes) else 0
 
 
 def cut_table(source: InputFile, shard_bytes: int, *, open_table: OpenTable) -> Iterator[FilePart]:

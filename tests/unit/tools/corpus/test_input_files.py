@@ -189,13 +189,6 @@ def test_a_split_may_have_a_dot_in_its_name(tmp_path: Path) -> None:
             Options(paths=paths, split=(f"{name}=*.txt",)).check()
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "Rejects.JSONL", "tokenizer.JSON", "x.TMP"])
-def test_split_named_like_file_of_output_is_rejected(name: str) -> None:
-    assert not is_split_name(name)
-    with pytest.raises(ConfigError, match="expected a name and a pattern"):
-        Options(paths=("in", "out"), split=(f"{name}=*.txt",)).check()
-
-
 @pytest.mark.parametrize("pattern", ["train", "./train", "train/*", "{here}/saved/train", "*ain"])
 def test_a_split_of_a_saved_data_set_can_be_left_out(tmp_path: Path, pattern: str) -> None:
     save(tmp_path / "saved", "train", "test")

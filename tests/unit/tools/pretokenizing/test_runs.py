@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 from support.data_sets import files_of
 from support.pretokenizing import interrupt, make
-from tokenizers import Tokenizer, models
 
-from tokenfeed.pipeline.errors import ConfigError, CorpusError, ManifestError, TokenizerError
+from tokenfeed.pipeline.errors import ConfigError, CorpusError, ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.corpus.records import FieldKind
-from tokenfeed.tools.encoding.audit import Answers, Audit
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.options import Options, parse_options
 
@@ -86,35 +84,6 @@ def test_a_trained_tokenizer_is_recognised_as_well(corpus: Path, tmp_path: Path)
     assert make_dataset(options).already_finished
     with pytest.raises(ConfigError, match="--vocab-size and --seed: before 300 0, now 300 1"):
         make_dataset(dataclasses.replace(options, seed=1))
-
-
-def test_an_engine_that_cannot_be_had_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
-    unknown = Tokenizer(models.WordLevel({"the": 0}, unk_token="the"))
-    unknown.save(str(tmp_path / "unknown.json"))
-    out = tmp_path / "new/folders/out"
-    with pytest.raises(TokenizerError, match="Leave it out"):
-        make(corpus, out, tmp_path / "unknown.json", engine="gigatoken")
-    assert not (tmp_path / "new/out").exists()
-    make(corpus, out, tmp_path / "unknown.json")
-
-
-def test_an_engine_found_wrong_late_leaves_nothing(
-    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    compared: list[int] = []
-
-    def compare(audit: Audit, answers: Answers) -> list[bytes]:
-        compared.append(len(list((out / "train").glob("*.arrow"))))
-        return [b"wrong"] if compared[-1] > 2 else []
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Audit, "compare", compare)
-        with pytest.raises(TokenizerError, match="Leave it out"):
-            make(corpus, out, tokenizer, engine="gigatoken", shard_size="30KB")
-    assert max(compared) > 2
-    assert not out.exists()
-    make(corpus, out, tokenizer, shard_size="30KB")
 
 
 UNIT = {"shards": {}, "histograms": {}, "sources": []}
