@@ -38,7 +38,8 @@ class NodeCache:
         """
         Args:
             settings: Folder and bound.
-            until: For each set of this run: windows until its pieces are read.
+            until: For each set of record batches that this run reads: a function that returns in
+                how many windows the run reads its pieces.
         """
         self.settings = settings
         self._until = until

@@ -90,9 +90,10 @@ class Failure(NamedTuple):
 
 
 def command(socket_fd: int, orders_fd: int) -> list[str]:
-    """Return the command line of a worker. The file has the module search path, then its orders.
+    """Return the command line of a worker.
 
-    Only built-in modules are imported before that path is set.
+    The file `orders_fd` contains the module search path, and then the orders of the worker. Only
+    built-in modules are imported before the path is set.
     """
     code = (
         f"import sys, marshal; file = open({orders_fd}, 'rb'); sys.path[:] = marshal.load(file); "

@@ -97,8 +97,9 @@ class Split:
     out: DataSet
     """Output folder of `pretokenize`, or its address in a store."""
     folder: Annotated[str, text("PARTS")]
-    """The folder of the new data sets. Each gets the name of its folder: the first one in which the
-    paths of input files differ. Files above such folders are in `_top`."""
+    """The folder of the new data sets. Each is named after a folder of input files, at the
+    first level where their paths differ: corpus/web and corpus/books become web and books. Rows of
+    files above this level are in `_top`."""
     json: bool = False
     """Print the results as JSON."""
 

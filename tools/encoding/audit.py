@@ -121,7 +121,7 @@ class Audit:
         self.audited, self.differing = len(answers), differing(answers, self._expected)
 
     def compare(self, answers: Answers) -> list[bytes]:
-        """Return the texts with other ids than the reference's."""
+        """Return the texts whose ids differ from the ids of the reference."""
         return differing(answers, answers_of(self._reference, [*answers])) if answers else []
 
 

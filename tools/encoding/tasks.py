@@ -403,7 +403,10 @@ def _not_as_many(numbers: np.ndarray, ids: np.ndarray) -> str:
 
 
 def _not_a_mask(numbers: np.ndarray, ids: np.ndarray | None) -> str:
-    """Return why numbers are no mask of 0 and 1, or, with ids, no labels; empty if they are."""
+    """Return why numbers are not a mask of 0 and 1, or not labels if `ids` are given.
+
+    Empty if they are valid.
+    """
     if ids is None:
         is_target, is_right, expected = numbers == 1, np.isin(numbers, (0, 1)), "0 or 1"
     else:

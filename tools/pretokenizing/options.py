@@ -87,8 +87,8 @@ class Options:
     vocab_size: _VocabSize = 32_768
     """Number of ids of the trained tokenizer."""
     end_token: Annotated[str, text("TOKEN")] | None = None
-    """Token after every document and completion. Default: a usual name, like <|endoftext|> or
-    </s>."""
+    """Token after every document and completion. Default: the
+    tokenizer's token with a usual name, like <|endoftext|> or </s>."""
     add_special_tokens: bool = False
     """Put the tokenizer's template, like [CLS] ... [SEP], around each row."""
     fim_rate: _Rate = 0.0

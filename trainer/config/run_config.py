@@ -110,10 +110,10 @@ class TrainConfig:
     """Tokens of conversations that the loss counts. KINDS are kinds of tokens, like text,call.
     Default: assistant."""
     model: Annotated[str, _shown("NAME")] = "tiny"
-    """words: words without layers, for labels. shallow, tiny, mini, small, gpt2: Transformers with
-    0.4, 1, 11, 25 or 85 M parameters besides the embedding. qwen3: a new Qwen3 of the size that the
-    next options set. hf:ID, hf:FOLDER: a model of the library transformers. MODULE:FACTORY: your
-    own."""
+    """words: embeddings of words and no layers, for rows with labels. shallow, tiny, mini, small,
+    gpt2: Transformers with 0.4, 1, 11, 25 or 85 M parameters besides the embedding. qwen3: a new
+    Qwen3 of the size that the next options set. hf:ID, hf:FOLDER: a model of the library
+    transformers. MODULE:FACTORY: your own."""
     layers: Positive | None = None
     """Layers of a new Qwen3. Implies --model qwen3. Default: 12."""
     width: Positive | None = None
@@ -152,7 +152,8 @@ class TrainConfig:
     """Attention in packed rows: within documents, or across the row. auto: rows for lm, else
     documents."""
     balance_attention: bool = False
-    """With packed rows: give ranks rows with equal work in attention within documents."""
+    """Packed rows on several ranks: deal the rows so that attention within documents takes all
+    ranks the same time."""
     micro_batch_tokens: Positive | Literal["auto"] = 2048
     """Tokens of one forward and backward pass. auto: as many as fit in memory."""
     step_tokens: Positive = 2048

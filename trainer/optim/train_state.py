@@ -71,7 +71,7 @@ class Tally:
 
     @classmethod
     def zero(cls, device: torch.device) -> "Tally":
-        """Return the sums of no micro-batch."""
+        """Return sums of zero, before the first micro-batch."""
         loss = torch.zeros((), device=device)
         return cls(loss, torch.zeros((), dtype=torch.int64, device=device))
 
