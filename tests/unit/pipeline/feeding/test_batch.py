@@ -16,15 +16,16 @@ from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, build_on_host
 from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
+from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import IGNORED, RESERVED_NAMES, Task
+from tokenfeed.pipeline.format.schema import IGNORED, KINDS, RESERVED_NAMES, Task
 from tokenfeed.pipeline.planning.batching import deal_rounds, plan_window
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RaggedBatch, RankSlice
 
-PAD = 9
+PAD, BEGIN = 9, 7
 FORM = BatchForm(PAD)
 NOTHING = -7.5
 """Stands for NaN, which equals nothing."""
@@ -46,13 +47,23 @@ class Case:
         plan, reader = plan_in_memory(
             [self.rows], self.batching, micro_batches_per_step=self.micro_batches_per_step
         )
-        maker = WindowMaker(plan, reader, self.rank, self.world_size)
+        rule = TargetRule("assistant") if KINDS in self.rows.per_token else None
+        maker = WindowMaker(plan, reader, self.rank, self.world_size, rule)
         made = maker.make(Position(0, 0, self.first))
         buffer = bytearray(made.num_bytes)
         return RankSlice.read(made.write(memoryview(buffer)), memoryview(buffer)), buffer
 
     def ragged(self) -> list[RaggedBatch]:
         return list(self.buffered()[0].batches())
+
+    @property
+    def begins(self) -> bool:
+        """Whether each piece begins with a token that is not of its row."""
+        return isinstance(self.batching, Packed) and self.batching.begin_token is not None
+
+    def size(self, sequence: list[Span]) -> int:
+        """Slots of a sequence without padding."""
+        return sum(stop - start + self.begins for _, start, stop in sequence)
 
     def slow(self) -> Iterator[tuple[list[list[Span]], bool]]:
         """The sequences of each round, and whether it is a filler."""
@@ -74,14 +85,14 @@ class Case:
         )
         for mine, filler in zip(rounds.mine.tolist(), rounds.filler.tolist(), strict=True):
             sequences = batches[mine][:1] if filler else batches[mine]
-            longest = max(sum(stop - start for _, start, stop in each) for each in sequences)
+            longest = max(map(self.size, sequences))
             rows = self.batching.rows_to_fill(round_up(longest, self.batching.multiple_of))
             yield sequences + [[]] * (rows - len(sequences)), filler
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    task: Task = draw(st.sampled_from(["lm", "classify", "score", "tag", "complete"]))
+    task: Task = draw(st.sampled_from(["lm", "classify", "score", "tag", "complete", "chat"]))
     lengths = np.array(draw(st.lists(st.integers(1, 25), min_size=1, max_size=25)))
     fill = st.booleans()
     policies = [
@@ -92,6 +103,14 @@ def cases(draw: st.DrawFn) -> Case:
         policies += [
             st.builds(Padded, st.integers(8, 30), st.sampled_from([1, 8]), fill=fill),
             st.builds(Packed, st.integers(2, 40), st.integers(1, 4), st.booleans(), fill=fill),
+            st.builds(
+                Packed,
+                st.integers(2, 40),
+                st.integers(1, 4),
+                long_rows=st.sampled_from(["cut", "truncate"]),
+                fill=fill,
+                begin_token=st.just(BEGIN),
+            ),
         ]
     rows = random_rows(
         lengths,
@@ -110,7 +129,8 @@ def cases(draw: st.DrawFn) -> Case:
 def slow_batch(case: Case, sequences: list[list[Span]], filler: bool) -> dict[str, Any]:
     """Token by token: the definition."""
     rows, begins = case.rows, np.cumsum(case.rows.lengths) - case.rows.lengths
-    sizes = [sum(stop - start for _, start, stop in sequence) for sequence in sequences]
+    kinds = rows.per_token.get(KINDS)
+    sizes = [case.size(sequence) for sequence in sequences]
     length = round_up(max(sizes), case.batching.multiple_of)
     tables: dict[str, list[list[int]]] = {
         name: [[] for _ in sequences]
@@ -120,17 +140,26 @@ def slow_batch(case: Case, sequences: list[list[Span]], filler: bool) -> dict[st
     for number, sequence in enumerate(sequences):
         row_of = {name: table[number] for name, table in tables.items()}
         for row, start, stop in sequence:
-            for at in range(start, stop):
+            for at in range(start - case.begins, stop):
                 token = begins[row] + at
-                row_of["input_ids"].append(int(rows.ids[token]))
-                row_of["position_ids"].append(at - start)
+                row_of["position_ids"].append(at - start + case.begins)
                 row_of["seq_idx"].append(documents)
+                if at < start:
+                    for name, value in (("input_ids", BEGIN), ("labels", IGNORED)):
+                        row_of[name].append(value)
+                    row_of["token_type_ids"].append(0)
+                    continue
+                row_of["input_ids"].append(int(rows.ids[token]))
                 if "token_type_ids" in rows.per_token:
                     row_of["token_type_ids"].append(int(rows.per_token["token_type_ids"][token]))
                 label = int(rows.ids[token])
                 if "labels" in rows.per_token:
                     label = int(rows.per_token["labels"][token])
-                elif at == start or at < rows.per_row.get("prompt_length", begins * 0)[row]:
+                elif (
+                    (at == start and not case.begins)
+                    or (at < rows.per_row.get("prompt_length", begins * 0)[row])
+                    or (kinds is not None and not kinds[token] & 4)
+                ):
                     label = IGNORED
                 row_of["labels"].append(IGNORED if filler else label)
             documents += 1
@@ -183,6 +212,7 @@ def test_batches_are_those_of_the_slow_definition(device: str, case: Case) -> No
         assert batch.is_filler == filler
         if isinstance(case.batching, Packed):
             assert batch.max_seqlen == np.diff(batch.cu_seqlens.cpu()).max()
+            assert batch["input_ids"].shape[1] <= case.batching.sequence_length
 
 
 @pytest.mark.parametrize("device", ["host", "cpu"])
@@ -200,8 +230,11 @@ def test_kept_columns_follow_their_tokens(device: str, case: Case, seed: int) ->
         for name, values in kept.items():
             expected = torch.zeros(batch["input_ids"].shape).to(batch[name])
             for line, sequence in zip(expected, sequences, strict=True):
-                parts = [values[begins[row] + a : begins[row] + b] for row, a, b in sequence]
-                found = torch.from_numpy(np.concatenate([values[:0], *parts]))
+                parts = [
+                    np.append(values[:0] if not case.begins else [0], values[first + a : first + b])
+                    for first, a, b in ((begins[row], a, b) for row, a, b in sequence)
+                ]
+                found = torch.from_numpy(np.concatenate([values[:0], *parts]).astype(values.dtype))
                 line[: len(found)] = found
             assert torch.equal(batch[name], expected)
             assert batch[name].dtype == (torch.float32 if name == "advantage" else torch.int64)
@@ -299,8 +332,8 @@ def test_counts_on_the_host_equal_counts_of_the_tensors(case: Case) -> None:
         labels = batch["labels"]
         assert batch.num_targets == int(((labels != IGNORED) & ~labels.isnan()).sum())
         assert batch.num_slots == batch["input_ids"].numel()
-        assert batch.num_tokens == (0 if filler else sum(sizes))
-        assert batch.lengths.tolist() == [sum(b - a for _, a, b in s) for s in sequences]
+        assert batch.num_tokens == (0 if filler else sum(map(case.size, sequences)))
+        assert batch.lengths.tolist() == [*map(case.size, sequences)]
         assert batch.piece_lengths.tolist() == sizes
         assert batch.rows.tolist() == [row for row, _, _ in pieces]
         assert batch.starts.tolist() == [start for _, start, _ in pieces]
