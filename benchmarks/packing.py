@@ -12,13 +12,24 @@ imports and the conversion of lengths into what the packer takes.
   100,000 with at most 200 rows a sequence
 - Grain: `BestFitPackIterDataset` with 1,000 open sequences, without threads, which also copies the
   rows; here one byte a token
+- SeqPacker: `Packer.pack_flat` with its default algorithm
 
 A packer that is too slow for all lengths gets fewer. Refuted by a packer that is both faster and
 fuller.
 
     pip install trl axolotl numba grain    # into the environment of --peer-python
     python -m benchmarks.packing [--peer-python peers/bin/python] [--repeats 3] [--only grain]
+    python -m benchmarks.packing --only seqpacker --peer-python peers/bin/python    # 4 minutes
     python -m benchmarks.packing --idle    # no training: how equal packed steps are
+
+SeqPacker 0.1.3 has a wheel for Linux on x86-64 whose name says Python 3.8, and whose library needs
+3.9 or later, because it has the stable ABI. So install it in two steps:
+
+    pip install --no-deps --ignore-requires-python --only-binary :all: --python-version 3.8
+        --abi cp38 --implementation cp --platform manylinux2014_x86_64 --target SITE_PACKAGES
+        seqpacker==0.1.3
+    mv SITE_PACKAGES/seqpacker/_core.cpython-38-x86_64-linux-gnu.so
+        SITE_PACKAGES/seqpacker/_core.abi3.so
 """
 
 import argparse
@@ -36,8 +47,14 @@ import numpy as np
 
 CAPACITY = 2048
 LENGTHS = ("lognormal", "instructions", "code")
-COUNTS = {"tokenfeed": 10_000_000, "trl": 300_000, "axolotl": 1_000_000, "grain": 20_000}
-"""The most lengths that each packer gets."""
+COUNTS = {
+    "tokenfeed": 10_000_000,
+    "seqpacker": 10_000_000,
+    "axolotl": 1_000_000,
+    "trl": 300_000,
+    "grain": 20_000,
+}
+"""The most lengths that each packer gets, in the order of the table."""
 
 
 def make_lengths(kind: str, count: int, capacity: int = CAPACITY) -> np.ndarray:
@@ -108,11 +125,20 @@ def _grain(lengths: np.ndarray) -> tuple[float, int]:
     return time.perf_counter() - started, bins
 
 
+def _seqpacker(lengths: np.ndarray) -> tuple[float, int]:
+    from seqpacker import Packer
+
+    started = time.perf_counter()
+    _, splits = Packer(CAPACITY).pack_flat(lengths)
+    return time.perf_counter() - started, len(splits) + 1
+
+
 PACKERS: dict[str, Callable[[np.ndarray], tuple[float, int]]] = {
     "tokenfeed": _tokenfeed,
     "trl": _trl,
     "axolotl": _axolotl,
     "grain": _grain,
+    "seqpacker": _seqpacker,
 }
 
 
@@ -209,7 +235,8 @@ def main(argv: list[str] | None = None) -> None:
     if options.only:
         former = json.loads((folder / "packing.json").read_text())["results"]
         results += [entry for entry in former if entry["packer"] not in packers]
-        results.sort(key=lambda entry: (LENGTHS.index(entry["lengths"]), -COUNTS[entry["packer"]]))
+        order = [*LENGTHS, *COUNTS]
+        results.sort(key=lambda each: (order.index(each["lengths"]), order.index(each["packer"])))
     write_result("packing", results, folder)
 
 
