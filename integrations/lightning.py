@@ -20,14 +20,13 @@ that state would skip a step. Here the state travels with its step, and the modu
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule
 
 from tokenfeed.integrations.stall import MeterOfEvents
 from tokenfeed.integrations.steps import Step, steps
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture
@@ -68,10 +67,18 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         self._validation = validation
         self._read_state: Callable[[], dict[str, Any]] = dict
         self._training: ShardLoader | None = None
-        self._opened = ExitStack()
+        self._opened, self._first_step = ExitStack(), 0
+
+    def setup(self, stage: str) -> None:
+        """Store the number of steps before Lightning loads the loops of a checkpoint."""
+        self._first_step = self.trainer.global_step
 
     def train_dataloader(self) -> Any:
         """Make the training loader. torch.distributed is initialized at this point."""
+        if self.trainer.global_step > self._first_step and not self._read_state():
+            raise ResumeError(
+                "the checkpoint has no state of a ShardDataModule. Load only weights."
+            )
         self._training = loader = self._loader(self._path, **self._settings)
         return _Steps(loader, self)
 
@@ -118,8 +125,6 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         self._training = None
 
     def _loader(self, data: StorePath | Mixture | Sequence[Stage], **settings: Any) -> ShardLoader:
-        if self.trainer is None:
-            raise ConfigError("ShardDataModule: has no trainer yet. Pass it to `Trainer.fit`.")
         device = self.trainer.strategy.root_device
         loader = ShardLoader(data, batching=self._batching, device=device, **settings)
         return self._opened.enter_context(loader)
@@ -130,13 +135,13 @@ class _Steps:
     Their sum over ranks is charged in the meter of a StallCallback, if the trainer has one."""
 
     def __init__(self, loader: ShardLoader, module: Any) -> None:
-        self._loader, self._module = loader, module
+        self._loader, self._module, self._first = loader, module, loader.state_dict()
 
     def __iter__(self) -> Iterator[Step]:
-        state, trainer = self._module.state_dict()["loader"], self._module.trainer
+        state, trainer = self._module.state_dict()["loader"] or self._first, self._module.trainer
         if trainer.overfit_batches:  # on the same batches in each epoch
             self._loader.rewind()
-        elif state and state != self._loader.state_dict():
+        elif state != self._loader.state_dict():
             self._loader.load_state_dict(state)
         stalls = (each for each in trainer.callbacks if isinstance(each, StallCallback))
         return steps(self._loader, meter=next((each.meter for each in stalls), None))
@@ -186,15 +191,12 @@ class StallCallback(Callback):  # type: ignore[misc]  # untyped
         """Count the time since the last step as evaluation."""
         self.meter.claim("evaluation")
 
-    def on_train_end(self, trainer: Any, *_: Any) -> None:
-        """Report where the time went."""
-        self._end(trainer)
-
     def on_exception(self, trainer: Any, *_: Any) -> None:
         """Report the measurements of this rank. The other ranks may have ended."""
-        self._end(trainer, has_failed=True)
+        self.on_train_end(trainer, has_failed=True)
 
-    def _end(self, trainer: Any, *, has_failed: bool = False) -> None:
-        folder = Path(trainer.default_root_dir) if trainer.is_global_zero else None
+    def on_train_end(self, trainer: Any, *_: Any, has_failed: bool = False) -> None:
+        """Report where the time went."""
+        folder = trainer.default_root_dir if trainer.is_global_zero else None
         ended = self.meter.end(folder, is_first=folder is not None, has_failed=has_failed)
         self.report = ended or self.report  # an exception may follow the end of training

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -72,6 +73,11 @@ def check_documents_apart(
             f"(tolerance {tolerance:.2g}). Use `batching=Padded(...)`, or a model whose only "
             "connection between tokens is attention."
         )
+
+
+def has_neighbors(batch: Batch) -> bool:
+    """Return whether the batch is packed, and a row has several documents."""
+    return "cu_seq_lens_q" in batch and bool(np.diff(batch.sequence_offsets).max() > 1)
 
 
 def _is_padding(batch: Batch, slot: int) -> bool:

@@ -97,7 +97,7 @@ class MeterOfEvents:
         self._charged.callback(setattr, owner, name, method)
 
     def end(
-        self, folder: Path | None = None, *, is_first: bool = True, has_failed: bool = False
+        self, folder: Path | str | None = None, *, is_first: bool = True, has_failed: bool = False
     ) -> StallReport | None:
         """Stop measuring.
 

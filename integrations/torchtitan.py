@@ -57,18 +57,19 @@ class ShardDataLoader(BaseDataLoader):  # type: ignore[misc]  # untyped
         Raises:
             ConfigError: Rows of `max_context_length` tokens do not fill a batch.
         """
-        rows, rest = divmod(num_tokens_per_batch, max_context_length)
+        length = max_context_length
+        rows, rest = divmod(num_tokens_per_batch, length) if length > 0 else (0, 0)
         if rest or not rows:
             raise ConfigError(
                 f"a batch of {num_tokens_per_batch} tokens is not a multiple of "
-                f"`max_context_length`={max_context_length}. Change one of them."
+                f"`max_context_length`={length}. Change one of them."
             )
         path: Any = config.path
         split = not config.whole_documents
         once = not config.repeat and config.split != "train"
         self._loader = ShardLoader(
             Mixture(path, "continue" if once else "repeat") if isinstance(path, dict) else path,
-            batching=Packed(max_context_length, rows, split=split, fill=True),
+            batching=Packed(length, rows, split=split, fill=True),
             split=config.split,
             num_workers="auto" if config.num_workers is None else config.num_workers,
             seed=config.seed,

@@ -13,18 +13,17 @@ batches: the loader delivers this rank's batches, on the device, from the saved 
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
 from tokenfeed.integrations.dataloader import StatefulShardLoader, checked_loader
-from tokenfeed.integrations.packed import check_documents_apart
+from tokenfeed.integrations.packed import check_documents_apart, has_neighbors
 from tokenfeed.integrations.stall import MeterOfEvents
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.stall import StallReport
 
 _STATE_FILE = "loader.json"
@@ -57,12 +56,9 @@ class ShardTrainerMixin:
         named = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
         for name, loader in {"train_dataset": self.train_dataset, **named}.items():
             if loader is not None:
-                self._checked(name, loader)
+                checked_loader(name, loader, self.args.device, self.train_dataset)
         self.args.ignore_data_skip = True  # the loader continues at its position
         self.add_callback(_LoaderState())  # type: ignore[attr-defined]
-
-    def _checked(self, name: str, loader: Any) -> ShardLoader:
-        return checked_loader(name, loader, self.args.device, self.train_dataset)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **settings: Any) -> Any:
         """See `transformers.Trainer.train`.
@@ -71,7 +67,7 @@ class ShardTrainerMixin:
             ResumeError: The loader's state in the checkpoint is missing or of other data.
             ValueError: No checkpoint exists.
         """
-        loader = self._checked("train_dataset", self.train_dataset)
+        loader = checked_loader("train_dataset", self.train_dataset, self.args.device, None)
         checkpoint = resume_from_checkpoint
         if checkpoint is True:
             checkpoint = get_last_checkpoint(self.args.output_dir)
@@ -100,7 +96,7 @@ class ShardTrainerMixin:
         if isinstance(eval_dataset, str):
             return self.eval_dataset[eval_dataset]
         given = self.eval_dataset if eval_dataset is None else eval_dataset
-        return self._checked("eval_dataset", given)
+        return checked_loader("eval_dataset", given, self.args.device, self.train_dataset)
 
     get_test_dataloader = get_eval_dataloader
 
@@ -109,16 +105,14 @@ class ShardTrainerMixin:
         batches, targets = super().get_batch_samples(*args)  # type: ignore[misc]
         return batches, targets if targets is None else targets.clamp(min=1)
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        ours: Any = self
+    def _prepare_inputs(self: Any, inputs: Any) -> Any:
         if (
             self.packing_tolerance is not None
-            and not (ours.is_fsdp_enabled or ours.is_deepspeed_enabled)
-            and "cu_seq_lens_q" in inputs
-            and np.diff(inputs.sequence_offsets).max() > 1  # a row has several documents
+            and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+            and has_neighbors(inputs)
         ):
-            with ours.compute_loss_context_manager():
-                check_documents_apart(ours.model, inputs, tolerance=self.packing_tolerance)
+            with self.compute_loss_context_manager():
+                check_documents_apart(self.model, inputs, tolerance=self.packing_tolerance)
             self.packing_tolerance = None
         return dict(inputs)  # they are on the device
 
@@ -190,12 +184,16 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
 
 
 class _LoaderState(transformers.TrainerCallback):  # type: ignore[misc]  # untyped
-    """Puts the loader's state into each checkpoint."""
+    """Puts the loader's state into each checkpoint, and counts epochs after a resume."""
 
-    def on_save(
-        self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Set the epoch, which the Trainer counts from the resumed step. With a loader without an
+        end, the run is one epoch."""
+        if state.num_train_epochs == sys.maxsize:
+            state.epoch = state.global_step / state.max_steps
+
+    def on_save(self, args: Any, state: Any, control: Any, **now: Any) -> None:
         """Write it by the rank that writes; it is the same on all."""
         if args.should_save:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            (folder / _STATE_FILE).write_text(json.dumps(train_dataloader.state_dict()))
+            (folder / _STATE_FILE).write_text(json.dumps(now["train_dataloader"].state_dict()))

@@ -9,7 +9,7 @@ import torch
 from support.data_sets import WriteDataset
 
 from tokenfeed import Fixed, Mixture, Stage
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 
 pytestmark = [
     pytest.mark.slow,  # seconds, for the import
@@ -177,8 +177,21 @@ def test_stall_callback_after_exception_fits_again(both_splits: Path, tmp_path: 
     assert (tmp_path / "after.ckpt").exists()
 
 
-def test_data_module_without_a_trainer_raises(tmp_path: Path) -> None:
+def test_checkpoint_without_state_of_data_module_is_refused(
+    both_splits: Path, tmp_path: Path
+) -> None:
     from tokenfeed.integrations.lightning import ShardDataModule
 
-    with pytest.raises(ConfigError, match="no trainer yet"):
-        ShardDataModule(tmp_path, **BATCHES).train_dataloader()
+    data, model = ShardDataModule(both_splits, **BATCHES), new_model()
+    ours = trainer(tmp_path, max_steps=2)
+    ours.fit(model, data)
+    ours.save_checkpoint(tmp_path / "whole.ckpt")
+    saved = torch.load(tmp_path / "whole.ckpt", weights_only=False)
+    del saved["ShardDataModule"]
+    torch.save(saved, tmp_path / "foreign.ckpt")
+    fresh = trainer(tmp_path, max_steps=4), ShardDataModule(both_splits, **BATCHES)
+    with pytest.raises(ResumeError, match="has no state of a ShardDataModule"):
+        fresh[0].fit(new_model(), fresh[1], ckpt_path=tmp_path / "foreign.ckpt")
+    ours.fit_loop.epoch_loop.max_steps = 4
+    ours.fit(model, ShardDataModule(both_splits, **BATCHES))  # other data for the same trainer
+    assert model.trained[2:] == model.trained[:2]

@@ -227,9 +227,13 @@ def test_unknown_state_is_rejected(opened: Open) -> None:
         loader.load_state_dict(loader.state_dict() | {"version": 99})
 
 
-def test_batch_of_partial_rows_is_rejected(opened: Open) -> None:
-    with pytest.raises(ConfigError, match="not a multiple of `max_context_length`=16"):
-        opened(batch=40)
+@pytest.mark.parametrize(("batch", "length"), [(40, 16), (0, 16), (40, 0), (40, -8)])
+def test_batch_of_partial_rows_is_rejected(
+    adapter: Any, documents: Path, batch: int, length: int
+) -> None:
+    sizes = {"max_context_length": length, "num_tokens_per_batch": batch}
+    with pytest.raises(ConfigError, match=f"not a multiple of `max_context_length`={length}"):
+        adapter(adapter.Config(path=str(documents)), dp_world_size=1, dp_rank=0, **sizes)
 
 
 def test_limit_ranks_may_change(opened: Open) -> None:

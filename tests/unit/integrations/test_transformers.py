@@ -30,7 +30,13 @@ def trainer(folder: Path, loader: ShardLoader, **settings: Any) -> ShardTrainer:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config_of("Llama"))
     args = transformers.TrainingArguments(
-        str(folder), max_steps=12, use_cpu=True, disable_tqdm=True, report_to="none", save_steps=6
+        str(folder),
+        max_steps=12,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to="none",
+        save_steps=6,
+        logging_steps=1,
     )
     return ShardTrainer(model=model, args=args, train_dataset=loader, **settings)
 
@@ -119,6 +125,9 @@ def test_resume_from_latest_checkpoint_goes_on(shards: Path, tmp_path: Path) -> 
     again = trainer(tmp_path, open_split(shards))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert again.train_dataset.state_dict() == loader.state_dict()
+    places = [[(log["step"], log["epoch"]) for log in x.state.log_history] for x in (whole, again)]
+    assert places[1] == places[0]
+    assert places[0][-1] == (12, 1.0)
 
 
 def test_trainer_does_not_set_the_epoch_of_a_loader(shards: Path, tmp_path: Path) -> None:
