@@ -69,16 +69,14 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         self._training: ShardLoader | None = None
         self._opened, self._first_step = ExitStack(), 0
 
-    def setup(self, stage: str) -> None:
+    def setup(self: Any, stage: str) -> None:
         """Store the number of steps before Lightning loads the loops of a checkpoint."""
         self._first_step = self.trainer.global_step
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self: Any) -> Any:
         """Make the training loader. torch.distributed is initialized at this point."""
         if self.trainer.global_step > self._first_step and not self._read_state():
-            raise ResumeError(
-                "the checkpoint has no state of a ShardDataModule. Load only weights."
-            )
+            raise ResumeError("the checkpoint has no state of a ShardDataModule: load only weights")
         self._training = loader = self._loader(self._path, **self._settings)
         return _Steps(loader, self)
 
@@ -124,7 +122,7 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         self._opened.close()
         self._training = None
 
-    def _loader(self, data: StorePath | Mixture | Sequence[Stage], **settings: Any) -> ShardLoader:
+    def _loader(self: Any, data: Any, **settings: Any) -> Any:
         device = self.trainer.strategy.root_device
         loader = ShardLoader(data, batching=self._batching, device=device, **settings)
         return self._opened.enter_context(loader)
