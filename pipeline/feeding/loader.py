@@ -352,8 +352,11 @@ class ShardLoader:
 
     @property
     def has_end(self) -> bool:
-        """Whether a pass ends at a known window. It does not with `epochs=None`, with a last stage
-        without an end, and before the last `until_step`."""
+        """Whether the last window of a pass is known.
+
+        False with `epochs=None`, if the last stage has no end, or before the last `until_step` is
+        reached.
+        """
         return self.epochs is not None and self._plan.has_end
 
     def __len__(self) -> int:

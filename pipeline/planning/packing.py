@@ -187,8 +187,14 @@ class OpenBins:
             count -= full * each + rest
 
     def deal(self, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pieces, given in the order of placing, in bin order, and the offsets of the
-        bins."""
+        """Sort pieces by bin.
+
+        Args:
+            pieces: All pieces, in the order in which they were placed, shape (P,).
+
+        Returns:
+            The pieces in the order of their bins, and the offsets of the bins into them.
+        """
         first, bins, each, filled = np.array(self.placed, np.int64).reshape(-1, 4).T
         change = np.zeros(self._num_bins + 1, np.int64)  # of the sizes, from bin to bin
         np.add.at(change, first, each)

@@ -646,7 +646,12 @@ def listed_ranges(skip: object) -> dict[StorePath, list[Any]]:
 def _ranges(
     skip: Mapping[StorePath, Iterable[Any]], opened: Mapping[object, OpenedSplit]
 ) -> dict[str, list[tuple[int, int]]]:
-    """Return the rows to skip by fingerprint. `opened` has the data set of each place."""
+    """Return the ranges of rows to skip, by the fingerprint of their data set.
+
+    Args:
+        skip: Ranges by folder or URL, as the user gave them.
+        opened: The data sets of the loader, by place.
+    """
     found: dict[str, list[tuple[int, int]]] = {}
     for folder, ranges in skip.items():
         source = opened.get(place_of(folder))

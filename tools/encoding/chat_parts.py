@@ -459,7 +459,7 @@ def _begin_kinds(
     special: re.Pattern[str],
     begin: Callable[[int, Kind], None],
 ) -> bool:
-    """Begin the stretches of what the assistant says; return whether a stop token ends it.
+    """Mark the kinds of an assistant message by `begin`; return whether a stop token ends it.
 
     What the template writes before a content has the kind of the content, except the end of the
     thinking before it. No thinking follows the name of a function.

@@ -65,11 +65,12 @@ class Transformer(nn.Module):
     def __init__(self, size: ModelSize, head: Head, dropout: float = 0.0) -> None:
         """
         Args:
-            size: How deep and how wide.
-            head: What the logits are of, and whether a token sees those behind it.
-            dropout: Share of the values that are set to 0 in training, before the blocks and in
-                each of them; and of the tokens, where rows have one label, so that no word may
-                decide, and for tags by `words`, so that features are learnt too, at most 0.3.
+            size: Number of layers, and their width.
+            head: What the logits predict, and whether attention is causal.
+            dropout: Share of the values that are set to 0 in training, before and inside the
+                blocks. If rows have one label, the share of whole tokens that are set to 0 too, so
+                that a row is not classified by a single word. For tags by `words`, also whole
+                tokens, at most 0.3 of them, so that the model also learns from features of words.
         """
         super().__init__()
         padded = round_up(head.vocabulary_size, _VOCABULARY_MULTIPLE)

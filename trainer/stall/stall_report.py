@@ -95,7 +95,7 @@ def slowest_line(report: "StallReport") -> str:
 
 
 def late_rank(report: "StallReport") -> SlowestRank | None:
-    """Return the slowest rank, if the others lose time to it."""
+    """Return the slowest rank; None if the other ranks hardly wait for it."""
     slowest = report.slowest_rank
     return None if slowest is None or slowest.cost < _LEAST_COST else slowest
 
