@@ -122,7 +122,9 @@ def masked_shards(folder: Path, rows: Rows, targets: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("targets", "batching"),
-    zip(CHOICES, cycle(POLICIES), strict=False),  # with every policy: see the definition of batches
+    list(
+        zip(CHOICES, cycle(POLICIES), strict=False)
+    ),  # with every policy: see the definition of batches
     ids=map(str, range(len(CHOICES))),
 )
 def test_loader_targets_equal_shards_made_with_that_mask(
