@@ -73,18 +73,30 @@ def size(sequence: list[Span]) -> int:
 
 
 @given(LENGTHS, POLICIES, STEP_SIZES, KEYS, st.booleans())
-def test_every_token_is_in_exactly_one_micro_batch(
+def test_every_token_is_in_one_micro_batch_of_equal_work_within_its_policy(
     lengths: np.ndarray, batching: Batching, step_size: int, key: int, shuffle: bool
 ) -> None:
-    sequences = sequences_of(planned(lengths, batching, step_size, key, shuffle))
-    tokens = Counter(
-        (row, at)
-        for sequence in sequences
-        for row, start, stop in sequence
-        for at in range(start, stop)
-    )
+    steps = planned(lengths, batching, step_size, key, shuffle)
+    spans = [span for sequence in sequences_of(steps) for span in sequence]
+    assert all(stop > start for _, start, stop in spans)
+    tokens = Counter((row, at) for row, start, stop in spans for at in range(start, stop))
     assert tokens == {(row, at): 1 for row, length in enumerate(lengths) for at in range(length)}
-    assert all(stop > start for sequence in sequences for _, start, stop in sequence)
+    for step in steps:
+        rows = [len(batch) for batch in step]
+        assert len(step) == min(step_size, sum(rows)), "a micro-batch is missing or has no row"
+        assert max(rows) - min(rows) <= 1
+        longest = [max(map(size, batch)) for batch in step]
+        if isinstance(batching, Packed):
+            assert max(rows) <= batching.batch_size
+            assert max(longest) <= batching.sequence_length
+            continue  # all sequences have one padded length
+        for count, length in zip(rows, longest, strict=True):
+            if isinstance(batching, Fixed):
+                assert count <= batching.batch_size
+            if isinstance(batching, Padded):
+                assert count * round_up(length, batching.multiple_of) <= batching.max_tokens
+        tokens_of = [sum(map(size, batch)) for batch in step]
+        assert max(tokens_of) - min(tokens_of) <= max(longest)
 
 
 @given(LENGTHS, POLICIES, STEP_SIZES, KEYS, st.integers(1, 4))
@@ -102,36 +114,6 @@ def test_parts_of_a_window_are_planned_alone_and_follow_each_other(
         ]
     made = plan_window(lengths, batching, step_size=step_size, draw=draw, parts=parts)
     assert spans_of(made) == alone
-
-
-@given(LENGTHS, POLICIES, STEP_SIZES, KEYS)
-def test_no_micro_batch_exceeds_its_policy(
-    lengths: np.ndarray, batching: Batching, step_size: int, key: int
-) -> None:
-    for step in planned(lengths, batching, step_size, key):
-        for batch in step:
-            longest = max(map(size, batch))
-            if isinstance(batching, Padded):
-                padded = round_up(longest, batching.multiple_of)
-                assert len(batch) * padded <= batching.max_tokens
-            else:
-                assert len(batch) <= batching.batch_size
-            if isinstance(batching, Packed):
-                assert longest <= batching.sequence_length
-
-
-@given(LENGTHS, POLICIES, STEP_SIZES, KEYS)
-def test_micro_batches_of_a_step_have_equal_work(
-    lengths: np.ndarray, batching: Batching, step_size: int, key: int
-) -> None:
-    for step in planned(lengths, batching, step_size, key):
-        rows = [len(batch) for batch in step]
-        assert len(step) == min(step_size, sum(rows)), "a micro-batch is missing or has no row"
-        assert max(rows) - min(rows) <= 1
-        if isinstance(batching, Packed):
-            continue  # all sequences have one padded length
-        tokens = [sum(map(size, batch)) for batch in step]
-        assert max(tokens) - min(tokens) <= max(size(sequence) for b in step for sequence in b)
 
 
 @given(LENGTHS, SORTED, STEP_SIZES, KEYS)
@@ -209,19 +191,6 @@ def test_split_sequences_are_full_and_join_into_whole_documents(
         if stop < lengths[row]:
             assert size(sequence) == batching.sequence_length
             assert (row, stop) in next_of
-
-
-@given(LENGTHS, SPLIT)
-def test_split_without_shuffling_is_plain_concatenation(
-    lengths: np.ndarray, batching: Packed
-) -> None:
-    tokens = [(row, at) for row, length in enumerate(lengths) for at in range(length)]
-    cut = batching.sequence_length
-    sequences = sequences_of(planned(lengths, batching, shuffle=False))
-    assert [
-        [(row, at) for row, start, stop in sequence for at in range(start, stop)]
-        for sequence in sequences
-    ] == [tokens[start : start + cut] for start in range(0, len(tokens), cut)]
 
 
 CROPPED, BALANCED = Packed(70, 2, long_rows="crop"), Packed(70, 2, balance_attention=True)

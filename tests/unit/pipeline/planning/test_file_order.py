@@ -1,17 +1,15 @@
 """`order`="file" delivers the rows of a data set one after the other, on any ranks."""
 
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.data_sets import random_rows, spans_of, write_rows
+from support.data_sets import spans_of
 from support.delivery import MakeDataset, Ranks, joined, open_loader, small_batches, spans
 
-from tokenfeed import Fixed, Mixture, Packed, Padded, Stage
+from tokenfeed import Fixed, Mixture, Packed, Padded
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.planning.batching import file_order, plan_window
@@ -149,26 +147,13 @@ def test_sources_of_a_mixture_keep_their_order_and_share(
     monkeypatch.setattr("tokenfeed.pipeline.format.shard_writer.BATCH_TOKENS", 150)
     folders = [make_dataset(LENGTHS[:count], num_shards=2) for count in (300, 120)]
     mixture: Any = Mixture({folders[0]: 1, folders[1]: 1})
-    stages: Any = [
-        Stage({folders[0]: 1, folders[1]: 3}, until_tokens=8_000),
-        Stage({folders[0]: 1, folders[1]: 1}, until_tokens=30_000),
-    ]
-    for data in (mixture, stages):
-        with open_loader(data, Packed(128, 4), order="file", window_tokens=6_000) as loader:
-            batches = [np.array([span[0] for span in spans(batch)]) for batch in loader]
-        rows = np.concatenate(batches)
-        for own in (rows[rows < 300], rows[rows >= 300]):
-            assert set(np.diff(own).tolist()) <= {0, 1, 1 - np.ptp(own) - 1}
-        both = [len({*(batch >= 300).tolist()}) == 2 for batch in batches]
-        assert np.mean(both) > 0.9
-
-
-def test_a_short_source_that_begins_again_stays_in_order(tmp_path: Path, small: None) -> None:
-    folder = write_rows(tmp_path / "few", {"train": random_rows(LENGTHS[:90])}, 1000, 1)
-    with open_loader([Stage({folder: 1}, until_tokens=9_000)], Fixed(4), **OPTIONS) as loader:  # type: ignore[arg-type]
-        rows = [row for batch in loader for row in batch.rows.tolist()]
-    assert all(after == (row + 1) % 90 for row, after in pairwise(rows))
-    assert len(rows) > 200
+    with open_loader(mixture, Packed(128, 4), order="file", window_tokens=6_000) as loader:
+        batches = [np.array([span[0] for span in spans(batch)]) for batch in loader]
+    rows = np.concatenate(batches)
+    for own in (rows[rows < 300], rows[rows >= 300]):
+        assert set(np.diff(own).tolist()) <= {0, 1, 1 - np.ptp(own) - 1}
+    both = [len({*(batch >= 300).tolist()}) == 2 for batch in batches]
+    assert np.mean(both) > 0.9
 
 
 def test_estimate_of_batches_knows_the_order(make_dataset: MakeDataset) -> None:

@@ -5,15 +5,12 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.data_sets import (
     VOCABULARY_SIZE,
     MakeDataset,
@@ -26,7 +23,6 @@ from support.delivery import POLICIES, Ranks, joined, open_loader, small_batches
 
 from tokenfeed import Fixed, Mixture, Padded
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.planning import length_bands
 from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.estimates import deviation, unmixed
 from tokenfeed.pipeline.planning.mixture import mix
@@ -76,25 +72,6 @@ def test_very_many_classes_take_no_memory_of_their_own() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20e6
-
-
-@given(st.data(), st.integers(1, 60), st.integers(1, 5))
-def test_label_variance_is_that_of_its_definition(data: st.DataObject, count: int, g: int) -> None:
-    label = np.array(data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count)))
-    label = np.unique(label, return_inverse=True)[1]
-    pieces = np.array(data.draw(st.permutations(range(count))))
-    inner = data.draw(st.sets(st.integers(1, count - 1), max_size=9)) if count > 1 else set()
-    edges = [0, *sorted(inner), count]
-    share = [float((label == value).mean()) for value in range(label.max() + 1)]
-    found = sum(
-        (float((label[pieces[start:stop]] == value).mean()) - p) ** 2 * (stop - start)
-        for start, stop in pairwise(edges)
-        for value, p in enumerate(share)
-    )
-    expected = (len(edges) - 1) * sum(p * (1 - p) for p in share)
-    ratio = found / expected if len(share) > 1 else 1.0
-    said = length_bands.label_variance(label, pieces, np.array(edges), g)
-    assert said == pytest.approx(1 + (ratio - 1) / g)
 
 
 def test_a_tiny_source_that_is_repeated_thousands_of_times_is_planned_at_once() -> None:

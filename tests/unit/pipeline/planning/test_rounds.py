@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.planning.batching import Rounds, deal_rounds
+from tokenfeed.pipeline.planning.batching import deal_rounds
 
 
 @st.composite
@@ -16,9 +16,6 @@ def windows(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
     sizes = draw(st.lists(st.integers(1, step_size), min_size=1, max_size=12))
     offsets = [0, *accumulate(sizes)]
     return np.array(offsets), step_size, draw(st.integers(0, offsets[-1] - 1))
-
-
-WORLD_SIZES = st.integers(1, 40)
 
 
 def slow_rounds(
@@ -35,22 +32,8 @@ def slow_rounds(
     return rounds
 
 
-def listed(rounds: Rounds) -> list[tuple[int, int]]:
-    return list(zip(rounds.starts.tolist(), rounds.ends.tolist(), strict=True))
-
-
-@given(windows(), WORLD_SIZES)
-def test_rounds_are_those_of_the_slow_definition(
-    window: tuple[np.ndarray, int, int], world_size: int
-) -> None:
-    offsets, step_size, first = window
-    rounds = deal_rounds(offsets, step_size, first=first, rank=0, world_size=world_size)
-    assert listed(rounds) == slow_rounds(offsets.tolist(), step_size, first, world_size)
-    assert (rounds.steps > 0).tolist() == [end in offsets for end in rounds.ends]
-
-
-@given(windows(), WORLD_SIZES)
-def test_ranks_together_take_every_micro_batch_once_and_in_order(
+@given(windows(), st.integers(1, 40))
+def test_rounds_of_ranks_are_the_slow_definition_and_take_every_micro_batch_once(
     window: tuple[np.ndarray, int, int], world_size: int
 ) -> None:
     offsets, step_size, first = window
@@ -58,12 +41,13 @@ def test_ranks_together_take_every_micro_batch_once_and_in_order(
         deal_rounds(offsets, step_size, first=first, rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
-    assert len({len(rounds.mine) for rounds in ranks}) == 1, "ranks differ in number of steps"
-    assert ranks[0].takes_all == (world_size == 1 and first == 0)
+    due = slow_rounds(offsets.tolist(), step_size, first, world_size)
     taken = np.transpose([rounds.mine for rounds in ranks])
     filler = np.transpose([rounds.filler for rounds in ranks])
     assert taken[~filler].tolist() == list(range(first, offsets[-1]))
-    for rank, rounds in enumerate(ranks):
-        assert listed(rounds) == listed(ranks[0])
-        assert not rank or np.array_equal(rounds.steps, ranks[0].steps)
+    for rounds in ranks:
+        assert list(zip(rounds.starts.tolist(), rounds.ends.tolist(), strict=True)) == due
+        assert rounds.takes_all == (world_size == 1 and first == 0)
+        assert (rounds.steps > 0).tolist() == [end in offsets for end in rounds.ends]
+        assert np.array_equal(rounds.steps, ranks[0].steps)
         assert np.array_equal(rounds.mine[rounds.filler], rounds.starts[rounds.filler])

@@ -1,13 +1,12 @@
 """What was delivered is counted the same, whoever delivers it and wherever it stops."""
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import MemoryReader, plan_in_memory, random_rows
 
@@ -186,13 +185,6 @@ def test_a_wrong_number_of_tokens_at_the_end_of_an_epoch_is_an_error() -> None:
 def saved(rounds: int = 5) -> tuple[Plan, dict[str, Any]]:
     plan, reader = planned(Padded(30))
     return plan, last(deliver(Delivered(plan), reader, rounds=rounds)).state()
-
-
-@settings(max_examples=20)
-@given(st.integers(0, 40))
-def test_a_state_survives_json(rounds: int) -> None:
-    plan, state = saved(rounds)
-    assert Delivered.from_state(plan, json.loads(json.dumps(state))).state() == state
 
 
 @pytest.mark.parametrize(
