@@ -351,15 +351,6 @@ def _resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def installed_engines() -> list[str]:
-    """Return names and versions of the installed engines."""
-    found = []
-    for name in ("tokenizers", "gigatoken"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return found
-
-
 _loaded: list[tuple[tuple[bytes, bool], Engine]] = []
 """Each engine, with the tokenizer.json and `splits_special`."""
 

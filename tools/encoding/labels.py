@@ -88,30 +88,26 @@ class CountLabels:
 
 def find_labels(
     units: tuple[Unit, ...],
-    fields: Fields,
-    field: str,
-    unusable: Callable[[dict[str, list[Any]]], dict[int, str]],
+    work: CountLabels,
     *,
     own: str,
-    counted_by: Callable[[CountLabels, tuple[Unit, ...]], Iterable[Counter[str]]] | None = None,
+    counted: Iterable[Counter[str]] | None = None,
 ) -> Labels:
     """Find every label of the corpus.
 
     Args:
         units: The corpus.
-        fields: The fields to read.
-        field: The field with the label or labels of a record.
-        unusable: Returns which records have fields that contradict each other.
-        own: The task's name for `field`, for errors.
-        counted_by: Counts the labels of units in any order. None: this process counts.
+        work: Counts the labels of a unit.
+        own: The task's name for the field with the labels, for errors.
+        counted: The labels of the units, in any order. None: this process counts.
 
     Raises:
         CorpusError: There is no label, there are too many different labels, or labels are of both
             kinds.
     """
-    work = CountLabels(fields, field, unusable)
+    fields, field = work.fields, work.field
     counts: Counter[str] = Counter()
-    for found in counted_by(work, units) if counted_by else map(work.of_unit, units):
+    for found in counted or map(work.of_unit, units):
         counts.update(found)
         if len(counts) > _MOST_LABELS:
             raise _too_many(field, _MORE_LABELS)

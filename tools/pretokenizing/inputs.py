@@ -126,14 +126,9 @@ class Inputs:
             self._check_usable()
         task, units = self.task, cut_units(self.corpus.sources, self.shard_bytes)
         if isinstance(task, Labelled):
-            labels = find_labels(
-                units,
-                task.fields,
-                task.label_field,
-                task.unusable,
-                own=task.own_label_field,
-                counted_by=lambda work, units: _counted(work, units, options.num_workers),
-            )
+            work = CountLabels(task.fields, task.label_field, task.unusable)
+            counted = _counted(work, units, options.num_workers)
+            labels = find_labels(units, work, own=task.own_label_field, counted=counted)
             task = dataclasses.replace(task, labels=onto.labels(labels) if onto else labels)
         return dataclasses.replace(self, units=units, task=task)
 

@@ -23,7 +23,7 @@ from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.chat import ChatTemplate, tokens_set_by
-from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, installed_engines, preload
+from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, preload
 from tokenfeed.tools.encoding.tasks import ChatEncoder
 from tokenfeed.tools.encoding.tokenizer import (
     TextTokenizer,
@@ -309,7 +309,6 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -
         "the chat template": (
             [xxhash.xxh3_64_hexdigest(chat.source.encode()), chat.variables] if chat else None
         ),
-        "the engines": installed_engines(),
         "the number of input files": len(states),
         "the bytes of the input": sum(source.bytes for source in sources),
         "the names, sizes and times of the input files": states_xxh3,

@@ -20,7 +20,7 @@ from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus, is_split_name
 from tokenfeed.tools.corpus.units import cut_units
-from tokenfeed.tools.encoding.labels import Labels, find_labels
+from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
 from tokenfeed.tools.encoding.tasks import ClassifyEncoder, TagEncoder
 from tokenfeed.tools.pretokenizing.options import Options
 
@@ -207,7 +207,7 @@ def labels_of(path: Path, rows: list[Any], fields: Any = None) -> Labels:
     (path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     units = cut_units(find(path, out=path / "out").sources, 10**9)
     fields = fields or {"text": FieldKind.TEXT, "label": FieldKind.LABEL}
-    return find_labels(units, fields, "label", lambda values: {}, own="label")
+    return find_labels(units, CountLabels(fields, "label", lambda values: {}), own="label")
 
 
 def labelled(*labels: Any) -> list[Any]:

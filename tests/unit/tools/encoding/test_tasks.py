@@ -29,7 +29,7 @@ from tokenfeed.tools.corpus.records import FieldKind, checker
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.engines import ReferenceEngine
-from tokenfeed.tools.encoding.labels import Labels, find_labels
+from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
 from tokenfeed.tools.encoding.tasks import (
     ClassifyEncoder,
     CompleteEncoder,
@@ -239,7 +239,8 @@ def label_names(
 ) -> tuple[str, ...]:
     corpus = find_corpus((str(folder),), out=folder / "out", field=field)
     units = cut_units(corpus.sources, 10**9)
-    return find_labels(units, {field: kind}, field, lambda values: {}, own="mood").names
+    work = CountLabels({field: kind}, field, lambda values: {})
+    return find_labels(units, work, own="mood").names
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:

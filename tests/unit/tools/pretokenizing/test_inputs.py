@@ -3,8 +3,6 @@
 import json
 import os
 import random
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from support.pretokenizing import make
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
-from tokenfeed.tools.corpus.units import Unit, cut_units
+from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.labels import CountLabels, find_labels
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
@@ -92,11 +90,8 @@ def test_labels_counted_by_units_in_any_order_are_the_same(tmp_path: Path) -> No
     assert len(units) > 5
     fields = {"text": FieldKind.TEXT, "label": FieldKind.LABEL}
 
-    def shuffled(work: CountLabels, units: tuple[Unit, ...]) -> Iterable[Counter[str]]:
-        return map(work.of_unit, random.Random(0).sample(units, len(units)))
-
-    plain = find_labels(units, fields, "label", lambda values: {}, own="label")
+    work = CountLabels(fields, "label", lambda values: {})
+    plain = find_labels(units, work, own="label")
     assert plain.names == tuple(f"k{number}" for number in range(10))
-    assert plain == find_labels(
-        units, fields, "label", lambda values: {}, own="label", counted_by=shuffled
-    )
+    shuffled = map(work.of_unit, random.Random(0).sample(units, len(units)))
+    assert plain == find_labels(units, work, own="label", counted=shuffled)

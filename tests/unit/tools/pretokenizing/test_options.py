@@ -110,6 +110,13 @@ def test_wrong_words_are_one_line(
         ("--max-rejects 1 --strict", "`--max-rejects` 1 and `--strict`: leave one of them out."),
         ("--tokenizer=", "`--tokenizer` is empty: expected text. Is a shell variable unset?"),
         ("--strict=yes", "`--strict`: takes no value."),
+        (
+            "--tokenizer t --vocab-size 400",
+            "`--vocab-size` 400: is for a tokenizer that is trained",
+        ),
+        ("--tokenizer t --seed 7", "`--seed` 7: is for a tokenizer that is trained"),
+        ("--seed -1", "`--seed`: expected a whole number of at least 0, got -1"),
+        (f"--seed {2**63}", "`--seed`: expected below 2**63"),
         ("--shard-size 5G", "`--shard-size` '5G': expected a size like 256MB, or auto."),
     ],
 )

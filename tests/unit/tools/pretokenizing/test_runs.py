@@ -114,21 +114,6 @@ def check(tokenizer: str | None = None, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"tokenizer": "t", "vocab_size": 400}, "`--vocab-size` 400: is for a tokenizer that is"),
-        ({"tokenizer": "t", "seed": 7}, "`--seed` 7: is for a tokenizer that is trained"),
-        ({"seed": -1}, "`--seed`: expected a whole number of at least 0, got -1"),
-        ({"seed": 2**63}, "`--seed`: expected below 2**63"),
-    ],
-)
-def test_an_option_without_a_meaning_is_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check(**options)
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("task", "field", "words"),
     [
         ("lm", ["pair=b"], "`--task lm` reads: text."),
