@@ -182,21 +182,17 @@ def _added_token_texts(tokenizer: TextTokenizer) -> list[str]:
 
 
 def sample_texts(units: tuple[Unit, ...], fields: Fields, seed: int) -> list[bytes]:
-    """Return hundreds of texts from all parts of the corpus, at most 256 kB. Most are cut."""
+    """Return the beginnings of hundreds of texts from all parts of the corpus, at most 256 kB."""
     parts = [part for unit in units for part in unit.parts]
     if not parts:
         return []
     corpus_bytes = int(sum(unit.weight_bytes for unit in units))
-    room = min(_TEXTS_BYTES, corpus_bytes // _SAMPLED_PART)
+    longest = max(1, min(_TEXTS_BYTES, corpus_bytes // _SAMPLED_PART) // _TEXTS)
     random.Random(seed).shuffle(parts)
     each = ceil_div(_TEXTS, min(len(parts), _PARTS))
-    longest, left = max(1, room // 2 // _TEXTS), room // 2
     texts: list[bytes] = []
     for part in fetched_ahead(parts):
-        for text in islice(read_texts(part, fields), each):
-            is_whole = longest < len(text) <= left
-            left -= len(text) if is_whole else 0
-            texts.append(text if is_whole else beginning(text, longest))
+        texts += [beginning(text, longest) for text in islice(read_texts(part, fields), each)]
         if len(texts) >= _TEXTS:
             break
     return texts

@@ -11,7 +11,7 @@ import logging
 import time
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
-from tokenfeed.pipeline.format.manifest import REJECTS_FILE, TOKENIZER_FILE, Manifest
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.encoding.record_blocks import UnitResult
@@ -113,7 +113,6 @@ def make_rows(
     skipped_known = onto.skipped if onto else 0
     if state == "finished":
         manifest, num_units = recognise(output, listed.recipe)
-        _check_rejects(options, manifest)
         logger.info("already finished: the same command and input made this data set")
         return manifest, Figures(
             listed.finished_tokenizer(),
@@ -136,18 +135,6 @@ def make_rows(
         new_bytes=manifest.ledger.bytes - resumed_bytes,
         tokenizer_seconds=run.tokenizer_seconds,
     )
-
-
-def _check_rejects(options: Options, manifest: Manifest) -> None:
-    """Check the number of rejects of a finished data set against the limit of this command."""
-    allowed, rejected = options.allowed_rejects, manifest.ledger.rejected
-    if allowed is not None and rejected > allowed:
-        limit = f"`--max-rejects {allowed}`" if allowed else "`--strict`"
-        raise CorpusError(
-            f"{options.output}: this data set is finished, with {rejected:,} rejected, and {limit} "
-            f"allows fewer: {REJECTS_FILE} there names them. Leave it out, or mend the records and "
-            "give another folder."
-        )
 
 
 def _text_bytes(records: RunRecords) -> int:

@@ -12,7 +12,7 @@ import pytest
 from support.data_sets import files_of
 from support.pretokenizing import interrupt, make
 
-from tokenfeed.pipeline.errors import ConfigError, CorpusError, ManifestError
+from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.corpus.records import FieldKind
@@ -180,15 +180,3 @@ def test_a_finished_data_set_that_has_lost_a_file_is_not_called_finished(
                 make(corpus, out, tokenizer)
         (out / name).write_bytes(content)
     assert make(corpus, out, tokenizer).already_finished
-
-
-def test_a_finished_data_set_is_held_to_the_rejects_that_are_allowed_now(
-    corpus: Path, tmp_path: Path, tokenizer: Path
-) -> None:
-    out = tmp_path / "out"
-    assert make(corpus, out, tokenizer).rejected == 2
-    assert make(corpus, out, tokenizer, max_rejects=2).already_finished
-    with pytest.raises(CorpusError, match="with 2 rejected, and `--max-rejects 1` allows fewer"):
-        make(corpus, out, tokenizer, max_rejects=1)
-    with pytest.raises(CorpusError, match="and `--strict` allows fewer"):
-        make(corpus, out, tokenizer, strict=True)
