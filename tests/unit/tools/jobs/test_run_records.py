@@ -196,8 +196,7 @@ def test_rejects_are_kept_in_files_not_in_records(
     (lines / "lines.jsonl").write_text(good + '{"text": 1}\n' * 500)
     out = tmp_path / "out"
     interrupt(lines, out, tokenizer)
-    kept = [json.loads(file.read_bytes()) for file in (out / ".parts").glob("0*.json")]
-    assert 0 < sum(len(record["result"]["rejects"]) for record in kept) < 20
+    assert all(file.stat().st_size < 4000 for file in (out / ".parts").glob("0*.json"))
     make(lines, out, tokenizer)
     rejects = [json.loads(line) for line in (out / "rejects.jsonl").read_bytes().splitlines()]
     assert [reject["record"] for reject in rejects] == list(range(170, 670))
