@@ -12,7 +12,6 @@ import io
 import json
 import lzma
 import shutil
-import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,27 +23,20 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 import zstandard
 from fuzz.mutations import Layer
 from pyarrow import ipc
-from support.checkpoints import assert_same, make_state, save
+from support.checkpoints import assert_same, make_state, save, sealed_content
 from support.corpora import read_sources, texts
-from support.data_sets import byte_tokenizer, random_rows, write_rows
+from support.data_sets import byte_tokenizer, random_rows, sealed_manifest, write_rows
 from support.delivery import open_loader
 from support.token_rows import mds_shard, write_datatrove, write_litdata
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.manifest import CHECKSUM_KEY, Manifest, ShardInfo, canonical
+from tokenfeed.pipeline.format import shard
+from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo
 from tokenfeed.pipeline.format.rows import Rows, batch_buffers, column_kinds, offsets_of
 from tokenfeed.pipeline.format.schema import shard_schema
-from tokenfeed.pipeline.format.shard import (
-    FIRST_ROW_KEY,
-    UNDECODABLE,
-    ExpectedShard,
-    ShardReader,
-    batch_checksums,
-)
 from tokenfeed.pipeline.format.shard_ranges import RangedShard
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.pipeline.format.store import open_store
@@ -55,7 +47,6 @@ from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.data_sets.adopt import adopt
 from tokenfeed.tools.data_sets.explain import Explain
 from tokenfeed.tools.data_sets.export import Format, export_data_set
-from tokenfeed.tools.data_sets.foreign import open_tokens
 from tokenfeed.tools.data_sets.verify import find_problems
 from tokenfeed.tools.encoding.tiktoken_files import KNOWN, tiktoken_to_json
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -64,6 +55,7 @@ from tokenfeed.trainer.data.datasets import as_tokenizer
 
 _TEXTS, _SIZE = [text[:90] for text in texts(6)], 64
 """The texts of corpora, and the size of the vocabulary. Small files take less time."""
+_TOKENIZER = byte_tokenizer(_TEXTS, vocabulary_size=_SIZE).to_str().encode()
 
 
 class Wrong(Exception):
@@ -83,23 +75,22 @@ class Parser:
     """What is below the checksums and the compression of a file, by its name."""
 
 
-def _sealed(key: str, encode: Callable[[Any], bytes], content: dict[str, Any]) -> bytes:
-    content.pop(key, None)
-    return json.dumps({key: xxhash.xxh3_64_hexdigest(encode(content))} | content).encode()
+def _files(files: dict[str, bytes]) -> Callable[[Path], Sequence[str]]:
+    """Return what writes some files. The first of them is mutated."""
 
+    def make(folder: Path) -> Sequence[str]:
+        for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+        return [*files][:1]
 
-_seal_manifest = partial(_sealed, CHECKSUM_KEY, canonical)
-_seal_checkpoint = partial(_sealed, "xxh3", lambda content: json.dumps(content).encode() + b"\n")
+    return make
 
 
 def _seal_state(content: dict[str, Any]) -> bytes:
     with contextlib.suppress(ValueError, zlib.error):  # refused before its checksum is compared
         content = resealed(content)
     return json.dumps(content).encode()
-
-
-def _tokenizer() -> bytes:
-    return byte_tokenizer(_TEXTS, vocabulary_size=_SIZE).to_str().encode()
 
 
 def _data_set(folder: Path) -> Path:
@@ -112,7 +103,7 @@ def _data_set(folder: Path) -> Path:
     writer = "tokenfeed.pipeline.format.shard_writer"
     codecs = mock.patch(f"{writer}.pa.Codec", side_effect=[pa.Codec("zstd"), None])
     with codecs, mock.patch(f"{writer}.BATCH_TOKENS", 50):
-        return write_rows(folder / "set", splits, _SIZE, tokenizer=_tokenizer())
+        return write_rows(folder / "set", splits, _SIZE, tokenizer=_TOKENIZER)
 
 
 _manifest = cache(Manifest.read)
@@ -120,10 +111,10 @@ _manifest = cache(Manifest.read)
 
 def _batches(folder: Path, manifest: Manifest, info: ShardInfo) -> list[tuple[Rows, int]]:
     """Read every record batch of a shard as a local file, and by ranges as from a store."""
-    reader = ShardReader.open(folder, manifest, info)
+    reader = shard.ShardReader.open(folder, manifest, info)
     found = [reader.read(number) for number in range(info.batches)]
     whole = open_store(folder).open(info.file, info.bytes).read()
-    expected = ExpectedShard.of(info.file, info, _SIZE, manifest.columns, None)
+    expected = shard.ExpectedShard.of(info.file, info, _SIZE, manifest.columns, None)
     ranged = RangedShard.from_end(expected, whole)
     for number, (rows, _) in enumerate(found):
         start, length = ranged.span(number, 1)
@@ -141,12 +132,13 @@ def _ids(folder: Path, manifest: Manifest) -> list[bytes]:
 def _with_checksums(name: str, data: bytes) -> bytes:
     """Return a damaged shard with right checksums of its damaged record batches."""
     schema = shard_schema(_SIZE, ())
-    with contextlib.suppress(*UNDECODABLE):
+    with contextlib.suppress(*shard.UNDECODABLE):
         reader = ipc.open_file(data)
         for number in range(3 if reader.schema.equals(schema) else 0):
             batch, metadata = reader.get_batch_with_custom_metadata(number)
-            buffers, row = batch_buffers(batch, column_kinds(schema)), int(metadata[FIRST_ROW_KEY])
-            for key, checksum in batch_checksums(name, number, row, buffers).items():
+            buffers = batch_buffers(batch, column_kinds(schema))
+            row = int(metadata[shard.FIRST_ROW_KEY])
+            for key, checksum in shard.batch_checksums(name, number, row, buffers).items():
                 data = data.replace(metadata[key], checksum)
     return data
 
@@ -170,15 +162,10 @@ def _read_shard(folder: Path, file: str) -> None:
     ids, are_sealed = b"", True
     for number, (rows, first_row) in enumerate(_batches(folder / "set", manifest, info)):
         buffers = {"": offsets_of(rows.lengths).astype(np.int32), "input_ids": rows.ids}
-        (checksum,) = batch_checksums(info.file, number, first_row, buffers).values()
+        (checksum,) = shard.batch_checksums(info.file, number, first_row, buffers).values()
         ids, are_sealed = ids + rows.ids.tobytes(), are_sealed and checksum in data
     if ids not in (folder / "expected").read_bytes() and not are_sealed:
         raise Wrong("a damaged shard gave tokens without their checksums")
-
-
-def _make_manifest(folder: Path) -> Sequence[str]:
-    _make_shard(folder)
-    return ["set/manifest.json"]
 
 
 def _read_manifest(folder: Path, _: str) -> None:
@@ -189,8 +176,7 @@ def _read_manifest(folder: Path, _: str) -> None:
 
 
 def _verify(folder: Path, _: str) -> None:
-    manifest = Manifest.read(folder / "set")
-    for problem in find_problems(folder / "set", manifest):
+    for problem in find_problems(folder / "set", Manifest.read(folder / "set")):
         if "\n" in problem:
             raise Wrong(f"a problem of two lines: {problem!r}")
 
@@ -244,7 +230,7 @@ def _read_checkpoint(folder: Path, file: str) -> None:
         content = json.loads((folder / "valid.json").read_bytes())
         if is_sealed := zlib.crc32(path.read_bytes()) % 8 > 0:
             content["files"] = {path.name: file_xxh3(path)}
-        path.with_name("checkpoint.json").write_bytes(_seal_checkpoint(content))
+        path.with_name("checkpoint.json").write_bytes(sealed_content(content))
     checkpoint = Checkpoints(folder / "checkpoints").open()
     with contextlib.suppress(*DAMAGE):  # `resume` explains these
         found = checkpoint.read()
@@ -252,7 +238,7 @@ def _read_checkpoint(folder: Path, file: str) -> None:
             assert_same(found, make_state(1))
 
 
-_LAYERS = {
+LAYERS = {
     "gz": Layer(gzip.decompress, partial(gzip.compress, mtime=0)),
     "bz2": Layer(bz2.decompress, partial(bz2.compress, compresslevel=1)),
     "xz": Layer(lzma.decompress, partial(lzma.compress, preset=0)),
@@ -260,7 +246,13 @@ _LAYERS = {
         zstandard.ZstdDecompressor().decompress,
         zstandard.ZstdCompressor(write_checksum=True).compress,
     ),
+    "json": Layer(json.loads, lambda content: json.dumps(content).encode()),
+    "tiktoken": Layer(
+        lambda data: data.decode().splitlines(keepends=True),
+        lambda lines: "".join(lines).encode("utf-8", "surrogatepass"),
+    ),
 }
+"""By the ending of the name, for files without an own layer."""
 
 _INDEXES: dict[Format, tuple[str, ...]] = {
     "megatron": ("train.bin", "train.idx"),
@@ -270,9 +262,7 @@ _INDEXES: dict[Format, tuple[str, ...]] = {
 }
 
 
-@cache
-def _loaded(path: Path) -> TextTokenizer:
-    return TextTokenizer.load(path.read_bytes(), origin="it")
+_loaded = cache(lambda path: TextTokenizer.load(path.read_bytes(), origin="it"))
 
 
 def _index(to: Format) -> Parser:
@@ -286,11 +276,6 @@ def _index(to: Format) -> Parser:
         shutil.rmtree(made)
         return [f"foreign/{name}" for name in _INDEXES[to]]
 
-    def read_index(folder: Path, _: str) -> None:
-        path = folder / "foreign" / _INDEXES[to][0]
-        tokens = open_tokens(str(path), _loaded(folder / "tokenizer.json"))
-        tokens.ids(0, sum(int(lengths.sum()) for lengths in tokens.lengths()))
-
     def read(folder: Path, _: str) -> None:
         shutil.rmtree(folder / "out", ignore_errors=True)
         path = folder / "foreign" / _INDEXES[to][0]
@@ -300,17 +285,15 @@ def _index(to: Format) -> Parser:
         if b"".join(_ids(folder / "out", Manifest.read(folder / "out"))) not in path.read_bytes():
             raise Wrong("the adopted tokens are not those of the file")
 
-    layers = {"foreign/train.csv.gz": _LAYERS["gz"]}
-    return Parser(make, [read_index, read], layers)
+    return Parser(make, [read])
 
 
 def _make_stitched(folder: Path) -> Sequence[str]:
-    files = _index("olmo").make(folder)
-    manifest = adopt(
-        [str(folder / files[0])], str(folder / "set"), _loaded(folder / "tokenizer.json")
-    )
-    (folder / "expected").write_bytes(b"".join(_ids(folder / "set", manifest)))
-    return [str(path.relative_to(folder)) for path in (folder / "set/train").iterdir()]
+    tokens, _ = _index("olmo").make(folder)
+    out, tokenizer = folder / "set", _loaded(folder / "tokenizer.json")
+    ids = _ids(out, adopt([str(folder / tokens)], str(out), tokenizer))
+    (folder / "expected").write_bytes(b"".join(ids))
+    return [f"set/{_SHARDS[0]}.stitched"]
 
 
 _LINES = "".join(
@@ -350,16 +333,6 @@ _CORPORA = {
 }
 
 
-def _make_corpus(name: str) -> Parser:
-    def make(folder: Path) -> Sequence[str]:
-        (folder / name).write_bytes(_CORPORA[name])
-        return [name]
-
-    ending = name.rpartition(".")[2]
-    layers = {name: _LAYERS[ending]} if ending in _LAYERS else {}
-    return Parser(make, [_read_corpus], layers)
-
-
 @cache
 def _found(path: Path, field: str = "text") -> list[InputFile]:
     found = find_corpus(
@@ -386,15 +359,6 @@ def _read_corpus(folder: Path, file: str) -> bool:
     if any("\n" in reason for reason in bad.values()):
         raise Wrong(f"a reason of two lines: {bad!r}")
     return bool(good)
-
-
-def _make_saved(folder: Path) -> Sequence[str]:
-    (folder / "saved").mkdir()
-    (folder / "saved/data-0.arrow").write_bytes(_CORPORA["b.arrow"])
-    (folder / "saved/dataset_info.json").write_text("{}")
-    content = {"_data_files": [{"filename": "data-0.arrow"}], "_split": "train"}
-    (folder / "saved/state.json").write_text(json.dumps(content))
-    return ["saved/state.json"]
 
 
 def _token_rows(write: Callable[[Path, list[list[int]]], None], name: str) -> Parser:
@@ -424,11 +388,6 @@ def _token_rows(write: Callable[[Path, list[list[int]]], None], name: str) -> Pa
     return Parser(make, [read])
 
 
-def _make_tokenizer(folder: Path) -> Sequence[str]:
-    (folder / "tokenizer.json").write_bytes(_tokenizer())
-    return ["tokenizer.json"]
-
-
 def _read_tokenizer(folder: Path, _: str) -> None:
     content = (folder / "tokenizer.json").read_bytes()
     with contextlib.suppress(ConfigError):
@@ -439,61 +398,30 @@ def _read_tokenizer(folder: Path, _: str) -> None:
     assert tokenizer.end_id is None or tokenizer.has_template in (True, False)
 
 
-def _make_tiktoken(folder: Path) -> Sequence[str]:
-    tokens = [*(bytes([byte]) for byte in range(256)), b"ab", b"abc"]
-    lines = [[base64.b64encode(token).decode(), rank] for rank, token in enumerate(tokens)]
-    (folder / "a.tiktoken").write_bytes(_tiktoken(["", *lines])[1:])
-    return ["a.tiktoken"]
-
-
-def _tiktoken(parts: list[Any]) -> bytes:
-    lines = [parts[0], *(f"{token} {rank}" for token, rank in parts[1:]), ""]
-    return "\n".join(lines).encode("utf-8", "surrogatepass")
-
-
 def _read_tiktoken(folder: Path, _: str) -> None:
     known = dict.fromkeys(range(1000), KNOWN[50_256])
     json_bytes = tiktoken_to_json((folder / "a.tiktoken").read_bytes(), "tokenizer", known)
     TextTokenizer.load(json_bytes, origin="tokenizer")
 
 
-def _tiktoken_lines(data: bytes) -> list[Any]:
-    """Return a text of all lines but the last four, and the token and rank of these."""
-    *most, last = data.decode().rsplit("\n", 5)[0], data.split(b"\n")[-5:-1]
-    return [*most, *([token.decode(), int(rank)] for token, rank in map(bytes.split, last))]
-
-
-def _header_layer(begin: bytes, length: str) -> Layer:
-    """Return the layer of a file that begins with the length of a header of JSON."""
-    first = len(begin) + struct.calcsize(length)
-
-    def parts(data: bytes) -> dict[str, Any]:
-        end = first + struct.unpack_from(length, data, len(begin))[0]
-        return {"header": json.loads(data[first:end]), "rest": data[end:].decode("latin-1")}
-
-    def whole(parts: dict[str, Any]) -> bytes:
-        header = json.dumps(parts["header"]).encode()
-        return begin + struct.pack(length, len(header)) + header + parts["rest"].encode("latin-1")
-
-    return Layer(parts, whole)
-
-
-_STEP = "checkpoints/step-00000001"
+_SAVED = {
+    "saved/state.json": b'{"_data_files": [{"filename": "data-0.arrow"}], "_split": "train"}',
+    "saved/data-0.arrow": _CORPORA["b.arrow"],
+    "saved/dataset_info.json": b"{}",
+}
+_TOKENS = [*(bytes([byte]) for byte in range(256)), b"ab", b"abc"]
+_RANKS = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(_TOKENS)]
 PARSERS = {
     "shard": Parser(
         _make_shard,
         [_read_shard],
         {f"set/{name}": Layer(bytes, partial(_with_checksums, name)) for name in _SHARDS},
     ),
-    "stitched": Parser(
-        _make_stitched,
-        [_read_shard],
-        {f"set/{_SHARDS[0]}.stitched": _header_layer(b"tokenfeed stitched 1\n", "<I")},
-    ),
+    "stitched": Parser(_make_stitched, [_read_shard]),
     "manifest": Parser(
-        _make_manifest,
+        lambda folder: _make_shard(folder) and ["set/manifest.json"],
         [_read_manifest, _verify, _load],
-        {"set/manifest.json": Layer(json.loads, _seal_manifest)},
+        {"set/manifest.json": Layer(json.loads, sealed_manifest)},
     ),
     "state": Parser(
         _make_state,
@@ -503,25 +431,14 @@ PARSERS = {
     "checkpoint": Parser(
         _make_checkpoint,
         [_read_checkpoint],
-        {
-            f"{_STEP}/checkpoint.json": Layer(json.loads, _seal_checkpoint),
-            f"{_STEP}/state-0.safetensors": _header_layer(b"", "<Q"),
-        },
+        {"checkpoints/step-00000001/checkpoint.json": Layer(json.loads, sealed_content)},
     ),
     **{to: _index(to) for to in _INDEXES},
-    "tokenizer": Parser(
-        _make_tokenizer,
-        [_read_tokenizer],
-        {"tokenizer.json": Layer(json.loads, lambda content: json.dumps(content).encode())},
-    ),
-    "tiktoken": Parser(
-        _make_tiktoken,
-        [_read_tiktoken],
-        {"a.tiktoken": Layer(_tiktoken_lines, _tiktoken)},
-    ),
-    "saved": Parser(_make_saved, [_read_corpus]),
+    "tokenizer": Parser(_files({"tokenizer.json": _TOKENIZER}), [_read_tokenizer]),
+    "tiktoken": Parser(_files({"a.tiktoken": "".join(_RANKS).encode()}), [_read_tiktoken]),
+    "saved": Parser(_files(_SAVED), [_read_corpus]),
     "litdata": _token_rows(partial(write_litdata, chunk_rows=40), "chunk-0-0.bin"),
     "datatrove rows": _token_rows(write_datatrove, "0.ds"),
-    **{name: _make_corpus(name) for name in _CORPORA},
+    **{name: Parser(_files({name: data}), [_read_corpus]) for name, data in _CORPORA.items()},
 }
 """By name: `python -m tests.fuzz --parser NAME`."""

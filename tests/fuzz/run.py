@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any
 
 from fuzz.mutations import mutated
-from fuzz.parsers import PARSERS, Parser
+from fuzz.parsers import LAYERS, PARSERS, Parser
 
 from tokenfeed.pipeline.errors import TokenfeedError
 
@@ -40,17 +40,18 @@ _AT_ONCE, _TRACED = 100_000, 200
 traces allocations: this takes five times as long. A process traces always or never, because
 `tracemalloc.stop` of Python 3.11 crashes if another thread is alive. The peak of resident memory is
 read for every mutation."""
-_SHOWN = 20
-"""Findings that are printed for each process."""
 _IN_MEMORY = "/dev/shm"
-"""Files are written here if it exists: a file system on a disk takes a hundred times as long."""
-
+"""Files are written here, because a file system on a disk takes a hundred times as long."""
 
 os.environ["RUST_BACKTRACE"] = "0"  # a backtrace of a panic takes megabytes of symbols
 
 
 class _Hang(BaseException):
     """A parser takes too long."""
+
+    @classmethod
+    def stop(cls, number: int, frame: FrameType | None) -> None:
+        raise cls(f"no result after {_HANG_S} s")
 
 
 class Fuzzer:
@@ -65,7 +66,7 @@ class Fuzzer:
         self._valid = {file: (folder / file).read_bytes() for file in self.files}
         self._changed = self.files[0]
         """The only file that may differ from the valid one."""
-        signal.signal(signal.SIGALRM, _interrupt)
+        signal.signal(signal.SIGALRM, _Hang.stop)
         self._clear_refs = os.open("/proc/self/clear_refs", os.O_WRONLY)
         self._bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
@@ -73,7 +74,8 @@ class Fuzzer:
         """Return a file to mutate and its new content."""
         draw = random.Random(f"{self.name} {number}")
         file = draw.choice(self.files)
-        return file, mutated(draw, self._valid[file], self._parser.layers.get(file))
+        layer = self._parser.layers.get(file) or LAYERS.get(file.rpartition(".")[2])
+        return file, mutated(draw, self._valid[file], layer)
 
     def try_mutation(self, number: int) -> tuple[str, str]:
         """Read one mutation; return one of `_OUTCOMES`, and a broken promise."""
@@ -145,10 +147,6 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:200]!r} at {where}"
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise _Hang(f"no result after {_HANG_S} s")
-
-
 _OUTCOMES = ("same", "unread", "rejected", "accepted")
 """Of a mutation: it changes nothing; a first check rejects it; a later one; a reader accepts it."""
 _FIRST_CHECKS = re.compile(
@@ -165,7 +163,6 @@ def _try_all(
 ) -> None:
     if is_traced:
         tracemalloc.start()
-    logging.getLogger("tokenfeed").setLevel(logging.CRITICAL)
     fuzzer = Fuzzer(name, folder)
     gc.freeze()  # what was imported is not searched for garbage again and again
     for number in numbers:
@@ -217,14 +214,12 @@ def _fuzz(name: str, folder: Path, first: int, count: int, until: float) -> list
         some, found, number = _run_apart(name, place, numbers, until, is_traced=False)
         found += traced
         counts += some
-        print("".join(f"{finding}\n" for finding in found[:_SHOWN]), end="", flush=True)
+        print("".join(f"{finding}\n" for finding in found[:20]), end="", flush=True)
         findings += found
-    seconds = time.monotonic() - started
-    processor = _processor_s() - before
+    seconds, processor = time.monotonic() - started, _processor_s() - before
     outcomes = ", ".join(f"{name} {number:,}" for name, number in sorted(counts.items()))
-    total = counts.total()
     print(
-        f"{name}: mutations {total:,} ({outcomes}), findings {len(findings):,}, "
+        f"{name}: mutations {counts.total():,} ({outcomes}), findings {len(findings):,}, "
         f"{seconds:.0f} s, {processor:.0f} s of processor time"
     )
     return findings
@@ -242,8 +237,7 @@ def main() -> None:
     import_module("torch.distributed.checkpoint.hf_storage")  # takes seconds in each process
     names = options.parser or list(PARSERS)
     each, is_broken = 60 * options.minutes / len(names), False
-    in_memory = _IN_MEMORY if Path(_IN_MEMORY).is_dir() else None
-    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
+    with tempfile.TemporaryDirectory(dir=_IN_MEMORY) as folder:
         for name in names:
             until = time.monotonic() + each
             found = _fuzz(name, Path(folder, name), options.first, options.count, until)

@@ -1,11 +1,13 @@
 """What tests of checkpoints share: small ones, and saves that are waited for."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from support.training import make_config
 from tokenfeed.trainer.checkpoints.async_saver import Saver
@@ -48,6 +50,13 @@ def save(folder: Path, step: int, state: State | None = None, keep: int = 2) -> 
     saver.save(make_meta(step), make_state(step) if state is None else state)
     saver.wait()
     return Checkpoints(folder).path(step)
+
+
+def sealed_content(content: dict[str, Any]) -> bytes:
+    """A checkpoint.json with the checksum of its content."""
+    content = {key: value for key, value in content.items() if key != "xxh3"}
+    whole = json.dumps(content).encode() + b"\n"
+    return json.dumps({"xxh3": xxhash.xxh3_64_hexdigest(whole)} | content).encode()
 
 
 def names_in(folder: Path) -> list[str]:

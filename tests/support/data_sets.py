@@ -9,16 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from support.commands import run
 from tokenfeed.pipeline.format.manifest import (
+    CHECKSUM_KEY,
     FileInfo,
     Manifest,
     RecordCounts,
     ShardInfo,
     SplitInfo,
     TokenizerInfo,
+    canonical,
     length_histogram,
 )
 from tokenfeed.pipeline.format.rows import Rows
@@ -283,6 +286,13 @@ def grown_by(folder: Path, part: Path) -> Manifest:
 
 
 DOCUMENTS = [f"document {index}: déjà vu 漢字 🎉\n" * (index + 1) for index in range(120)]
+
+
+def sealed_manifest(content: dict[str, Any]) -> bytes:
+    """A manifest.json with the checksum of its content."""
+    content = {key: value for key, value in content.items() if key != CHECKSUM_KEY}
+    checksum = xxhash.xxh3_64_hexdigest(canonical(content))
+    return json.dumps(content | {CHECKSUM_KEY: checksum}).encode()
 
 
 def byte_tokenizer(

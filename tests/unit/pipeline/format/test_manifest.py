@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.data_sets import sealed_manifest
 
 from tokenfeed.pipeline.errors import ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest, length_histogram
@@ -99,10 +99,8 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the manifest, with the checksum that fits."""
     path = folder / "manifest.json"
     content = json.loads(path.read_text())
-    del content["manifest_xxh3"]
     change(content)
-    packed = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    path.write_text(json.dumps(content | {"manifest_xxh3": xxhash.xxh3_64_hexdigest(packed)}))
+    path.write_bytes(sealed_manifest(content))
 
 
 def set_column(content: dict[str, Any], **changes: str) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 from support.commands import call
-from support.data_sets import DOCUMENTS
+from support.data_sets import DOCUMENTS, sealed_manifest
 from support.stores import keep_in_memory
 from tokenizers import Tokenizer, models
 
-from tokenfeed.pipeline.format.manifest import CHECKSUM_KEY, FileInfo, Manifest, canonical
+from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.data_sets.cat import Cat
 from tokenfeed.tools.data_sets.verify import Verify, find_problems
@@ -200,11 +199,7 @@ def test_inspect_shows_splits_lengths_and_ledger(documents: Path) -> None:
 
 def test_verify_finds_an_unknown_task(out: Path) -> None:
     path = out / "manifest.json"
-    content = json.loads(path.read_bytes())
-    del content[CHECKSUM_KEY]
-    content["task"] = "dance"
-    checksum = xxhash.xxh3_64_hexdigest(canonical(content))
-    path.write_text(json.dumps(content | {CHECKSUM_KEY: checksum}))
+    path.write_bytes(sealed_manifest(json.loads(path.read_bytes()) | {"task": "dance"}))
     said = shards("verify", out, expect=1)
     assert f"{path}: names the unknown task 'dance', expected one of lm, " in said
 

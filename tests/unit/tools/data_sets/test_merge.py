@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 from support.commands import call, run
-from support.data_sets import corpus_rows, files_of, grown_by
+from support.data_sets import corpus_rows, files_of, grown_by, sealed_manifest
 from support.object_server import Remote
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
-from tokenfeed.pipeline.format.manifest import CHECKSUM_KEY, Manifest, canonical
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools import shards
@@ -121,14 +120,11 @@ def _files_in_train(folder: Path) -> list[str]:
 def without_new_keys(folder: Path) -> Manifest:
     """The manifest as a reader sees it that ignores the keys of a merge."""
     content = json.loads((folder / "manifest.json").read_text())
-    del content[CHECKSUM_KEY]
     for split in content["splits"].values():
         for shard in split["shards"]:
             shard.pop("named", None)
             shard.pop("first_source", None)
-    checksum = xxhash.xxh3_64_hexdigest(canonical(content))
-    raw = json.dumps(content | {CHECKSUM_KEY: checksum}).encode()
-    return Manifest.decoded(raw, "manifest.json")
+    return Manifest.decoded(sealed_manifest(content), "manifest.json")
 
 
 def test_reader_without_first_source_rejects_merged_shards(

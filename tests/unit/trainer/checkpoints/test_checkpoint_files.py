@@ -23,6 +23,7 @@ from support.checkpoints import (
     names_in,
     open_saver,
     save,
+    sealed_content,
 )
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
@@ -228,17 +229,14 @@ def test_checkpoint_of_another_step_is_refused(folder: Path) -> None:
         load(folder)
 
 
-def _seal(path: Path, files: dict[str, str]) -> None:
+def _list_files(path: Path, files: dict[str, str]) -> None:
     """Write another list of files, with the right checksum, into a checkpoint.json."""
-    content = json.loads(path.read_bytes()) | {"files": files}
-    del content["xxh3"]
-    whole = json.dumps(content).encode() + b"\n"
-    path.write_text(json.dumps({"xxh3": xxhash.xxh3_64_hexdigest(whole)} | content))
+    path.write_bytes(sealed_content(json.loads(path.read_bytes()) | {"files": files}))
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../state-0.safetensors", "state-0.bin"])
 def test_checkpoint_that_lists_foreign_files_is_refused(folder: Path, name: str) -> None:
-    _seal(save(folder, 1) / "checkpoint.json", {name: "0" * 16})
+    _list_files(save(folder, 1) / "checkpoint.json", {name: "0" * 16})
     with pytest.raises(ResumeError, match=rf"damaged \(checkpoint\.json lists '{re.escape(name)}'"):
         load(folder)
 
@@ -246,6 +244,7 @@ def test_checkpoint_that_lists_foreign_files_is_refused(folder: Path, name: str)
 def test_broken_tensor_file_with_right_checksum_is_refused(folder: Path) -> None:
     path = save(folder, 1)
     (path / "state-0.safetensors").write_bytes(bytes(8))
-    _seal(path / "checkpoint.json", {"state-0.safetensors": xxhash.xxh3_64_hexdigest(bytes(8))})
+    checksum = xxhash.xxh3_64_hexdigest(bytes(8))
+    _list_files(path / "checkpoint.json", {"state-0.safetensors": checksum})
     with pytest.raises(ResumeError, match=r"step-00000001.* damaged .*Delete this folder"):
         load(folder)
