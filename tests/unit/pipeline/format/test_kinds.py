@@ -122,14 +122,13 @@ def masked_shards(folder: Path, rows: Rows, targets: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("targets", "batching"),
-    list(
-        zip(CHOICES, cycle(POLICIES), strict=False)
-    ),  # with every policy: see the definition of batches
-    ids=map(str, range(len(CHOICES))),
+    [*zip(CHOICES, cycle(POLICIES), strict=False)],
+    ids=range(len(CHOICES)),
 )
 def test_loader_targets_equal_shards_made_with_that_mask(
     tmp_path: Path, batching: Batching, targets: Any
 ) -> None:
+    """`test_batch.py` has every policy with the targets `assistant`."""
     rows = conversations()
     chat = write_rows(tmp_path / "chat", {"train": rows}, VOCABULARY, task="chat")
     masked = masked_shards(tmp_path / "masked", rows, targets)
