@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.reading import SpanKind
 from tokenfeed.trainer.stall.statistics import StepSeconds, StepTimes
 from tokenfeed.trainer.stall.watchers import MESSAGE, AllocatorWatch, WaitFinder
 
@@ -351,6 +352,27 @@ def test_idle_time_after_a_wait_in_the_middle_of_a_step_is_not_taken_as_work(
     report = shares(device, step, steps=150)
     (advice,) = (piece.text for piece in report.advice if piece.cause == "unseen")
     assert re.search(r"waits for the device in the middle of it, at .*:\d+ \(2 a step\)", advice)
+
+
+def test_references_after_a_wait_without_a_known_line_are_kept(
+    warnings_of_waits: Callable[[], None],
+) -> None:
+    """The host waits in the first 40 of 150 steps, by a call that torch does not warn of."""
+    device = SimulatedDevice()
+    meter = StallMeter(clock=device, skipped_steps=10)
+    for number in range(150):
+        with meter.cause("data"):
+            pass
+        device.work(80, 100e-6)
+        if number < 40:
+            device.wait()
+            device.host += 2e-3
+        meter.step(1)
+        meter.read()  # as a progress line does
+    device.wait()
+    reading = meter.read()
+    assert reading.cause_fractions["wait"] > 0.04
+    assert reading.references[SpanKind("data", "step")].count > 100
 
 
 def test_collection_during_compilation_leaves_later_work_uncharged() -> None:
