@@ -1,17 +1,15 @@
 """Stall: time in which the device has no training work to run, by cause, with an error bar.
 
-    meter        StallMeter: the marks of a loop
-    causes       what a device may wait for, with thresholds and remedies
-    device       the device, and the clock of a GPU
-    marks        the chain of marks; the latest segments, for Perfetto
-    accounts     segments to idle seconds by cause, without side effects
-    reading      spans of work, running sums, and readings of these sums
-    calibration  when to delay the device, so that the host gets ahead
-    watchers     loader, collector, compiler, memory, and waits for the GPU
-    statistics   percentiles, step times, error bars
-    ranks        the exchange between ranks, and the slowest rank
-    make_report  the report from the accounts, with advice
-    report       report.json, lines of text, and page.html
+    meter         StallMeter: the marks of a loop, and their chain
+    causes        what a device may wait for, with thresholds and remedies
+    device        the device, and the clock of a GPU
+    accounts      segments to idle seconds by cause, without side effects
+    reading       spans of work, running sums, readings of these sums, and the slowest rank
+    calibration   when to delay the device, so that the host gets ahead
+    watchers      loader, collector, compiler, memory, and waits for the GPU
+    statistics    percentiles, step times, error bars
+    make_report   the report from the accounts, with advice
+    stall_report  report.json, lines of text, and page.html
 
 Nothing here imports torch before a meter is made.
 """

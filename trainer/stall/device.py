@@ -15,7 +15,6 @@ when it passes. Mark B is queued at 5.001 behind a kernel of one second, and the
 it counts: the device passed B no earlier than 5.9998, and the host had queued B 0.9988 s before.
 """
 
-import contextlib
 import platform
 import re
 import time
@@ -143,11 +142,9 @@ class MeteredDevice:
         found = default_device() if device is None else resolve_device(device)
         if found.type == "cpu":
             return
-        self.on_gpu, self.name, self.clock = True, str(found), EventClock(found)
-        with contextlib.suppress(Exception):  # the name is optional
-            self.name = str(cuda.get_device_name(found))
-        if statistics := getattr(cuda, "memory_stats_as_nested_dict", None):
-            self.allocator_statistics = partial(statistics, found)
+        self.on_gpu, self.clock = True, EventClock(found)
+        self.name = cuda.get_device_name(found)
+        self.allocator_statistics = partial(cuda.memory_stats_as_nested_dict, found)
 
     @property
     def peak_tflops(self) -> float | None:
@@ -245,8 +242,5 @@ class EventClock(Clock):
     def takes_marks(self) -> bool:
         """Return False while a CUDA graph is captured: the event would become a part of the
         graph."""
-        try:
-            with self._cuda.device(self._device):
-                return not self._cuda.is_current_stream_capturing()
-        except (AttributeError, RuntimeError):  # a build of torch without graphs
-            return True
+        with self._cuda.device(self._device):
+            return not self._cuda.is_current_stream_capturing()

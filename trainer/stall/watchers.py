@@ -135,11 +135,7 @@ class AllocatorWatch:
         if self._read is None or now < self._next_poll:
             return False
         self._next_poll = now + _SECONDS_BETWEEN_POLLS
-        try:
-            stats = self._read()
-        except Exception:  # some builds and devices lack statistics, which must not end a run
-            self._read = None
-            return False
+        stats = self._read()
         reserved = stats.get("reserved_bytes", {}).get("all", {})  # segments that grow count too
         found = (
             int(stats.get("num_device_alloc", 0)),

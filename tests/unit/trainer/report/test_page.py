@@ -17,8 +17,7 @@ from support.commands import call
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import report as report_command
-from tokenfeed.trainer.report.page import RunData, page_of, write_page
-from tokenfeed.trainer.report.plots import Plot, Series, thinned
+from tokenfeed.trainer.report.page import Plot, RunData, Series, page_of, thinned, write_page
 from tokenfeed.trainer.stall import StallReport
 
 Values = st.floats(-1e9, 1e9).map(lambda value: round(value, 6))
