@@ -188,7 +188,12 @@ def speed(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
         with torch.profiler.profile(
             schedule=schedule, on_trace_ready=lambda found: found.export_chrome_trace(str(path))
         ) as profiler:
-            train(profiled, bool, lambda: bool(profiler.step()))
+
+            def traced_step() -> bool:
+                settle(device)  # a step's kernels run in its own part of the trace
+                return bool(profiler.step())
+
+            train(profiled, bool, traced_step)
         trace = json.loads(path.read_text())
     kernels: dict[str, list[float]] = {}
     for event in trace["traceEvents"]:
