@@ -16,7 +16,6 @@ language models, arXiv 2404.10830. Pure: numpy in, numpy out.
 
 from bisect import bisect_left, bisect_right
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -142,17 +141,6 @@ _BLOCK = 1 << 15
 """Pieces that `OpenBins.deal` places together, so that its arrays stay in the cache."""
 
 
-class _Placed(NamedTuple):
-    """Pieces of one length that were put into a group of bins."""
-
-    first: int
-    bins: int
-    each: int
-    """Pieces added to each bin."""
-    filled: int
-    """Pieces in each bin before."""
-
-
 class OpenBins:
     """Groups of bins with free space. A group has bins with consecutive numbers and the same number
     of pieces."""
@@ -163,7 +151,9 @@ class OpenBins:
         self._groups: list[tuple[int, int, int, int]] = []
         """Free space of each bin, first bin, number of bins, pieces in each bin. Ascending by free
         space; of groups with equal space the newest comes first."""
-        self.placed: list[_Placed] = []
+        self.placed: list[tuple[int, int, int, int]] = []
+        """Pieces of one length that were put into a group: first bin, number of bins, pieces added
+        to each bin, pieces in each bin before."""
 
     def place(self, length: int, count: int) -> None:
         """Put `count` pieces of one length into the fullest bins with enough space."""
@@ -181,7 +171,7 @@ class OpenBins:
             partly = int(rest > 0)
             for start, some, pieces in ((first, full, each), (first + full, partly, rest)):
                 if some:
-                    self.placed.append(_Placed(start, some, pieces, filled))
+                    self.placed.append((start, some, pieces, filled))
                     self._keep(room - pieces * length, start, some, filled + pieces)
             self._keep(room, first + full + partly, bins - full - partly, filled)
             count -= full * each + rest

@@ -32,7 +32,7 @@ from itertools import accumulate
 from math import ceil, lcm
 from os import PathLike
 from os.path import realpath
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -118,18 +118,13 @@ class Stage:
             )
 
 
-def _both_ends(
-    weights: object, to: object
-) -> tuple[dict[StorePath, float], dict[StorePath, float]]:
+def _both_ends(weights: Any, to: Any) -> tuple[dict[StorePath, float], dict[StorePath, float]]:
     """Return the weights at both ends, with all folders of both; either may be 0."""
+    placed = []
+    folders: dict[object, StorePath] = {}
     for name, given in (("weights", weights), ("to", to)):
         if not isinstance(given, Mapping):
             raise checks.refusal(name, given, "a dict from folders to weights")
-    assert isinstance(weights, Mapping)
-    assert isinstance(to, Mapping)
-    placed = []
-    folders: dict[object, StorePath] = {}
-    for given in (weights, to):
         positive = {folder: weight for folder, weight in given.items() if weight != 0}
         placed.append(by_place(Mixture(positive).weights))
         for folder in given:
@@ -151,8 +146,6 @@ def paths_of(data: StorePath | Mixture | Sequence[Stage]) -> list[StorePath]:
         return list(data.weights)
     if isinstance(data, str | PathLike | Store):
         return [data]
-    if isinstance(data, Stage):
-        raise ConfigError("one Stage: pass a list of stages, such as [Stage(...)].")
     stages: Sequence[object] = data if isinstance(data, Sequence) else ()
     folders = [folder for each in stages if isinstance(each, Stage) for folder in each.weights]
     if not stages or not all(isinstance(each, Stage) for each in stages):

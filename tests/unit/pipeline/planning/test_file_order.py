@@ -78,7 +78,7 @@ def slow_order(lengths: list[int], batching: Any, rows: list[int]) -> list[list[
 
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=80),
-    batching=st.sampled_from(POLICIES),
+    batching=st.sampled_from([*POLICIES, Packed(7, 3, split=True), Packed(1, 1, split=True)]),
     step_size=st.integers(1, 4),
     data=st.data(),
 )

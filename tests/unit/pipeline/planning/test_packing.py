@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.planning.packing import concatenate, crop, pack
+from tokenfeed.pipeline.planning.packing import crop, pack
 
 CAPACITY = 64
 LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=200)
@@ -70,28 +70,3 @@ def test_cropped_bins_are_those_of_the_slow_definition(lengths: list[int]) -> No
     bins = [used[order[start:stop]].tolist() for start, stop in pairwise(offsets.tolist())]
     assert bins == cropped(lengths, CAPACITY)
     assert all(sum(each) == CAPACITY for each in bins[:-1])
-
-
-@st.composite
-def documents(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths, and an order to lay the rows in."""
-    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=40))
-    return np.array(lengths), np.array(draw(st.permutations(range(len(lengths)))))
-
-
-@given(documents(), st.integers(1, 50))
-def test_concatenation_is_cut_wherever_a_bin_is_full(
-    laid: tuple[np.ndarray, np.ndarray], capacity: int
-) -> None:
-    lengths, order = laid
-    ends = np.cumsum(lengths)
-    tokens = [at for row in order for at in range(ends[row] - lengths[row], ends[row])]
-    rows, offsets, pieces, bins = concatenate(lengths, order, capacity)
-    found = [
-        [at for piece in pieces[start:stop] for at in range(offsets[piece], offsets[piece + 1])]
-        for start, stop in pairwise(bins)
-    ]
-    assert found == [tokens[at : at + capacity] for at in range(0, len(tokens), capacity)]
-    assert np.array_equal(rows, np.searchsorted(ends, offsets[:-1], side="right"))
-    edges = [*np.cumsum(lengths[order]), *range(capacity, len(tokens), capacity)]
-    assert len(pieces) == len(set(edges)), "a document is cut where no bin ends"
