@@ -85,7 +85,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 OF_OTHERS = {
     "--data",
     *("--check", "--idle", "--peer-python", "--renderers", "--repeats", "--rounds"),  # benchmarks
-    *("--minutes", "--parser"),  # the fuzzer
+    *("--minutes", "--parser", "--first"),  # the fuzzer
     *("--help", "--stat", "--strict"),
     "--index-url",  # pip
     *("--nproc-per-node", "--standalone", "--max-restarts", "--nnodes"),  # torchrun

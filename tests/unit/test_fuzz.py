@@ -47,6 +47,7 @@ CASES = {
             b'{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b\\n"]]}}',
         ),
         ("tokenizer.json", CUT % b'"continuing_subword_prefix": "a"'),
+        ("tokenizer.json", CUT % b'"continuing_subword_prefix": "abc"'),  # a panic
         ("tokenizer.json", CUT % b'"continuing\\u005fsubword_prefix": "a"'),
     ],
     "state": [("state.json", b'{"version": 3, "plan": {"seed": "\\ud800"}}')],
