@@ -27,6 +27,7 @@ PAGES = (
     "examples/README.md",
 )
 SHOWN_AS_THEY_ARE = (
+    "benchmarks/packing.py",
     "benchmarks/projects.py",
     "benchmarks/results/*",
     "examples/*.ipynb",

@@ -1,5 +1,6 @@
 """The tables of docs/benchmarks.md with figures of a GPU."""
 
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["beside_table", "stall_table", "train_table"]
@@ -20,12 +21,18 @@ def beside_table(results: list[Entry]) -> list[list[str]]:
                 name,
                 ", ".join(f"{entry['tokens_per_s']:,}" for entry in found),
                 f"{found[-1]['tokens_per_s'] / slowest:.1f}",
-                f"{found[-1]['kernels']:,.0f}" if "kernels" in found[-1] else "not counted",
-                f"{found[-1]['peak_memory_bytes'] / 1e9:.0f} GB",
+                last("kernels", found, lambda count: f"{count:,.0f}"),
+                last("peak_memory_bytes", found, lambda count: f"{count / 1e9:.0f} GB"),
             ]
             for name, found in runs.items()
         ),
     ]
+
+
+def last(name: str, runs: list[Entry], form: Callable[[float], str]) -> str:
+    """Return a figure of the latest run that has it."""
+    found = [entry[name] for entry in runs if entry.get(name) is not None]
+    return form(found[-1]) if found else "not counted"
 
 
 def train_table(results: list[Entry]) -> list[list[str]]:
