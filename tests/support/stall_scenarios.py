@@ -253,7 +253,7 @@ def _evaluate(run: Run, step: int) -> None:
         run.device.host += 60e-3
 
 
-def _retry(run: Run, step: int) -> None:
+def retry(run: Run, step: int) -> None:
     """Memory is given back: the driver waits for the device, and takes its time."""
     run.allocations += 1
     run.device.wait()
@@ -267,7 +267,7 @@ def _free(run: Run, step: int) -> None:
     run.device.host += 2e-3
 
 
-def _allocate(run: Run, step: int) -> None:
+def allocate(run: Run, step: int) -> None:
     """The next step asks the driver for memory again."""
     if step > 1:
         run.allocations += 1
@@ -278,7 +278,7 @@ def emptied_cache(every: int) -> Fault:
     """Memory is freed in one step of so many, and allocated in the next one."""
     return Fault(
         "allocator",
-        in_step=lambda run, step: _allocate(run, step) if (step - 1) % every == 0 else None,
+        in_step=lambda run, step: allocate(run, step) if (step - 1) % every == 0 else None,
         after_micro_batch=_every(every, _free),
     )
 
@@ -302,7 +302,7 @@ FAULTS: dict[str, Fault] = {
         "garbage collection",
         in_step=_every(5, lambda run, step: run.interrupt("garbage collection", 150e-3)),
     ),
-    "allocator retries": Fault("allocator", in_step=_every(5, _retry)),
+    "allocator retries": Fault("allocator", in_step=_every(5, retry)),
     "recompilation": Fault(
         "recompilation",
         in_step=_every(20, lambda run, step: run.interrupt("recompilation", 150e-3)),

@@ -17,6 +17,7 @@ Once the host is 4 ms ahead again, only 1 ms remains.
 
 import copy
 import dataclasses
+import math
 from typing import NamedTuple, cast
 
 from tokenfeed.trainer.stall.causes import ABOUT, Cause, Phase
@@ -71,6 +72,8 @@ _QUEUED = 0.002
 """Largest share of a reference span that may run before the whole span is queued."""
 _AHEAD = 0.25
 """A host that leads by this share of a span at both ends counts as ahead throughout the span."""
+_MARGIN = 0.1
+"""A host leads by this share of a span more than it could after a stop: then it did not stop."""
 _MIDWAY = 0.1
 """A wait for the device is in the middle of a step with more than this share of its work behind."""
 _FEW = 3
@@ -353,17 +356,21 @@ class Accounts:
         """Charge the time by which this step's spans took longer than usual to a cause.
 
         If every step so far had such an event, nothing is usual. Then all idle time of the spans is
-        charged to the cause. The host may have stopped inside a span, so the span is a reference
-        only if it was queued as a whole.
+        charged to the cause, unless the host is slower than the device. A span is a reference only
+        if the host certainly did not stop for the device inside it.
         """
         if spans := self._step.spans:
             before = spans[0].lead_before - self._spin_lead
             self._lost_lead.record(cause, before, self._lead - self._spin_lead)
         for span in spans:
-            if span.bound > _QUEUED * span.seconds:
+            if span.bound > _QUEUED * span.seconds and self._may_have_stopped(span):
                 span.is_queued = span.is_ahead = False
             usual = self._usual.get(span.kind)
             if usual is None:
+                reference = self._reference(span.kind)
+                alone = reference.total(1, span.slots) if reference else math.inf
+                if self._host_seconds[span.kind] > alone:
+                    continue
                 span.cause = cause
                 self._waiting.discard(span.kind)  # the event explains the wait
                 lead = self._lead - self._spin_lead
@@ -374,6 +381,22 @@ class Accounts:
             span.seconds -= longer
             span.bound -= longer
             self._step.gaps[cause] += longer
+
+    def _may_have_stopped(self, span: WorkSpan) -> bool:
+        """Return whether the host may have stopped for the device inside a span.
+
+        Behind a spin, such a host takes longer by the length of the spin, as with a full queue.
+        Afterwards its lead is at most the difference between its time for the span and the
+        device's.
+
+        Example: the host takes 10 ms for a span, and the device 12 ms. After a stop the host leads
+        by at most 2 ms at the end of the span. If it leads by 5 ms, it did not stop.
+        """
+        if not (span.spin and span.is_ahead):
+            return True
+        usual = self._host_seconds[span.kind]
+        has_waited = span.end.after - span.opened - usual > 0.5 * span.spin
+        return has_waited and span.lead + usual < (1 + _MARGIN) * span.seconds
 
     def _record(self, step: StepEnd) -> None:
         sums, seconds, gaps = self._sums, self._step.seconds, self._step.gaps

@@ -11,12 +11,15 @@ from support.stall_scenarios import (
     REGIMES,
     WARMUP,
     Case,
+    Fault,
     Loop,
     Run,
+    allocate,
     draw_case,
     emptied_cache,
     measure,
     reports,
+    retry,
     runs,
     truth,
     without,
@@ -94,6 +97,34 @@ def test_memory_allocated_in_every_step_gives_a_lower_bound() -> None:
     assert report.interval[0] < true.idle < report.interval[1]
     assert max(report.causes, key=lambda cause: report.causes[cause].fraction) == "allocator"
     assert re.search(r"stall +at least \d", str(report))
+
+
+@pytest.mark.parametrize("kernels", [600, 1500])
+@pytest.mark.parametrize("kernel_seconds", [5e-6, 9e-6])
+def test_memory_allocated_in_every_step_without_a_stop_leaves_the_interval_narrow(
+    kernels: int, kernel_seconds: float
+) -> None:
+    """The host is slower than the device. 1,500 kernels are more than the queue holds."""
+    loop = replace(EIGHT_MS, kernels=kernels, kernel_seconds=kernel_seconds, depth=1024, steps=60)
+    loop = replace(loop, launch_seconds=11e-6)
+    fault = Fault("launch", in_step=allocate)
+    report, true = measure(loop, fault), truth(loop, fault)
+    assert report.interval is not None
+    assert report.interval[0] < true.idle < report.interval[1]
+    assert report.interval[1] - report.interval[0] < 0.03
+    assert max(report.causes, key=lambda cause: report.causes[cause].fraction) == "launch"
+    assert report.events["allocations"] > loop.steps / 2
+
+
+@pytest.mark.parametrize("kernel_seconds", [7e-6, 10e-6, 100e-6])
+def test_device_stopped_for_memory_in_every_step_gives_a_lower_bound(
+    kernel_seconds: float,
+) -> None:
+    loop = replace(EIGHT_MS, kernels=600, kernel_seconds=kernel_seconds, steps=60)
+    fault = Fault("allocator", in_step=retry)
+    report, true = measure(loop, fault), truth(loop, fault)
+    assert report.interval is not None
+    assert report.interval[0] < true.idle < report.interval[1]
 
 
 def test_a_device_that_is_never_kept_waiting_has_no_stall() -> None:
