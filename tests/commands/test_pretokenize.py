@@ -81,7 +81,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
         ((corpus / "lines.jsonl", out, *given, "--field", "text=x"), 1, "record 0: no field `x`"),
         ((corpus / "lines.jsonl", out, "--field", "text=x"), 1, "record 0: no field `x`"),
         ((corpus, out, "--tokenizer", tmp_path / "no.json"), 1, "is not a tokenizer.json"),
-        ((corpus, out, "--tokenizer", tmp_path / "empty"), 1, "tokenizer.json: cannot be read"),
+        ((corpus, out, "--tokenizer", tmp_path / "empty"), 1, "tokenizer.json: not found. Give"),
         (
             (corpus, out, "--tokenizer", "some-one/some-model"),
             1,
