@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import projects, recipes, torchtitan
+from benchmarks import frameworks, projects, recipes, torchtitan
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.protocol import RESULTS
 from benchmarks.remote import tables as remote_tables
@@ -398,6 +398,7 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "text_loaders/mixture": mixture_table,
     "torchtitan": torchtitan.table,
     "projects": projects.table,
+    "frameworks": frameworks.table,
     "recipes": recipes.table,
     "ranks": ranks_table,
     "ranks/planned": planned_idle_table,
