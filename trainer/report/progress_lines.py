@@ -239,6 +239,8 @@ def log_beginning(
         ", divided among the ranks" if config.shard_model else "",
     )
     _log.info("data: %s, %s tokens of %s", shown(config.shards), f"{train.tokens:,}", task.name)
+    if "validation" not in manifest.splits:
+        _log.info("evaluation: none, the data has no split validation (`pretokenize --validation`)")
     lost = train.tokens - round(epoch.tokens)
     if lost > 0:
         _log.warning(

@@ -174,6 +174,15 @@ def test_run_says_what_it_trains_before_the_first_step(
     assert epochs == pytest.approx(100 * 256 / size, rel=0.05)
 
 
+def test_run_without_a_validation_split_logs_it(
+    tmp_path: Path, make_shards: MakeShards, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    folder = make_shards(tmp_path / "shards", rows=50, validation_rows=0)
+    train(make_config(folder, tmp_path / "run", steps=5), lambda: True)
+    assert caplog.messages[3].startswith("evaluation: none")
+
+
 def test_long_completions_keep_their_prompts_and_lose_their_ends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
