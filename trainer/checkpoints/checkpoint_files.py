@@ -195,15 +195,6 @@ class Checkpoint:
                 )
         return cls(folder, content.meta, tensors)
 
-    @staticmethod
-    def meta_in(folder: Path) -> CheckpointMeta:
-        """Return what checkpoint.json records about the run. Does not read tensors.
-
-        Raises:
-            OSError, ValueError, KeyError, TypeError, AttributeError: The file is damaged.
-        """
-        return _content((folder / CONTENT_FILE).read_bytes()).meta
-
     def read(
         self, live: State | None = None, world: World | None = None, *, prefix: str = ""
     ) -> State:
@@ -345,7 +336,7 @@ class Checkpoints:
         if latest is None:
             return None
         with _reading(latest):
-            return Checkpoint.meta_in(latest)
+            return _content((latest / CONTENT_FILE).read_bytes()).meta
 
     def best(self) -> Best | None:
         """Return the best step according to the latest checkpoint.

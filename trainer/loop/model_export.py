@@ -151,7 +151,9 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     with atomic_folder(folder) as temporary:
         _write_weights(temporary, model, about, config)
         files = _tokenizer_files(config, manifest, task.head)
-        _write_texts(temporary, about, _with_template(config, files))
+        texts = _with_template(config, files) | {_ABOUT: _json(dataclasses.asdict(about))}
+        for name, content in texts.items():
+            (temporary / name).write_bytes(content)
 
 
 def load_exported(folder: Path | str) -> nn.Module:
@@ -190,12 +192,6 @@ def _write_weights(folder: Path, model: nn.Module, about: Exported, config: Trai
         safetensors.torch.save_file(weights, folder / _WEIGHTS, metadata)
     else:
         safetensors.torch.save_model(model, str(folder / _WEIGHTS))
-
-
-def _write_texts(folder: Path, about: Exported, texts: dict[str, bytes]) -> None:
-    """Write the other files."""
-    for name, content in (texts | {_ABOUT: _json(dataclasses.asdict(about))}).items():
-        (folder / name).write_bytes(content)
 
 
 def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dict[str, bytes]:

@@ -192,7 +192,10 @@ class Learner:
 
     def draw_for(self, number: int) -> None:
         """Seed dropout for the micro-batch of this number. The seed does not depend on the rank."""
-        seed_random(derive_key(self._config.seed, number, _OF_DROPOUT), self.device)
+        key = derive_key(self._config.seed, number, _OF_DROPOUT)
+        torch.default_generator.manual_seed(key)  # in microseconds; `torch.manual_seed` takes 100
+        if self.device.type != "cpu":
+            cuda.manual_seed(key)
 
     def add_gradients(
         self,
@@ -384,10 +387,3 @@ def _weights_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str,
     """Return the weights of all groups by name."""
     trained = {weight for group in optimizer.param_groups for weight in group["params"]}
     return {name: weight for name, weight in model.named_parameters() if weight in trained}
-
-
-def seed_random(key: int, device: torch.device) -> None:
-    """Seed the random numbers from a key. Takes microseconds, and does not wait for the device."""
-    torch.default_generator.manual_seed(key)  # `torch.manual_seed` takes a hundred of them
-    if device.type != "cpu":
-        cuda.manual_seed(key)

@@ -65,11 +65,6 @@ def device_name(device: torch.device) -> str:
     return str(cuda.get_device_name(device))
 
 
-def memory_held(device: torch.device) -> int | None:
-    """Return the bytes of a GPU that torch holds; None on a CPU."""
-    return None if device.type == "cpu" else cuda.memory_reserved(device)
-
-
 class Skips(NamedTuple):
     """The skipped steps since the previous progress line."""
 
@@ -135,6 +130,7 @@ class ProgressLog:
             The skipped steps since the previous line; None without any. If they end the run, no
             line is written.
         """
+        device = self._device
         latest_norm, skipped, in_a_row, total, targets, first = self._fetch(norm)
         self._interval, self._first_skipped = self._empty_interval()
         self.is_behind = False
@@ -154,7 +150,7 @@ class ProgressLog:
             stall=window.fraction if window.steps else None,
             stall_causes={name: part for name, part in window.cause_fractions.items() if part},
             step_seconds=self._stall.latest_steps(),
-            gpu_bytes=memory_held(self._device),
+            gpu_bytes=None if device.type == "cpu" else cuda.memory_reserved(device),
         )
         if self._metrics:
             self._metrics.write(line)
