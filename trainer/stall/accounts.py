@@ -18,7 +18,7 @@ Once the host is 4 ms ahead again, only 1 ms remains.
 import copy
 import dataclasses
 import math
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 from tokenfeed.trainer.stall.causes import ABOUT, Cause, Phase
 from tokenfeed.trainer.stall.device import ClockMap, Moment
@@ -74,6 +74,8 @@ _AHEAD = 0.25
 """A host that leads by this share of a span at both ends counts as ahead throughout the span."""
 _MARGIN = 0.1
 """A host leads by this share of a span more than it could after a stop: then it did not stop."""
+_WAKING_SECONDS = 10e-6
+"""Seconds from the end of a wait to the mark after it: at least two latencies."""
 _MIDWAY = 0.1
 """A wait for the device is in the middle of a step with more than this share of its work behind."""
 _FEW = 3
@@ -81,6 +83,10 @@ _FEW = 3
 _FEW_REFERENCES = 8
 _SHARE_OF_REFERENCES = 0.02
 """Calibration stops when the references reach this share of the spans, plus `_FEW_REFERENCES`."""
+
+
+Divider = Literal["mark", "stop"]
+"""What divides work: a mark of the program, or a wait for the device in an examined step."""
 
 
 class StepEnd(NamedTuple):
@@ -120,8 +126,16 @@ class Accounts:
         """Length of a spin just before the next span; 0 without a spin."""
         self._host_seconds: dict[SpanKind, float] = {}
         """Usual host seconds to queue a span."""
+        self._is_slower: dict[SpanKind, bool] = {}
+        """Whether the host has no lead at the end of a span without a spin."""
         self._waiting: set[SpanKind] = set()
         """Kinds of spans inside which the host waits for the device."""
+        self._divided: set[SpanKind] = set()
+        """Kinds of spans with a wait in the middle. What follows the wait is queued late, so only
+        examined steps have references."""
+        self._host_alone: dict[SpanKind, LinearFit] = {}
+        """Host seconds to queue such a span, without waits."""
+        self._may_wait = False
         self._is_partly_queued = False
         """Whether the kernels after a stop of the host inside a span are queued late."""
         self._usual: dict[SpanKind, LinearFit] = {}
@@ -135,7 +149,7 @@ class Accounts:
     @property
     def waits_inside(self) -> bool:
         """Whether the host was seen to wait for the device inside a span."""
-        return bool(self._waiting)
+        return self._may_wait
 
     def take_as_partly_queued(self) -> None:
         """Take it that spans behind a spin in which the host stops are queued in part.
@@ -175,28 +189,27 @@ class Accounts:
             self._gap(phase, start, end, lead)
         self._lost_lead.update(self._lead - self._spin_lead)
 
-    def mark(self) -> None:
+    def mark(self, divider: Divider) -> None:
         """Handle a mark inside the work, at the end of the latest segment."""
-        self._step.marks += 1
-        name = f"mark {self._step.marks}"
+        name: str = divider
+        if divider == "mark":
+            self._step.marks += 1
+            name = f"mark {self._step.marks}"
         self._close_span(name)
         self._step.opener = name
 
     def end_step(self, step: StepEnd) -> None:
         """Handle the end of a step, at the end of the latest segment."""
         self._close_span("step")
+        self._join_parts()
         self._share(step.slots)
         if step.blamed is not None:
             self._blame(step.blamed)
-        if self._skipped_steps:
-            self._skipped_steps -= 1
+        # A spin hides idle time before a wait, and the wait then uses up the lead.
+        is_hidden = any(span.spin and span.kind in self._divided for span in self._step.spans)
+        if self._skipped_steps or not step.is_measured or is_hidden:
+            self._skipped_steps = max(0, self._skipped_steps - 1)
             self._add_references()
-        elif not step.is_measured:
-            self._add_references()
-            seconds = sum(span.seconds for span in self._step.spans)
-            late = sum(s.seconds for s in self._step.spans if s.opener.startswith("mark"))
-            if late > _MIDWAY * seconds:
-                self.take_as_partly_queued()
         else:
             self._record(step)
         self._step = OpenStep()
@@ -226,6 +239,8 @@ class Accounts:
             # Ranks that talk before the first batch do so between steps, not inside the work.
             is_between_steps = cause == "communication" and not self._step.has_batch
             self._step.opener = "step" if is_between_steps else cause
+        elif self._step.span is not None:
+            self._step.span.is_interrupted = True
         lead -= self._spin_lead
         hidden_idle = self._idle_without_spins(self._lead)
         if not about.drains or about.interrupts:
@@ -269,7 +284,10 @@ class Accounts:
         span.is_queued = span.bound <= _QUEUED * span.seconds
         # Behind a spin, all kernels are queued in time, up to the length of the device's queue.
         span.is_queued |= span.is_ahead and span.spin > 0
-        waited = self._watch_host(span, span.end.after - span.opened, lead)
+        span.host = span.end.after - span.opened
+        if kind in self._divided:
+            span.is_queued = span.is_ahead = False
+        waited = self._watch_host(span, span.host, lead)
         span.hidden_idle = max(0.0, self._idle_without_spins(lead) - waited)
         self._step.seconds += span.seconds + span.hidden_idle
         self._find_cause(span)
@@ -319,15 +337,21 @@ class Accounts:
             host: Host seconds to queue the span.
             lead: The host's lead at the end of the span.
         """
+        if "stop" in span.kind:
+            return 0.0
         usual = self._host_seconds.setdefault(span.kind, host)
+        has_waited = span.spin > 0 and host - usual > 0.5 * span.spin
+        # With a lead longer than the span, the host has waited for a full queue.
+        self._may_wait |= has_waited and lead < span.seconds and not span.is_interrupted
         if not span.spin:
             self._host_seconds[span.kind] = min(host, 1.1 * usual)
-        elif host - usual > 0.5 * span.spin and lead <= _LEAST_LEAD_SECONDS:
+            self._is_slower[span.kind] = lead - self._spin_lead < _AHEAD * span.seconds
+        elif has_waited and lead <= _LEAST_LEAD_SECONDS:
             if self._is_partly_queued and span.kind not in self._waiting:
                 self._take_as_bound(span.kind)
             self._waiting.add(span.kind)
             # Its kernels were queued in time, up to the wait.
-            span.is_queued = not self._is_partly_queued
+            span.is_queued = not self._is_partly_queued and span.kind not in self._divided
         else:
             self._waiting.discard(span.kind)
         if span.kind in self._waiting:
@@ -338,6 +362,39 @@ class Accounts:
         """Return the lead that the host would have had without the wait; 0 if the host is
         slower."""
         return 0.0 if self._longer(span) > 0.1 * span.seconds else span.seconds
+
+    def _join_parts(self) -> None:
+        """Join the parts of spans that waits divide in an examined step.
+
+        Such a span is a reference if each of its parts was queued as a whole. If much of it follows
+        a wait, spans of its kind in other steps are no references.
+        """
+        joined: list[WorkSpan] = []
+        late = 0.0
+        for part in self._step.spans:
+            if part.kind.closer == "stop":
+                part.seconds = max(0.0, part.seconds - _WAKING_SECONDS)
+            late = late + part.seconds if part.opener == "stop" else 0.0
+            if part.opener != "stop" or not joined:
+                joined.append(part)
+                continue
+            span = joined[-1]
+            span.kind = kind = SpanKind(span.opener, part.kind.closer)
+            span.seconds += part.seconds
+            span.bound += part.bound
+            span.host += part.host
+            span.is_queued &= part.is_queued and not part.is_interrupted
+            span.is_ahead = False
+            span.spin = min(span.spin, part.spin)
+            if (
+                kind.closer != "stop"
+                and late > _MIDWAY * span.seconds
+                and kind not in self._divided
+            ):
+                self._divided.add(kind)
+                self._take_as_bound(kind)
+                self._ahead.pop(kind, None)
+        self._step.spans = joined
 
     def _share(self, slots: int) -> None:
         """Divide the slots of a step equally among its spans of work."""
@@ -351,6 +408,9 @@ class Accounts:
             if span.spin:
                 fits = self._queued if span.is_queued else self._partly
                 fits.setdefault(span.kind, LinearFit()).add(span.slots, span.seconds)
+                if span.is_queued and span.kind in self._divided:
+                    host = self._host_alone.setdefault(span.kind, LinearFit())
+                    host.add(span.slots, span.host)
 
     def _blame(self, cause: Cause) -> None:
         """Charge the time by which this step's spans took longer than usual to a cause.
@@ -369,7 +429,7 @@ class Accounts:
             if usual is None:
                 reference = self._reference(span.kind)
                 alone = reference.total(1, span.slots) if reference else math.inf
-                if self._host_seconds[span.kind] > alone:
+                if self._host_seconds.get(span.kind, 0.0) > alone:
                     continue
                 span.cause = cause
                 self._waiting.discard(span.kind)  # the event explains the wait
@@ -394,11 +454,15 @@ class Accounts:
         """
         if not (span.spin and span.is_ahead):
             return True
-        usual = self._host_seconds[span.kind]
-        has_waited = span.end.after - span.opened - usual > 0.5 * span.spin
+        usual = self._host_seconds.get(span.kind, 0.0)
+        has_waited = span.host - usual > 0.5 * span.spin
+        if not self._is_slower.get(span.kind):  # its usual time may contain waits
+            return has_waited
         return has_waited and span.lead + usual < (1 + _MARGIN) * span.seconds
 
     def _record(self, step: StepEnd) -> None:
+        for span in self._step.spans:
+            self._split_idle(span)
         sums, seconds, gaps = self._sums, self._step.seconds, self._step.gaps
         sums.steps += 1
         sums.tokens += step.tokens
@@ -419,6 +483,23 @@ class Accounts:
         for cause, idle in gaps.items():
             self.histograms.setdefault(cause, Histogram()).add(idle)
 
+    def _split_idle(self, span: WorkSpan) -> None:
+        """Charge to `wait` what a span with waits in the middle takes longer than without them.
+
+        Without waits it takes as long as the slower of host and device.
+        """
+        host, device = self._host_alone.get(span.kind), self._queued.get(span.kind)
+        if host is None or device is None:
+            return
+        queueing, alone = host.total(1, span.slots), device.total(1, span.slots)
+        if queueing <= alone:
+            span.cause = "wait"
+            return
+        waited = min(max(0.0, span.seconds - queueing), span.bound)
+        span.seconds -= waited
+        span.bound -= waited
+        self._step.gaps["wait"] += waited
+
     def _record_span(self, span: WorkSpan) -> float:
         """Add a span to the sums. Return how many of its seconds may have been idle unseen."""
         if span.is_known:
@@ -437,7 +518,7 @@ class Accounts:
         return 0.0 if span.is_known or not self._needs_reference(charge) else span.bound
 
     def _needs_reference(self, charge: Charge) -> bool:
-        if charge.kind.is_between_steps:
+        if charge.kind.is_between_steps or charge.kind in self._divided:
             return False
         queued = self._queued.get(charge.kind)
         known = queued.count if queued else 0

@@ -45,29 +45,42 @@ class Calibration:
         """Number of the span in this step to spin before; None for every span."""
         self.is_due = False
         """Whether this step has a spin."""
+        self._examined: int | None = None
+        """Number of steps that were examined for waits before this one; None if this one is
+        not."""
+        self._parts: dict[int, float] = {}
+        """Host seconds of each part of the first examined step, which has no spins."""
 
     def open(self, now: float) -> float:
         """Return the seconds to spin before the span that begins now. Usually 0."""
         number, self._openings = self._openings, self._openings + 1
         self._opened = now
+        if self._examined is not None:
+            host = self._parts.get(number, self._host_seconds)
+            return min(_MARGIN * host + _LEAST_SECONDS, _MOST_SECONDS) if self._examined else 0.0
         return self._spin_seconds if self.is_due and self._target in (None, number) else 0.0
 
     def close(self, now: float) -> None:
         """Record the end of a span."""
         if self._opened is not None:
+            if self._examined == 0:
+                self._parts[self._openings - 1] = now - self._opened
             self._longest, self._opened = max(self._longest, now - self._opened), None
 
-    def end_step(self, now: float, behind_share: float) -> None:
+    def end_step(self, now: float, behind_share: float, examined: int | None = None) -> None:
         """Decide whether to delay the device in the next step, and before which span.
 
         Args:
             now: Host time.
             behind_share: Share of the time in which the device may have been idle unseen.
+            examined: Number of steps examined for waits so far, if the next step is examined. The
+                first one has no spins; the others have one before each part between waits.
         """
         self.close(now)
         self._steps += 1
-        if self._stepped is not None:  # the first step is not typical
+        if self._stepped is not None and self._examined is None:  # the first step is not typical
             self._learn(now - self._stepped)
+        self._examined = examined
         openings, self._stepped, self._openings, self._longest = self._openings, now, 0, 0.0
         if self._steps < self._warmup:
             self._target, self.is_due = None, self._steps + 1 >= _FIRST_STEP

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.stall.accounts import Accounts, StepEnd
+from tokenfeed.trainer.stall.accounts import Accounts, Divider, StepEnd
 from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
 from tokenfeed.trainer.stall.device import Clock, MeteredDevice, Moment
@@ -54,13 +54,17 @@ if TYPE_CHECKING:
 
 
 WARMUP_STEPS = 5
+_EXAMINED_STEPS = 5
+"""Steps to delay before each part between waits, after a step in which torch reported waits."""
+_EARLY_STEPS = (8, 16, 32)
+"""Steps after which to resolve segments early: spins may have shown waits."""
 _LINKS_AT_ONCE = 256
 """Number of segments to resolve together. A tight loop runs several times faster than the same code
 run once after each step, because a step evicts this code's data from the CPU caches."""
 
-_Link = tuple[tuple[Any, float, float], Phase, StepEnd | None, bool]
+_Link = tuple[tuple[Any, float, float], Phase, StepEnd | None, Divider | None]
 """A mark with the host time before and after it, the phase of the segment that it ends, the step
-that it ends, and whether it is inside the work. A tuple, since one is made at each mark."""
+that it ends, and what divides the work there. A tuple, since one is made at each mark."""
 
 
 def warmup_steps(steps: int) -> int:
@@ -131,7 +135,7 @@ class StallMeter:
         self._place = own_place()
         self._queued_steps, self._core_wait = 0, CoreWait() if clock is None else None
         self._loader: LoaderUse | None = None
-        self._waits = WaitFinder(weakref.WeakMethod(self._mark_wait))
+        self._waits = WaitFinder(weakref.WeakMethod(self._waited), self._clock.now)
         self._collector = CollectorWatch(self)
         self._compiler = CompilerWatch(self)
         self._compiler.attach()
@@ -164,7 +168,7 @@ class StallMeter:
             self._close_work(self._calibration)
         outer: Phase = self._phase
         self._is_busy = True  # inlines `_cut`: a call would take as long as its body (decision 20)
-        self._append((self._mark(), outer, None, False))
+        self._append((self._mark(), outer, None, None))
         self._is_busy = False
         self._phase = name
         return outer
@@ -172,7 +176,7 @@ class StallMeter:
     def leave(self, outer: Phase) -> None:
         """End a block of `cause`."""
         self._is_busy = True
-        self._append((self._mark(), self._phase, None, False))
+        self._append((self._mark(), self._phase, None, None))
         self._is_busy = False
         self._phase = outer
         if self._calibration is not None:
@@ -189,11 +193,7 @@ class StallMeter:
         The mark narrows the bound of unseen idle time. With marks, a step of thousands of kernels
         can be calibrated in parts.
         """
-        if self._calibration is not None:
-            self._close_work(self._calibration)
-        self._cut(self._phase, is_inside=True)
-        if self._calibration is not None:
-            self._open_work(self._calibration)
+        self._divide("mark")
 
     def step(self, tokens: int = 0, slots: int | None = None) -> None:
         """End a step. Call this after its last kernel was queued.
@@ -215,7 +215,7 @@ class StallMeter:
             self._step_of_device(tokens, slots)
         else:
             self._cut(self._phase, StepEnd(tokens, slots))
-        if self._chain.is_long:
+        if self._chain.is_long or self._queued_steps in _EARLY_STEPS:
             self._resolve()
             self._compiler.attach()
 
@@ -315,17 +315,33 @@ class StallMeter:
         calibration, waits = self._calibration, self._waits
         self._cut(self._phase, StepEnd(tokens, slots, not waits.is_looking, self._blamed()))
         waits.end_step()
-        if self._accounts.waits_inside and not waits.has_looked:
-            self.find_waits()
-        elif self._accounts.waits_inside and waits.found_none:
-            self._accounts.take_as_partly_queued()
+        if self._accounts.waits_inside and not waits.is_looking:
+            if not waits.steps:
+                self.find_waits()
+            elif waits.found_none:
+                self._accounts.take_as_partly_queued()
+            elif waits.found_any and waits.steps < _EXAMINED_STEPS and calibration is not None:
+                self.find_waits(_EXAMINED_STEPS)
         if calibration is not None:
-            calibration.end_step(self._clock.now(), self._accounts.behind_share)
+            examined = waits.steps if waits.is_looking else None
+            calibration.end_step(self._clock.now(), self._accounts.behind_share, examined)
 
-    def _mark_wait(self) -> None:
-        """Set a mark before a wait inside the work, in a step that is examined."""
+    def _waited(self, began: float | None) -> None:
+        """Divide the work after a wait for the device that began at a host time, if known."""
         if self._phase == "work" and not self._is_busy and threading.get_ident() == self._thread:
-            self._cut("work", is_inside=True)
+            self._divide("stop", began)
+
+    def _divide(self, divider: Divider, queued: float | None = None) -> None:
+        """Divide the work by a mark. If known, `queued` is when the work before it was queued."""
+        if self._calibration is not None:
+            self._close_work(self._calibration)
+        self._is_busy = True
+        mark, before, after = self._mark()
+        moments = mark, before, after if queued is None else queued
+        self._append((moments, self._phase, None, divider))
+        self._is_busy = False
+        if self._calibration is not None:
+            self._open_work(self._calibration)
 
     def _blamed(self) -> Cause | None:
         has_allocated = self._allocator.poll(self._clock.now())
@@ -345,10 +361,10 @@ class StallMeter:
         elif spin:
             self._calibration = None  # this device cannot be delayed
 
-    def _cut(self, phase: Phase, end: StepEnd | None = None, is_inside: bool = False) -> None:
+    def _cut(self, phase: Phase, end: StepEnd | None = None) -> None:
         """End a segment with a mark. Mark the meter as busy: the collector may run at any line."""
         self._is_busy = True
-        self._append((self._mark(), phase, end, is_inside))
+        self._append((self._mark(), phase, end, None))
         self._is_busy = False
 
     def _resolve(self) -> None:
@@ -387,7 +403,7 @@ class MarkChain:
         links, clock, add = self._links, self._clock, self._accounts.add
         last_mark, last, polled_at = self._last_mark, self._last, clock.now()
         while links and clock.passed(links[0][0][0]):
-            (mark, before, after), phase, end, is_inside = links.popleft()
+            (mark, before, after), phase, end, divider = links.popleft()
             self._device += clock.seconds(last_mark, mark)
             clock.recycle(last_mark)
             # Marks on two streams may pass out of order. Device time then stays at the later value.
@@ -396,8 +412,8 @@ class MarkChain:
             moment = Moment(device, earliest, after, after - before)
             add(phase, last, moment)
             last_mark, last = mark, moment
-            if is_inside:
-                self._accounts.mark()
+            if divider is not None:
+                self._accounts.mark(divider)
             if end is not None:
                 self._accounts.end_step(end)
         if links:

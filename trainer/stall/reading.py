@@ -76,6 +76,10 @@ class WorkSpan:
     span."""
     cause: Cause = "launch"
     slots: float = 0.0
+    host: float = 0.0
+    """Host seconds to queue the span."""
+    is_interrupted: bool = False
+    """Whether the collector or the compiler ran inside the span."""
 
     @property
     def is_known(self) -> bool:

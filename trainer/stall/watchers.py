@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tokenfeed.trainer.stall.causes import Cause, Phase
@@ -175,17 +176,34 @@ class CoreWait:
             return None
 
 
+_MOST_SECONDS_OF_PROFILE = 30.0
 MESSAGE = "called a synchronizing CUDA operation"
 
 
 class WaitFinder:
-    """Counts, by source line, the waits for the GPU that torch warns about."""
+    """Counts, by source line, the waits for the GPU that torch warns about.
 
-    def __init__(self, on_wait: weakref.WeakMethod[Callable[[], None]] | None = None) -> None:
-        self._on_wait = on_wait or (lambda: None)
-        """A method to call before each wait."""
+    Torch keeps a warning until its function returns, so `on_wait` is called just after each wait.
+    When the wait began is known from a profile function, which notes the time of each call.
+
+    Args:
+        on_wait: A method to call after each wait, with the host time of the last call before it;
+            None if another profile function is set.
+        now: Returns the host time.
+    """
+
+    def __init__(
+        self,
+        on_wait: weakref.WeakMethod[Callable[[float | None], None]] | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._on_wait, self._now = on_wait or (lambda: None), now
+        self._called: float | None = None
+        """Host time of the latest call or return of a function."""
         self._lines: Counter[str] = Counter()
-        self._left = self._steps = 0
+        self._left = 0
+        self.steps = 0
+        """Number of examined steps."""
         self._caught: Any = None
         self._mode_before: Any = None
         self._can_look = False
@@ -197,14 +215,14 @@ class WaitFinder:
         return self._left > 0
 
     @property
-    def has_looked(self) -> bool:
-        """Whether any step was examined, or will be."""
-        return self._steps + self._left > 0
-
-    @property
     def found_none(self) -> bool:
         """Whether steps were examined by torch, and no line waited."""
-        return self._steps > 0 and not self.is_looking and self._can_look and not self._lines
+        return self.steps > 0 and self._can_look and not self._lines
+
+    @property
+    def found_any(self) -> bool:
+        """Whether a line waited."""
+        return bool(self._lines)
 
     def begin(self, steps: int) -> None:
         """Examine this many steps from now on."""
@@ -217,24 +235,28 @@ class WaitFinder:
         warnings.filterwarnings("always", message=MESSAGE)  # even if warnings are errors
         self._show = warnings.showwarning
         warnings.showwarning = self._shown  # type: ignore[assignment]  # a method
+        if sys.getprofile() is None:
+            self._until = time.perf_counter() + _MOST_SECONDS_OF_PROFILE
+            sys.setprofile(self._profiled)
 
     def end_step(self) -> None:
         """Count an examined step. After the last one, stop."""
         if not self._left:
             return
         self._left -= 1
-        self._steps += 1
+        self.steps += 1
         if not self._left:
             self.close()
 
     def found(self) -> dict[str, float]:
         """Return the waits per step by `file:line`, most frequent first."""
-        return {line: count / self._steps for line, count in self._lines.most_common()}
+        return {line: count / self.steps for line, count in self._lines.most_common()}
 
     def close(self) -> None:
-        """Restore the settings of torch and of warnings."""
+        """Restore the settings of torch, of warnings and of Python."""
         if self._caught is None:
             return
+        self._end_profile()
         self._caught.__exit__(None, None, None)
         self._caught, self._left = None, 0
         self._set_mode(self._mode_before)
@@ -243,9 +265,21 @@ class WaitFinder:
         if MESSAGE in str(message):
             self._lines[f"{filename}:{lineno}"] += 1
             if on_wait := self._on_wait():
-                on_wait()
+                on_wait(self._called)
         else:
             self._show(message, category, filename, lineno, *rest)
+
+    def _profiled(self, frame: FrameType, event: str, called: Any) -> None:
+        """Note the time of a call or return, except while a warning is handled."""
+        if frame.f_globals is not globals() and frame.f_globals is not warnings.__dict__:
+            self._called = self._now()
+            if time.perf_counter() > self._until:  # the loop has ended within an examined step
+                self._end_profile()
+
+    def _end_profile(self) -> None:
+        self._called = None
+        if sys.getprofile() == self._profiled:
+            sys.setprofile(None)
 
     def _set_mode(self, mode: Any) -> None:
         cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None

@@ -3,10 +3,13 @@
 import contextlib
 import gc
 import math
+import random
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +24,6 @@ from torch.utils.data import DataLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.causes import Cause
-from tokenfeed.trainer.stall.reading import SpanKind
 from tokenfeed.trainer.stall.statistics import StepSeconds, StepTimes
 from tokenfeed.trainer.stall.watchers import MESSAGE, AllocatorWatch, WaitFinder
 
@@ -281,20 +283,35 @@ def test_lines_that_wait_are_counted_and_other_warnings_pass_even_where_they_are
         warnings.warn("another", stacklevel=1)
 
 
+Item = Callable[[SimulatedDevice], None]
+"""Waits for the device, as `Tensor.item` does."""
+
+
 @pytest.fixture
-def warnings_of_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Let the meter look for waits; return what torch does before each of them."""
+def item(monkeypatch: pytest.MonkeyPatch) -> Iterator[Item]:
+    """Let the meter look for waits."""
     mode: Any = "default"
 
     def set_mode(new: Any) -> None:
         nonlocal mode
         mode = new
 
+    def item(device: SimulatedDevice) -> None:
+        """Wait, then warn, as torch does. No profile function sees the inside of C++."""
+        before = sys.getprofile()
+        sys.setprofile(None)
+        device.wait()
+        if mode == "warn":
+            warnings.warn(MESSAGE, stacklevel=2)
+        sys.setprofile(before)
+
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    yield lambda: warnings.warn(MESSAGE, stacklevel=2) if mode == "warn" else None
+    profile = sys.getprofile()
+    yield item
     assert mode == "default"
+    assert sys.getprofile() == profile
 
 
 def shares(device: SimulatedDevice, step: Callable[[], None], steps: int) -> StallReport:
@@ -319,7 +336,7 @@ def shares(device: SimulatedDevice, step: Callable[[], None], steps: int) -> Sta
 
 @pytest.mark.parametrize("kernel_seconds", [1.2e-6, 15e-6])
 def test_a_step_of_more_kernels_than_the_queue_holds_is_idle_by_a_lower_bound(
-    warnings_of_waits: Callable[[], None], kernel_seconds: float
+    item: Item, kernel_seconds: float
 ) -> None:
     device = SimulatedDevice(launch=20e-6)  # 1,420 kernels, as in 200 layers
     report = shares(device, lambda: device.work(1420, kernel_seconds), steps=150)
@@ -328,42 +345,87 @@ def test_a_step_of_more_kernels_than_the_queue_holds_is_idle_by_a_lower_bound(
     assert report.causes["launch"].fraction > 0.2
 
 
-def test_idle_time_after_a_wait_in_the_middle_of_a_step_is_not_taken_as_work(
-    warnings_of_waits: Callable[[], None],
+@dataclass(frozen=True)
+class Waiting:
+    """A loop of 400 kernels a step that waits in the middle of its work."""
+
+    waits: int
+    kernel_seconds: float
+    launch_seconds: float
+    sleep: float
+    """Host seconds after each wait."""
+    varied: bool
+    """Whether batches have different sizes."""
+
+    def run(self, item: Item | None, *, metered: bool = False) -> tuple[float, float, StallMeter]:
+        """Return the true share of idle time, the seconds, and the meter. Without `item`, nothing
+        waits."""
+        device, draw = SimulatedDevice(launch=self.launch_seconds), random.Random(3)
+        meter = StallMeter(clock=device, skipped_steps=10)
+        for step in range(160):
+            if step == 10:
+                idle, began = device.idle, device.host
+            device.random.seed(step)
+            size = draw.uniform(0.5, 1.5) if self.varied else 1.0
+            with meter.cause("data") if metered else contextlib.nullcontext():
+                device.host += 50e-6
+            for part in range(self.waits + 1):
+                device.work(400 // (self.waits + 1), self.kernel_seconds * size)
+                if part < self.waits:
+                    if item is not None:
+                        item(device)
+                    device.host += self.sleep
+            if metered:
+                meter.step(int(1000 * size))
+        seconds = device.host - began
+        device.wait()
+        return (device.idle - idle) / seconds, seconds, meter
+
+
+@pytest.mark.parametrize("waits", [1, 2, 3, 4])
+@pytest.mark.parametrize("kernel_seconds", [5e-6, 12e-6, 50e-6])
+@pytest.mark.parametrize(("sleep", "varied"), [(0.0, True), (1e-3, True), (1e-3, False)])
+def test_idle_time_after_waits_in_the_middle_of_a_step_is_found(
+    item: Item, waits: int, kernel_seconds: float, sleep: float, varied: bool
 ) -> None:
-    device = SimulatedDevice()
+    loop = Waiting(waits, kernel_seconds, 9e-6, sleep, varied)
+    true, seconds, _ = loop.run(item)
+    _, mended, _ = loop.run(None)
+    report = loop.run(item, metered=True)[2].report()
+    assert report.interval is not None
+    low, high = report.interval
+    assert low - 0.003 <= true <= high + 0.003
+    assert high - low < 0.1
+    predicted = report.causes["wait"].speed_up
+    assert predicted == pytest.approx(seconds / mended, rel=0.12)
+    assert report.events["waits"].popitem()[1] == waits
 
-    def step() -> None:
-        for _ in range(2):
-            device.work(40, 100e-6)
-            warnings_of_waits()
-            device.wait()
-            device.host += 2e-3
 
-    report = shares(device, step, steps=150)
+def test_loop_with_a_profile_function_of_its_own_keeps_it_and_has_a_bound(item: Item) -> None:
+    def profile(*_: object) -> None:
+        pass
+
+    loop, before = Waiting(2, 12e-6, 9e-6, 1e-3, False), sys.getprofile()
+    true, _, _ = loop.run(item)
+    sys.setprofile(profile)
+    try:
+        report = loop.run(item, metered=True)[2].report()
+        assert sys.getprofile() is profile
+    finally:
+        sys.setprofile(before)
+    assert report.interval is not None
+    assert report.interval[0] <= true <= report.interval[1]
     (advice,) = (piece.text for piece in report.advice if piece.cause == "unseen")
     assert re.search(r"waits for the device in the middle of it, at .*:\d+ \(2 a step\)", advice)
 
 
-def test_references_after_a_wait_without_a_known_line_are_kept(
-    warnings_of_waits: Callable[[], None],
-) -> None:
-    """The host waits in the first 40 of 150 steps, by a call that torch does not warn of."""
-    device = SimulatedDevice()
-    meter = StallMeter(clock=device, skipped_steps=10)
-    for number in range(150):
-        with meter.cause("data"):
-            pass
-        device.work(80, 100e-6)
-        if number < 40:
-            device.wait()
-            device.host += 2e-3
-        meter.step(1)
-        meter.read()  # as a progress line does
-    device.wait()
-    reading = meter.read()
-    assert reading.cause_fractions["wait"] > 0.04
-    assert reading.references[SpanKind("data", "step")].count > 100
+def test_error_in_an_examined_step_leaves_no_profile_function_after_close() -> None:
+    meter, before = StallMeter(clock=exact(), skipped_steps=0), sys.getprofile()
+    meter.find_waits()
+    with pytest.raises(ZeroDivisionError):
+        1 / 0  # noqa: B018
+    meter.close()
+    assert sys.getprofile() == before
 
 
 def test_collection_during_compilation_leaves_later_work_uncharged() -> None:
