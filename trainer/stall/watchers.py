@@ -236,7 +236,7 @@ class WaitFinder:
         self._show = warnings.showwarning
         warnings.showwarning = self._shown  # type: ignore[assignment]  # a method
         if sys.getprofile() is None:
-            self._until = time.perf_counter() + _MOST_SECONDS_OF_PROFILE
+            self._until = self._now() + _MOST_SECONDS_OF_PROFILE
             sys.setprofile(self._profiled)
 
     def end_step(self) -> None:
@@ -262,10 +262,11 @@ class WaitFinder:
         self._set_mode(self._mode_before)
 
     def _shown(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        called = self._called  # before further calls
         if MESSAGE in str(message):
             self._lines[f"{filename}:{lineno}"] += 1
             if on_wait := self._on_wait():
-                on_wait(self._called)
+                on_wait(called)
         else:
             self._show(message, category, filename, lineno, *rest)
 
@@ -273,7 +274,7 @@ class WaitFinder:
         """Note the time of a call or return, except while a warning is handled."""
         if frame.f_globals is not globals() and frame.f_globals is not warnings.__dict__:
             self._called = self._now()
-            if time.perf_counter() > self._until:  # the loop has ended within an examined step
+            if self._called > self._until:  # the loop has ended within an examined step
                 self._end_profile()
 
     def _end_profile(self) -> None:
