@@ -126,7 +126,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def runs(block: Block) -> bool:
-    return block.language not in ("text", "toml") and block.reason is None
+    return block.language not in ("text", "toml", "diff") and block.reason is None
 
 
 def script_of(blocks: list[Block]) -> str:
@@ -255,10 +255,10 @@ def test_every_block_of_a_page_runs(
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def test_blocks_are_python_shell_toml_or_output() -> None:
+def test_blocks_are_of_known_languages() -> None:
     for page in PAGES:
         found = blocks_of(page)
-        assert {block.language for block in found} <= {"python", "sh", "text", "toml"}, page
+        assert {block.language for block in found} <= {"python", "sh", "text", "toml", "diff"}, page
         for block in found:
             assert block.language != "toml" or tomllib.loads(block.code), page
         assert 2 * len(found) == len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)), page
