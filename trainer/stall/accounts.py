@@ -135,7 +135,8 @@ class Accounts:
         examined steps have references."""
         self._host_alone: dict[SpanKind, LinearFit] = {}
         """Host seconds to queue such a span, without waits."""
-        self._may_wait = False
+        self.waits_inside = False
+        """Whether a spin has shown that the host may wait for the device inside a span."""
         self._is_partly_queued = False
         """Whether the kernels after a stop of the host inside a span are queued late."""
         self._usual: dict[SpanKind, LinearFit] = {}
@@ -146,11 +147,6 @@ class Accounts:
         self.histograms: dict[Cause, Histogram] = {}
         self.step_times = StepTimes()
 
-    @property
-    def waits_inside(self) -> bool:
-        """Whether the host was seen to wait for the device inside a span."""
-        return self._may_wait
-
     def take_as_partly_queued(self) -> None:
         """Take it that spans behind a spin in which the host stops are queued in part.
 
@@ -158,7 +154,7 @@ class Accounts:
         the span is queued while the device runs it. References so far become upper bounds. Later
         ones are from spans that were queued as a whole.
         """
-        if self._is_partly_queued:
+        if self._is_partly_queued or not self._waiting:
             return
         self._is_partly_queued = True
         for kind in self._waiting:
@@ -342,7 +338,7 @@ class Accounts:
         usual = self._host_seconds.setdefault(span.kind, host)
         has_waited = span.spin > 0 and host - usual > 0.5 * span.spin
         # With a lead longer than the span, the host has waited for a full queue.
-        self._may_wait |= has_waited and lead < span.seconds and not span.is_interrupted
+        self.waits_inside |= has_waited and lead < span.seconds and not span.is_interrupted
         if not span.spin:
             self._host_seconds[span.kind] = min(host, 1.1 * usual)
             self._is_slower[span.kind] = lead - self._spin_lead < _AHEAD * span.seconds

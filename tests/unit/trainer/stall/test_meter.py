@@ -8,6 +8,7 @@ import re
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -417,6 +418,32 @@ def test_loop_with_a_profile_function_of_its_own_keeps_it_and_has_a_bound(item: 
     assert report.interval[0] <= true <= report.interval[1]
     (advice,) = (piece.text for piece in report.advice if piece.cause == "unseen")
     assert re.search(r"waits for the device in the middle of it, at .*:\d+ \(2 a step\)", advice)
+
+
+def test_time_of_a_wait_is_that_of_the_call_that_waits() -> None:
+    """The calls that handle a warning do not count, neither at a new line nor at a known one."""
+    calls, found = 0, []
+
+    def now() -> float:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    class Listener:
+        def waited(self, called: float | None) -> None:
+            found.append(called)
+
+    def wait() -> int:
+        ahead = calls
+        warnings.warn(MESSAGE, stacklevel=1)
+        return ahead
+
+    listener = Listener()
+    finder = WaitFinder(weakref.WeakMethod(listener.waited), now)
+    finder.begin(1)
+    before = [wait() for _ in range(3)]
+    finder.end_step()
+    assert found == [number + 1 for number in before]
 
 
 def test_error_in_an_examined_step_leaves_no_profile_function_after_close() -> None:
