@@ -48,7 +48,7 @@ def train_row(entry: Entry) -> list[str]:
         entry["part"].removeprefix("train "),
         f"{entry['tokens_per_s']:,}",
         f"{stall['mfu']:.0%}",
-        f"{stall['stall']:.1%}",
+        f"{'at least ' * (stall['at_most'] > stall['stall'] + 0.001)}{stall['stall']:.1%}",
         " to ".join(f"{end:.1%}" for end in stall["interval"]),
         f"{entry['padding']:.1%}",
         f"{entry['peak_memory_bytes'] / 1e9:.1f} GB",
