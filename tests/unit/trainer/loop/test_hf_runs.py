@@ -1,5 +1,6 @@
 """Runs of `transformers` models: resumed, adapted, begun from earlier weights, exported."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.data.datasets import read_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop.model_export import load_exported
+from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.report.run_files import Report
 
 pytest.importorskip("peft")
@@ -76,6 +78,17 @@ def test_beside_adapters_only_what_is_trained_is_saved(whole: dict[str, Path]) -
     file = "run/checkpoints/step-00000008/state-0.safetensors"
     sizes = [(whole[each] / file).stat().st_size for each in ("adapters", "all")]
     assert sizes[0] < 0.5 * sizes[1]
+
+
+def test_weights_beside_adapters_stay_in_half_precision(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    config = make_config(documents, tmp_path, model=llama, precision="bf16", **LORA)
+    with contextlib.closing(Trainer(config)) as trainer:
+        weights = dict(trainer.learner.model.named_parameters())
+    trained = {weight.dtype for weight in weights.values() if weight.requires_grad}
+    frozen = {weight.dtype for weight in weights.values() if not weight.requires_grad}
+    assert (trained, frozen) == ({torch.float32}, {torch.bfloat16})
 
 
 @pytest.mark.slow
