@@ -409,7 +409,7 @@ class Accounts:
                     host.add(span.slots, span.host)
 
     def _blame(self, cause: Cause) -> None:
-        """Charge the time by which this step's spans took longer than usual to a cause.
+        """Charge a cause with the excess of this step's spans over their usual time.
 
         If every step so far had such an event, nothing is usual. Then all idle time of the spans is
         charged to the cause, unless the host is slower than the device. A span is a reference only

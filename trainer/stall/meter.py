@@ -222,8 +222,8 @@ class StallMeter:
     def find_waits(self, steps: int = 1) -> None:
         """Find the lines that wait for a GPU during the next steps, which are not measured.
 
-        If a spin shows that there are such waits, the meter looks for them by itself, in one step.
-        If it finds any, it examines five more steps.
+        After a spin that shows such waits, the meter examines one step by itself, and five more if
+        a line of this step waits.
         """
         steps = _whole("steps", steps, least=1)
         if self._clock.is_beside_host:
