@@ -57,6 +57,16 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 FieldValues = dict[str, list[Any]]
 """The values of R records, by field."""
 
+_TASKS_BY_FIELDS = {
+    ("messages",): "chat",
+    ("conversations",): "chat",
+    ("prompt", "chosen", "rejected"): "chat",
+    ("prompt", "completion"): "complete",
+    ("tokens", "tags"): "tag",
+    ("input_ids",): "ids",
+}
+"""The value of `--task` for records with these fields, for hints."""
+
 Encode = Callable[[list[bytes]], Ragged]
 """Turns UTF-8 texts into ids; see `Engine.encode`."""
 
@@ -121,10 +131,10 @@ class TaskEncoder(ABC):
         """Return the option to give, if records are rejected for lack of a field."""
         if not reason.startswith(("no field", "no column")):
             return ""
-        present = reason.partition("it has: ")[2].split(", ")
-        for own, task in {"messages": "chat", "conversations": "chat", "input_ids": "ids"}.items():
-            if own in present and task != (self.option or self.name):
-                return f" Records with `{own}` need `--task {task}`."
+        present = {*reason.partition("it has: ")[2].split(", ")}
+        for names, task in _TASKS_BY_FIELDS.items():
+            if present.issuperset(names) and not self.kinds.keys() >= {*names}:
+                return f" Records with `{'` and `'.join(names)}` need `--task {task}`."
         return f" Name the field: {self.option_of_fields}."
 
     @property

@@ -38,14 +38,38 @@ def test_wrong_field_name_stops_after_10_000_records(
 
 @pytest.mark.parametrize(
     ("row", "task"),
-    [({"messages": [{"role": "user", "content": "a"}]}, "chat"), ({"input_ids": [1]}, "ids")],
+    [
+        ({"messages": [{"role": "user", "content": "a"}]}, "chat"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chat"),
+        ({"prompt": "a", "completion": "b"}, "complete"),
+        ({"tokens": ["a"], "tags": ["b"]}, "tag"),
+        ({"input_ids": [1]}, "ids"),
+    ],
 )
 def test_records_of_another_task_name_its_option(
     tmp_path: Path, tokenizer: Path, row: dict[str, object], task: str
 ) -> None:
     write_rows(tmp_path / "a.jsonl", 3, **row)
-    with pytest.raises(CorpusError, match=f"Records with `{next(iter(row))}` need `--task {task}`"):
+    names = "` and `".join(row)
+    with pytest.raises(CorpusError, match=rf"Records with `{names}` need `--task {task}`\.$"):
         make(tmp_path / "a.jsonl", tmp_path / "out", tokenizer)
+
+
+def test_a_task_that_reads_the_fields_of_the_records_is_not_told_of_another_one(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    write_rows(tmp_path / "a.jsonl", 3, prompt="a", completion="b")
+    with pytest.raises(CorpusError, match=r"Name the field: `--field messages=NAME` or"):
+        make(
+            tmp_path / "a.jsonl",
+            tmp_path / "out",
+            tokenizer,
+            task="chat",
+            field=(("messages=m",),),
+            chat_template=str(template),
+        )
 
 
 def test_one_file_without_the_field_does_not_stop_the_run(tmp_path: Path, tokenizer: Path) -> None:
