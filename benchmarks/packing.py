@@ -6,7 +6,7 @@ tokens, a tail of long ones) and source files (a heavy tail, cut beforehand into
 packed at once. One process and one thread a measurement, repeats interleaved; the time excludes
 imports and the conversion of lengths into what the packer takes.
 
-- tokenfeed: `pipeline.planning.packing.pack`, with the sort that it needs
+- tokenfeed: `pipeline.planning.arrangement.pack`, with the sort that it needs
 - TRL: `_pack_bfd`, which also gathers the rows; here one byte a token
 - axolotl: `pack_group`, compiled beforehand: first fit in the order of the rows, in groups of
   100,000 with at most 200 rows a sequence
@@ -76,8 +76,7 @@ def make_lengths(kind: str, count: int, capacity: int = CAPACITY) -> np.ndarray:
 
 
 def _tokenfeed(lengths: np.ndarray) -> tuple[float, int]:
-    from tokenfeed.pipeline.planning.length_bands import sort_by_length
-    from tokenfeed.pipeline.planning.packing import pack
+    from tokenfeed.pipeline.planning.arrangement import pack, sort_by_length
 
     started = time.perf_counter()
     bins, offsets = pack(sort_by_length(lengths, 0)[::-1], lengths, CAPACITY)

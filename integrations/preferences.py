@@ -13,8 +13,7 @@ import numpy as np
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.kinds import REJECTED, TargetRule, Targets
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import KINDS
+from tokenfeed.pipeline.format.schema import KINDS, Rows
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import open_store
 

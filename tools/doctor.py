@@ -25,11 +25,10 @@ from typing import Annotated, Any
 import psutil
 
 from tokenfeed.pipeline.errors import TokenfeedError
-from tokenfeed.pipeline.facts import facts
-from tokenfeed.pipeline.feeding.cores import control_groups, num_cores, usable_cores
+from tokenfeed.pipeline.feeding.placement import control_groups, num_cores, usable_cores
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
 from tokenfeed.pipeline.format.store import open_store
-from tokenfeed.pipeline.redaction import public, without_secrets
+from tokenfeed.pipeline.text import facts, public, without_secrets
 from tokenfeed.tools.shell.command_line import parse_command, text
 from tokenfeed.tools.shell.console import print_json, run_command
 

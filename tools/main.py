@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.facts import facts
+from tokenfeed.pipeline.text import facts
 from tokenfeed.tools.shell.console import run_command
 from tokenfeed.tools.shell.signals import signals_held
 

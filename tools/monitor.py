@@ -9,7 +9,7 @@ import psutil
 from rich.live import Live
 from rich.text import Text
 
-from tokenfeed.pipeline.facts import facts
+from tokenfeed.pipeline.text import facts
 
 
 def monitor() -> int:

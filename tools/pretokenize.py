@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 
-from tokenfeed.pipeline.remote.own_process import own_process
+from tokenfeed.pipeline.remote.client import own_process
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.tools.shell.signals import signals_held
 

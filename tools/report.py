@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from tokenfeed.pipeline.facts import facts
+from tokenfeed.pipeline.text import facts
 from tokenfeed.tools.shell.command_line import parse_command
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.trainer.config.run_config import PAGE_FILE

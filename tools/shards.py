@@ -3,7 +3,7 @@
 This file imports little, so that the handler for Ctrl-C is installed at once.
 """
 
-from tokenfeed.pipeline.remote.own_process import own_process
+from tokenfeed.pipeline.remote.client import own_process
 from tokenfeed.tools.shell.console import run_command
 from tokenfeed.tools.shell.signals import signals_held
 

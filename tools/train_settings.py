@@ -14,9 +14,9 @@ from typing import Any, Literal, get_type_hints
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import column_of
+from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.shell.command_line import read_command_line
 from tokenfeed.trainer.config.run_config import BY_NUMBERS, MODEL_NUMBERS, TrainConfig
 from tokenfeed.trainer.config.values import Positive, Tokens, flag_of, read_settings

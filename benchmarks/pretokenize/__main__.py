@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks.protocol import summary, write_result
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import Rows
 from tokenfeed.pipeline.format.shard import ShardReader
 
 MAP_BYTES = 24_000_000

@@ -36,8 +36,8 @@ from benchmarks.text_loaders.case import family
 from benchmarks.text_loaders.data import VOCABULARY, pretokenize, standard_library, write_json_lines
 from benchmarks.text_loaders.processes import pss
 from tokenfeed import Manifest, Packed, ShardLoader
-from tokenfeed.pipeline.caching.eviction import sweep
 from tokenfeed.pipeline.caching.node import Node
+from tokenfeed.pipeline.caching.node_cache import sweep
 from tokenfeed.pipeline.planning.plan import Ahead, Position
 from tokenfeed.pipeline.planning.state import resealed
 

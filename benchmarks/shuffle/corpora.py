@@ -19,8 +19,7 @@ from tokenfeed.pipeline.format.manifest import (
     TokenizerInfo,
     length_histogram,
 )
-from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Task, task_columns
+from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Rows, Task, task_columns
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.storage import file_xxh3
 

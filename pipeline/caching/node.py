@@ -13,9 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from tokenfeed.pipeline.caching.eviction import FIRST_END, Until
-from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache, read_file
-from tokenfeed.pipeline.caching.settings import CacheSettings
+from tokenfeed.pipeline.caching.node_cache import (
+    FIRST_END,
+    CacheSet,
+    CacheSettings,
+    NodeCache,
+    Until,
+    read_file,
+)
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.store import RangedStore
 from tokenfeed.pipeline.planning.plan import Ahead, Position

@@ -1,4 +1,4 @@
-"""A micro-batch, and how the host builds it with numpy. `on_device` builds the same with torch.
+"""A micro-batch, and how the host builds it with numpy. `transfer` builds the same with torch.
 
 Both use ragged tokens in storage dtype. Masks, positions and labels (except tags) are built on
 first use. Torch is imported only for batches of tensors, not for batches of numpy arrays.

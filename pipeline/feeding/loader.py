@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.arithmetic import round_up
-from tokenfeed.pipeline.caching.settings import cache_for
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, BatchForm
-from tokenfeed.pipeline.feeding.cores import cores_per_rank
-from tokenfeed.pipeline.feeding.delivery import Delivery, Pass
-from tokenfeed.pipeline.feeding.feed import Feed, Tuner
-from tokenfeed.pipeline.feeding.placement import check_no_copies, resolve_ranks, resolve_workers
+from tokenfeed.pipeline.feeding.delivery import Delivery, Feed, Pass, Tuner
+from tokenfeed.pipeline.feeding.placement import (
+    check_no_copies,
+    cores_per_rank,
+    resolve_ranks,
+    resolve_workers,
+)
 from tokenfeed.pipeline.feeding.stats import Stats
 from tokenfeed.pipeline.feeding.window_source import make_in_worker
 from tokenfeed.pipeline.format.data_set import OpenedSplit, has_remote, open_splits
@@ -220,12 +222,16 @@ class ShardLoader:
             checks.whole("ignore_index", ignore_index, least=-(2**31), most=2**31 - 1),
             is_numpy=self.device == _NUMPY,
         )
-        self._row_map = RowMap.from_setting(
-            map, sources[0].manifest.tokenizer.vocabulary_size, plan.order.seed
-        )
+        self._row_map = None
+        if map is not None:
+            size = sources[0].manifest.tokenizer.vocabulary_size
+            self._row_map = RowMap.from_setting(map, size, plan.order.seed)
         self._targets_by = TargetRule.from_setting(targets, sources[0].manifest.columns)
-        self._cache = cache_for(sources, plan, cache_dir, cache_bytes)
-        self._least_workers = int(has_remote(sources))
+        self._least_workers, self._cache = int(has_remote(sources)), None
+        if self._least_workers:
+            from tokenfeed.pipeline.caching.node_cache import cache_for
+
+            self._cache = cache_for(sources, plan, cache_dir, cache_bytes)
         more_s = _STORE_S if self._least_workers else 0.0
         self._timeout = checks.number("timeout", timeout, unit="seconds") + more_s
         self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None

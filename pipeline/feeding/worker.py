@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import LoaderError, TokenfeedError
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.remote.own_process import own_process
+from tokenfeed.pipeline.remote.client import own_process
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import Header
 from tokenfeed.pipeline.windows.reader import WindowReader

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import IO
 
-from tokenfeed.pipeline.errors import ConfigError, LoaderError
+from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding.worker import (
     Failure,
     Orders,
@@ -48,19 +48,6 @@ _FAULTS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSY
 
 Register = Callable[[mmap.mmap], Callable[[], None]]
 """Page-locks the memory of a buffer for a device; returns the function that unlocks it."""
-
-
-def check_workers_can_run() -> None:
-    """Check that worker processes can run here.
-
-    Raises:
-        ConfigError: There is no Python executable to start.
-    """
-    if getattr(sys, "frozen", False) or not sys.executable:
-        raise ConfigError(
-            "loader workers cannot run here: this program is frozen or embedded, so it has no "
-            "Python to start them with. `num_workers`=0 needs none."
-        )
 
 
 @dataclass(slots=True, eq=False)

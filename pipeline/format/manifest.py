@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from tokenfeed.pipeline.errors import ConfigError, ManifestError
-from tokenfeed.pipeline.format.read_errors import error_line
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, error_line
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import Store, StorePath, keep, once, open_store

@@ -21,17 +21,19 @@ import pyarrow as pa
 import xxhash
 from pyarrow import ipc
 
-from tokenfeed.pipeline.errors import ShardFormatError
+from tokenfeed.pipeline.errors import ShardFormatError, damaged, refused
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo
-from tokenfeed.pipeline.format.read_errors import damaged, refused
-from tokenfeed.pipeline.format.rows import (
+from tokenfeed.pipeline.format.schema import (
+    FORMAT_VERSION,
+    ORIGIN_FILE,
+    Column,
     Kinds,
     Rows,
     batch_buffers,
     column_kinds,
     rows_of_buffers,
+    shard_schema,
 )
-from tokenfeed.pipeline.format.schema import FORMAT_VERSION, ORIGIN_FILE, Column, shard_schema
 from tokenfeed.pipeline.format.store import StorePath, open_store
 
 FIRST_ROW_KEY, SEAL_KEY = b"first_row", b"tokenfeed.seal"

@@ -14,10 +14,9 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import ipc
 
-from tokenfeed.pipeline.errors import ShardFormatError
+from tokenfeed.pipeline.errors import ShardFormatError, damaged
 from tokenfeed.pipeline.format.manifest import ShardInfo
-from tokenfeed.pipeline.format.read_errors import damaged
-from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import Rows
 from tokenfeed.pipeline.format.shard import UNDECODABLE, ExpectedShard
 
 _BLOCK = np.dtype(

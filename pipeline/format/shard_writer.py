@@ -14,8 +14,7 @@ from pyarrow import ipc
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import ShardInfo
-from tokenfeed.pipeline.format.rows import Rows, record_batch
-from tokenfeed.pipeline.format.schema import Column, shard_schema
+from tokenfeed.pipeline.format.schema import Column, Rows, record_batch, shard_schema
 from tokenfeed.pipeline.format.shard import FIRST_ROW_KEY, SEAL_KEY, batch_checksums, shard_metadata
 from tokenfeed.pipeline.format.storage import atomic_file, file_xxh3
 

@@ -35,10 +35,10 @@ from tokenfeed.pipeline.format.stitched import (
     stitched_size,
 )
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file, atomic_write, file_xxh3
-from tokenfeed.pipeline.redaction import is_address, public
 from tokenfeed.pipeline.remote.address import SCHEMES, object_address
 from tokenfeed.pipeline.remote.object_file import FileFacts, Ranges, VersionedBytes
 from tokenfeed.pipeline.remote.retrying import Traffic
+from tokenfeed.pipeline.text import is_address, public
 
 logger = logging.getLogger(__name__)
 

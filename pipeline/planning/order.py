@@ -30,7 +30,7 @@ from tokenfeed.pipeline.planning.permutation import (
 )
 
 CYCLE = 8
-"""Epochs after which the strata of bands get new random starts; see `length_bands`."""
+"""Epochs after which the strata of bands get new random starts; see `arrangement`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,15 @@ import numpy as np
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.arithmetic import ceil_div, offsets_of, ranges, round_up
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.planning.length_bands import sort_by_length, steps_by_length
+from tokenfeed.pipeline.planning.arrangement import (
+    concatenate,
+    crop,
+    next_fit,
+    pack,
+    sort_by_length,
+    steps_by_length,
+)
 from tokenfeed.pipeline.planning.order import Draw
-from tokenfeed.pipeline.planning.packing import concatenate, crop, next_fit, pack
 from tokenfeed.pipeline.planning.permutation import evenly, mix64
 
 

@@ -6,7 +6,7 @@ from typing import Self
 from urllib.parse import unquote, urlsplit
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.redaction import USER, WEB_SCHEMES, public
+from tokenfeed.pipeline.text import USER, WEB_SCHEMES, public
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
-from tokenfeed.pipeline.redaction import public, without_secrets
 from tokenfeed.pipeline.remote.address import require
+from tokenfeed.pipeline.remote.client import check_process, read_in_child, talks_here
 from tokenfeed.pipeline.remote.object_file import VersionedBytes, cut_short
 from tokenfeed.pipeline.remote.object_store import ObjectStore
-from tokenfeed.pipeline.remote.own_process import check_process, read_in_child, talks_here
 from tokenfeed.pipeline.remote.retrying import Meter, Timing, Traffic, persist
+from tokenfeed.pipeline.text import public, without_secrets
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from tokenfeed.pipeline.remote.address import Address, require
-from tokenfeed.pipeline.remote.client import Connection, cause_of_failure, connection
+from tokenfeed.pipeline.remote.client import (
+    Connection,
+    cause_of_failure,
+    connection,
+    read_in_child,
+    talks_here,
+)
 from tokenfeed.pipeline.remote.object_file import (
     FileFacts,
     ObjectInfo,
@@ -24,7 +30,6 @@ from tokenfeed.pipeline.remote.object_file import (
     cut_short,
     version_of,
 )
-from tokenfeed.pipeline.remote.own_process import read_in_child, talks_here
 from tokenfeed.pipeline.remote.retrying import Timing, Traffic, persist, results_of
 
 if TYPE_CHECKING:
@@ -152,7 +157,7 @@ class ObjectStore:
         """Return the whole of an object; errors are those of `head`.
 
         A process that is not a program of tokenfeed reads it by a short-lived child, which takes
-        0.2 s: see `own_process`.
+        0.2 s: see `client`.
         """
         if not talks_here():
             content, traffic = read_in_child(self, name)

@@ -17,15 +17,14 @@ import numpy as np
 
 from tokenfeed.pipeline.arithmetic import offsets_of, ranges
 from tokenfeed.pipeline.format.data_set import OpenedSplit, has_remote
-from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS
+from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, Rows
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import RangedStore
 from tokenfeed.pipeline.planning.plan import Ahead
 
 if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.node import Fetched, Node
-    from tokenfeed.pipeline.caching.settings import CacheSettings
+    from tokenfeed.pipeline.caching.node_cache import CacheSettings
     from tokenfeed.pipeline.windows.remote_batches import RemoteBatches
 
 

@@ -1,28 +1,237 @@
-"""The record batches of sources in stores: each in one request, by way of the node's cache."""
+"""The record batches of sources in stores: each in one request, by way of the node's cache.
+
+A record batch of a replaced shard can pass all its checksums. So every answer of the store is used
+only if the footer of the same object version was compared with the manifest. For a new version, the
+footer is read and compared first. Replicas of the same object may have different versions. If a
+store reports a new version on almost every request, versions cannot detect a replacement, and they
+are no longer compared. Example: the footer was read at version A. Bytes of version A are accepted.
+Bytes of version B arrive: the footer is read again, of version B, and equals the manifest, so A and
+B are both accepted from then on. If it differs, the shard was replaced: ShardFormatError.
+"""
 
 import logging
 import os
+import threading
 from array import array
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
+import msgspec
+import numpy as np
 import xxhash
 
 from tokenfeed.pipeline.caching.node import Node, SharedPieces
-from tokenfeed.pipeline.errors import ShardFormatError
+from tokenfeed.pipeline.caching.node_cache import FIRST_END, CacheSet
+from tokenfeed.pipeline.errors import ShardFormatError, TokenfeedError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
-from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import Rows
+from tokenfeed.pipeline.format.shard import ExpectedShard
+from tokenfeed.pipeline.format.shard_ranges import RangedShard, end_bytes, missing_bytes
 from tokenfeed.pipeline.format.store import FetchingStore, RangedStore
-from tokenfeed.pipeline.windows.remote_shards import DAMAGED, RemoteShard, RemoteShards
+from tokenfeed.pipeline.remote.object_file import VersionedBytes
+
+DAMAGED = "%s: %s was damaged in the cache or on the network. It was fetched again and is correct."
+_OPEN_SHARDS = 2048
+"""Footers in memory, about 16 KB each. The other footers are in the cache."""
+_MOST_COMPARISONS, _MOST_READS = 32, 4
+"""Largest number of footers read for new versions of one shard, and of attempts to read bytes of a
+known version. Both exceed the usual number of replicas."""
+_UNSTEADY = (
+    "%s: its version changes on every request, so a replacement during reading cannot be detected."
+)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RemoteShard:
+    """A shard whose footer was compared with the manifest."""
+
+    number: int
+    ranged: RangedShard
+    versions: tuple[str, ...]
+    """Versions of the object that have this footer."""
+    comparisons: int = 0
+    comparing: threading.Lock = field(default_factory=threading.Lock)
+    error: Exception | None = None
+    """Why the comparison failed. Threads that waited for it raise this error; a later `get` opens
+    the shard again."""
+
+
+class RemoteShards:
+    """The shards of one source, with their footers. Safe to use in many threads."""
+
+    def __init__(
+        self,
+        source: OpenedSplit,
+        store: RangedStore,
+        only: Collection[str] | None,
+        node: Node,
+        files: CacheSet | None,
+    ) -> None:
+        """Send no request yet.
+
+        Args:
+            source: The split.
+            store: The store of the split.
+            only: Columns to decode; None for all.
+            node: Threads and counts of this process.
+            files: Cached files of the split; None without a cache.
+        """
+        self._source, self._store, self._only = source, store, only
+        self._ends = SharedPieces(node, files, files.end if files else str, FIRST_END)
+        self._opened: OrderedDict[int, RemoteShard] = OrderedDict()
+        self._opening = threading.Lock()
+        self._are_steady = True
+
+    def get(self, numbers: Iterable[int]) -> dict[int, RemoteShard]:
+        """Return shards by number, with their footers.
+
+        Raises:
+            ShardFormatError: A shard is missing, damaged, or not the one of the manifest.
+        """
+        wanted = dict.fromkeys(numbers)
+        with self._opening:
+            opened = ((number, self._opened.get(number)) for number in wanted)
+            found = {number: shard for number, shard in opened if shard and not shard.error}
+        missing = [number for number in wanted if number not in found]
+        for number, kept in self._ends.get(missing, self._fetch).items():
+            end, ranged = self._sound(number, kept)
+            found[number] = RemoteShard(number, ranged, end.versions)
+        with self._opening:
+            self._opened.update(found)
+            while len(self._opened) > _OPEN_SHARDS:
+                self._opened.popitem(last=False)
+        return found
+
+    def read(self, shard: RemoteShard, first: int, count: int) -> bytes:
+        """Read the bytes of neighbouring record batches in one request.
+
+        Raises:
+            ShardFormatError: The shard is missing or was replaced.
+        """
+        for _ in range(_MOST_READS):
+            part = self._part(shard, *shard.ranged.span(first, count))
+            if self._is_its_own(shard, part.version):
+                return part.data
+        self._are_steady = False
+        _log.info(_UNSTEADY, shard.ranged.expected.path)
+        return part.data
+
+    def _part(self, shard: RemoteShard, start: int, length: int) -> VersionedBytes:
+        try:
+            return self._store.read_range(self._file(shard.number), start, length)
+        except FileNotFoundError as error:
+            raise self._not_found(shard.number) from error
+
+    def _is_its_own(self, shard: RemoteShard, version: str) -> bool:
+        """Return whether this version of the object has the footer of the shard.
+
+        Also return True if the store has no versions, or too many to compare.
+
+        Raises:
+            ShardFormatError: The version has another footer.
+        """
+        if version in ("", *shard.versions) or not self._are_steady:
+            return True
+        with shard.comparing:
+            if shard.error:
+                raise shard.error
+            try:
+                while version not in shard.versions and shard.comparisons < _MOST_COMPARISONS:
+                    self._compare(shard)
+            except TokenfeedError as error:
+                shard.error = error
+                raise
+        return version in shard.versions
+
+    def _compare(self, shard: RemoteShard) -> None:
+        """Read the footer of the current version, and compare it.
+
+        Raises:
+            ShardFormatError: The footer differs.
+        """
+        shard.comparisons += 1
+        fetched = self._fetch(shard.number)
+        end, found = self._sound(shard.number, fetched)
+        versions = tuple(dict.fromkeys((*shard.versions, *end.versions)))[-_MOST_COMPARISONS:]
+        self._ends.replace(shard.number, _End(versions, end.data).to_bytes())
+        is_same = np.array_equal(found.edges, shard.ranged.edges)
+        if not is_same or end.versions != _End.from_bytes(fetched).versions:
+            raise ShardFormatError(
+                f"{shard.ranged.expected.path}: was replaced while it was read. Restore the shard "
+                "that the manifest names, and start again."
+            )
+        shard.versions = versions
+
+    def _sound(self, number: int, kept: bytes) -> tuple["_End", RangedShard]:
+        """Decode a footer from the cache or the store; if it is damaged, fetch it again once."""
+        info, manifest = self._source.split.shards[number], self._source.manifest
+        expected = ExpectedShard.of(
+            self._store.path(info.file),
+            info,
+            manifest.tokenizer.vocabulary_size,
+            manifest.columns,
+            self._only,
+        )
+        end = _End.from_bytes(kept)
+        try:
+            return end, RangedShard.from_end(expected, end.data)
+        except ShardFormatError:
+            end = _End.from_bytes(self._ends.again(number, self._fetch))
+            ranged = RangedShard.from_end(expected, end.data)  # raises if the store has it so
+            _log.warning(DAMAGED, expected.path, "the footer")
+            return end, ranged
+
+    def _fetch(self, number: int) -> bytes:
+        """Fetch the end of a shard with its whole footer, in the form that the cache stores."""
+        info = self._source.split.shards[number]
+        try:
+            part = self._store.read_tail(info.file, end_bytes(info))
+            if more := missing_bytes(part.data):
+                part = self._store.read_tail(info.file, min(more, info.bytes))
+        except FileNotFoundError as error:
+            raise self._not_found(number) from error
+        return _End((part.version,) if part.version else (), part.data).to_bytes()
+
+    def _file(self, number: int) -> str:
+        return self._source.split.shards[number].file
+
+    def _not_found(self, number: int) -> ShardFormatError:
+        return ShardFormatError(
+            f"{self._store.path(self._file(number))}: not found, but the manifest names it. "
+            "Copy it again."
+        )
+
+
+class _End(msgspec.Struct, array_like=True):
+    """The last bytes of a shard, and the object versions that have them."""
+
+    versions: tuple[str, ...]
+    """Versions of the object; empty if the store has none."""
+    data: bytes
+
+    def to_bytes(self) -> bytes:
+        """Return the form for the cache."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, kept: bytes) -> Self:
+        """Decode what `to_bytes` returned. Damaged bytes have no versions and no valid footer."""
+        try:
+            return msgspec.msgpack.decode(kept, type=cls)
+        except msgspec.MsgspecError:
+            return cls((), b"")
+
 
 _AT_ONCE = 128
 """Record batches in memory before decoding: enough to keep the threads busy."""
 _RUN_BYTES = 8 << 20
 """Bytes of a request for neighbouring record batches, if the whole split will be cached."""
-_log = logging.getLogger(__name__)
 
 Shards = dict[int, RemoteShard]
 

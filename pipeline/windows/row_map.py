@@ -43,14 +43,12 @@ class RowMap:
     seed: int
 
     @classmethod
-    def from_setting(cls, function: MapRow | None, vocabulary_size: int, seed: int) -> Self | None:
-        """Return the map of a loader's `map`; None without a function.
+    def from_setting(cls, function: MapRow, vocabulary_size: int, seed: int) -> Self:
+        """Return the map of a loader's `map`.
 
         Raises:
             ConfigError: `map` is not a function.
         """
-        if function is None:
-            return None
         if not callable(function):
             raise refusal("map", function, "a function of a row's columns and a Generator, or None")
         return cls(function, vocabulary_size, seed)

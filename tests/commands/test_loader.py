@@ -28,7 +28,7 @@ from support.processes import eventually, run_script
 
 from tokenfeed import Mixture, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
-from tokenfeed.pipeline.feeding.feed import Tuner
+from tokenfeed.pipeline.feeding.delivery import Tuner
 from tokenfeed.pipeline.planning.policies import Batching
 
 LENGTHS = realistic_lengths()

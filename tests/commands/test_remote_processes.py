@@ -15,7 +15,7 @@ from support.object_server import FAST, Fault, Remote, as_own_process, remote_st
 from support.processes import children_of, eventually, is_alive
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
-from tokenfeed.pipeline.remote.own_process import read_in_child
+from tokenfeed.pipeline.remote.client import read_in_child
 from tokenfeed.tools.data_sets.copy import copy_data_set
 
 pytest.importorskip("obstore")

@@ -42,7 +42,7 @@ from tokenfeed import Manifest, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError
 from tokenfeed.pipeline.feeding import window_source, worker
 from tokenfeed.pipeline.feeding import worker_process as process
-from tokenfeed.pipeline.feeding.feed import Tuner
+from tokenfeed.pipeline.feeding.delivery import Tuner
 from tokenfeed.pipeline.planning.plan import Position
 
 forked = pytest.mark.usefixtures("forked_workers")

@@ -35,8 +35,13 @@ from support.token_rows import mds_shard, write_datatrove, write_litdata
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format import shard
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo
-from tokenfeed.pipeline.format.rows import Rows, batch_buffers, column_kinds, offsets_of
-from tokenfeed.pipeline.format.schema import shard_schema
+from tokenfeed.pipeline.format.schema import (
+    Rows,
+    batch_buffers,
+    column_kinds,
+    offsets_of,
+    shard_schema,
+)
 from tokenfeed.pipeline.format.shard_ranges import RangedShard
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.pipeline.format.store import open_store

@@ -24,8 +24,7 @@ from tokenfeed.pipeline.format.manifest import (
     canonical,
     length_histogram,
 )
-from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import Column, Task, task_columns, token_dtype
+from tokenfeed.pipeline.format.schema import Column, Rows, Task, task_columns, token_dtype
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.storage import file_xxh3

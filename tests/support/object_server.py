@@ -29,7 +29,7 @@ from xml.sax.saxutils import escape
 import pytest
 
 from support.data_sets import files_of
-from tokenfeed.pipeline.remote import own_process
+from tokenfeed.pipeline.remote import client
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.pipeline.remote.retrying import Timing
 
@@ -407,8 +407,8 @@ def set_google(monkeypatch: pytest.MonkeyPatch, folder: Path, remote: Remote) ->
 def as_own_process(monkeypatch: pytest.MonkeyPatch, *, is_own: bool = True) -> None:
     """Make the test's process a program of ours, which talks to stores itself, or a user's, which
     has not talked to one yet."""
-    monkeypatch.setattr(own_process, "_ours", is_own)
-    monkeypatch.setattr(own_process, "_started", is_own)
+    monkeypatch.setattr(client, "_ours", is_own)
+    monkeypatch.setattr(client, "_started", is_own)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 
 from support.data_sets import files_of
 from support.object_server import Remote
-from tokenfeed.pipeline.caching.settings import CacheSettings
+from tokenfeed.pipeline.caching.node_cache import CacheSettings
 from tokenfeed.pipeline.errors import RemoteError
 from tokenfeed.pipeline.format import store
 from tokenfeed.pipeline.format.data_set import open_splits

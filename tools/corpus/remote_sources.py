@@ -23,11 +23,11 @@ from tokenfeed.pipeline.format.manifest import (
     TOKENIZER_FILE,
 )
 from tokenfeed.pipeline.format.store import open_store
-from tokenfeed.pipeline.redaction import is_address, public
 from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.pipeline.remote.hub import HubStore
 from tokenfeed.pipeline.remote.object_file import ObjectInfo
 from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.pipeline.text import is_address, public
 from tokenfeed.tools.corpus.locations import RemoteFile
 
 _SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"

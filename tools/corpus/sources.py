@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.pipeline.redaction import public
 from tokenfeed.pipeline.remote.retrying import results_of
+from tokenfeed.pipeline.text import public
 from tokenfeed.tools.corpus.detect import (
     compression_of,
     format_in_folder,

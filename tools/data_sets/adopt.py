@@ -33,12 +33,13 @@ from tokenfeed.pipeline.format.manifest import (
     TokenizerInfo,
     length_histogram,
 )
-from tokenfeed.pipeline.format.rows import Rows, record_batch
 from tokenfeed.pipeline.format.schema import (
     FORMAT_VERSION,
     INPUT_IDS,
     ORIGIN_FILE,
     ORIGIN_RECORD,
+    Rows,
+    record_batch,
     shard_schema,
     token_dtype,
 )

@@ -13,7 +13,6 @@ import numpy as np
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.manifest import Manifest, read_checked
-from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import (
     ENDED_TASKS,
     KINDS,
@@ -21,6 +20,7 @@ from tokenfeed.pipeline.format.schema import (
     ORIGIN_RECORD,
     PROMPT_LENGTH,
     Column,
+    Rows,
     is_target,
     role_of,
 )

@@ -16,7 +16,7 @@ from typing import IO, Annotated, Generic, Literal, NamedTuple, TypeVar
 
 import xxhash
 
-from tokenfeed.pipeline.errors import ConfigError, ManifestError
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, damaged, gave_up, refused
 from tokenfeed.pipeline.format.manifest import (
     MADE_BY_FILE,
     MANIFEST_FILE,
@@ -25,7 +25,6 @@ from tokenfeed.pipeline.format.manifest import (
     ShardInfo,
     stored,
 )
-from tokenfeed.pipeline.format.read_errors import damaged, gave_up, refused
 from tokenfeed.pipeline.format.stitched import STITCHED_SUFFIX, is_stitched
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file, sync_folder
 from tokenfeed.pipeline.format.store import LocalStore, Place, Store, open_place, open_store

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import (
     MANIFEST_FILE,
     PARTS_FOLDER,
@@ -26,6 +25,7 @@ from tokenfeed.pipeline.format.manifest import (
 from tokenfeed.pipeline.format.stitched import STITCHED_SUFFIX
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
 from tokenfeed.pipeline.format.store import LocalStore, Store, open_place
+from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.data_sets.copy import Move, Way, bring, remove_leftovers
 from tokenfeed.tools.jobs.run_records import claimed
 

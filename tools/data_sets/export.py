@@ -19,13 +19,19 @@ import xxhash
 from pyarrow import csv, parquet
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import Manifest, read_checked
-from tokenfeed.pipeline.format.rows import Rows, record_batch
-from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD, shard_schema, token_dtype
+from tokenfeed.pipeline.format.schema import (
+    ORIGIN_FILE,
+    ORIGIN_RECORD,
+    Rows,
+    record_batch,
+    shard_schema,
+    token_dtype,
+)
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.storage import atomic_folder
 from tokenfeed.pipeline.format.store import Store, local_path, open_store
+from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.jobs.crew import Progress
 from tokenfeed.tools.jobs.progress_bar import Bar

@@ -27,9 +27,9 @@ from numpy.lib.format import (
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.schema import token_dtype
 from tokenfeed.pipeline.format.store import local_path, open_store
-from tokenfeed.pipeline.redaction import public
 from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.pipeline.text import public
 from tokenfeed.tools.corpus.locations import Location, RemoteFile, open_location, read_array
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 

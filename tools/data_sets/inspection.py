@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenfeed.pipeline.arithmetic import ceil_div
-from tokenfeed.pipeline.facts import count_of, facts
 from tokenfeed.pipeline.format.kinds import Kind
 from tokenfeed.pipeline.format.manifest import Manifest, RecordCounts
 from tokenfeed.pipeline.format.schema import shard_schema
+from tokenfeed.pipeline.text import count_of, facts
 from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.shell.console import print_json
 

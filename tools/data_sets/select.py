@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import (
     REJECTS_FILE,
@@ -33,12 +32,12 @@ from tokenfeed.pipeline.format.manifest import (
     length_histogram,
     read_checked,
 )
-from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, ORIGIN_FILE, ORIGIN_RECORD
+from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, ORIGIN_FILE, ORIGIN_RECORD, Rows
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.store import Store, open_store
 from tokenfeed.pipeline.remote.retrying import results_of
+from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.data_sets.copy import AT_ONCE, Move
 from tokenfeed.tools.data_sets.derived import Derived, Files, NewDataSet, new_data_set

@@ -14,7 +14,13 @@ from typing import get_args
 import numpy as np
 import xxhash
 
-from tokenfeed.pipeline.errors import ManifestError, ShardFormatError, TokenizerError
+from tokenfeed.pipeline.errors import (
+    ManifestError,
+    ShardFormatError,
+    TokenizerError,
+    error_line,
+    gave_up,
+)
 from tokenfeed.pipeline.format.manifest import (
     MANIFEST_FILE,
     FileInfo,
@@ -24,9 +30,7 @@ from tokenfeed.pipeline.format.manifest import (
     VersionInfo,
     length_histogram,
 )
-from tokenfeed.pipeline.format.read_errors import error_line, gave_up
-from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import ORIGIN_FILE, Task
+from tokenfeed.pipeline.format.schema import ORIGIN_FILE, Rows, Task
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import Store, StorePath, open_store
 from tokenfeed.tools.data_sets.cat import DataSet

@@ -17,8 +17,8 @@ import psutil
 
 from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import TokenizerError
+from tokenfeed.pipeline.format.data_set import NOT_FAILURES
 from tokenfeed.pipeline.format.schema import token_dtype
-from tokenfeed.pipeline.format.tokenizer_file import NOT_FAILURES
 from tokenfeed.tools.encoding.cuts import cut
 from tokenfeed.tools.encoding.engine_support import (
     COMPARED_TOKENIZERS,

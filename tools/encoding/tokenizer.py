@@ -16,6 +16,7 @@ import xxhash
 from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
+from tokenfeed.pipeline.format.data_set import decode_tokenizer
 from tokenfeed.pipeline.format.manifest import (
     CHECKSUM_KEY,
     MANIFEST_FILE,
@@ -24,7 +25,6 @@ from tokenfeed.pipeline.format.manifest import (
     read_checked,
 )
 from tokenfeed.pipeline.format.store import Store, local_path, open_store
-from tokenfeed.pipeline.format.tokenizer_file import decode_tokenizer
 from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.tools.encoding.engine_support import ID_LIMIT
 from tokenfeed.tools.encoding.tiktoken_files import is_tiktoken, tiktoken_to_json

@@ -16,8 +16,7 @@ import xxhash
 
 from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
-from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD
+from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD, Rows
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.read_records import UnverifiedError

@@ -12,7 +12,7 @@ from msgspec import Meta, ValidationError, convert
 
 from tokenfeed.pipeline.checks import bytes_of
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.cores import usable_cores
+from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.format.schema import RESERVED_NAMES, Column
 from tokenfeed.pipeline.format.store import Place, open_place
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS

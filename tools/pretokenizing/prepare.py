@@ -18,7 +18,7 @@ from tokenfeed.pipeline.format.manifest import (
     read_checked,
 )
 from tokenfeed.pipeline.format.store import Place, local_path
-from tokenfeed.pipeline.redaction import public
+from tokenfeed.pipeline.text import public
 from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.encoding.audit import Audit

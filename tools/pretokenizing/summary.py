@@ -4,9 +4,9 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import REJECTS_FILE, Manifest
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
+from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.pretokenizing.options import Options
 

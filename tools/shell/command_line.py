@@ -32,7 +32,7 @@ from typing import (
 from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.facts import facts
+from tokenfeed.pipeline.text import facts
 from tokenfeed.trainer.config.values import Shards, empty, flag_of, kinds_of, nearest, setting_of
 
 OptionsT = TypeVar("OptionsT")

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.pipeline.redaction import without_secrets
+from tokenfeed.pipeline.text import without_secrets
 
 _FAILED, _USAGE, _PIPE_CLOSED, _BY_SIGNAL = 1, 2, 141, 128
 _NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.pipeline.redaction import is_address, public
+from tokenfeed.pipeline.text import is_address, public
 from tokenfeed.trainer.config.values import (
     AboveZero,
     Bytes,

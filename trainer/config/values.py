@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from tokenfeed.pipeline.checks import bytes_meant
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.redaction import is_address, public
+from tokenfeed.pipeline.text import is_address, public
 
 Positive = Annotated[int, Meta(ge=1, title="N", description="a whole number of at least 1")]
 NotNegative = Annotated[int, Meta(ge=0, title="N", description="a whole number of at least 0")]

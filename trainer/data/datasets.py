@@ -13,14 +13,13 @@ from typing import Self
 from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.data_set import decode_tokenizer, open_splits
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo, read_checked
 from tokenfeed.pipeline.format.store import StorePath, open_store
-from tokenfeed.pipeline.format.tokenizer_file import decode_tokenizer
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.planning.stages import Stage
-from tokenfeed.pipeline.redaction import public
+from tokenfeed.pipeline.text import public
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import Shards
 

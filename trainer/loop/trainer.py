@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.stages import paths_of
+from tokenfeed.pipeline.text import count_of
 from tokenfeed.pipeline.windows.origins import origins_of
 from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoint, CheckpointMeta, Checkpoints

@@ -27,9 +27,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.facts import count_of, facts
 from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.format.storage import atomic_write, hold
+from tokenfeed.pipeline.text import count_of, facts
 from tokenfeed.trainer.config.run_config import (
     CHECKPOINTS_FOLDER,
     METRICS_FILE,

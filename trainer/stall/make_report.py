@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tokenfeed.pipeline.feeding.cores import usable_cores
+from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.trainer.stall.accounts import Accounts
 from tokenfeed.trainer.stall.causes import ABOUT, CAUSES, Cause
 from tokenfeed.trainer.stall.device import MeteredDevice

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenfeed.pipeline.facts import count_of, facts
 from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.pipeline.text import count_of, facts
 from tokenfeed.trainer.config.run_config import PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.causes import ABOUT, Cause
 from tokenfeed.trainer.stall.reading import RankStall, SlowestRank

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from support.stores import RangedFolder
 
-from tokenfeed.pipeline.caching.settings import CacheSettings
+from tokenfeed.pipeline.caching.node_cache import CacheSettings
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.plan import Plan, Position

@@ -8,8 +8,8 @@ from support.object_server import FAST
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.pipeline.remote.client import own_process
 from tokenfeed.pipeline.remote.hub import HubStore
-from tokenfeed.pipeline.remote.own_process import own_process
 
 
 def _started() -> bool:

@@ -1,6 +1,6 @@
 """Summaries: one line per fact, with aligned values."""
 
-from tokenfeed.pipeline.facts import count_of, facts
+from tokenfeed.pipeline.text import count_of, facts
 
 
 def test_facts_aligns_values_and_further_lines() -> None:

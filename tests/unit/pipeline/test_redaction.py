@@ -7,7 +7,7 @@ import pytest
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
 from tokenfeed.pipeline.format.store import local_path, open_store
-from tokenfeed.pipeline.redaction import public, without_secrets
+from tokenfeed.pipeline.text import public, without_secrets
 
 
 @pytest.mark.parametrize(

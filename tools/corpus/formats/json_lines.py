@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tokenfeed.pipeline.feeding.cores import num_cores
+from tokenfeed.pipeline.feeding.placement import num_cores
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.corpus.blocks import (
     Blocks,

@@ -16,10 +16,15 @@ from support.stores import RangedFolder, cached_files
 
 from tokenfeed import Fixed
 from tokenfeed.pipeline.caching import node_cache
-from tokenfeed.pipeline.caching import settings as cache_settings
-from tokenfeed.pipeline.caching.eviction import FIRST_END, Budget, sweep
-from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache
-from tokenfeed.pipeline.caching.settings import CacheSettings, resolve_cache
+from tokenfeed.pipeline.caching.node_cache import (
+    FIRST_END,
+    Budget,
+    CacheSet,
+    CacheSettings,
+    NodeCache,
+    resolve_cache,
+    sweep,
+)
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.shard_ranges import end_bytes
@@ -247,7 +252,7 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert found
     assert found.folder == str(tmp_path / "there/v1")
     monkeypatch.delenv("TOKENFEED_CACHE")
-    monkeypatch.setattr(cache_settings.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(node_cache.tempfile, "gettempdir", lambda: str(tmp_path))
     found = resolve_cache(None, None, **SIZES)
     assert found
     assert found.folder == str(tmp_path / f"tokenfeed-{os.getuid()}/v1")

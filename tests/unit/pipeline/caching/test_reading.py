@@ -23,7 +23,7 @@ from support.processes import eventually
 from support.stores import RangedFolder, cached_files
 
 from tokenfeed import Fixed
-from tokenfeed.pipeline.caching.settings import CacheSettings, cache_for
+from tokenfeed.pipeline.caching.node_cache import CacheSettings, cache_for
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.shard import ExpectedShard

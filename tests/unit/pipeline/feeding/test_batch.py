@@ -15,10 +15,9 @@ from support.data_sets import Span, plan_in_memory, random_rows, spans_of
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, BatchForm, build_on_host
-from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
+from tokenfeed.pipeline.feeding.transfer import build_on_device, device_inputs
 from tokenfeed.pipeline.format.kinds import TargetRule
-from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import IGNORED, KINDS, RESERVED_NAMES, Task
+from tokenfeed.pipeline.format.schema import IGNORED, KINDS, RESERVED_NAMES, Rows, Task
 from tokenfeed.pipeline.planning.batching import deal_rounds, plan_window
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenfeed.pipeline.feeding import cores
+from tokenfeed.pipeline.feeding import placement as cores
 from tokenfeed.tools.pretokenizing.options import Options
 
 

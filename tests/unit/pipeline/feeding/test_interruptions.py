@@ -29,7 +29,7 @@ def calling_at(event: int, run: Callable[[], object], do: Callable[[], object]) 
     def trace(frame: FrameType, kind: str, _: Any) -> Any:
         nonlocal seen
         code = frame.f_code
-        if not code.co_filename.endswith(("feeding/delivery.py", "feeding/feed.py")):
+        if not code.co_filename.endswith("feeding/delivery.py"):
             return None
         if code.co_flags & inspect.CO_GENERATOR:  # traced where no signal handler runs: in a yield
             return None

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tokenfeed.pipeline.feeding.feed import Tuner
+from tokenfeed.pipeline.feeding.delivery import Tuner
 
 
 def simulate(

@@ -20,8 +20,7 @@ from tokenfeed import Manifest, Padded
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import ShardInfo
-from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import task_columns
+from tokenfeed.pipeline.format.schema import Rows, task_columns
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.windows.reader import WindowReader

@@ -16,8 +16,7 @@ from torch import Tensor
 from tokenfeed import Fixed, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.kinds import BEGINS, Kind, TargetRule
-from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import IGNORED, task_columns
+from tokenfeed.pipeline.format.schema import IGNORED, Rows, task_columns
 from tokenfeed.pipeline.planning.policies import Batching
 
 VOCABULARY = 500

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import ShardInfo
-from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import Rows
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.shard_writer import BATCH_ROWS, BATCH_TOKENS, ShardWriter
 

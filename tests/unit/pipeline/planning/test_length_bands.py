@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import order_of_one
 
-from tokenfeed.pipeline.planning.length_bands import sort_by_length, steps_by_length
+from tokenfeed.pipeline.planning.arrangement import sort_by_length, steps_by_length
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.policies import Fixed, Padded
 

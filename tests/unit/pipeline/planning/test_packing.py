@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.planning.packing import crop, pack
+from tokenfeed.pipeline.planning.arrangement import crop, pack
 
 CAPACITY = 64
 LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=200)
@@ -35,7 +35,7 @@ def test_bins_are_those_of_best_fit_decreasing(lengths: list[int]) -> None:
 
 def test_python_steps_follow_distinct_lengths_not_rows() -> None:
     """A million pieces of ten lengths take a few dozen placements."""
-    from tokenfeed.pipeline.planning.packing import OpenBins
+    from tokenfeed.pipeline.planning.arrangement import OpenBins
 
     bins = OpenBins(2048)
     for length in range(20, 10, -1):

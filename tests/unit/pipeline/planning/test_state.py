@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.data_sets import MemoryReader, plan_in_memory, random_rows
 
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
-from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import Rows
 from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
 from tokenfeed.pipeline.planning.plan import Ahead, Plan, Position
 from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import random_rows
 
-from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import Rows
 from tokenfeed.pipeline.windows.reader import Joiner
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=20)

@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 
 from tokenfeed import Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
-from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import Rows
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.data_sets import adopt as adopting
 from tokenfeed.tools.data_sets import foreign as reading

@@ -1,12 +1,13 @@
-"""Addresses without their secrets, for everything that is shown or stored.
+"""Text that is shown or stored: summaries with aligned values, and addresses without their secrets.
 
 An address can hold a user, a password, or a query with a token or a signature. No file and no
 message of tokenfeed contains these parts: errors remove them from their text, and code that stores
-or prints an address calls `public` first. A run that needs a
-secret again gets it from the command line or the environment again.
+or prints an address calls `public` first. A run that needs a secret again gets it from the command
+line or the environment again.
 """
 
 import re
+from collections.abc import Mapping
 
 WEB_SCHEMES = frozenset({"http", "https"})
 _CONTAINER_SCHEMES = frozenset({"abfss"})
@@ -50,3 +51,31 @@ def public(address: str) -> str:
 def without_secrets(text: str) -> str:
     """Apply `public` to every address in a text."""
     return _IN_TEXT.sub(lambda found: public(found[0]), text) if ":/" in text else text
+
+
+_LEAST_WIDTH = 9
+"""Columns before the values, unless a name needs more."""
+
+
+def facts(values: Mapping[str, str]) -> str:
+    r"""Return one line per name and value. Names without a value are left out.
+
+    The further lines of a value stand below its first line:
+
+        facts({"rows": "12", "stall": "5.00%\nof 60 s"}) is
+
+        rows     12
+        stall    5.00%
+                 of 60 s
+    """
+    shown = {name: value for name, value in values.items() if value}
+    width = max([_LEAST_WIDTH, *(len(name) + 1 for name in shown)])
+    indent = "\n" + " " * width
+    return "\n".join(
+        name.ljust(width) + value.replace("\n", indent) for name, value in shown.items()
+    )
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun, as in "1 file" and "2 files"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
