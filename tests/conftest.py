@@ -95,7 +95,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """All is imported: collections skip it from now on, each 0.2 s with torch and hypothesis."""
-    gc.collect()
     gc.freeze()
     gc.get_freeze_count = lambda: 1  # each run of the loop asks, and counting takes 0.04 s
     gc.enable()

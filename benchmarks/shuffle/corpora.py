@@ -6,6 +6,7 @@ as words are, over and over: shards compress and decode about as those of text d
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,6 @@ __all__ = ["CORPORA", "Corpus", "write_manifest", "write_shards"]
 VOCABULARY = 32_768
 SHARD_TOKENS = 64_000_000
 GROUPS = 10
-_BLOCK = np.exp(np.random.default_rng(0).random(1 << 23) * np.log(VOCABULARY - 1)).astype(np.uint16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,13 @@ CORPORA: dict[str, Callable[[float], Corpus]] = {
 """Name -> the rows, at a scale."""
 
 
+@cache
+def _block() -> np.ndarray:
+    """The ids that are repeated."""
+    draws = np.random.default_rng(0).random(1 << 23)
+    return np.exp(draws * np.log(VOCABULARY - 1)).astype(np.uint16)
+
+
 def write_shards(folder: Path, corpus: Corpus) -> None:
     """Write a data set of rows of these lengths, as `pretokenize` would."""
     lengths = corpus.lengths
@@ -122,7 +129,7 @@ def write_shard(folder: Path, number: int, corpus: Corpus, part: np.ndarray) -> 
     labels = {"label": corpus.groups[part].astype(np.int32)} if corpus.task == "classify" else {}
     rows = Rows(
         of_rows,
-        {"input_ids": np.resize(_BLOCK, int(of_rows.sum()))},
+        {"input_ids": np.resize(_block(), int(of_rows.sum()))},
         {"origin_file": np.zeros(len(part), np.uint32), "origin_record": part.astype(np.uint64)}
         | labels,
     )

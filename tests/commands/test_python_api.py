@@ -14,7 +14,6 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
-import polars as pl
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -52,6 +51,12 @@ def test_the_function_has_the_options_of_the_command_with_their_defaults() -> No
         assert (parameters[name].default or None) == (options[name] or None), name
 
 
+def polars_frame(rows: list[dict[str, Any]]) -> Any:
+    import polars  # a fifth of a second
+
+    return polars.DataFrame(rows)
+
+
 SOURCES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
     "a list of dicts": lambda rows: rows,
     "a function that returns dicts": lambda rows: lambda: iter(rows),
@@ -64,9 +69,9 @@ SOURCES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
         {"text": pa.array([row["text"].encode() for row in rows])}
     ),
     "a pandas frame": pd.DataFrame,
-    "a polars frame": pl.DataFrame,
+    "a polars frame": polars_frame,
     "a column of pandas": lambda rows: pd.DataFrame(rows)["text"],
-    "a column of polars": lambda rows: pl.DataFrame(rows)["text"],
+    "a column of polars": lambda rows: polars_frame(rows)["text"],
     "an array of pyarrow": lambda rows: pa.array([row["text"] for row in rows]),
     "a Dataset": datasets.Dataset.from_list,
     "a column of a Dataset": lambda rows: datasets.Dataset.from_list(rows)["text"],
@@ -258,7 +263,7 @@ def test_options_may_be_texts_as_on_a_command_line(tmp_path: Path, tokenizer: Pa
     assert made.manifest.splits["validation"].rows > 5
 
 
-@pytest.mark.parametrize("make", [list, pl.DataFrame, datasets.Dataset.from_list])
+@pytest.mark.parametrize("make", [list, polars_frame, datasets.Dataset.from_list])
 def test_a_wrong_field_names_the_fields_of_objects(make: Any, tmp_path: Path) -> None:
     rows = make([{"body": "a", "label": 1}] * 9)
     tasks: list[Any] = ["lm", "classify"]

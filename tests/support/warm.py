@@ -9,7 +9,6 @@ is not taken down at the end (exit functions run; what is left sees no `__del__`
 
 import atexit
 import contextlib
-import gc
 import json
 import multiprocessing
 import os
@@ -29,20 +28,7 @@ from typing import IO, Any
 from unittest import mock
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-        *("torch.distributed.tensor.experimental", "tokenfeed.trainer.distributed.replicas"),
-        *("jinja2", "numpy.ma"),
-        *("numpy", "pyarrow.ipc", "msgspec", "safetensors.torch", "tokenizers", "yaml"),
-        *("transformers.trainer", "transformers.models.llama.modeling_llama"),
-        *("awkward", "gigatoken", "rich.console", "rich.progress", "rich.table"),
-        *("pandas", "datasets", "peft", "lightning.pytorch", "accelerate"),
-        *("tokenfeed.tools.pretokenizing.make", "tokenfeed.tools.pretokenizing.options"),
-        *("tokenfeed.tools.data_sets.append", "tokenfeed.tools.data_sets.command"),
-        *("tokenfeed.tools.report", "tokenfeed.tools.train", "tokenfeed.trainer.loop.run"),
-    ]
-)
+_context.set_forkserver_preload(["support.warm_imports"])
 
 
 _ADDRESS = "TOKENFEED_TESTS_FORK_SERVER"
@@ -224,7 +210,6 @@ def _become(
     is_leader: bool,
     passed: dict[int, _Inherited],
 ) -> None:
-    gc.freeze()  # else collections would look at, and copy, all that was imported
     # At the exit, the finalizers of torch's operators would take 50 ms.
     weakref.finalize._registry = {}  # type: ignore[attr-defined]
     if is_leader:

@@ -22,6 +22,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Self
 
@@ -49,10 +50,16 @@ def versions() -> list[str]:
     found = []
     for name in (*_PACKAGES, *sorted(of_formats)):
         try:
-            found.append(f"{name} {version(name)}")
+            found.append(f"{name} {_version_of(name)}")
         except PackageNotFoundError:
             found.append(f"{name} none")
     return found
+
+
+@cache
+def _version_of(package: str) -> str:
+    """Return the version of a package, which is the same as long as the process lives."""
+    return version(package)
 
 
 logger = logging.getLogger(__name__)

@@ -131,7 +131,8 @@ def read_command_line(
         if field.default is MISSING and field.name not in optional
     }
     placeholders = " ".join(map(_placeholder, positional.values()))
-    help_of = _helps(options, more_help or {})
+    asks_for_help = bool({"-h", "--help"} & {*words})
+    help_of = _helps(options, more_help or {}) if asks_for_help else {}
     paragraphs = (description or str(inspect.getdoc(options))).split("\n\n")
     width = shutil.get_terminal_size().columns - 2
     parser = _Parser(
@@ -142,14 +143,14 @@ def read_command_line(
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    if {"-h", "--help"} & {*words}:  # else `words` may stand anywhere between the options
+    if asks_for_help:  # else `words` may stand anywhere between the options
         for name, kind in positional.items():
             parser.add_argument(name, metavar=_placeholder(kind), help=help_of[name])
     for title, names in groups.items():
         group = parser.add_argument_group(f"{title} options") if title else parser
         for name in names:
             how = _reading(kinds[name], is_reversible=name in reversible)
-            group.add_argument(optional[name], dest=name, help=help_of[name], **how)
+            group.add_argument(optional[name], dest=name, help=help_of.get(name), **how)
             parser.placeholders[optional[name]] = how.get("metavar", "")
     found, others = parser.parse_known_args([_with_hyphens(word) for word in words])
     _check_others(

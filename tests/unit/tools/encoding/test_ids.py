@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -53,6 +52,8 @@ def rows_of(folder: Path) -> dict[int, list[int]]:
 
 def sources(folder: Path) -> dict[str, Any]:
     """The same rows in every form."""
+    import polars  # a fifth of a second
+
     lines = "".join(json.dumps({"input_ids": row, "other": "x"}) + "\n" for row in ROWS)
     (folder / "rows.jsonl").write_text(lines)
     table = pa.table({"input_ids": pa.array(ROWS, pa.list_(pa.uint16()))})

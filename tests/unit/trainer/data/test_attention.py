@@ -20,9 +20,12 @@ from tokenfeed.trainer.data.attention import (
     size_only,
 )
 
-varlen_on_cpu.register()
-
 HEADS, GROUPS, WIDTH = 4, 2, 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def varlen() -> None:
+    varlen_on_cpu.register()
 
 
 def sees(query: int, key: int, reach: Reach) -> bool:
