@@ -17,7 +17,7 @@ import pytest
 # Before their import: an assertion of a helper tells its values then.
 pytest.register_assert_rewrite("support")
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from support import warm
 from support.corpora import WORDS, texts
 from support.data_sets import (
@@ -62,8 +62,12 @@ os.fsync = lambda descriptor: None  # no test cuts the power, and a tenth of the
 gc.disable()  # until all is imported: a fifth of that time
 
 # No deadline: shared machines pause, and that is no failure.
-settings.register_profile("tokenfeed", deadline=None, max_examples=16)
-settings.register_profile("long", deadline=None, max_examples=250)
+# Fixtures serve all examples of a test, and a busy machine draws slowly.
+UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+for name, count in (("tokenfeed", 16), ("long", 250)):
+    settings.register_profile(
+        name, deadline=None, max_examples=count, suppress_health_check=UNCHECKED
+    )
 settings.load_profile("tokenfeed")
 
 

@@ -105,9 +105,8 @@ def test_trainer_refuses_models_that_mix_packed_documents(
     kind = getattr(transformers, f"AutoModelFor{auto}")
     ours.model = kind.from_config(config_of(name, **sizes), attn_implementation="eager")
     ours.model_wrapped = ours.model
-    with pytest.raises(ConfigError, match=rf"`model`: {name}For\w+ mixes the documents") as caught:
+    with pytest.raises(ConfigError, match=rf"`model`: {name}For\w+ mixes the documents"):
         ours.train()
-    assert "\n" not in str(caught.value)
 
 
 def test_resume_without_a_checkpoint_raises(shards: Path, tmp_path: Path) -> None:

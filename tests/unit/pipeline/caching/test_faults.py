@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_sets import MakeDataset
 from support.delivery import realistic_lengths, small_batches
@@ -46,7 +46,7 @@ faults = st.builds(Fault, st.sampled_from([*FAULTS, "flip"]), st.integers(0, 500
 
 
 @pytest.mark.slow
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8)
 @given(st.lists(st.none() | faults, max_size=20), st.booleans())
 def test_faults_change_nothing_that_is_read(
     folder: Path,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_sets import (
     VOCABULARY_SIZE,
@@ -155,7 +155,7 @@ def flip(path: Path) -> None:
     flip_bit(path, path.stat().st_size // 2)
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12)
 @given(st.lists(st.sampled_from([cut, empty, zero, flip]), min_size=1, max_size=6), st.booleans())
 def test_a_damaged_file_of_the_cache_is_fetched_again(
     folder: Path,

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_sets import WriteDataset
 from support.delivery import small_batches
@@ -27,7 +27,7 @@ VOCABULARY_SIZE = 1 << 16
 """Random ids of two bytes: nothing can be compressed, so equal rows take equal bytes."""
 SHARD = "train/00000.arrow"
 BATCHES = np.arange(8)
-examples = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+examples = settings(max_examples=12)
 
 
 @pytest.fixture

@@ -170,9 +170,8 @@ def test_stats_of_a_loader_that_delivered_nothing_are_zeros(folder: Path) -> Non
 def test_settings_out_of_range_are_refused(
     folder: Path, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message):
         open_loader(folder, **options)
-    assert "\n" not in str(caught.value)
 
 
 def test_splits_that_are_missing_or_empty_are_named(
@@ -397,9 +396,8 @@ def test_a_second_thread_is_refused_and_disturbs_nothing(small_folder: Path, hel
         lambda: loader.load_state_dict(state),
         lambda: setattr(loader, "num_workers", 2),
     ):
-        with pytest.raises(LoaderError, match="another thread is using this loader") as caught:
+        with pytest.raises(LoaderError, match="another thread is using this loader"):
             use()
-        assert "\n" not in str(caught.value)
     assert loader.state_dict() == state
     assert loader.position == (0, 0, 0)
     assert loader.stats().batches == 0

@@ -173,9 +173,8 @@ def test_rank_of_a_process_group_is_that_of_the_group(folder: Path) -> None:
 def test_mesh_that_does_not_fit_is_refused(
     folder: Path, options: dict[str, Any], message: str
 ) -> None:
-    with process(0, 8), pytest.raises(ConfigError, match=message) as caught:
+    with process(0, 8), pytest.raises(ConfigError, match=message):
         open_loader(folder, **{"mesh": mesh_of(SHAPE, NAMES)} | options)
-    assert "\n" not in str(caught.value)
 
 
 def test_process_outside_of_a_mesh_gets_no_rows(folder: Path) -> None:

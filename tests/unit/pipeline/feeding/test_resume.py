@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import grown_by
 from support.delivery import (
@@ -35,9 +35,6 @@ LENGTHS = realistic_lengths()
 MANY_POLICIES = [*POLICIES, Padded(100), Padded(700, multiple_of=8), Packed(50, 3), Fixed(2)]
 
 
-SAME_FOLDER = [HealthCheck.function_scoped_fixture]
-
-
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     small_batches(monkeypatch)
@@ -50,7 +47,6 @@ def elastic_legs(workers: st.SearchStrategy[int]) -> st.SearchStrategy[list[tupl
 
 
 @pytest.mark.slow
-@settings(suppress_health_check=SAME_FOLDER)
 @given(
     lengths=st.builds(realistic_lengths, st.integers(1, 200), st.floats(0, 6), st.integers(0, 9)),
     batching=st.sampled_from(MANY_POLICIES),
@@ -124,9 +120,8 @@ def test_after_a_state_of_the_end_of_a_pass_the_next_pass_follows(folder: Path) 
 def test_a_refused_state_leaves_no_trace(folder: Path) -> None:
     state = open_loader(folder).state_dict()
     loader = open_loader(folder, seed=1)
-    with pytest.raises(ResumeError, match="seed=0, this loader has seed=1") as caught:
+    with pytest.raises(ResumeError, match="seed=0, this loader has seed=1"):
         loader.load_state_dict(state)
-    assert "\n" not in str(caught.value)
     assert len(list(loader)) == len(list(open_loader(folder, seed=1)))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import sealed_manifest
 
@@ -38,7 +38,6 @@ def test_a_manifest_reaches_another_process_with_its_fingerprint(folder: Path) -
     assert vars(copy)["fingerprint"] == manifest.fingerprint, "a worker need not compute it"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_flipped_bit_is_refused_or_changes_nothing(folder: Path, data: st.DataObject) -> None:
     path = folder / "manifest.json"
@@ -131,9 +130,8 @@ def test_a_column_of_unknown_type_or_name_is_refused(
 )
 def test_a_file_outside_the_folder_is_refused(folder: Path, name: str) -> None:
     forge(folder, lambda content: set_file(content, name))
-    with pytest.raises(ManifestError, match=r"manifest\.json: .* is not a file below") as caught:
+    with pytest.raises(ManifestError, match=r"manifest\.json: .* is not a file below"):
         Manifest.read(folder)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_file_name_with_dots_is_read(folder: Path) -> None:

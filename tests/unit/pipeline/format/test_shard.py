@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
@@ -49,7 +49,6 @@ def read_all(folder: Path, info: ShardInfo, vocabulary_size: int = 1000) -> Rows
     return Rows.concatenate([reader.read(batch)[0] for batch in range(info.batches)])
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=300),
     vocabulary_size=st.sampled_from([7, 65_536, 65_537, 200_000]),

@@ -152,9 +152,8 @@ def test_a_name_that_cannot_be_listed_is_told_and_harms_no_other_folder(
     assert [info.name for info in remote.store.list("deeper")] == ["deeper/x"]
     found = re.escape(f'"{remote.prefix.partition("/")[2]}/{name}"')
     said = rf"^s3://{remote.prefix}/: has an object that cannot be listed, .*{found}.* Rename it"
-    with pytest.raises(RemoteError, match=said) as caught:
+    with pytest.raises(RemoteError, match=said):
         list(remote.store.list())
-    assert "\n" not in str(caught.value)
 
 
 def test_a_weak_etag_is_none(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:

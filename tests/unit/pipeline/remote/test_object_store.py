@@ -10,7 +10,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.object_server import (
     DATA,
@@ -28,8 +28,6 @@ from tokenfeed.pipeline.remote import object_store
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 
 pytest.importorskip("obstore")
-
-examples = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def test_it_is_a_store(remote: Remote) -> None:
@@ -64,7 +62,6 @@ def perform(store: ObjectStore, known: dict[str, bytes], operation: tuple[str, s
         known.pop(name, None)
 
 
-@examples
 @given(operations=Operations, schedule=Schedules)
 def test_it_is_a_dictionary_whatever_the_network_does(
     remote: Remote, operations: list[tuple[str, str, bytes]], schedule: list[str | None]
@@ -84,7 +81,6 @@ def test_it_is_a_dictionary_whatever_the_network_does(
     remote.proxy.schedule.clear()
 
 
-@examples
 @given(start=st.integers(0, 400), length=st.integers(0, 400))
 def test_any_range_and_any_tail_are_slices(remote: Remote, start: int, length: int) -> None:
     data = DATA[:400]
@@ -143,7 +139,7 @@ def test_a_list_goes_on_where_it_was_cut(remote: Remote) -> None:
 
 
 @pytest.mark.slow
-@settings(examples, max_examples=20)
+@settings(max_examples=20)
 @given(reads=st.lists(st.tuples(st.integers(0, 3_000_000), st.integers(0, 1 << 20)), max_size=5))
 def test_a_file_that_is_opened_reads_like_one_of_the_disk(
     remote: Remote, reads: list[tuple[int, int]]

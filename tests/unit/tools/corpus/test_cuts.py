@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.object_server import Remote, as_own_process, remote_store
 
@@ -51,7 +51,7 @@ def remote() -> Iterator[Remote]:
         yield remote
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10)
 @given(lines=Lines, shard_bytes=st.integers(20, 400))
 def test_parts_of_an_object_are_those_of_a_file(
     lines: list[bytes], shard_bytes: int, remote: Remote

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.object_server import FAST, FAULTS, Fault, Remote, as_own_process, remote_store
 
@@ -78,7 +78,7 @@ def halves(remote: Remote, table: bytes) -> list[FilePart]:
     return [part for unit in units for part in unit.parts]
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(
     num_rows=st.integers(0, 60),
     group=st.integers(1, 30),

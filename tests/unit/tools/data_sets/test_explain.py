@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import call
 from support.data_sets import MakeDataset, grown_by
@@ -60,7 +60,7 @@ def test_the_tokens_that_are_told_are_those_of_the_batch(documents: Path) -> Non
 
 
 @pytest.mark.slow
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4)
 @given(data=st.data())
 def test_a_step_is_told_from_any_state_as_each_rank_got_it(
     data: st.DataObject, folder: Path, tmp_path: Path

@@ -188,9 +188,8 @@ def test_parquet_keeps_every_column_and_others_say_what_they_leave_out(
 def test_damage_and_wrong_names_make_no_folder(tmp_path: Path) -> None:
     rows = random_rows(np.full(50, 20))
     data = write_rows(tmp_path / "data", {"train": rows}, 1000)
-    with pytest.raises(ManifestError, match="no split `test`") as missing:
+    with pytest.raises(ManifestError, match="no split `test`"):
         export_data_set(str(data), tmp_path / "out", "megatron", "test")
-    assert "\n" not in str(missing.value)
     shard = data / Manifest.read(data).splits["train"].shards[0].file
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1

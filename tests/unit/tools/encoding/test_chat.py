@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import feather, parquet
 from support.commands import call
@@ -189,7 +189,6 @@ def conversations(draw: st.DrawFn, *, plain: bool = False) -> list[Message]:
     return messages
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([*TEMPLATES]),
     conversations(),
@@ -221,7 +220,6 @@ def test_ids_and_masks_are_those_of_transformers(
         assert (kinds & 4 > 0).tolist() == [bool(each) for each in expected["assistant_masks"]]
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(["chatml", "qwen"]), conversations())
 def test_generation_blocks_change_no_kind(name: str, messages: list[Message]) -> None:
     marked = {"chatml": GENERATING, "qwen": QWEN_GENERATING}[name]
@@ -233,7 +231,6 @@ def test_generation_blocks_change_no_kind(name: str, messages: list[Message]) ->
     assert with_tags.counts["no_stop"].tolist() == without.counts["no_stop"].tolist() == [0]
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(["chatml", "generating", "llama", "inst"]), conversations(plain=True))
 def test_kinds_have_the_contents_of_their_roles(name: str, messages: list[Message]) -> None:
     if rendered(TEMPLATES[name], messages).layout.counts[COUNTS.index("unproved")]:
@@ -801,7 +798,6 @@ def made_of_calls(draw: random.Random) -> Iterator[Conversation]:
         yield Conversation([answer, result][: draw.randint(1, 2)], tools)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([QWEN, QWEN_GENERATING, QWEN.replace("arguments | tojson", "arguments.city")]),
     st.lists(conversations(), min_size=2, max_size=4),

@@ -382,9 +382,8 @@ def test_evaluation_sees_short_and_long_documents(counting: Path, tmp_path: Path
 def test_resuming_another_run_says_what_differs(
     changes: dict[str, Any], message: str, counting: Path, finished: Path
 ) -> None:
-    with pytest.raises(ResumeError, match=message) as error:
+    with pytest.raises(ResumeError, match=message):
         run(make_config(counting, finished, resume=True, steps=10, **changes))
-    assert "\n" not in str(error.value)
 
 
 def test_resuming_on_other_shards_is_refused(

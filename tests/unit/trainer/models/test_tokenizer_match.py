@@ -41,5 +41,4 @@ def test_train_refuses_a_tokenizer_that_did_not_make_the_shards(
     with pytest.raises(ManifestError, match=r"has checksum \w{16}, but is \w{16} in") as caught:
         run(make_config(shards, tmp_path / "run", steps=1, **settings))
     assert str(caught.value).startswith(f"{file}: ")
-    assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()

@@ -321,8 +321,7 @@ def test_flipped_bits_never_give_a_traceback(name: str, places: list[int]) -> No
         (folder / name).write_bytes(content)
         try:
             run = RunData.of_folder(folder)
-        except ConfigError as error:
-            assert "\n" not in str(error)
+        except ConfigError:
             return
         assert run.summary()
         assert page_of(run)

@@ -188,9 +188,8 @@ def test_two_trainings_in_one_folder_are_refused_and_the_first_goes_on(
             while resume and Checkpoints.of_run(tmp_path).latest() is None:
                 time.sleep(0.01)  # it is written beside the loop
             before.update(content_of(tmp_path))
-            with pytest.raises(ConfigError, match="another run is writing into") as error:
+            with pytest.raises(ConfigError, match="another run is writing into"):
                 run(make_config(counting, tmp_path, seed=1, resume=resume))
-            assert "\n" not in str(error.value)
             assert content_of(tmp_path) == before
         return False
 

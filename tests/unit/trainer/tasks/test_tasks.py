@@ -147,9 +147,8 @@ def test_rows_with_one_label_are_neither_packed_nor_cut(
         ({"batching": "packed"}, "`--batching`"),
         ({"sequence_length": 8}, f"`--sequence-length`=8: .* Raise it to {longest}"),
     ):
-        with pytest.raises(ConfigError, match=words) as caught:
+        with pytest.raises(ConfigError, match=words):
             run(make_config(folders[task], tmp_path / "run", **changes))
-        assert "\n" not in str(caught.value)
         assert not (tmp_path / "run").exists()
 
 
