@@ -6,9 +6,11 @@ import dataclasses
 import itertools
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from tokenizers.models import WordLevel
 
 from support.data_sets import random_rows, write_rows
 from tokenfeed.pipeline.format.schema import IGNORED, Task, task_columns
+from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints, part_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.micro_batch import Head, HeadKind, MicroBatch
@@ -192,6 +195,12 @@ def make_config(
     }
     named = shards if isinstance(shards, dict) else str(shards)
     return TrainConfig(shards=named, run_dir=run_dir, **settings | changes)
+
+
+def parsed(*words: object) -> TrainConfig:
+    """The settings of the words of a command line of `train`."""
+    with mock.patch.object(sys, "argv", ["train", *map(str, words)]):
+        return parse_config()
 
 
 def run(config: TrainConfig, stop_after: int | None = None) -> Report:

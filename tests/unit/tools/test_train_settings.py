@@ -17,7 +17,7 @@ from support import ROOT
 from support.commands import call
 from support.data_sets import random_rows, write_rows
 from support.hub_models import LABELS
-from support.training import make_config, write_labelled
+from support.training import make_config, parsed, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import train
@@ -27,7 +27,6 @@ from tokenfeed.tools.train_settings import (
     PRESETS,
     Command,
     layered,
-    parse_config,
 )
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import read_settings, setting_of
@@ -51,17 +50,6 @@ settings_of_runs = st.fixed_dictionaries({}, optional=VALUES)
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_labelled(tmp_path_factory.mktemp("tag") / "shards", "tag")
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The settings by the words of a command line."""
-
-    def parse(*words: object) -> TrainConfig:
-        monkeypatch.setattr("sys.argv", ["train", *map(str, words)])
-        return parse_config()
-
-    return parse
 
 
 def written(path: Path, **settings: object) -> Path:
@@ -96,47 +84,47 @@ def test_layers_can_be_laid_in_any_grouping(one: Any, two: Any, three: Any) -> N
 
 
 def test_flags_come_before_the_file_and_the_file_before_the_preset(
-    told: Any, shards: Path, tmp_path: Path
+    shards: Path, tmp_path: Path
 ) -> None:
     file = written(tmp_path / "a.yaml", shards=str(shards), steps=7, **{"log-every": 3})
-    config = told("--config", file, "--preset", "quick", "--log-every", 4)
+    config = parsed("--config", file, "--preset", "quick", "--log-every", 4)
     assert (config.log_every, config.steps, config.eval_every) == (4, 7, 10)
     assert config.model == "words"  # what suits the data set, since none of them says otherwise
 
 
 def test_epochs_in_a_file_become_steps_but_steps_on_the_command_line_count(
-    told: Any, shards: Path, tmp_path: Path
+    shards: Path, tmp_path: Path
 ) -> None:
     file = written(tmp_path / "a.yaml", shards=str(shards), epochs=3, step_rows=10)
-    assert told("--config", file).steps == 3 * math.ceil(40 / 10)
-    assert told("--config", file, "--steps", 5).steps == 5
+    assert parsed("--config", file).steps == 3 * math.ceil(40 / 10)
+    assert parsed("--config", file, "--steps", 5).steps == 5
 
 
 @pytest.mark.parametrize("words", [(), ("--preset", "quick"), ("--step-rows", 5)])
 def test_what_is_printed_is_read_again_as_the_same(
-    words: tuple[object, ...], told: Any, shards: Path, tmp_path: Path
+    words: tuple[object, ...], shards: Path, tmp_path: Path
 ) -> None:
     given = ("--shards", shards, "--run-dir", tmp_path / "run", *words)
     printed = tmp_path / "printed.yaml"
     printed.write_text(call(train.main, *given, "--print-config").stdout)
-    assert told("--config", printed) == told(*given)
+    assert parsed("--config", printed) == parsed(*given)
     again = call(train.main, "--config", printed, "--print-config").stdout
     assert again == printed.read_text()
     assert not (tmp_path / "run").exists()
 
 
-def test_config_yaml_of_a_run_begins_another_run(told: Any, shards: Path, tmp_path: Path) -> None:
+def test_config_yaml_of_a_run_begins_another_run(shards: Path, tmp_path: Path) -> None:
     begun = make_config(shards, tmp_path, resume=True, json=True, step_rows=4)
     begun.write()
-    config = told("--config", tmp_path / "config.yaml", "--run-dir", tmp_path / "other")
+    config = parsed("--config", tmp_path / "config.yaml", "--run-dir", tmp_path / "other")
     fresh = {"run_dir": tmp_path / "other", "resume": False, "json": False}
     assert config.as_dict() == dataclasses.replace(begun, **fresh).as_dict()
 
 
-def test_a_switch_of_a_file_can_be_turned_off(told: Any, shards: Path, tmp_path: Path) -> None:
+def test_a_switch_of_a_file_can_be_turned_off(shards: Path, tmp_path: Path) -> None:
     file = written(tmp_path / "a.yaml", compile=True, shards=str(shards))
-    assert told("--config", file).compile
-    assert not told("--config", file, "--no-compile").compile
+    assert parsed("--config", file).compile
+    assert not parsed("--config", file, "--no-compile").compile
 
 
 @pytest.mark.parametrize(
@@ -161,12 +149,12 @@ def test_a_switch_of_a_file_can_be_turned_off(told: Any, shards: Path, tmp_path:
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
-    content: str, message: str, told: Any, tmp_path: Path
+    content: str, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message) as error:
-        told("--config", path)
+        parsed("--config", path)
     assert str(error.value).startswith(str(path))
 
 
@@ -196,32 +184,30 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
         ([], "`--shards` is needed"),
     ],
 )
-def test_words_that_cannot_be_meant_are_refused_in_one_line(
-    words: list[str], message: str, told: Any
-) -> None:
+def test_words_that_cannot_be_meant_are_refused_in_one_line(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        told(*words)
+        parsed(*words)
 
 
 @pytest.mark.parametrize(
     ("text", "number"), [(".3", 0.3), ("0.", 0.0), ("+.5", 0.5), ("1.e-1", 0.1), (".1E0", 0.1)]
 )
 def test_number_without_leading_or_trailing_zero_is_read(
-    text: str, number: float, told: Any, shards: Path, tmp_path: Path
+    text: str, number: float, shards: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "f.yaml"
     file.write_text(f"shards: {shards}\ndropout: '{text}'\n")
-    assert told("--shards", shards, "--dropout", text).dropout == number
-    assert told("--config", file).dropout == number
+    assert parsed("--shards", shards, "--dropout", text).dropout == number
+    assert parsed("--config", file).dropout == number
 
 
-def test_options_may_be_written_with_underscores_and_equal_signs(told: Any) -> None:
-    config = told("--shards=a_b", "--log_every", 3, "--save_every=4", "--print-config")
+def test_options_may_be_written_with_underscores_and_equal_signs() -> None:
+    config = parsed("--shards=a_b", "--log_every", 3, "--save_every=4", "--print-config")
     assert (config.shards, config.log_every, config.save_every) == ("a_b", 3, 4)
 
 
-def test_numbers_of_a_model_imply_qwen3(told: Any, shards: Path) -> None:
-    config = told("--shards", shards, "--layers", 4, "--kv-heads", 2)
+def test_numbers_of_a_model_imply_qwen3(shards: Path) -> None:
+    config = parsed("--shards", shards, "--layers", 4, "--kv-heads", 2)
     assert (config.model, config.model_numbers) == ("qwen3", (4, 256, 4, 2))
 
 
@@ -240,20 +226,20 @@ ORDERED = ("--order", "file", "--step-tokens", 2048)
     ],
 )
 def test_options_that_contradict_each_other_are_rejected(
-    words: tuple[object, ...], reason: str, told: Any, shards: Path
+    words: tuple[object, ...], reason: str, shards: Path
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        told("--shards", shards, *words).check()
-    assert told("--shards", shards, *ORDERED, "--steps", 3)
+        parsed("--shards", shards, *words).check()
+    assert parsed("--shards", shards, *ORDERED, "--steps", 3)
 
 
-def test_epochs_of_a_sorted_file_have_every_row_as_often(told: Any, tmp_path: Path) -> None:
+def test_epochs_of_a_sorted_file_have_every_row_as_often(tmp_path: Path) -> None:
     rows = random_rows(np.sort(np.arange(90) % 45 + 2), "tag", vocabulary_size=64)
     shards = write_rows(
         tmp_path / "shards", {"train": rows}, 64, task="tag", label_names=LABELS["tag"]
     )
     words = ("--order", "file", "--epochs", 2, "--step-rows", 10, "--model", "shallow")
-    config = told("--shards", shards, *words)
+    config = parsed("--shards", shards, *words)
     seen: Counter[int] = Counter()
     with closing(Trainer(dataclasses.replace(config, run_dir=tmp_path / "run"))) as trainer:
         due = config.steps * config.accumulation
@@ -263,12 +249,12 @@ def test_epochs_of_a_sorted_file_have_every_row_as_often(told: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("size", ["auto", 1000])
-def test_step_that_rows_do_not_divide_is_named(size: object, told: Any, tmp_path: Path) -> None:
+def test_step_that_rows_do_not_divide_is_named(size: object, tmp_path: Path) -> None:
     shards = write_labelled(tmp_path / "shards", "lm")
     words = ("--step-tokens", 1000, "--sequence-length", 256, "--micro-batch-tokens", size)
     named = "step-tokens" if size == "auto" else "micro-batch-tokens"
     with pytest.raises(ConfigError, match=f"^`--{named}`: expected a multiple of --sequence"):
-        Trainer(told("--shards", shards, "--steps", 2, *words))
+        Trainer(parsed("--shards", shards, "--steps", 2, *words))
 
 
 OF_FILES = ("mixing", "skip")
@@ -277,21 +263,19 @@ SIZES = [("50GB", 50 * 10**9), ("512 MiB", 2**29), ("10000", 10_000), ("0", 0), 
 
 
 @pytest.mark.parametrize(("said", "meant"), SIZES)
-def test_a_size_has_a_unit_or_is_plain_bytes(
-    said: str | int, meant: int, told: Any, tmp_path: Path
-) -> None:
+def test_a_size_has_a_unit_or_is_plain_bytes(said: str | int, meant: int, tmp_path: Path) -> None:
     file = written(tmp_path / "a.yaml", shards="a", cache_bytes=said)
     flags = ("--shards", "a", "--cache-bytes", said)
     for words in (flags, ("--config", file)):
-        config = told(*words, "--print-config")
+        config = parsed(*words, "--print-config")
         assert config.cache_bytes == meant
         assert config.as_dict()["cache_bytes"] == meant
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_works_and_is_named(name: str, told: Any, shards: Path, caplog: Any) -> None:
+def test_every_preset_works_and_is_named(name: str, shards: Path, caplog: Any) -> None:
     caplog.set_level("INFO")
-    config = told("--shards", shards, "--preset", name)
+    config = parsed("--shards", shards, "--preset", name)
     config.check()
     make_policy(config, packed=True, on_gpu=True)
     settings = {key: value for key, value in PRESETS[name].items() if key != "epochs"}  # type: ignore[index]
@@ -311,11 +295,11 @@ def test_every_option_is_in_one_group_of_the_help() -> None:
 
 
 def test_help_shows_every_option_with_its_default(
-    capsys: pytest.CaptureFixture[str], told: Any, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit, match="0"):
-        told("--help")
+        parsed("--help")
     printed = capsys.readouterr().out
     shown = " ".join(printed.split())
     for field in dataclasses.fields(Command):

@@ -51,9 +51,7 @@ def first_shard(folder: Path, **changes: Any) -> None:
     replace(manifest, splits={"train": replace(train, shards=shards)}).write(folder)
 
 
-def test_a_shard_with_other_ids_is_refused_when_it_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_with_other_ids_is_refused_when_it_is_opened(tmp_path: Path) -> None:
     """Row lengths are equal, and so are sizes as far as a reader can tell."""
     lengths = np.array([3, 5, 2])
     rng = np.random.default_rng(0)

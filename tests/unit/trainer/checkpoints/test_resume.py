@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import saving_config
-from support.training import run
+from support.training import parsed, run
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
-from tokenfeed.trainer.config.run_config import TrainConfig
 
 
 def test_a_damaged_checkpoint_ends_a_resume_in_one_line(few_rows: Path, tmp_path: Path) -> None:
@@ -26,31 +24,24 @@ def test_a_damaged_checkpoint_ends_a_resume_in_one_line(few_rows: Path, tmp_path
     assert str(error.value).startswith(f"{path}: ")
 
 
-def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> TrainConfig:
-    monkeypatch.setattr("sys.argv", ["train", *words])
-    return parse_config()
-
-
 def test_the_same_command_line_begins_a_run_and_goes_on_with_its_settings(
-    few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_rows: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     words = ["--shards", str(few_rows), "--run-dir", str(run_dir), "--resume", "auto"]
-    begun = parsed(monkeypatch, *words, "--steps", "4")
+    begun = parsed(*words, "--steps", "4")
     assert begun.resume is False
     small = saving_config(few_rows, run_dir, steps=4, learning_rate=0.01)
     run(small)
-    again = parsed(monkeypatch, *words, "--steps", "4")
+    again = parsed(*words, "--steps", "4")
     assert again == dataclasses.replace(small, resume=True)
-    longer = parsed(monkeypatch, "--run-dir", str(run_dir), "--resume", "--steps", "6")
+    longer = parsed("--run-dir", str(run_dir), "--resume", "--steps", "6")
     assert longer == dataclasses.replace(small, resume=True, steps=6)
 
 
-def test_resume_alone_needs_a_run(
-    few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_alone_needs_a_run(few_rows: Path, tmp_path: Path) -> None:
     words = ["--shards", str(few_rows), "--run-dir", str(tmp_path / "run")]
     with pytest.raises(ResumeError, match="no checkpoint to resume from"):
-        run(parsed(monkeypatch, *words, "--resume"))
+        run(parsed(*words, "--resume"))
     with pytest.raises(ConfigError, match="needs --run-dir"):
-        parsed(monkeypatch, *words[:2], "--resume", "auto")
+        parsed(*words[:2], "--resume", "auto")

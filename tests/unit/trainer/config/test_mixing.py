@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from support.training import (
     assert_same_run,
     go_on_from,
     make_config,
+    parsed,
     run,
 )
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.config.run_config import StageSettings, TrainConfig
 from tokenfeed.trainer.data.datasets import training_source
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
@@ -159,15 +158,11 @@ def test_mixing_that_contradicts_itself_is_refused(sets: Path, tmp_path: Path) -
             run(make_config(sets / "code", tmp_path, **settings))
 
 
-def test_a_file_may_remove_all_skipped_rows(
-    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_may_remove_all_skipped_rows(sets: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     for skip in ({str(sets / "code"): [[1, 3]]}, {}):
         file.write_text(yaml.safe_dump({"shards": str(sets / "code"), "skip": skip}))
-        command = ["train", "--config", str(file), "--run-dir", str(tmp_path)]
-        monkeypatch.setattr(sys, "argv", command)
-        config = parse_config()
+        config = parsed("--config", file, "--run-dir", tmp_path)
         config.write()
         begun = TrainConfig.of_run(tmp_path)
         assert begun is not None
@@ -185,13 +180,11 @@ def test_a_file_may_remove_all_skipped_rows(
     ],
 )
 def test_mixing_of_a_file_that_cannot_be_read_is_refused_in_one_line(
-    content: str, words: str, sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str, words: str, sets: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "run.yaml").write_text(f"mixing: {content}")
-    argv = ["train", "--shards", str(sets / "code"), "--config", str(tmp_path / "run.yaml")]
-    monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(ConfigError, match=words):
-        parse_config().check()
+        parsed("--shards", sets / "code", "--config", tmp_path / "run.yaml").check()
 
 
 def test_data_sets_of_a_later_stage_are_checked_at_the_start(sets: Path, tmp_path: Path) -> None:

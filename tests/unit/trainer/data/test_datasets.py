@@ -1,8 +1,6 @@
 """Runs on several data sets by weight: what they read, how they are judged, what is refused."""
 
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,25 +8,19 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from support.stores import MemoryStore, keep_in_memory
-from support.training import assert_same_run, make_config, read_metrics, run
+from support.training import assert_same_run, make_config, parsed, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policies import Packed
-from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.data.datasets import DataSets, read_manifest, shown
 from tokenfeed.trainer.loop.evaluation import over_all
 
 
 def weights(sets: Path, **shares: float) -> dict[str, float]:
     return {str(sets / name): share for name, share in shares.items()}
-
-
-def command(monkeypatch: pytest.MonkeyPatch, *words: object) -> Any:
-    monkeypatch.setattr(sys, "argv", ["train", *map(str, words)])
-    return parse_config()
 
 
 def test_a_run_reads_the_mixture_and_resumes_bit_for_bit(sets: Path, tmp_path: Path) -> None:
@@ -114,30 +106,26 @@ def test_sets_are_called_by_their_last_part_unless_two_end_alike(tmp_path: Path)
     assert names == {"a/x": "a/x", "b/x": "b/x", "s3://bucket/y/": "y"}
 
 
-def test_command_line_list_and_mapping_say_the_same(
-    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_line_list_and_mapping_say_the_same(sets: Path, tmp_path: Path) -> None:
     shards = weights(sets, code=0.7, prose=0.3)
     words = [f"{path}={share}" for path, share in shards.items()]
-    said = [command(monkeypatch, "--shards", *words)]
+    said = [parsed("--shards", *words)]
     for value in (shards, words):
         file = tmp_path / "run.yaml"
         file.write_text(yaml.safe_dump({"shards": value}))
-        said.append(command(monkeypatch, "--config", file))
+        said.append(parsed("--config", file))
     assert [config.shards for config in said] == [shards] * 3
     assert shown(shards) == " ".join(words)
 
 
-def test_a_folder_may_have_an_equals_sign_in_its_name(
-    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_may_have_an_equals_sign_in_its_name(sets: Path, tmp_path: Path) -> None:
     odd = tmp_path / "part=1"
     odd.symlink_to(sets / "prose")
-    assert command(monkeypatch, "--shards", odd).shards == str(odd)
-    both = command(monkeypatch, "--shards", f"{odd}=2", f"{sets / 'code'}=1").shards
+    assert parsed("--shards", odd).shards == str(odd)
+    both = parsed("--shards", f"{odd}=2", f"{sets / 'code'}=1").shards
     assert both == {str(odd): 2.0, str(sets / "code"): 1.0}
     with pytest.raises(ConfigError, match="part=1 has no weight"):
-        command(monkeypatch, "--shards", odd, f"{sets / 'code'}=1")
+        parsed("--shards", odd, f"{sets / 'code'}=1")
 
 
 @pytest.mark.parametrize(
@@ -152,11 +140,9 @@ def test_a_folder_may_have_an_equals_sign_in_its_name(
         (["code=1", "code=2"], "occurs twice"),
     ],
 )
-def test_weights_that_say_nothing_are_refused_in_one_line(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_say_nothing_are_refused_in_one_line(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        command(monkeypatch, "--shards", *words)
+        parsed("--shards", *words)
 
 
 @pytest.mark.parametrize(
@@ -177,12 +163,10 @@ def test_data_sets_that_do_not_fit_are_refused_in_one_line(
 
 
 @pytest.mark.slow
-def test_defaults_and_plans_go_by_what_an_epoch_reads(
-    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defaults_and_plans_go_by_what_an_epoch_reads(sets: Path, tmp_path: Path) -> None:
     shards = weights(sets, code=1, prose=1)
     words = [f"{path}={share}" for path, share in shards.items()]
-    config = command(monkeypatch, "--shards", *words, "--epochs", 2, "--step-tokens", 2048)
+    config = parsed("--shards", *words, "--epochs", 2, "--step-tokens", 2048)
     tokens = read_manifest(shards).split("train").tokens
     assert config.steps == -(-2 * tokens // 2048)
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from support.training import (
     go_on_from,
     load_weights,
     make_config,
+    parsed,
     read_metrics,
     run,
     write_counting,
@@ -33,7 +33,6 @@ from support.training import (
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.run import train
@@ -322,15 +321,12 @@ def test_missing_shards_leave_no_run_behind(tmp_path: Path) -> None:
 def test_resume_takes_the_settings_the_run_was_begun_with(
     counting: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     begun = make_config(counting, tmp_path / "run", seed=5)
     run(begun)
     caplog.set_level("INFO")
-    arguments = ["train", "--resume", "--run-dir", str(begun.run_dir), "--steps", "12"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    resumed = parse_config()
+    resumed = parsed("--resume", "--run-dir", begun.run_dir, "--steps", 12)
     assert resumed == dataclasses.replace(begun, resume=True, steps=12)
     with pytest.raises(ResumeError):
         run(dataclasses.replace(resumed, optimizer="muon"))
@@ -352,11 +348,10 @@ def test_resume_uses_new_settings_of_adamw(counting: Path, finished: Path, tmp_p
         assert changed == (decays if name == "weight_decay" else same.keys()), name
 
 
-def test_a_damaged_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("steps: [1")
-    monkeypatch.setattr(sys, "argv", ["train", "--resume", "--run-dir", str(tmp_path)])
     with pytest.raises(ConfigError, match=r"invalid YAML .* is not the config\.yaml of a run"):
-        parse_config()
+        parsed("--resume", "--run-dir", tmp_path)
 
 
 def test_evaluation_sees_short_and_long_documents(counting: Path, tmp_path: Path) -> None:

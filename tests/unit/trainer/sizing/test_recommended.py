@@ -4,19 +4,17 @@ import dataclasses
 import itertools
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.training import write_labelled
+from support.training import parsed, write_labelled
 
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, SplitInfo
 from tokenfeed.pipeline.format.schema import Task, task_columns
-from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batch_policy import make_policy
 from tokenfeed.trainer.models.transformer import SIZES
@@ -185,23 +183,18 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_labelled(tmp_path_factory.mktemp("tag") / "shards", "tag")
 
 
-def parsed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> TrainConfig:
-    monkeypatch.setattr(sys, "argv", ["train", *map(str, arguments)])
-    return parse_config()
-
-
 def test_the_command_takes_what_suits_and_what_it_is_told_comes_first(
-    shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    shards: Path, tmp_path: Path
 ) -> None:
     manifest = Manifest.read(shards)
     options = ("--shards", shards, "--run-dir", tmp_path)
     same = {"shards": str(shards), "run_dir": tmp_path}
-    assert parsed(monkeypatch, *options) == config_for(manifest, **same)
-    told = parsed(monkeypatch, *options, "--step-rows", 7, "--epochs", 4, "--eval-every", 3)
+    assert parsed(*options) == config_for(manifest, **same)
+    told = parsed(*options, "--step-rows", 7, "--epochs", 4, "--eval-every", 3)
     assert told == config_for(manifest, 4, **same, step_rows=7, eval_every=3)
-    by_tokens = parsed(monkeypatch, *options, "--step-tokens", 4096)
+    by_tokens = parsed(*options, "--step-tokens", 4096)
     assert (by_tokens.step_rows, by_tokens.step_tokens) == (None, 4096)
-    steps = parsed(monkeypatch, *options, "--steps", 50)
+    steps = parsed(*options, "--steps", 50)
     assert (steps.steps, steps.eval_every, steps.warmup_steps) == (50, 3, 5)
 
 
@@ -211,7 +204,7 @@ def test_tokens_give_steps_that_train_so_many_and_at_most_a_step_more(
 ) -> None:
     shards = write_labelled(tmp_path / "shards", "lm", count=300)
     words = ("--micro-batch-tokens", 256, "--step-tokens", 256, "--sequence-length", 64)
-    config = parsed(monkeypatch, "--shards", shards, "--tokens", written, *words)
+    config = parsed("--shards", shards, "--tokens", written, *words)
     policy = make_policy(config, packed=True, on_gpu=False)
     with ShardLoader(shards, batching=policy, epochs=None, device="cpu", num_workers=0) as loader:
         trained = sum(batch.num_tokens for batch in itertools.islice(loader, config.steps))
@@ -219,29 +212,27 @@ def test_tokens_give_steps_that_train_so_many_and_at_most_a_step_more(
     longer = ("--resume", "--run-dir", config.run_dir, "--tokens", 2 * tokens)
     monkeypatch.chdir(tmp_path)
     config.write()
-    resumed = parsed(monkeypatch, *longer).steps
+    resumed = parsed(*longer).steps
     assert 2 * config.steps - 1 <= resumed <= 2 * config.steps
 
 
-def test_more_epochs_lengthen_a_run_and_nothing_else(
-    shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    begun = parsed(monkeypatch, "--shards", shards, "--run-dir", tmp_path, "--epochs", 2)
+def test_more_epochs_lengthen_a_run_and_nothing_else(shards: Path, tmp_path: Path) -> None:
+    begun = parsed("--shards", shards, "--run-dir", tmp_path, "--epochs", 2)
     begun.write()
-    longer = parsed(monkeypatch, "--resume", "--run-dir", tmp_path, "--epochs", 3)
+    longer = parsed("--resume", "--run-dir", tmp_path, "--epochs", 3)
     assert longer == dataclasses.replace(begun, resume=True, steps=begun.steps // 2 * 3)
 
 
 def test_without_shards_to_read_the_plain_settings_are_shown_and_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = tmp_path / "missing"
-    config = parsed(monkeypatch, "--shards", missing, "--run-dir", tmp_path, "--print-config")
+    config = parsed("--shards", missing, "--run-dir", tmp_path, "--print-config")
     assert config == TrainConfig(
         shards=str(missing), run_dir=tmp_path
     )  # the run says what is amiss
     with pytest.raises(SystemExit, match="0"):
-        parsed(monkeypatch, "--help")
+        parsed("--help")
     assert re.search(r"Default:\W+200\.", capsys.readouterr().out)
 
 

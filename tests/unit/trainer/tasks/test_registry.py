@@ -1,7 +1,6 @@
 """What others may add to the trainer is added in few places: a task, and a device for ranks."""
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.simulated_cuda import simulate
-from support.training import make_config, read_metrics, run, write_labelled
+from support.training import make_config, parsed, read_metrics, run, write_labelled
 
 from tokenfeed.pipeline.format import schema
 from tokenfeed.pipeline.format.schema import Column, Task
-from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed import world as group
 from tokenfeed.trainer.tasks.label_tasks import Score
@@ -35,16 +33,10 @@ def test_a_task_gets_the_defaults_that_suit_its_column(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, per: str, like: Task
 ) -> None:
     add_grades(monkeypatch, per)
-    found = settings_for(monkeypatch, write_labelled(tmp_path / "ours", GRADE))
+    found = parsed("--run-dir", "run", "--shards", write_labelled(tmp_path / "ours", GRADE))
     assert found.model != TrainConfig(shards="", run_dir=tmp_path).model
-    theirs = settings_for(monkeypatch, write_labelled(tmp_path / "theirs", like))
+    theirs = parsed("--run-dir", "run", "--shards", write_labelled(tmp_path / "theirs", like))
     assert found == dataclasses.replace(theirs, shards=found.shards)
-
-
-def settings_for(monkeypatch: pytest.MonkeyPatch, shards: Path) -> TrainConfig:
-    """Those of `train` where the command line names nothing but the data set."""
-    monkeypatch.setattr(sys, "argv", ["train", "--shards", str(shards), "--run-dir", "run"])
-    return parse_config()
 
 
 class Grade(Score):
