@@ -49,13 +49,6 @@ def test_steps_hold_the_batches_of_the_loader_and_the_state_behind_each(folder: 
     assert ends == [[False] * (len(step) - 1) + [True] for step in made]
 
 
-def test_a_state_of_a_step_goes_on_with_the_next(folder: Path) -> None:
-    made = list(steps(open_loader(folder, Padded(24), **SETTINGS)))
-    again = open_loader(folder, Padded(24), **SETTINGS)
-    again.load_state_dict(made[1].state)
-    assert [ids_of(step) for step in steps(again)] == [ids_of(step) for step in made[2:]]
-
-
 def test_the_gradient_of_a_step_is_that_of_its_targets_at_once(folder: Path) -> None:
     weights = torch.nn.Embedding(1000, 1, dtype=torch.float64)
 

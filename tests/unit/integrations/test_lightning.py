@@ -72,16 +72,20 @@ def trainer(folder: Path, **settings: Any) -> Any:
     )
 
 
+def module_of(data: Any, **settings: Any) -> Any:
+    from tokenfeed.integrations.lightning import ShardDataModule
+
+    return ShardDataModule(data, **BATCHES | settings)
+
+
 @pytest.mark.parametrize("limit", [None, 2])
 def test_lightning_validation_sees_same_rows_each_time(
     both_splits: Path, tmp_path: Path, limit: int | None
 ) -> None:
     """The sanity check takes two batches before, and leaves nothing to the first validation."""
-    from tokenfeed.integrations.lightning import ShardDataModule
-
     model = new_model()
     trainer(tmp_path, max_steps=30, val_check_interval=10, limit_val_batches=limit).fit(
-        model, ShardDataModule(both_splits, validation="validation", **BATCHES)
+        model, module_of(both_splits, validation="validation")
     )
     sanity, *validations = model.validations
     assert len(sanity) == 16
@@ -95,8 +99,6 @@ def test_lightning_validation_sees_same_rows_each_time(
 def test_lightning_validation_reads_every_data_set_once(
     both_splits: Path, write_dataset: WriteDataset, tmp_path: Path, kind: str
 ) -> None:
-    from tokenfeed.integrations.lightning import ShardDataModule
-
     part = np.arange(500) % 997 + 1, np.full(50, 10)
     other = write_dataset(tmp_path / "other", {"train": part, "validation": part}, 1000)
     data: Any = [Stage({both_splits: 1}, until_tokens=2_000), Stage({other: 3, both_splits: 1})]
@@ -104,7 +106,7 @@ def test_lightning_validation_reads_every_data_set_once(
         data = Mixture({both_splits: 1, other: 99})
     model = new_model()
     trainer(tmp_path, max_steps=2, val_check_interval=1, num_sanity_val_steps=0).fit(
-        model, ShardDataModule(data, validation="validation", **BATCHES)
+        model, module_of(data, validation="validation")
     )
     assert [sorted(rows) for rows in model.validations] == [list(range(450))] * 2
 
@@ -113,11 +115,9 @@ def test_lightning_loads_loaders_anew_without_losing_rows(
     both_splits: Path, tmp_path: Path
 ) -> None:
     """Lightning makes two iterators of a new loader, and fetches a step with the first one."""
-    from tokenfeed.integrations.lightning import ShardDataModule
-
     model = new_model()
     trainer(tmp_path, max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(
-        model, ShardDataModule(both_splits, **BATCHES)
+        model, module_of(both_splits)
     )
     rows = np.concatenate(model.trained).reshape(3, -1)
     assert all(np.array_equal(np.unique(epoch), np.unique(rows)) for epoch in rows)
@@ -125,46 +125,40 @@ def test_lightning_loads_loaders_anew_without_losing_rows(
 
 
 def test_lightning_overfits_the_same_batches_each_epoch(both_splits: Path, tmp_path: Path) -> None:
-    from tokenfeed.integrations.lightning import ShardDataModule
-
     model = new_model()
-    trainer(tmp_path, max_epochs=3, overfit_batches=2).fit(
-        model, ShardDataModule(both_splits, **BATCHES)
-    )
+    trainer(tmp_path, max_epochs=3, overfit_batches=2).fit(model, module_of(both_splits))
     assert model.trained == model.trained[:2] * 3
 
 
 def test_reweighed_lightning_run_resumes_from_its_checkpoint(
     both_splits: Path, write_dataset: WriteDataset, tmp_path: Path
 ) -> None:
-    from tokenfeed.integrations.lightning import ShardDataModule
-
     other = write_dataset(
         tmp_path / "other", {"train": (np.arange(4000) % 997 + 1, np.full(400, 10))}, 1000
     )
     stages = [Stage({both_splits: 1, other: 1}, until_tokens=8_000)]
     whole, first, rest = new_model(), new_model(), new_model()
     whole.weights = first.weights = {other: 1}
-    trainer(tmp_path, max_steps=60).fit(whole, ShardDataModule(stages, **BATCHES))
+    trainer(tmp_path, max_steps=60).fit(whole, module_of(stages))
     stopped = trainer(tmp_path, max_steps=3)
-    stopped.fit(first, ShardDataModule(stages, **BATCHES))
+    stopped.fit(first, module_of(stages))
     stopped.save_checkpoint(tmp_path / "reweighed.ckpt")
     trainer(tmp_path, max_steps=60).fit(
-        rest, ShardDataModule(stages, **BATCHES), ckpt_path=tmp_path / "reweighed.ckpt"
+        rest, module_of(stages), ckpt_path=tmp_path / "reweighed.ckpt"
     )
     assert first.trained + rest.trained == whole.trained
     of_other = [sum(row >= 400 for row in rows) / len(rows) for rows in whole.trained]
     assert 0.2 < np.mean(of_other[:12]) < 0.8
     assert np.mean(of_other[13:]) == 1
     with pytest.raises(ConfigError, match="training has not begun"):
-        ShardDataModule(stages, **BATCHES).reweigh({other: 1})
+        module_of(stages).reweigh({other: 1})
 
 
 def test_stall_callback_after_exception_fits_again(both_splits: Path, tmp_path: Path) -> None:
-    from tokenfeed.integrations.lightning import ShardDataModule, StallCallback
+    from tokenfeed.integrations.lightning import StallCallback
 
     stall = StallCallback(skipped_steps=2)
-    data = ShardDataModule(both_splits, **BATCHES)
+    data = module_of(both_splits)
     ours = trainer(tmp_path, max_steps=20, callbacks=[stall], enable_checkpointing=True)
     with pytest.raises(ValueError, match="a loss of the user's"):
         ours.fit(new_model(fails_at=10), data)
@@ -180,18 +174,16 @@ def test_stall_callback_after_exception_fits_again(both_splits: Path, tmp_path: 
 def test_checkpoint_without_state_of_data_module_is_refused(
     both_splits: Path, tmp_path: Path
 ) -> None:
-    from tokenfeed.integrations.lightning import ShardDataModule
-
-    data, model = ShardDataModule(both_splits, **BATCHES), new_model()
+    data, model = module_of(both_splits), new_model()
     ours = trainer(tmp_path, max_steps=2)
     ours.fit(model, data)
     ours.save_checkpoint(tmp_path / "whole.ckpt")
     saved = torch.load(tmp_path / "whole.ckpt", weights_only=False)
     del saved["ShardDataModule"]
     torch.save(saved, tmp_path / "foreign.ckpt")
-    fresh = trainer(tmp_path, max_steps=4), ShardDataModule(both_splits, **BATCHES)
+    fresh = trainer(tmp_path, max_steps=4), module_of(both_splits)
     with pytest.raises(ResumeError, match="has no state of a ShardDataModule"):
         fresh[0].fit(new_model(), fresh[1], ckpt_path=tmp_path / "foreign.ckpt")
     ours.fit_loop.epoch_loop.max_steps = 4
-    ours.fit(model, ShardDataModule(both_splits, **BATCHES))  # other data for the same trainer
+    ours.fit(model, module_of(both_splits))  # other data for the same trainer
     assert model.trained[2:] == model.trained[:2]

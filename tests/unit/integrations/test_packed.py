@@ -17,18 +17,6 @@ from tokenfeed.integrations.packed import check_documents_apart
 from tokenfeed.pipeline.errors import ConfigError
 
 DECODERS = ("Llama", "Qwen3", "Mistral", "GPT2")
-HYBRID = {
-    "head_dim": 8,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-}
 MAMBA = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
 
 
@@ -86,11 +74,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> FlashAttention:
     made = FlashAttention()
 
     def settings(**given: Any) -> dict[str, Any]:
-        names = {
-            "is_causal": "causal",
-            "max_seqlen_q": "max_seqlen_q",
-            "max_seqlen_k": "max_seqlen_k",
-        }
+        names = {"is_causal": "causal"} | {f"max_seqlen_{x}": f"max_seqlen_{x}" for x in "qk"}
         return {name: given[key] for key, name in names.items() if key in given}
 
     functions = (made.dense, made.varlen, None, None, None), (settings, settings)
@@ -149,16 +133,6 @@ def test_packed_batch_in_decoder_equals_each_document_alone(
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("rows", [1, 2, 8])
-def test_check_of_modernbert_without_flash_attention_raises(
-    shards: Path, attention: str, rows: int
-) -> None:
-    model = model_of("ModernBert", "MaskedLM", attention)
-    with pytest.raises(ConfigError, match="ModernBertForMaskedLM mixes the documents"):
-        check_documents_apart(model, packed(shards, rows))
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_filled_batches_in_decoder_have_the_same_loss(
     shards: Path, name: str, attention: str
@@ -180,21 +154,22 @@ def test_filled_batches_in_decoder_have_the_same_loss(
 
 
 @pytest.mark.parametrize(
-    ("name", "auto", "sizes"),
-    [("Mamba2", "CausalLM", MAMBA), ("Bloom", "CausalLM", {}), ("Bert", "MaskedLM", {})],
+    ("name", "auto", "attention", "sizes"),
+    [
+        ("Mamba2", "CausalLM", "eager", MAMBA),
+        ("Bloom", "CausalLM", "eager", {}),
+        ("Bert", "MaskedLM", "eager", {}),
+        ("ModernBert", "MaskedLM", "eager", {}),
+        ("ModernBert", "MaskedLM", "sdpa", {}),
+    ],
 )
 def test_check_of_model_that_mixes_documents_raises(
-    shards: Path, name: str, auto: str, sizes: dict[str, Any]
+    shards: Path, name: str, auto: str, attention: str, sizes: dict[str, Any]
 ) -> None:
-    model = model_of(name, auto, **sizes)
+    model = model_of(name, auto, attention, **sizes)
     with pytest.raises(ConfigError, match=rf"{name}For\w+ mixes the documents of a packed row"):
         check_documents_apart(model.train(), packed(shards))
     assert model.training
-
-
-def test_packed_batch_in_linear_attention_without_kernels_raises(shards: Path) -> None:
-    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
-        model_of("Qwen3Next", attention="sdpa", **HYBRID)(**packed(shards))
 
 
 def test_check_of_rows_with_one_document_raises(shards: Path) -> None:
@@ -202,10 +177,3 @@ def test_check_of_rows_with_one_document_raises(shards: Path) -> None:
         alone = next(b for b in islice(loader, 50) if len(b.rows) == 1)
     with pytest.raises(ConfigError, match="every row has a single document"):
         check_documents_apart(model_of("Llama"), alone)
-
-
-def test_check_of_padded_batch_raises(shards: Path) -> None:
-    with ShardLoader(shards, batching=Padded(64), num_workers=0) as loader:
-        padded = next(iter(loader))
-    with pytest.raises(ConfigError, match="only packed batches have this attribute"):
-        check_documents_apart(model_of("Llama"), padded)

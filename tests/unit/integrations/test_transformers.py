@@ -89,23 +89,11 @@ def test_trainer_takes_packed_batches(shards: Path, tmp_path: Path) -> None:
     assert ours.train().global_step == 12
 
 
-@pytest.mark.parametrize(
-    ("name", "auto", "sizes"),
-    [
-        ("Mamba", "CausalLM", {"state_size": 4}),
-        ("Bloom", "CausalLM", {}),
-        ("ModernBert", "MaskedLM", {}),
-    ],
-)
-def test_trainer_refuses_models_that_mix_packed_documents(
-    shards: Path, tmp_path: Path, name: str, auto: str, sizes: dict[str, Any]
-) -> None:
+def test_trainer_refuses_models_that_mix_packed_documents(shards: Path, tmp_path: Path) -> None:
     ours = trainer(tmp_path, open_split(shards, batching=Packed(32, 2)))
-    torch.manual_seed(0)
-    kind = getattr(transformers, f"AutoModelFor{auto}")
-    ours.model = kind.from_config(config_of(name, **sizes), attn_implementation="eager")
+    ours.model = transformers.AutoModelForCausalLM.from_config(config_of("Bloom"))
     ours.model_wrapped = ours.model
-    with pytest.raises(ConfigError, match=rf"`model`: {name}For\w+ mixes the documents"):
+    with pytest.raises(ConfigError, match=r"`model`: BloomFor\w+ mixes the documents"):
         ours.train()
 
 

@@ -14,7 +14,12 @@ from tokenfeed.integrations.transformers import ShardTrainer
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.policies import Batching
 
-trl: Any = pytest.importorskip("trl", exc_type=ImportError)
+pytest.importorskip("trl", exc_type=ImportError)
+
+import trl
+
+from tokenfeed.integrations.trl import ShardSFTTrainer
+
 pytestmark = [
     pytest.mark.slow,  # seconds, for the import
     pytest.mark.filterwarnings("ignore"),  # those of TRL
@@ -73,8 +78,6 @@ def losses_of(ours: Any) -> list[float]:
 def test_sft_trainer_has_the_losses_of_a_trainer(
     shards: Path, tmp_path: Path, batching: Batching
 ) -> None:
-    from tokenfeed.integrations.trl import ShardSFTTrainer
-
     both = [
         trainer(kind, tmp_path / kind.__name__, loader_of(shards, batching))
         for kind in (ShardSFTTrainer, ShardTrainer)
@@ -89,8 +92,6 @@ def test_sft_trainer_has_the_losses_of_a_trainer(
 
 
 def test_sft_trainer_evaluates_and_resumes(shards: Path, tmp_path: Path) -> None:
-    from tokenfeed.integrations.trl import ShardSFTTrainer
-
     batching = Packed(32, 2)
     validation = loader_of(shards, batching, "validation")
     whole = trainer(ShardSFTTrainer, tmp_path, loader_of(shards, batching), eval_dataset=validation)
@@ -104,15 +105,11 @@ def test_sft_trainer_evaluates_and_resumes(shards: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["packing", "padding_free", "assistant_only_loss"])
 def test_preparation_by_trl_is_refused(shards: Path, tmp_path: Path, name: str) -> None:
-    from tokenfeed.integrations.trl import ShardSFTTrainer
-
     with pytest.raises(ConfigError, match=r"`batching=Packed\(...\)`"):
         trainer(ShardSFTTrainer, tmp_path, loader_of(shards, Packed(32, 2)), args={name: True})
 
 
 def test_formatting_function_is_refused(shards: Path, tmp_path: Path) -> None:
-    from tokenfeed.integrations.trl import ShardSFTTrainer
-
     loader = loader_of(shards, Packed(32, 2))
     with pytest.raises(ConfigError, match="`formatting_func`: has no effect"):
         trainer(ShardSFTTrainer, tmp_path, loader, formatting_func=str)

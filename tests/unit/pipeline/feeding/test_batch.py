@@ -194,11 +194,11 @@ def listed(batch: Batch) -> dict[str, Any]:
     }
 
 
-def build(ragged: RaggedBatch, device: str) -> Batch:
+def build(ragged: RaggedBatch, device: str, form: BatchForm = FORM) -> Batch:
     if device == "host":
-        return build_on_host(ragged, FORM)
+        return build_on_host(ragged, form)
     inputs = {name: tensor.to(device) for name, tensor in device_inputs(ragged).items()}
-    return build_on_device(inputs, ragged, FORM)
+    return build_on_device(inputs, ragged, form)
 
 
 @pytest.mark.slow
@@ -258,12 +258,6 @@ FORMS = [
 ]
 
 
-def build_as(ragged: RaggedBatch, form: BatchForm, device: str) -> Batch:
-    if device == "host":
-        return build_on_host(ragged, form)
-    return build_on_device(device_inputs(ragged), ragged, form)
-
-
 @pytest.mark.parametrize("device", ["host", "cpu"])
 @given(form=st.sampled_from(FORMS), case=cases())
 def test_batches_of_every_form_have_the_same_values(
@@ -276,7 +270,7 @@ def test_batches_of_every_form_have_the_same_values(
     if "score" in case.rows.per_row:
         dtypes["labels"] = "float32"
     for ragged, again in zip(case.ragged(), case.ragged(), strict=True):
-        made, expected = build_as(ragged, form, device), build(again, "host")
+        made, expected = build(ragged, device, form), build(again, "host")
         assert list(made) == list(expected)
         for name, value in expected.items():
             if not isinstance(value, torch.Tensor):
@@ -296,7 +290,7 @@ def test_targets_are_the_labels_of_what_a_slot_predicts(
 ) -> None:
     own = {"labels", "label", "score"} & {*case.rows.per_token, *case.rows.per_row}
     for ragged in case.ragged():
-        batch = build_as(ragged, form, device)
+        batch = build(ragged, device, form)
         labels, targets = batch["labels"].tolist(), batch.targets.tolist()
         expected = labels if own else [[*row[1:], IGNORED] for row in labels]
         if "score" not in own:

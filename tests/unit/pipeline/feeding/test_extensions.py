@@ -1,4 +1,4 @@
-"""Extensions: a store, and a column of a task. Policies are those of tokenfeed."""
+"""Extensions: a store, and a column of a task."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 from support.data_sets import random_rows, write_rows
 from support.delivery import (
-    MakeDataset,
     open_loader,
-    realistic_lengths,
-    small_batches,
     spans,
 )
 from support.stores import MemoryStore, keep_in_memory
@@ -19,21 +16,6 @@ from tokenfeed import Manifest, Mixture, Padded
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format import schema, store
 from tokenfeed.pipeline.format.schema import Column
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(200), num_shards=2)
-
-
-class Wider(Padded):
-    """A policy that a saved state could not name."""
-
-
-def test_loader_with_policy_of_another_project_raises(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`batching`=.*: expected Padded, Packed or Fixed\."):
-        open_loader(folder, Wider(100))
 
 
 @pytest.fixture

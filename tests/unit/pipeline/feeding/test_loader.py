@@ -120,11 +120,6 @@ def test_cpu_with_an_index_is_the_cpu(folder: Path) -> None:
     assert ids[0] == ids[1]
 
 
-def test_padded_rows_cannot_be_cropped() -> None:
-    with pytest.raises(ConfigError, match="`long_rows`='crop'"):
-        Padded(64, long_rows="crop")
-
-
 def test_the_length_of_a_mixture_is_exact_or_refused(make_dataset: MakeDataset) -> None:
     """Which part of a source an epoch leaves out differs, and so may its number of batches."""
     even = make_dataset([100] * 400)
@@ -155,23 +150,6 @@ def test_endless_epochs_have_no_estimate(folder: Path) -> None:
 def test_stats_of_a_loader_that_delivered_nothing_are_zeros(folder: Path) -> None:
     stats = open_loader(folder).stats()
     assert (stats.tokens, stats.padding, stats.wait_s.max) == (0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batching": "padded"}, "`batching`='padded': expected Padded, Packed or Fixed"),
-        ({"num_workers": 100_000}, "`num_workers`=100000: expected .* from 0 to"),
-        ({"device": "meta"}, "`device`='meta' is not supported"),
-        ({"batching": Padded(2048, long_rows="refuse")}, "the longest row has 2,[0-9]{3} tokens"),
-        ({"batching": Packed(64, 4, long_rows="refuse")}, "at most 64"),
-    ],
-)
-def test_settings_out_of_range_are_refused(
-    folder: Path, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_loader(folder, **options)
 
 
 def test_splits_that_are_missing_or_empty_are_named(

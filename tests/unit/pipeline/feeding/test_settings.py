@@ -14,19 +14,11 @@ from support.delivery import (
     MakeDataset,
     open_dataset,
     open_loader,
-    realistic_lengths,
-    small_batches,
     spans,
 )
 
 from tokenfeed import Fixed, Mixture, Packed, Padded, ShardDataset, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(200), num_shards=3)
 
 
 def refusal(make: Callable[[], object]) -> str:
@@ -58,6 +50,7 @@ def test_sizes_of_a_policy_are_whole_numbers(name: str, make: Callable[[Any], ob
 
 def test_words_and_switches_of_a_policy_are_those_there_are() -> None:
     bad: Any
+    assert refusal(lambda: Padded(64, long_rows="crop")).startswith("`long_rows`='crop'")
     for bad in ("keep", None, True, ["cut"]):
         assert refusal(lambda bad=bad: Padded(64, long_rows=bad)).startswith("`long_rows`=")
         assert refusal(lambda bad=bad: Packed(64, 1, long_rows=bad)).startswith("`long_rows`=")
@@ -66,6 +59,10 @@ def test_words_and_switches_of_a_policy_are_those_there_are() -> None:
         for policy in (Packed, Padded, Fixed):
             sizes = (64, 1) if policy is Packed else (64,)
             assert refusal(lambda p=policy, s=sizes, b=bad: p(*s, fill=b)).startswith("`fill`=")
+
+
+class Wider(Padded):
+    """A policy of another project, which a saved state could not name."""
 
 
 WRONG: dict[str, list[Any]] = {
@@ -78,12 +75,13 @@ WRONG: dict[str, list[Any]] = {
     "path": [None, 3, {"a": 1}],
     "rank": [1.0, "0", True, -1, 2],
     "world_size": [2.0, "2", True, 0, -1],
-    "num_workers": [1.0, "1", True, -1, None],
+    "num_workers": [1.0, "1", True, -1, None, 100_000],
     "timeout": ["5", True, 0, -1, math.nan, None],
     "num_streams": [1.0, "1", True, 0, -1],
     "ignore_index": [1.0, "0", True, None, 10**30],
     "id_dtype": ["int16", "float32", None, np.int32],
-    "device": [None, 1.5, "gpu"],
+    "device": [None, 1.5, "gpu", "meta"],
+    "batching": [None, "padded", Wider(100)],
 }
 
 

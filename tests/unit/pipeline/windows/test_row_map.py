@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import VOCABULARY_SIZE, plan_in_memory, random_rows
-from support.delivery import MakeDataset, open_loader, realistic_lengths, small_batches, spans
+from support.delivery import MakeDataset, open_loader, spans
 
 from tokenfeed import Mixture, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
@@ -21,8 +21,6 @@ from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.row_map import RowMap
 
 Columns = dict[str, np.ndarray]
-Made = dict[tuple[int, int], tuple[list[int], list[int]]]
-"""Ids and labels of each token, by (row, place in the row)."""
 
 
 def masked(columns: Columns, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
@@ -122,12 +120,6 @@ def test_kept_columns_are_mapped_in_their_dtypes() -> None:
     }
     assert made["advantage"].tolist() == (plain["advantage"] / 2).tolist()
     assert made["step"].tolist() == (-plain["step"]).tolist()
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(300), num_shards=3)
 
 
 def values_of(loader: ShardLoader, count: int) -> list[Any]:

@@ -308,11 +308,6 @@ def test_thinking_in_a_content_has_its_kind(source: str, thought: str) -> None:
     assert "".join(found[1][1].split()) == f"<think>{thought.strip()}</think>"
 
 
-def test_removed_thinking_is_counted() -> None:
-    samples = encode(QWEN, [THOUGHTFUL, THOUGHTFUL[:2] + THOUGHTFUL[-1:]])
-    assert samples.counts["removed_thinking"].tolist() == [2, 0]
-
-
 def test_a_template_without_stop_token_is_counted() -> None:
     source = CHATML.replace("<|im_end|>", "")
     samples = encode(source, [THOUGHTFUL[:2] + THOUGHTFUL[-1:]])
@@ -1076,9 +1071,7 @@ def test_conversations_with_tools_take_their_own_template(tmp_path: Path, place:
     config = {"chat_template": listed} if place == "list" else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     make([{"messages": SHORT[0]}, {"messages": SHORT[0], "tools": TOOLS}], tmp_path / "out", folder)
-    tokenizer = Tokenizer.from_buffer(tokenizer_json())
-    texts = [tokenizer.decode(ids, False) for ids in column(tmp_path / "out", "input_ids")]
-    without, with_tools = sorted(texts, key=len)
+    without, with_tools = sorted(texts_of(tmp_path / "out"), key=len)
     assert with_tools == "1 tools\n" + without
 
 

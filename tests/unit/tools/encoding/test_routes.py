@@ -62,8 +62,13 @@ def random_tokens(draw: random.Random, kind: str) -> list[dict[str, Any]]:
     )
 
 
-def compare_shapes(rounds: int, texts: int) -> int:
-    """Compare the engines over every shape with random added tokens; how many were proved."""
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("rounds", "texts", "least"), [(1, 40, 35), pytest.param(12, 400, 400, marks=pytest.mark.long)]
+)
+def test_every_shape_gives_the_reference_ids(rounds: int, texts: int, least: int) -> None:
+    """With random added tokens."""
     proved = 0
     for kind, normalizer, pre_tokenizer in shape_parts():
         for number in range(rounds):
@@ -82,18 +87,7 @@ def compare_shapes(rounds: int, texts: int) -> int:
             made = made_texts(draw, [token["content"] for token in tokens], texts)
             found = differing_texts(fast, reference, made)
             assert found == [], (kind, normalizer, pre_tokenizer, tokens)
-    return proved
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_every_shape_gives_the_reference_ids() -> None:
-    assert compare_shapes(rounds=1, texts=40) > 35
-
-
-@pytest.mark.long
-def test_every_shape_gives_the_reference_ids_for_thousands_of_texts() -> None:
-    assert compare_shapes(rounds=12, texts=400) > 400
+    assert proved > least
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "SentencePiece"])

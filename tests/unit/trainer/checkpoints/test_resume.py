@@ -43,5 +43,6 @@ def test_resume_alone_needs_a_run(few_rows: Path, tmp_path: Path) -> None:
     words = ["--shards", str(few_rows), "--run-dir", str(tmp_path / "run")]
     with pytest.raises(ResumeError, match="no checkpoint to resume from"):
         run(parsed(*words, "--resume"))
+    assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="needs --run-dir"):
         parsed(*words[:2], "--resume", "auto")

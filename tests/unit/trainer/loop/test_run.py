@@ -31,7 +31,7 @@ from support.training import (
     write_labelled,
 )
 
-from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.evaluation import Evaluator
@@ -173,13 +173,15 @@ def test_run_says_what_it_trains_before_the_first_step(
     assert epochs == pytest.approx(100 * 256 / size, rel=0.05)
 
 
-def test_run_without_a_validation_split_logs_it(
+def test_run_without_a_validation_split_trains_and_logs_it(
     tmp_path: Path, make_shards: MakeShards, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     folder = make_shards(tmp_path / "shards", rows=50, validation_rows=0)
-    train(make_config(folder, tmp_path / "run", steps=5), lambda: True)
+    report = run(make_config(folder, tmp_path / "run", steps=1))
     assert caplog.messages[3].startswith("evaluation: none")
+    assert report.validation_loss_last is None
+    assert "validation" not in report.summary()
 
 
 def test_long_completions_keep_their_prompts_and_lose_their_ends(
@@ -263,22 +265,6 @@ def test_finished_report_notes_a_loss_that_still_fell(tmp_path: Path) -> None:
     assert notes_on(task, {}, risen) == []
 
 
-def test_a_data_set_without_validation_trains(tmp_path: Path, make_shards: MakeShards) -> None:
-    shards = make_shards(tmp_path / "shards", rows=50, validation_rows=0)
-    report = run(make_config(shards, tmp_path / "run", steps=1))
-    assert report.validation_loss_last is None
-    assert "validation" not in report.summary()
-
-
-@pytest.mark.slow
-def test_a_run_with_muon_and_wsd_resumes_bit_for_bit(counting: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"optimizer": "muon", "schedule": "wsd", "eval_every": 8}
-    config = make_config(counting, tmp_path / "whole", **settings)
-    run(config)
-    go_on_from(config.run_dir, 4, dataclasses.replace(config, run_dir=tmp_path / "halved"))
-    assert_same_run(tmp_path / "halved", tmp_path / "whole", 8)
-
-
 def test_run_resumes_on_the_rows_it_began_with(
     tmp_path: Path, make_shards: MakeShards, finished: Path, counting: Path
 ) -> None:
@@ -309,12 +295,6 @@ def test_a_setting_that_cannot_work_is_named_with_its_value(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         run(make_config(counting, tmp_path / "run", **changes))
-    assert not (tmp_path / "run").exists()
-
-
-def test_missing_shards_leave_no_run_behind(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match=r"manifest\.json: not found"):
-        run(make_config(tmp_path / "nowhere", tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 

@@ -83,21 +83,6 @@ def test_rotary_attention_depends_on_the_distance_only() -> None:
     assert scores[5, 0] != pytest.approx(scores[0, 0].item(), abs=1e-3)
 
 
-def test_gradients_of_a_layer_are_those_of_differences() -> None:
-    size = SIZES["tiny"]
-    model = Transformer(
-        dataclasses.replace(size, layers=1, width=8, heads=2), make_head(64)
-    ).double()
-    micro_batch = one_document_a_row(torch.randint(0, 64, (2, 5)))
-    weight = model.blocks[0].get_parameter("attention_in.weight")
-
-    def hidden(value: torch.Tensor) -> torch.Tensor:
-        replaced = {"blocks.0.attention_in.weight": value}
-        return torch.func.functional_call(model, replaced, (micro_batch,))
-
-    assert torch.autograd.gradcheck(hidden, (weight.detach().requires_grad_(),))
-
-
 @torch.no_grad()
 def test_a_new_model_knows_nothing(model: Transformer) -> None:
     ids_BT = torch.randint(0, UNPADDED, (4, 32))

@@ -78,12 +78,6 @@ def test_run_removes_at_its_start_what_killed_save_left(counting: Path, tmp_path
     assert sorted(path.name for path in left.parent.iterdir()) == ["step-00000002"]
 
 
-def test_resuming_where_there_is_no_run_makes_no_folder(counting: Path, tmp_path: Path) -> None:
-    with pytest.raises(ResumeError, match="no checkpoint to resume from"):
-        run(make_config(counting, tmp_path / "mistyped", resume=True))
-    assert not (tmp_path / "mistyped").exists()
-
-
 @pytest.mark.slow
 def test_an_evaluation_that_fails_costs_no_step(
     counting: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.statistics import StepSeconds, StepTimes
-from tokenfeed.trainer.stall.watchers import MESSAGE, AllocatorWatch, WaitFinder
+from tokenfeed.trainer.stall.watchers import MESSAGE, WaitFinder
 
 
 def exact(**changes: Any) -> SimulatedDevice:
@@ -260,13 +260,6 @@ def test_a_meter_that_nothing_refers_to_no_longer_watches() -> None:
     assert len(gc.callbacks) == len(before) + 1
     del meter
     assert gc.callbacks == before
-
-
-def test_memory_that_was_asked_for_is_noticed_once() -> None:
-    counts = iter([{"num_device_alloc": 5}, {"num_device_alloc": 7}, {"num_device_alloc": 7}])
-    watch = AllocatorWatch(lambda: next(counts))
-    assert [watch.poll(now) for now in (1.0, 2.0, 3.0)] == [False, True, False]
-    assert watch.counts() == {"allocations": 2, "allocation_retries": 0}
 
 
 def test_lines_that_wait_are_counted_and_other_warnings_pass_even_where_they_are_errors() -> None:

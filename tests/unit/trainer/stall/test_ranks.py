@@ -138,11 +138,9 @@ def seconds_a_step(fault: str) -> float:
     return (ranks.devices[0].done - begun) / STEPS
 
 
-@pytest.mark.parametrize("late", [0])
 @pytest.mark.parametrize("fault", ["data", "work", "log"])
-def test_of_simulated_devices_the_late_one_is_named_with_its_cause_and_its_cost(
-    fault: str, late: int
-) -> None:
+def test_of_simulated_devices_the_late_one_is_named_with_its_cause_and_its_cost(fault: str) -> None:
+    late = 0
     ranks = Ranks(late)
     for number in range(1, WARMUP + STEPS + 1):
         ranks.step(number, fault)

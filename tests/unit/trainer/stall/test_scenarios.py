@@ -190,7 +190,20 @@ def names_main_cause(case: Case, found: list[StallReport]) -> bool:
     return max(gained.get(cause, 0.0) for cause in main) >= 0.5 * max(gained.values())
 
 
-def assert_cases_hold(
+USUAL, SHORTEST = ((2e-3, 50e-3), 0.02, 0.0), ((0.0, 2e-3), 0.04, 0.01)
+"""Seconds of a step, median width of the intervals and share of wrong main causes."""
+
+
+CASES = [
+    (range(4), *USUAL),
+    (range(8), *SHORTEST),
+    *(pytest.param(range(1000, 1400), *each, marks=pytest.mark.long) for each in (USUAL, SHORTEST)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seeds", "step_seconds", "width", "errors"), CASES)
+def test_interval_and_cause_of_random_loops_are_right(
     seeds: range, step_seconds: tuple[float, float], width: float, errors: float
 ) -> None:
     """The interval holds the truth of at least 95 of 100 ranks, at most the share `errors` of the
@@ -217,28 +230,6 @@ def assert_cases_hold(
     assert len(unnamed) <= 0.05 * len(seeds)
     assert sum(held) >= 0.95 * len(held)
     assert statistics.median(widths) < width
-
-
-USUAL, SHORTEST = ((2e-3, 50e-3), 0.02, 0.0), ((0.0, 2e-3), 0.04, 0.01)
-"""Seconds of a step, median width of the intervals and share of wrong main causes."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cases", "step_seconds", "width", "errors"), [(4, *USUAL), (8, *SHORTEST)]
-)
-def test_interval_and_cause_of_random_loops_are_right(
-    cases: int, step_seconds: tuple[float, float], width: float, errors: float
-) -> None:
-    assert_cases_hold(range(cases), step_seconds, width, errors)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("step_seconds", "width", "errors"), [USUAL, SHORTEST])
-def test_interval_and_cause_of_400_random_loops_are_right(
-    step_seconds: tuple[float, float], width: float, errors: float
-) -> None:
-    assert_cases_hold(range(1000, 1400), step_seconds, width, errors)
 
 
 @pytest.mark.parametrize("name", ["evaluation", "a slow log", "garbage collection"])
