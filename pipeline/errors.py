@@ -67,7 +67,7 @@ class RemoteError(TokenfeedError, OSError):
 
 
 class RemoteMissingError(RemoteError, FileNotFoundError):
-    """A missing object."""
+    """An object that the store does not have."""
 
 
 class LoaderError(TokenfeedError, RuntimeError):

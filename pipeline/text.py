@@ -49,7 +49,7 @@ def public(address: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Apply `public` to every address in a text."""
+    """Return a text with the secrets removed from every address in it."""
     return _IN_TEXT.sub(lambda found: public(found[0]), text) if ":/" in text else text
 
 

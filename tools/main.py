@@ -15,7 +15,7 @@ _COMMANDS = {
     "pretokenize": "Tokenize a corpus once, into shards.",
     "train": "Train a model on shards, and report the stall of the device.",
     "report": "Print the report of a run.",
-    "shards": "Show, check, print, copy, merge, reduce, adopt or export data sets.",
+    "shards": "Show, check, copy, merge, reduce, split, adopt or export data sets.",
     "doctor": "Print what a bug report needs: versions, devices, limits, and a test of the loader.",
 }
 

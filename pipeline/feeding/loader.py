@@ -148,8 +148,8 @@ class ShardLoader:
                 ranks than micro-batches, one round holds several steps of different lengths, so
                 ranks do unequal work.
             window_tokens: Tokens that are shuffled and sorted together. None chooses 8 to 32
-                million, or 12 to 32 with stages. Several windows are in memory at once. Larger
-                windows mix an ordered corpus better; see `Stats.mixing`.
+                million, or 12 to 32 with stages, or fewer if rows are short. Several windows are in
+                memory at once. Larger windows mix an ordered corpus better; see `Stats.mixing`.
             timeout: Seconds without an answer after which a worker counts as hung; `float("inf")`
                 for no limit. For data in a store it is 15 minutes longer, because failed
                 requests are repeated.

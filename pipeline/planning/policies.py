@@ -527,8 +527,9 @@ def offered(policies: Iterable[type[Batching]] = POLICIES) -> str:
 def describe(policy: Batching) -> str:
     """Return the repr of a policy.
 
-    A signal handler that interrupts a dataclass repr and calls it again would get `...`. A field
-    with `repr=False` is shown if it is compared and has not its default.
+    The repr of a dataclass is not used, because it is not reentrant: a signal handler that asks for
+    it while it is being made gets `...`. A field with `repr=False` is left out only if it has its
+    default or takes no part in comparisons.
     """
     values = [(field, getattr(policy, field.name)) for field in fields(policy)]  # type: ignore[arg-type]
     shown = ", ".join(

@@ -32,7 +32,7 @@ def run_shards() -> int:
     """Run the subcommand of the command line, and return its exit code."""
     return run_subcommand(
         "shards",
-        "Show, check, print, copy, merge, reduce, split or export data sets, or show what training "
+        "Show, check, copy, merge, reduce, split, adopt or export data sets, or show what training "
         "reads.",
         COMMANDS,
     )

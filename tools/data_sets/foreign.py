@@ -117,7 +117,7 @@ Lengths = Callable[["TokenFile"], Iterator[np.ndarray]]
 
 
 class TokenFile(NamedTuple):
-    """A file of token ids, one after the other."""
+    """A file that contains token ids, one after another, without gaps."""
 
     file: _ForeignFile
     dtype: np.dtype

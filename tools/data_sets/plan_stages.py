@@ -28,8 +28,8 @@ class ShowPlan:
 
     file: Annotated[Path, msgspec.Meta(title="FILE", description="a path")]
     """A YAML file for `train --config` with a list `mixing`. If the file sets `step_tokens`, the
-    numbers of steps are shown too, estimated without padding, and so are the tokens of stages with
-    `until_step`."""
+    output also has the number of steps of each stage, and the tokens of stages with `until_step`.
+    Both are estimates that ignore padding."""
     ranks: Positive = 1
     """Number of ranks."""
     streams: Positive = 1

@@ -78,7 +78,8 @@ def make_dataset(options: Options, spool: Spool = tuple) -> Summary:
 
     Args:
         options: The options of the command.
-        spool: Returns records of this process, instead of the files of the options.
+        spool: A function that returns records made in this Python process. They are read instead
+            of the files that the options name.
 
     Raises:
         TokenfeedError: Any error, in one line. Files with final names are complete, and the same
@@ -96,7 +97,8 @@ def make_rows(
 
     Args:
         options: The options of the command, checked.
-        spool: Returns records of this process, instead of the files of the options.
+        spool: A function that returns records made in this Python process. They are read instead
+            of the files that the options name.
         onto: The data set that the rows are for. Input files that it has are left out.
 
     Raises:

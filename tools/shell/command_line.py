@@ -269,7 +269,8 @@ def _placeholder(kind: Any) -> str:
 
 
 def _helps(options: type[Any], more: Mapping[str, str]) -> dict[str, str]:
-    """Return the help of each field: the docstring below it, and its default."""
+    """Return the help of each field: the docstring below it, and its default, unless the docstring
+    has one."""
     found: dict[str, str] = {}
     for cls in reversed(options.__mro__[:-1]):
         (definition,) = ast.parse(inspect.getsource(cls)).body
@@ -280,6 +281,7 @@ def _helps(options: type[Any], more: Mapping[str, str]) -> dict[str, str]:
                 found[one.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
     for field in dataclasses.fields(options):
         found[field.name] += more.get(field.name, "")
-        if not (field.default in (None, (), MISSING) or field.default is False):
+        has_default = not (field.default in (None, (), MISSING) or field.default is False)
+        if has_default and "Default: " not in found[field.name]:
             found[field.name] += f" Default: {field.default}."
     return {name: help_.replace("%", "%%") for name, help_ in found.items()}

@@ -106,7 +106,7 @@ class HubModel(nn.Module):
 
     @property
     def drops_attention(self) -> bool:
-        """Whether the config may set attention weights to 0 at random."""
+        """Whether the config has dropout of attention weights."""
         return any(_dropout_shares(self.model.config).values())
 
     @property
