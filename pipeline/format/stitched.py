@@ -25,6 +25,8 @@ STITCHED_SUFFIX = ".stitched"
 _MAGIC = b"tokenfeed stitched 1\n"
 _OWN = -1
 _LONGEST_HEADER = 1 << 24
+_MOST_BYTES = 1 << 61
+"""Bytes of any file. So the sum of two places is a place that the system knows."""
 
 
 class OtherFile(NamedTuple):
@@ -116,10 +118,11 @@ class StitchedFile(SeekableFile):
             raise
         super().__init__(header.bytes)
         self._starts, files, places = pieces.T
-        is_rising = self._starts[0] == 0 and (np.diff(self._starts) > 0).all()
+        is_rising = self._starts[0] == 0 and (self._starts[1:] > self._starts[:-1]).all()
         are_known = files.min() >= _OWN and files.max() < len(header.files)
         ends_inside = self._starts[-1] < header.bytes
-        if not (is_rising and ends_inside and are_known and (places >= 0).all()):
+        are_places = places.min() >= 0 and places.max() <= _MOST_BYTES
+        if not (is_rising and ends_inside and are_known and are_places):
             self.close()
             raise _damaged(path)
         self._file_of = (files + 1).tolist()
@@ -172,7 +175,8 @@ def _read_header(file: io.BufferedReader, path: str) -> tuple[_Header, int]:
         header = msgspec.json.decode(file.read(length), type=_Header)
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise _damaged(path) from None
-    if header.pieces < 1 or header.bytes < 1 or header.pieces > Path(path).stat().st_size:
+    is_possible = 1 <= header.pieces <= Path(path).stat().st_size
+    if not is_possible or not 1 <= header.bytes <= _MOST_BYTES:
         raise _damaged(path)
     return header, len(beginning) + length
 
