@@ -172,9 +172,7 @@ def _verify(folder: Path, info: ShardInfo, good: bytes, damaged: bytearray) -> N
     "pieces",
     [
         pytest.param([[0, 0, 0], [8, 0, 2**63 - 1]], id="the largest place of 64 bits"),
-        pytest.param(
-            [[0, 0, 0], [2**62, 0, 0], [-(2**63), 0, 0]], id="a difference that overflows"
-        ),
+        pytest.param([[0, 0, 0], [2**62, 0, 0], [-(2**63), 0, 0]], id="differences that overflow"),
     ],
 )
 def test_a_stitched_file_with_impossible_pieces_is_refused(
