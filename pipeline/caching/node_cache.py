@@ -190,11 +190,6 @@ class Budget:
                 os.pwrite(descriptor, _SUM.pack(total), 0)
             return total
 
-    def correct(self, before: int, counted: int) -> None:
-        """Replace the size `before` a count by the size `counted`. Bytes that other processes added
-        meanwhile stay included."""
-        self.add(counted - before)
-
 
 def _read(descriptor: int) -> int:
     """Return the stored size; `_UNKNOWN` for a new file and for an impossible value."""
@@ -393,7 +388,7 @@ class NodeCache:
         with exclusive(os.path.join(self.settings.folder, ".evict")):
             if (before := self._budget.add(0)) > self.settings.bytes:
                 left = sweep(self.settings.folder, self.settings.bytes, self._until)
-                self._budget.correct(before, left)
+                self._budget.add(left - before)  # bytes that others add meanwhile stay counted
 
 
 class CacheSet:

@@ -136,22 +136,6 @@ class RankSlice:
 class RaggedBatch:
     """A micro-batch before padding, as views of its slice: B sequences, P pieces, N tokens."""
 
-    __slots__ = (
-        "_index",
-        "_number",
-        "_pieces",
-        "_sequences",
-        "_slice",
-        "_tokens",
-        "is_filler",
-        "is_full",
-        "num_targets",
-        "num_tokens",
-        "padded_length",
-        "sequence_lengths",
-        "token_columns",
-    )
-
     def __init__(self, rank_slice: RankSlice, number: int) -> None:
         index = rank_slice.index
         batches, layout = index.pieces.batches, index.layout

@@ -202,7 +202,10 @@ class WindowReader:
             from tokenfeed.pipeline.caching import node
 
             self._node = node.Node(cache)
-        self._sources = self._opened(sources, only)
+        opened = OpenShards()
+        self._sources = [
+            self._batches_of(source, number, only, opened) for number, source in enumerate(sources)
+        ]
         self._joiner = Joiner()
 
     @property
@@ -225,7 +228,7 @@ class WindowReader:
         if self._node:
             self._node.ahead = ahead
         numbers: list[tuple[int, int]] = []
-        rows = self._joiner.join(self._numbered(batches, numbers), len(batches))
+        rows = self._joiner.join(self._decoded(batches, numbers), len(batches))
         if self._node:
             self._node.prefetch(self._prefetch)
         firsts, sizes = np.array(numbers).T
@@ -237,35 +240,25 @@ class WindowReader:
         of_source = f" of {self._names[source]}" if len(self._names) > 1 else ""
         return f"row {number - self._row_starts[source]}{of_source}"
 
-    def _opened(
-        self, sources: tuple[OpenedSplit, ...], only: tuple[str, ...] | None
-    ) -> "list[LocalBatches | RemoteBatches]":
-        opened = OpenShards()
-        if self._node is None:
-            return [LocalBatches(source, only, opened) for source in sources]
+    def _batches_of(
+        self, source: OpenedSplit, number: int, only: tuple[str, ...] | None, opened: OpenShards
+    ) -> "LocalBatches | RemoteBatches":
+        if self._node is None or not isinstance(source.store, RangedStore):
+            return LocalBatches(source, only, opened)
         from tokenfeed.pipeline.windows.remote_batches import RemoteBatches
 
-        return [
-            RemoteBatches(source, number, only, self._node)
-            if isinstance(source.store, RangedStore)
-            else LocalBatches(source, only, opened)
-            for number, source in enumerate(sources)
-        ]
+        return RemoteBatches(source, number, only, self._node)
 
-    def _numbered(self, batches: np.ndarray, numbers: list[tuple[int, int]]) -> Iterator[Rows]:
-        """Yield the rows of each record batch. Append (first row, number of rows) to `numbers`."""
-        for rows, first_row in self._decoded(batches):
-            numbers.append((first_row, len(rows)))
-            yield rows
-
-    def _decoded(self, batches: np.ndarray) -> Iterator[tuple[Rows, int]]:
-        """Yield the rows of each record batch, and the number of the first over all sources."""
-        for source, numbers in self._by_source(batches):
+    def _decoded(self, batches: np.ndarray, numbers: list[tuple[int, int]]) -> Iterator[Rows]:
+        """Yield the rows of each record batch. Append the number of the first, over all sources,
+        and the number of rows to `numbers`."""
+        for source, own in self._by_source(batches):
             # a source of few record batches may repeat them very often in a window of a mixture
-            times = [(number, sum(1 for _ in same)) for number, same in groupby(numbers)]
+            times = [(number, sum(1 for _ in same)) for number, same in groupby(own)]
             decoded = self._sources[source].read([number for number, _ in times])
             for (rows, first_row), (_, count) in zip(decoded, times, strict=True):
-                yield from repeat((rows, first_row + self._row_starts[source]), count)
+                numbers += repeat((first_row + self._row_starts[source], len(rows)), count)
+                yield from repeat(rows, count)
 
     def _by_source(self, batches: np.ndarray) -> Iterator[tuple[int, list[int]]]:
         """Yield runs of record batches of one source: the source, and their numbers in it."""
