@@ -295,9 +295,14 @@ def sealed_manifest(content: dict[str, Any]) -> bytes:
 
 
 def byte_tokenizer(
-    texts: list[str], *, end: str = "<|endoftext|>", vocabulary_size: int = 300
+    texts: list[str],
+    *,
+    end: str = "<|endoftext|>",
+    special: Sequence[str] = (),
+    vocabulary_size: int = 300,
 ) -> Tokenizer:
-    """A byte-level BPE. A vocabulary of 256 ids or fewer lacks bytes that are not in the texts."""
+    """A byte-level BPE, whose first ids are `end` and `special`. A vocabulary of 256 ids or fewer
+    lacks bytes that are not in the texts."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -305,7 +310,7 @@ def byte_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
         initial_alphabet=alphabet,
-        special_tokens=[end],
+        special_tokens=[end, *special],
         show_progress=False,
     )
     made.train_from_iterator(texts, trainer)

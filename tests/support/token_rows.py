@@ -6,8 +6,18 @@ from typing import Any
 
 import numpy as np
 import zstandard
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 Rows = list[list[int]]
+
+
+def save_words(path: Path, size: int) -> Path:
+    """Save a tokenizer of so many words between white space: w0, w1, ..."""
+    vocabulary = {f"w{number}": number for number in range(size)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.save(str(path))
+    return path
 
 
 def write_litdata(

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_sets import rows_in
 from support.object_server import Remote
-from support.token_rows import Rows, mds_shard, write_datatrove, write_litdata
-from tokenizers import Tokenizer, models
+from support.token_rows import Rows, mds_shard, save_words, write_datatrove, write_litdata
 from xxhash import xxh3_64_hexdigest
 
 from tokenfeed import pretokenize
@@ -58,10 +57,7 @@ WRITERS: dict[str, Callable[[Path, Rows], None]] = {
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of 700 ids."""
-    path = tmp_path_factory.mktemp("words") / "tokenizer.json"
-    vocabulary = {f"w{number}": number for number in range(IDS)}
-    Tokenizer(models.WordLevel(vocabulary, unk_token="w0")).save(str(path))
-    return path
+    return save_words(tmp_path_factory.mktemp("words") / "tokenizer.json", IDS)
 
 
 def rows_of(source: object, out: Path, tokenizer: Path, **options: Any) -> Rows:

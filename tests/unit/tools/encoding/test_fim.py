@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyarrow import feather
 from support.commands import call
+from support.data_sets import rows_in
 from tokenizers import Tokenizer, pre_tokenizers
 
 from tokenfeed import pretokenize
@@ -32,12 +32,6 @@ def tokenizer(byte_level: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -
     file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     with_tokens(byte_level, *NAMES).save(str(file))
     return file
-
-
-def rows_of(folder: Path) -> list[list[int]]:
-    table = feather.read_table(folder / "train/00000.arrow", memory_map=False)
-    rows: list[list[int]] = table["input_ids"].to_pylist()
-    return rows
 
 
 def undone(row: list[int], oracle: Tokenizer) -> tuple[str, str]:
@@ -86,7 +80,7 @@ def test_rows_put_together_are_the_documents(
         [{"text": text} for text in texts], out, tokenizer=tokenizer, validation=0, **options
     )
     oracle = Tokenizer.from_file(str(tokenizer))
-    found = [undone(row, oracle) for row in rows_of(out)]
+    found = [undone(row, oracle) for row in rows_in(out)]
     assert [text for _, text in found] == texts
     num_cut = sum(layout != "plain" for layout, _ in found)
     assert (made.manifest.counts or {}).get("fim_rows", 0) == num_cut
@@ -115,7 +109,7 @@ def test_seed_and_rate_decide_the_rows(tokenizer: Path, tmp_path: Path) -> None:
         pretokenize(
             records, tmp_path / name, tokenizer=tokenizer, fim_rate=rate, seed=seed, validation=0
         )
-        made[name] = rows_of(tmp_path / name)
+        made[name] = rows_in(tmp_path / name)
     assert made["a"] == made["d"]
     assert made["a"] != made["b"]
     assert made["a"] != made["c"]

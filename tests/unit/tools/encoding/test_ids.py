@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import feather, parquet
-from tokenizers import Tokenizer, models, pre_tokenizers
+from support.data_sets import corpus_rows
+from support.token_rows import save_words
+from tokenizers import Tokenizer
 
 from tokenfeed import Fixed, Mixture, ShardLoader, pretokenize
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.kinds import BEGINS, Kind, kinds_of
-from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.data_sets.verify import find_problems
@@ -28,26 +29,11 @@ ROWS = [[random.Random(row).randrange(SIZE) for _ in range(row % 40)] for row in
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    vocabulary = {f"w{number}": number for number in range(SIZE)}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.save(str(file))
-    return file
+    return save_words(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json", SIZE)
 
 
 def rows_of(folder: Path) -> dict[int, list[int]]:
-    files = [
-        shard.file for split in Manifest.read(folder).splits.values() for shard in split.shards
-    ]
-    tables = [feather.read_table(folder / file, memory_map=False) for file in files]
-    return {
-        record: ids
-        for table in tables
-        for record, ids in zip(
-            table["origin_record"].to_pylist(), table["input_ids"].to_pylist(), strict=True
-        )
-    }
+    return {record: [*ids] for _, record, ids in corpus_rows(folder)}
 
 
 def sources(folder: Path) -> dict[str, Any]:

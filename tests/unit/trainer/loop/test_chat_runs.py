@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyarrow import feather
+from support.data_sets import byte_tokenizer, corpus_rows
 from support.training import make_config, run
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed import pretokenize
-from tokenfeed.pipeline.format.manifest import Manifest
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
 PLAIN = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}\
@@ -36,14 +34,8 @@ CONVERSATIONS = [
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set of conversations, whose template is not the tokenizer's own."""
     folder = tmp_path_factory.mktemp("chat")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["ask reply more last user assistant"] * 9, trainer)
+    texts = ["ask reply more last user assistant"] * 9
+    tokenizer = byte_tokenizer(texts, end=SPECIAL[0], special=SPECIAL[1:])
     own = folder / "tokenizer"
     own.mkdir()
     tokenizer.save(str(own / "tokenizer.json"))
@@ -85,18 +77,11 @@ def test_exports_have_the_template_of_the_shards(source: str, shards: Path, tmp_
     run(make_config(shards, tmp_path / "run", model=model, export=folder, steps=2))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template.endswith(GENERATING)
-    rows = rows_of(shards)
+    rows = {ids for _, _, ids in corpus_rows(shards)}
     assert len(rows) == 3
     for messages in CONVERSATIONS:
         made = tokenizer.apply_chat_template(messages, return_dict=True)
         assert tuple(made["input_ids"]) in rows
-
-
-def rows_of(shards: Path) -> set[tuple[int, ...]]:
-    splits = Manifest.read(shards).splits.values()
-    files = [shards / shard.file for split in splits for shard in split.shards]
-    tables = [feather.read_table(file, memory_map=False) for file in files]
-    return {tuple(ids) for table in tables for ids in table["input_ids"].to_pylist()}
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from support.hub_models import (
     ENCODERS,
     VOCABULARY,
     class_of,
-    config_of,
     head_of,
     save_model,
     train_config,
@@ -272,7 +271,6 @@ def test_nothing_is_printed_while_a_model_loads(
     folder, _, _ = make_hub("Llama", "vocabulary")
     make_model(train_config(folder), head_of("row"))
     assert capfd.readouterr() == ("", "")
-    assert config_of("Llama").vocab_size == VOCABULARY
 
 
 CAPPED: dict[str, dict[str, Any]] = {

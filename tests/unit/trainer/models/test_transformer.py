@@ -2,13 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.data_sets import random_rows, write_rows
+from support.data_sets import byte_tokenizer, random_rows, write_rows
 from support.host_waits import HostWaits
 from support.training import (
     VOCABULARY,
@@ -20,7 +19,7 @@ from support.training import (
     run,
     write_labelled,
 )
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop.model_export import load_exported
@@ -142,20 +141,8 @@ def shards_of(tokenizer: Tokenizer, folder: Path) -> Path:
     return write_rows(folder, rows, size, tokenizer=tokenizer.to_str().encode())
 
 
-def byte_level(special: Iterable[str] = ()) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, initial_alphabet=alphabet, special_tokens=[*special], show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return tokenizer
-
-
 def test_words_are_those_of_a_comparison_of_all_pairs(tmp_path: Path) -> None:
-    tokenizer = byte_level(["<s>", "<S>", " "])
+    tokenizer = byte_tokenizer(TEXTS, special=["<s>", "<S>", " "], vocabulary_size=320)
     words = words_of(shards_of(tokenizer, tmp_path)).tolist()
     ids = range(tokenizer.get_vocab_size())
     assert words == words_by_pairs(
@@ -167,7 +154,7 @@ def test_words_are_those_of_a_comparison_of_all_pairs(tmp_path: Path) -> None:
 
 def test_bytes_that_are_no_character_stay_apart(tmp_path: Path) -> None:
     """Their names in the file are letters, of upper and lower case."""
-    tokenizer = byte_level()
+    tokenizer = byte_tokenizer(TEXTS, vocabulary_size=320)
     words = words_of(shards_of(tokenizer, tmp_path))
     upper, lower = (tokenizer.token_to_id(name) for name in "\u00d0\u00f0")
     assert words[upper] != words[lower]
@@ -247,12 +234,10 @@ def test_tags_of_packed_documents_are_those_of_each_document() -> None:
 
 
 def test_features_of_tags_tell_shape_case_and_ends_of_words(tmp_path: Path) -> None:
-    tokenizer = byte_level(["Anna", " Otto", " otto", " lotto", " 1998", " 2024"])
+    special = ["Anna", " Otto", " otto", " lotto", " 1998", " 2024"]
+    tokenizer = byte_tokenizer(TEXTS, special=special, vocabulary_size=320)
     features_VF, begins_V = tag_features(shards_of(tokenizer, tmp_path))
-    anna, name, word, longer, year, other = (
-        tokenizer.token_to_id(text)
-        for text in ("Anna", " Otto", " otto", " lotto", " 1998", " 2024")
-    )
+    anna, name, word, longer, year, other = map(tokenizer.token_to_id, special)
     assert begins_V[[name, word, longer, year]].all()
     assert not begins_V[anna]
     same = [(features_VF[a] == features_VF[b]).tolist() for a, b in ((name, word), (word, longer))]

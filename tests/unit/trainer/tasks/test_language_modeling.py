@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.data_sets import byte_tokenizer
 from support.pretokenizing import make
 from support.training import make_config, run
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.planning.policies import Fixed
@@ -21,15 +22,7 @@ TEXTS = ["the cat sat on the mat", "déjà vu, 猫 and 🙂!", "a b  c\n\td"]
 
 
 def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return tokenizer
+    return byte_tokenizer(TEXTS, end="<end>", vocabulary_size=280)
 
 
 def byte_fallback() -> Tokenizer:
