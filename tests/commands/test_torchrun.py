@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.processes import children_of
 from support.training import load_weights, read_metrics
 
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
@@ -67,10 +68,9 @@ def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 def rank_of(process: subprocess.Popen[str], rank: int) -> int:
     """The process of a rank."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for child in children:
+    for child in children_of(process.pid):
         if f"\0RANK={rank}\0" in Path(f"/proc/{child}/environ").read_text():
-            return int(child)
+            return child
     raise AssertionError("no such rank")
 
 

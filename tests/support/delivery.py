@@ -231,6 +231,3 @@ def plain(dataset: ShardDataset, num_workers: int = 0, windows: int | None = Non
     """The batches of a plain DataLoader."""
     shares = DataLoader(dataset, batch_size=None, num_workers=num_workers)
     return [batch for share in islice(shares, windows) for batch in share]
-
-
-State = dict[str, Any]

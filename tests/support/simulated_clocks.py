@@ -1,9 +1,13 @@
 """Clocks that only a test moves, so that a busy machine changes no figure of a stall meter."""
 
+import contextlib
 import mmap
+import os
 import time
+from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.causes import Cause
@@ -52,3 +56,25 @@ class SharedClock:
         while self._shared[2 - self._rank] <= self._shared[1 + self._rank]:
             time.sleep(0.001)
         self._shared[0] += seconds
+
+
+@contextlib.contextmanager
+def two_ranks(folder: str | None = None) -> Iterator[tuple[int, SharedClock]]:
+    """Fork this process: give each of the two its rank, and the clock that they share. The second
+    ends here, and the first waits for it.
+
+    Args:
+        folder: Where they meet, to be one process group; None if something else joins them.
+    """
+    torch.set_num_threads(1)  # no threads, which forks would lack
+    clock = SharedClock()
+    rank = int(os.fork() == 0)
+    clock.join(rank)
+    if folder:
+        store = f"file://{folder}/store"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    yield rank, clock
+    torch.distributed.destroy_process_group()
+    if rank:
+        os._exit(0)
+    os.wait()

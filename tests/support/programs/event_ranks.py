@@ -6,12 +6,9 @@ python event_ranks.py DATA FOLDER SECONDS
 
 import dataclasses
 import json
-import os
 import sys
 
-import torch
-import torch.distributed as dist
-from support.simulated_clocks import SharedClock
+from support.simulated_clocks import two_ranks
 
 from tokenfeed import Padded, ShardLoader
 from tokenfeed.integrations.stall import MeterOfEvents
@@ -19,24 +16,16 @@ from tokenfeed.integrations.steps import steps
 
 
 def main(data: str, folder: str, seconds: float) -> None:
-    torch.set_num_threads(1)  # no threads, which forks would lack
-    clock = SharedClock()
-    rank = int(os.fork() == 0)
-    clock.join(rank)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    loader = ShardLoader(data, batching=Padded(64), num_workers=0, micro_batches_per_step=2)
-    meter = MeterOfEvents(skipped_steps=2)
-    meter.begin("cpu")
-    for step in steps(loader, meter=meter):
-        meter.train()
-        if rank:
-            clock.sleep(seconds)
-        meter.step(sum(batch.num_tokens for batch in step))
-    report = meter.end(is_first=rank == 0)
-    dist.destroy_process_group()
-    if rank:
-        os._exit(0)
-    os.wait()
+    with two_ranks(folder) as (rank, clock):
+        loader = ShardLoader(data, batching=Padded(64), num_workers=0, micro_batches_per_step=2)
+        meter = MeterOfEvents(skipped_steps=2)
+        meter.begin("cpu")
+        for step in steps(loader, meter=meter):
+            meter.train()
+            if rank:
+                clock.sleep(seconds)
+            meter.step(sum(batch.num_tokens for batch in step))
+        report = meter.end(is_first=rank == 0)
     assert report is not None
     print(json.dumps(dataclasses.asdict(report)))
 

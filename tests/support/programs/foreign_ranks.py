@@ -6,13 +6,12 @@ python foreign_ranks.py SECONDS STEPS FOLDER
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from support.simulated_clocks import SharedClock
+from support.simulated_clocks import SharedClock, two_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenfeed.trainer.stall import StallMeter
@@ -38,16 +37,8 @@ def loop(rank: int, seconds: float, steps: int, clock: SharedClock) -> StallMete
 
 
 def main(seconds: float, steps: int, folder: str) -> None:
-    torch.set_num_threads(1)  # no threads, which forks would lack
-    clock = SharedClock()
-    rank = int(os.fork() == 0)
-    clock.join(rank)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    meter = loop(rank, seconds, steps, clock)
-    dist.destroy_process_group()
-    if rank:
-        os._exit(0)
-    os.wait()
+    with two_ranks(folder) as (rank, clock):
+        meter = loop(rank, seconds, steps, clock)
     meter.gather()  # alone by now, it keeps what both told
     report = meter.report()
     print(report)

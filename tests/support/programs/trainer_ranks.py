@@ -9,43 +9,35 @@ import json
 import os
 import sys
 
-import torch
 import transformers
 from support.programs.ranked_training import free_port
-from support.simulated_clocks import SharedClock
+from support.simulated_clocks import two_ranks
 from support.sleeping import Sleeping, Tiny
 
 from tokenfeed.integrations.transformers import StallCallback
 
 
 def main(folder: str, seconds: float) -> None:
-    torch.set_num_threads(1)  # no threads, which forks would lack
     launcher = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    clock = SharedClock()
-    rank = int(os.fork() == 0)
-    clock.join(rank)
-    os.environ.update(launcher, RANK=str(rank), LOCAL_RANK=str(rank))
-    stall = StallCallback(skipped_steps=2)
-    arguments = transformers.TrainingArguments(
-        folder,
-        max_steps=12,
-        per_device_train_batch_size=1,
-        use_cpu=True,
-        ddp_backend="gloo",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    transformers.Trainer(
-        model=Tiny(),
-        args=arguments,
-        train_dataset=Sleeping(100, seconds, clock.sleep if rank else bool),
-        callbacks=[stall],
-    ).train()
-    torch.distributed.destroy_process_group()
-    if rank:
-        os._exit(0)
-    os.wait()
+    with two_ranks() as (rank, clock):
+        os.environ.update(launcher, RANK=str(rank), LOCAL_RANK=str(rank))
+        stall = StallCallback(skipped_steps=2)
+        arguments = transformers.TrainingArguments(
+            folder,
+            max_steps=12,
+            per_device_train_batch_size=1,
+            use_cpu=True,
+            ddp_backend="gloo",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        transformers.Trainer(
+            model=Tiny(),
+            args=arguments,
+            train_dataset=Sleeping(100, seconds, clock.sleep if rank else bool),
+            callbacks=[stall],
+        ).train()
     assert stall.report is not None
     print(json.dumps(dataclasses.asdict(stall.report)))
 
