@@ -233,7 +233,7 @@ def test_without_shards_to_read_the_plain_settings_are_shown_and_used(
     )  # the run says what is amiss
     with pytest.raises(SystemExit, match="0"):
         parsed("--help")
-    assert re.search(r"Default:\W+200\.", capsys.readouterr().out)
+    assert re.search(r"Default:\s+200\s+for\s+documents", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
