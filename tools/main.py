@@ -8,8 +8,7 @@ from importlib import import_module
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.text import facts
-from tokenfeed.tools.shell.console import run_command
-from tokenfeed.tools.shell.signals import signals_held
+from tokenfeed.tools.shell.console import run_command, signals_held
 
 _COMMANDS = {
     "pretokenize": "Tokenize a corpus once, into shards.",

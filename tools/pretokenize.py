@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from tokenfeed.pipeline.remote.client import own_process
-from tokenfeed.tools.shell.console import print_json, run_command
-from tokenfeed.tools.shell.signals import signals_held
+from tokenfeed.tools.shell.console import print_json, run_command, signals_held
 
 
 def main() -> None:
@@ -39,7 +38,6 @@ def _make() -> None:
         from dataclasses import asdict
 
         from tokenfeed.pipeline.format.manifest import Manifest
-        from tokenfeed.tools.data_sets.append import append_rows
         from tokenfeed.tools.data_sets.inspection import describe
         from tokenfeed.tools.pretokenizing.make import make_dataset, make_part
         from tokenfeed.tools.pretokenizing.options import parse_options
@@ -50,7 +48,7 @@ def _make() -> None:
             part = make_part(options)
             print_json(asdict(part)) if options.json else print(part)
             return
-        summary = append_rows(options) if options.append else make_dataset(options)
+        summary = make_dataset(options)
     except KeyboardInterrupt as interruption:
         raise KeyboardInterrupt(str(interruption) or "the same command continues") from None
     if options.json:

@@ -150,7 +150,6 @@ def _pretokenized(
     """
     from tokenfeed.pipeline.format.manifest import Manifest
     from tokenfeed.tools.corpus.records import shown_names
-    from tokenfeed.tools.data_sets.append import append_rows
     from tokenfeed.tools.pretokenizing.make import make_dataset
     from tokenfeed.tools.pretokenizing.options import Options
     from tokenfeed.trainer.config.values import setting_of
@@ -199,8 +198,7 @@ def _pretokenized(
             for name, (of_split, records) in (by_split or {}).items()
         ]
 
-    make = append_rows if options.append else make_dataset
-    summary = make(options, spool_all)
+    summary = make_dataset(options, spool_all)
     return Pretokenized(out=summary.out, manifest=Manifest.read(summary.out), summary=summary)
 
 

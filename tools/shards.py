@@ -1,11 +1,17 @@
-"""Entry point of the `shards` command. `data_sets.command` has its subcommands.
+"""Entry point of the `shards` command.
 
 This file imports little, so that the handler for Ctrl-C is installed at once.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from tokenfeed.pipeline.remote.client import own_process
-from tokenfeed.tools.shell.console import run_command
-from tokenfeed.tools.shell.signals import signals_held
+from tokenfeed.tools.shell.console import run_command, signals_held
+
+if TYPE_CHECKING:
+    from tokenfeed.tools.shell.command_line import Subcommand
 
 
 def main() -> None:
@@ -16,8 +22,43 @@ def main() -> None:
 def _command() -> int:
     own_process()
     with signals_held():  # extension modules turn an interruption into an ImportError
-        from tokenfeed.tools.data_sets.command import run_shards
-    return run_shards()
+        from tokenfeed.tools.shell.command_line import run_subcommand
+
+        subcommands = import_subcommands()
+    return run_subcommand(
+        "shards",
+        "Show, check, copy, merge, reduce, split, adopt or export data sets, or show what training "
+        "reads.",
+        subcommands,
+    )
+
+
+def import_subcommands() -> dict[str, type[Subcommand]]:
+    """Import the subcommands, and return them by name."""
+    from tokenfeed.tools.data_sets.adopt import Adopt
+    from tokenfeed.tools.data_sets.cat import Cat
+    from tokenfeed.tools.data_sets.copy import Copy
+    from tokenfeed.tools.data_sets.explain import Explain
+    from tokenfeed.tools.data_sets.export import Export
+    from tokenfeed.tools.data_sets.inspection import Inspect
+    from tokenfeed.tools.data_sets.merge import Merge
+    from tokenfeed.tools.data_sets.plan_stages import ShowPlan
+    from tokenfeed.tools.data_sets.select import Select, Split
+    from tokenfeed.tools.data_sets.verify import Verify
+
+    return {
+        "inspect": Inspect,
+        "verify": Verify,
+        "cat": Cat,
+        "copy": Copy,
+        "merge": Merge,
+        "select": Select,
+        "split": Split,
+        "export": Export,
+        "adopt": Adopt,
+        "explain": Explain,
+        "plan": ShowPlan,
+    }
 
 
 if __name__ == "__main__":

@@ -11,9 +11,14 @@ import logging
 import os
 import signal
 import sys
+import time
 from types import FrameType
+from typing import Any
+
+import psutil
 
 from tokenfeed.pipeline.format.store import reading_once
+from tokenfeed.pipeline.text import facts
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.tools.train_settings import read_command
 
@@ -67,8 +72,6 @@ def main() -> None:
 @reading_once()
 def _run() -> int:
     if "--monitor-only" in sys.argv[1:]:
-        from tokenfeed.tools.monitor import monitor
-
         return monitor()
     is_main = os.environ.get("RANK", "0") == "0"
     if not is_main:
@@ -93,6 +96,58 @@ def _run() -> int:
     else:
         print(report.summary())
     return 0 if requests.ended_by is None else 128 + requests.ended_by
+
+
+def monitor() -> int:
+    """Show the load of GPUs and host, once a second until Ctrl-C, or once if the output is not a
+    terminal."""
+    psutil.cpu_percent()  # a rate needs two readings
+    time.sleep(0.25)
+    if not sys.stdout.isatty():
+        print(view())
+        return 0
+    from rich.live import Live  # which only a terminal should cost
+    from rich.text import Text
+
+    with contextlib.suppress(KeyboardInterrupt), Live(Text(view())) as live:
+        while True:
+            time.sleep(1.0)
+            live.update(Text(view()))
+    return 0
+
+
+def view() -> str:
+    """Return a reading as text: a line for each GPU, and the host."""
+    cores, memory = psutil.cpu_count() or 1, psutil.virtual_memory()
+    gpus = _gpus()
+    return facts(
+        {
+            **{f"GPU {number}": gpu for number, gpu in enumerate(gpus)},
+            "GPU": "" if gpus else "NVML finds none",
+            "host": f"{psutil.cpu_percent() / 100 * cores:.1f} of {cores} cores busy, "
+            f"{(memory.total - memory.available) / 1e9:.1f} of {memory.total / 1e9:.1f} GB",
+        }
+    )
+
+
+def _gpus() -> list[str]:
+    """Return name, utilization, memory and power of each GPU; a GPU that NVML cannot read ends the
+    list."""
+    import pynvml
+
+    found = []
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(number)
+            memory: Any = pynvml.nvmlDeviceGetMemoryInfo(gpu)
+            busy = pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu
+            found.append(
+                f"{pynvml.nvmlDeviceGetName(gpu)}, {busy} % busy, "
+                f"{memory.used / 1e9:.1f} of {memory.total / 1e9:.1f} GB, "
+                f"{pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3:.0f} W"
+            )
+    return found
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from support import ROOT, warm
 from support.commands import SMALL
 
 import tokenfeed
-from tokenfeed.tools.data_sets.command import COMMANDS
 from tokenfeed.tools.doctor import Doctor
 from tokenfeed.tools.pretokenizing.options import Options
+from tokenfeed.tools.shards import import_subcommands
 from tokenfeed.tools.train_settings import Command
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -288,7 +288,7 @@ def test_links_lead_to_files_that_the_site_contains() -> None:
 
 
 def test_pages_name_options_that_there_are() -> None:
-    commands: list[Any] = [Options, Command, Doctor, *COMMANDS.values()]
+    commands: list[Any] = [Options, Command, Doctor, *import_subcommands().values()]
     known = {f"--{field.name.replace('_', '-')}" for each in commands for field in fields(each)}
     for page in PAGES:
         named = set(OPTION.findall(page.read_text(encoding="utf-8")))

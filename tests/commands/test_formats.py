@@ -40,7 +40,7 @@ def test_a_killed_run_continues_only_with_the_same_standard_input(
 CUT_SHORT = """
 import os, sys
 from pathlib import Path
-from tokenfeed.tools.corpus.read_records import read_records
+from tokenfeed.tools.corpus.units import read_records
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units

@@ -13,10 +13,9 @@ import pyarrow.parquet.encryption as pe
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, InputFile
-from tokenfeed.tools.corpus.read_records import read_records
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
-from tokenfeed.tools.corpus.units import cut_units
+from tokenfeed.tools.corpus.units import cut_units, read_records
 
 Found = tuple[dict[int, Any], dict[int, str]]
 

@@ -42,7 +42,7 @@ ROOMS = {
         *("optim", "feeding", "sizing", "report", "loop"),
     ],
     "tools": [
-        *("shell", "corpus", "encoding", "jobs", "pretokenizing", "data_sets"),
+        *("shell", "corpus", "encoding", "jobs", "data_sets", "pretokenizing"),
     ],
 }
 """Lowest first: a room may import itself and the rooms before it."""

@@ -23,7 +23,10 @@ from typing import NamedTuple
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.pipeline.text import public
-from tokenfeed.tools.corpus.detect import (
+from tokenfeed.tools.corpus.formats.json_records import JSON_LINES
+from tokenfeed.tools.corpus.formats.registry import (
+    FALLBACK,
+    FORMATS,
     compression_of,
     format_in_folder,
     format_of_given,
@@ -31,12 +34,10 @@ from tokenfeed.tools.corpus.detect import (
     is_binary,
     needs_look,
 )
-from tokenfeed.tools.corpus.formats.base import Format
-from tokenfeed.tools.corpus.formats.json_lines import JSON_LINES
-from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import (
     MAX_RECORD_BYTES,
     STANDARD_INPUT,
+    Format,
     InputFile,
     size_and_state,
 )

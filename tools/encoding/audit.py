@@ -16,9 +16,8 @@ from itertools import islice
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import ceil_div
-from tokenfeed.tools.corpus.read_records import fetched_ahead, read_texts
 from tokenfeed.tools.corpus.records import Fields
-from tokenfeed.tools.corpus.units import Unit
+from tokenfeed.tools.corpus.units import Unit, fetched_ahead, read_texts
 from tokenfeed.tools.encoding.engines import (
     Engine,
     EngineFailure,

@@ -19,17 +19,16 @@ from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.data_set import NOT_FAILURES
 from tokenfeed.pipeline.format.schema import token_dtype
-from tokenfeed.tools.encoding.cuts import cut
 from tokenfeed.tools.encoding.engine_support import (
     COMPARED_TOKENIZERS,
     Shape,
     Unproved,
     check_vocabulary,
 )
-from tokenfeed.tools.encoding.routes import Routes, sort_tokens
+from tokenfeed.tools.encoding.routes import Routes, cut, sort_tokens
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.words import SpacedWords, Words
-from tokenfeed.tools.shell.signals import signals_held
+from tokenfeed.tools.shell.console import signals_held
 
 _COMPARED = {
     "gigatoken": (("0.10.",), "gigatoken>=0.10,<0.11"),

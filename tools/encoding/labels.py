@@ -22,9 +22,8 @@ import pyarrow as pa
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import InputFile
-from tokenfeed.tools.corpus.read_records import fetched_ahead, first_reject, read_records
 from tokenfeed.tools.corpus.records import FieldKind, Fields
-from tokenfeed.tools.corpus.units import Unit
+from tokenfeed.tools.corpus.units import Unit, fetched_ahead, first_reject, read_records
 
 _WHOLE_NUMBER, _CODE = re.compile("0|[1-9][0-9]*"), re.compile("0[0-9]+")
 _FEW = 100

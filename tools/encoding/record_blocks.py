@@ -24,9 +24,8 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.read_records import fetched_ahead, read_records
 from tokenfeed.tools.corpus.records import Reject
-from tokenfeed.tools.corpus.units import Unit
+from tokenfeed.tools.corpus.units import Unit, fetched_ahead, read_records
 from tokenfeed.tools.encoding.audit import Answers
 from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
 from tokenfeed.tools.encoding.tasks import TaskEncoder

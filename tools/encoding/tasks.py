@@ -51,8 +51,7 @@ from tokenfeed.tools.encoding.chat_parts import COUNTS, EMPTY, Rendered, TokensO
 from tokenfeed.tools.encoding.fim import FIM_ROWS, FillInMiddle
 from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.template import Template
-from tokenfeed.tools.encoding.token_places import TokenPlaces
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer, TokenPlaces
 
 FieldValues = dict[str, list[Any]]
 """The values of R records, by field."""

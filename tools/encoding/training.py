@@ -15,9 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.input_files import FilePart
-from tokenfeed.tools.corpus.read_records import fetched_ahead, first_reject, read_texts
 from tokenfeed.tools.corpus.records import Fields
-from tokenfeed.tools.corpus.units import Unit
+from tokenfeed.tools.corpus.units import Unit, fetched_ahead, first_reject, read_texts
 
 END_TOKEN = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257

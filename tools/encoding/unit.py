@@ -19,9 +19,8 @@ from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD, Rows
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.store import Place
-from tokenfeed.tools.corpus.read_records import UnverifiedError
 from tokenfeed.tools.corpus.records import Reject
-from tokenfeed.tools.corpus.units import Unit
+from tokenfeed.tools.corpus.units import Unit, UnverifiedError
 from tokenfeed.tools.encoding.audit import Answers, Questions, answers_without_routed, beginning
 from tokenfeed.tools.encoding.engines import (
     Engine,

@@ -28,8 +28,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.tools.shell.console import log_to_stderr
-from tokenfeed.tools.shell.signals import signals_held
+from tokenfeed.tools.shell.console import log_to_stderr, signals_held
 
 Runner = Literal["local", "ray", "dask"]
 

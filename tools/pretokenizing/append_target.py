@@ -111,10 +111,7 @@ class Onto:
         if task == "lm":
             chosen["task"] = task = self.manifest.task
         if task not in ("chat", "ids"):
-            loaded = TextTokenizer.load(
-                read_checked(self.store, tokenizer), origin=self.store.path(tokenizer.file)
-            )
-            token = None
+            loaded, token = self.tokenizer, None
             if tokenizer.end_id is not None and tokenizer.end_id != loaded.end_id:
                 token = loaded.tokenizer.id_to_token(tokenizer.end_id)
             chosen["end_token"] = options.end_token or token
@@ -126,6 +123,13 @@ class Onto:
         if options.task != "ids":
             chosen["special_tokens_in_text"] = tokenizer.special_tokens_in_text
         return replace(options, **chosen)
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer of the data set, with the usual end token."""
+        info = self.manifest.tokenizer
+        json_bytes = read_checked(self.store, info)
+        return TextTokenizer.load(json_bytes, origin=self.store.path(info.file))
 
     def without_known(self, corpus: Corpus) -> Corpus:
         """Return the input files that the data set does not have, with their checksums.

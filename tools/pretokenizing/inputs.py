@@ -19,11 +19,16 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
-from tokenfeed.tools.corpus.read_records import UnverifiedError, read_records
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Records
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
 from tokenfeed.tools.corpus.spool import Spooled
-from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
+from tokenfeed.tools.corpus.units import (
+    Unit,
+    UnverifiedError,
+    auto_shard_bytes,
+    cut_units,
+    read_records,
+)
 from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
 from tokenfeed.tools.encoding.tasks import ChatEncoder, Labelled, TaskEncoder
 from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION

@@ -1,4 +1,4 @@
-"""Make a data set, or with `--part I/N` every Nth unit of it.
+"""Make a data set, or with `--part I/N` every Nth unit of it, or add rows to one.
 
 Find the input, cut it into units, load or train the tokenizer, encode the units, and write the
 manifest. The output depends only on the input and the options. Records of the run are written first
@@ -8,24 +8,327 @@ and the manifest last, so an output is always new, unfinished or finished.
 import contextlib
 import json
 import logging
+import re
 import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
-from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
-from tokenfeed.pipeline.format.store import Place
+from tokenfeed.pipeline.format.manifest import (
+    CHAT_TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    Manifest,
+    read_checked,
+)
+from tokenfeed.pipeline.format.store import Place, local_path
+from tokenfeed.pipeline.text import public
+from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.corpus.spool import Spool
+from tokenfeed.tools.data_sets.merge import Opened, grow
+from tokenfeed.tools.encoding.audit import Audit
+from tokenfeed.tools.encoding.chat import ChatTemplate, tokens_set_by
+from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, preload
 from tokenfeed.tools.encoding.record_blocks import UnitResult
-from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
-from tokenfeed.tools.jobs.run_records import RunRecords, planning_alone, remove_records
-from tokenfeed.tools.pretokenizing.append_target import Onto
-from tokenfeed.tools.pretokenizing.commit import commit
+from tokenfeed.tools.encoding.tasks import ChatEncoder
+from tokenfeed.tools.encoding.tokenizer import (
+    TextTokenizer,
+    fetch_beside,
+    fetch_tokenizer_json,
+)
+from tokenfeed.tools.encoding.training import train_tokenizer_json
+from tokenfeed.tools.encoding.unit import EncodeSettings
+from tokenfeed.tools.jobs.claim import State, recognise, remember, state_of, withdraw
+from tokenfeed.tools.jobs.executors import prepare_early
+from tokenfeed.tools.jobs.run_records import (
+    RunRecords,
+    check_recipe,
+    is_begun,
+    kept_plan,
+    planning_alone,
+    remove_records,
+)
+from tokenfeed.tools.pretokenizing.append_target import NothingNew, Onto
+from tokenfeed.tools.pretokenizing.commit import commit, described
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
-from tokenfeed.tools.pretokenizing.prepare import Listed, prepared
-from tokenfeed.tools.pretokenizing.runner import Run, run_units
+from tokenfeed.tools.pretokenizing.runner import Run, is_small, run_units
 from tokenfeed.tools.pretokenizing.summary import Figures, PartSummary, Summary
 
+_TOKEN = re.compile(r"<\|\w+\|>")
+"""Matches special tokens as most chat templates write them."""
+_TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+"""The template of transformers for conversations with tools, beside a tokenizer."""
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listed:
+    """A command and its input files, before any record is read."""
+
+    options: Options
+    inputs: Inputs
+    """The inputs without a plan."""
+    tokenizer: TextTokenizer | None
+    """The tokenizer that `--tokenizer` names; None to train one."""
+    recipe: dict[str, Any]
+    """Everything that the output depends on, in words that a user can compare."""
+    plan: dict[str, Any] | None
+    """The plan of the unfinished run in the output, by this or another command."""
+    onto: Onto | None
+    """The data set that the rows are for; None for a new data set."""
+
+    @classmethod
+    def from_options(
+        cls,
+        options: Options,
+        state: State,
+        spool: Spool = tuple,
+        onto: Onto | None = None,
+    ) -> Self:
+        """List the input files and load the tokenizer that is given.
+
+        Args:
+            options: The options of the command.
+            state: The state of the output.
+            spool: Returns records of this process, instead of the files of the options.
+            onto: The data set that the rows are for.
+        """
+        tokenizer = None
+        if options.tokenizer:
+            json_bytes = fetch_tokenizer_json(options.tokenizer)
+            tokenizer = _load(options, json_bytes, public(options.tokenizer))
+            special = tokenizer.splits_special
+            vocabulary = tokenizer.vocabulary_size
+            prepare_early(partial(preload, options.tokenizer, vocabulary, splits_special=special))
+        plan = kept_plan(options.output) if state == "unfinished" else None
+        inputs = Inputs.listed(options, plan, spool(), onto)
+        if isinstance(inputs.task, ChatEncoder):
+            assert tokenizer, "`Options.check` asks for one"
+            task = replace(inputs.task, chat_template=_chat_template(options, tokenizer))
+            inputs = replace(inputs, task=task)
+        return cls(
+            options=options,
+            inputs=inputs,
+            tokenizer=tokenizer,
+            recipe=_recipe(options, inputs, tokenizer),
+            plan=plan,
+            onto=onto,
+        )
+
+    def finished_tokenizer(self) -> TextTokenizer:
+        """Return the tokenizer of the finished data set in the output."""
+        if self.tokenizer:
+            return self.tokenizer
+        output = self.options.output
+        info = Manifest.read(output).tokenizer
+        return _load(self.options, read_checked(output, info), output.path(info.file))
+
+
+def prepared(listed: Listed) -> Run:
+    """Plan the run and train a tokenizer, or read the plan of the unfinished run in the output.
+
+    The reference encodes small inputs, and any input if the options say so.
+
+    Raises:
+        ConfigError: The unfinished run has another command or input.
+        TokenizerError: The tokenizer has no template for the task.
+    """
+    options, inputs, kept = listed.options, listed.inputs, None
+    output = options.output
+    if is_begun(output):
+        kept = listed.plan or kept_plan(output)
+        check_recipe(output, listed.recipe, inputs.changed_file(kept) if kept else "")
+    inputs = inputs.as_planned(kept) if kept else inputs.planned(options, listed.onto)
+    started = time.perf_counter()
+    tokenizer = listed.tokenizer or _trained_tokenizer(options, inputs, output, kept)
+    tokenizer_seconds = time.perf_counter() - started
+    is_bare = options.task in ("classify", "score", "tag") and not options.add_special_tokens
+    if is_bare and tokenizer.has_template:
+        logger.info(
+            "the tokenizer has a template for its special tokens, which is left out "
+            "(see --add-special-tokens)"
+        )
+    is_reference = (
+        options.engine == ReferenceEngine.name or options.task == "ids" or is_small(inputs.units)
+    )
+    settings = EncodeSettings(
+        output=output,
+        task=inputs.task,
+        engine=ReferenceEngine.name if is_reference else FastEngine.name,
+        vocabulary_size=tokenizer.vocabulary_size,
+        template=inputs.task.template(tokenizer),
+        validation=inputs.validation,
+        splits=inputs.splits,
+        splits_special=tokenizer.splits_special,
+        max_rejects=options.allowed_rejects,
+        audits=not is_reference,
+    )
+    if listed.onto:
+        listed.onto.check(described(settings, tokenizer))
+    sample_seed = 0 if options.tokenizer else options.seed  # another order is no other sample
+    return Run(
+        options=options,
+        inputs=inputs,
+        settings=settings,
+        tokenizer=tokenizer,
+        audit=Audit(tokenizer, inputs.units, inputs.task.fields, sample_seed),
+        plan=kept or inputs.plan | {"tokenizer": tokenizer.xxh3},
+        has_kept_plan=kept is not None,
+        tokenizer_seconds=tokenizer_seconds,
+    )
+
+
+def _trained_tokenizer(
+    options: Options, inputs: Inputs, output: Place, kept: dict[str, Any] | None
+) -> TextTokenizer:
+    """Train a tokenizer, or return the tokenizer that this run trained before.
+
+    Raises:
+        TokenizerError: Training gives another tokenizer than before.
+    """
+    origin = output.path(TOKENIZER_FILE)
+    if kept and output.exists(TOKENIZER_FILE):
+        json_bytes = output.read(TOKENIZER_FILE)
+        if xxhash.xxh3_64_hexdigest(json_bytes) == kept["tokenizer"]:
+            return _load(options, json_bytes, origin)
+    logger.info("training a tokenizer on a sample of the corpus")
+    json_bytes = train_tokenizer_json(
+        inputs.units,
+        fields=inputs.task.fields,
+        vocabulary_size=options.vocab_size,
+        seed=options.seed,
+    )
+    tokenizer = _load(options, json_bytes, origin)
+    if kept and tokenizer.xxh3 != kept["tokenizer"]:
+        raise TokenizerError(
+            f"{origin}: is lost or damaged, and training does not give it again. Delete {output} "
+            "and start again."
+        )
+    return tokenizer
+
+
+def _load(options: Options, json_bytes: bytes, origin: object) -> TextTokenizer:
+    return TextTokenizer.load(
+        json_bytes,
+        origin=origin,
+        end_token=options.end_token,
+        splits_special=options.special_tokens_in_text == "split" or options.task == "chat",
+    )
+
+
+def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
+    """Return the chat template with its variables.
+
+    Raises:
+        TokenizerError: There is no template, or the template is invalid.
+    """
+    assert options.tokenizer
+    beside = partial(fetch_beside, options.tokenizer)
+    try:
+        config = json.loads(beside("tokenizer_config.json") or b"{}")
+        more = json.loads(beside("special_tokens_map.json") or b"{}")
+    except ValueError as error:
+        raise TokenizerError(
+            f"{options.tokenizer}: tokenizer_config.json or special_tokens_map.json beside the "
+            f"tokenizer is not JSON ({error}). Restore it."
+        ) from None
+    if options.chat_template:
+        path = local_path(options.chat_template)
+        try:
+            source: Any = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"`--chat-template` {options.chat_template}: cannot be read ({error})."
+            ) from None
+    else:
+        found = beside(CHAT_TEMPLATE_FILE)
+        source = found.decode() if found else config.get("chat_template")
+        named_sources = {}
+        if isinstance(source, list):
+            named_sources = {each["name"]: each["template"] for each in source}
+            source = named_sources.get("default")
+        with_tools = beside(_TOOL_TEMPLATE_FILE) or named_sources.get("tool_use")
+        if isinstance(source, str) and with_tools:  # as in transformers
+            text = with_tools.decode() if isinstance(with_tools, bytes) else with_tools
+            text, other = (each.removesuffix("\n") for each in (text, source))  # as Jinja does
+            source = f"{{% if tools is not none %}}{text}{{% else %}}{other}{{% endif %}}"
+    if not isinstance(source, str):
+        raise TokenizerError(
+            f"{options.tokenizer}: has no chat template. Give a folder with tokenizer_config.json "
+            "or chat_template.jinja beside tokenizer.json, or --chat-template FILE."
+        )
+    arguments = options.template_arguments
+    if (date := arguments.pop("strftime_now", None)) is not None:
+        source = f"{{% macro strftime_now(format) %}}{date}{{% endmacro %}}\n{source}"
+    named = {k: v for k, v in {**more, **config}.items() if k.endswith("_token")}
+    variables = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items() if v}
+    variables = {k: v for k, v in variables.items() if isinstance(v, str)}
+    variables |= tokens_set_by(source)
+    added = tokenizer.tokenizer.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special} | {*variables.values()}
+    known = (text for text in special if tokenizer.tokenizer.token_to_id(text) is not None)
+    if unknown := sorted({*_TOKEN.findall(source)} - {token.content for token in added}):
+        logger.warning(
+            "the chat template writes %s, but the tokenizer has no such token: a model learns the "
+            "characters. Use the template of the tokenizer, or add the token",
+            ", ".join(unknown[:3]),
+        )
+    template = ChatTemplate(
+        source=source,
+        special_tokens=tuple(sorted(known)),
+        variables=variables | arguments,
+    )
+    if unread := [name for name in options.template_arguments if not template.reads(name)]:
+        raise ConfigError(
+            f"`--template-argument` {unread[0]}: has no effect, because the chat template has no "
+            "variable with this name. Correct the name, or leave it out."
+        )
+    try:
+        template.check()
+    except Unusable as reason:
+        name = options.chat_template or options.tokenizer
+        raise TokenizerError(f"{name}: the chat template {reason}. Correct it.") from None
+    return template
+
+
+def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -> dict[str, Any]:
+    """All that the output depends on, in words a user can compare."""
+    sources = inputs.corpus.sources
+    states = [(source.name, source.bytes, source.state, source.split) for source in sources]
+    states_xxh3 = xxhash.xxh3_64_hexdigest(repr(states).encode())
+    training = None if options.tokenizer else [options.vocab_size, options.seed]
+    chat = inputs.task.chat_template if isinstance(inputs.task, ChatEncoder) else None
+    return {
+        "CORPUS": list(map(public, options.corpus)),
+        "--exclude": list(map(public, options.exclude)),
+        "--split": list(map(public, options.split)),
+        "--task": options.task,
+        "the fields": list(inputs.task.fields),
+        "--keep": list(options.keep) or None,
+        "--fim-rate, --fim-spm-rate and --seed": (
+            [options.fim_rate, options.fim_spm_rate, options.seed] if options.fim_rate else None
+        ),
+        "--validation": inputs.validation,
+        "--shard-size": inputs.shard_bytes,
+        "--max-record": options.max_record_bytes,
+        "--tokenizer": options.tokenizer and public(options.tokenizer),
+        "--vocab-size and --seed": training,
+        "--end-token": options.end_token,
+        "--add-special-tokens": options.add_special_tokens,
+        "--special-tokens-in-text": options.special_tokens_in_text,
+        "the tokenizer's checksum": tokenizer.xxh3 if tokenizer else None,
+        "--engine": options.engine,
+        "the chat template": (
+            [xxhash.xxh3_64_hexdigest(chat.source.encode()), chat.variables] if chat else None
+        ),
+        "the number of input files": len(states),
+        "the bytes of the input": sum(source.bytes for source in sources),
+        "the names, sizes and times of the input files": states_xxh3,
+    }
 
 
 def make_part(options: Options) -> PartSummary:
@@ -74,7 +377,7 @@ def begin_writing(run: Run, records: RunRecords) -> None:
 
 
 def make_dataset(options: Options, spool: Spool = tuple) -> Summary:
-    """Make the data set that `options` describe, or finish it.
+    """Make the data set that `options` describe, or finish it, or add the rows to a finished one.
 
     Args:
         options: The options of the command.
@@ -82,18 +385,33 @@ def make_dataset(options: Options, spool: Spool = tuple) -> Summary:
             of the files that the options name.
 
     Raises:
-        TokenfeedError: Any error, in one line. Files with final names are complete, and the same
-            options continue the run.
+        TokenfeedError: Any error, in one line. Files with final names are complete, a data set that
+            gets rows is as before, and the same options continue the run.
     """
     started = time.perf_counter()
     options.check()
-    return Summary.of(options, *make_rows(options, spool), started)
+    made = _appended(options, spool) if options.append else _made(options, spool)
+    return Summary.of(options, *made, started)
 
 
-def make_rows(
-    options: Options, spool: Spool = tuple, onto: Onto | None = None
-) -> tuple[Manifest, Figures]:
-    """Make or finish a data set; see `make_dataset`. Return its manifest, and figures of the run.
+def _appended(options: Options, spool: Spool) -> tuple[Manifest, Figures]:
+    """Add the rows of a corpus to a finished data set. See `_made`."""
+    with Onto.opened(options.output) as onto:
+        chosen = onto.options(options)
+        chosen.check()
+        try:
+            _, figures = _made(chosen, spool, onto)
+            manifest = grow(onto.store, Opened.read(str(onto.hidden.folder)))
+        except NothingNew:
+            logger.info("the data set has all input files already")
+            manifest, tokenizer = onto.manifest, onto.tokenizer
+            figures = Figures(tokenizer, skipped_known=onto.skipped, already_finished=True)
+        onto.remove_hidden()
+    return manifest, figures
+
+
+def _made(options: Options, spool: Spool, onto: Onto | None = None) -> tuple[Manifest, Figures]:
+    """Make or finish a data set. Return its manifest, and figures of the run.
 
     Args:
         options: The options of the command, checked.

@@ -6,13 +6,15 @@ interruption, 143 for SIGTERM. Any other exception is a bug of ours and keeps it
 file imports little, so that the handler for Ctrl-C is installed at once.
 """
 
+import contextlib
 import io
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -138,3 +140,31 @@ class _Formatter(logging.Formatter):
         if record.levelno <= logging.INFO:
             return message
         return f"{record.levelname.lower()}: {message}"
+
+
+_HELD = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Deliver a signal that arrives within the block when it ends.
+
+    Signal handlers delay the signal. A signal mask would not suffice: if another thread receives
+    the signal, Python still interrupts the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+
+    before = {number: signal.signal(number, catch) for number in _HELD}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if caught:
+            signal.raise_signal(caught[0])

@@ -21,9 +21,8 @@ import pyarrow as pa
 from tokenfeed.pipeline.arithmetic import binaries
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.blocks import BlockFile
-from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.tables import batch_records, column_problem
-from tokenfeed.tools.corpus.input_files import FilePart
+from tokenfeed.tools.corpus.input_files import FilePart, Format
 from tokenfeed.tools.corpus.records import (
     Fields,
     Records,

@@ -1,19 +1,137 @@
-"""All formats. A new format is a file beside this one, and a line here.
+"""All formats, and which of them a file has. A new format is a file here, and a line of `FORMATS`.
 
-Formats of other packages are found when a file has their ending: see `installed`.
+The name of a file decides, or else its content. A file in a folder with an unknown ending is a
+text, because a source tree has all kinds of names. A file with an unknown ending that the command
+line names is read as records if it contains records. A .json file is a text only if it does not
+begin with records: with a wrong field name, records must be rejected, and raw JSON must not become
+training text.
+
+Formats of other packages are an entry point per ending of file names, in `tokenfeed.formats`:
+
+    [project.entry-points."tokenfeed.formats"]
+    warc = "my_package:read_warc"
+
+`read_warc(file)` takes a binary file, decompressed if its name ends in .gz, .zst, .bz2 or .xz, and
+yields records: dicts, texts (the first field of the task), or Arrow tables. The same bytes must
+give the same records. If it raises an error, the rest of the file is rejected.
 """
 
+import codecs
+import functools
+import io
+import logging
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, BinaryIO
+
+from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.tools.corpus.blocks import READ_ERRORS, BlockFile, Blocks, Compression
 from tokenfeed.tools.corpus.formats.arrow import ARROW
-from tokenfeed.tools.corpus.formats.base import Format
-from tokenfeed.tools.corpus.formats.datatrove import DATATROVE
+from tokenfeed.tools.corpus.formats.containers import DATATROVE, LITDATA, MDS
 from tokenfeed.tools.corpus.formats.delimited import CSV, TSV
-from tokenfeed.tools.corpus.formats.installed import installed_format
-from tokenfeed.tools.corpus.formats.json_lines import JSON_LINES
-from tokenfeed.tools.corpus.formats.json_list import JSON_LIST
-from tokenfeed.tools.corpus.formats.litdata import LITDATA
-from tokenfeed.tools.corpus.formats.mds import MDS
+from tokenfeed.tools.corpus.formats.json_records import JSON_LINES, JSON_LIST, JsonLines, decoded
 from tokenfeed.tools.corpus.formats.parquet import PARQUET
-from tokenfeed.tools.corpus.formats.text import TEXT
+from tokenfeed.tools.corpus.input_files import STANDARD_INPUT, FilePart, Format
+from tokenfeed.tools.corpus.locations import Location
+from tokenfeed.tools.corpus.records import (
+    FieldKind,
+    Fields,
+    Records,
+    Unusable,
+    checker,
+    records_of,
+    too_long,
+)
+from tokenfeed.tools.corpus.spool import json_lines
+
+
+def _read_text(part: FilePart, fields: Fields) -> Iterator[Records]:
+    """Yield the whole file as the value of the first field with texts."""
+    name = next((name for name, kind in fields.items() if kind is FieldKind.TEXT), "")
+    yield records_of([(0, _text_row(part, name))], fields, part.weight_bytes)
+
+
+def _text_row(part: FilePart, name: str) -> dict[str, bytes] | Unusable:
+    pieces: list[bytes] = []
+    num_bytes, most_bytes = 0, part.source.max_record_bytes
+    for block in part.blocks():
+        num_bytes += len(block)
+        if num_bytes > most_bytes:
+            pieces.clear()
+        else:
+            pieces.append(block)
+    if num_bytes > most_bytes:
+        return Unusable(f"the text {too_long(num_bytes, most_bytes)}")
+    text = b"".join(pieces).removeprefix(codecs.BOM_UTF8)
+    try:
+        return {name: checker(FieldKind.TEXT)(text)}
+    except Unusable as reason:
+        return Unusable(f"the text {reason}")
+
+
+TEXT = Format(name="text", endings=(".txt",), read=_read_text, is_compressible=True)
+
+
+GROUP = "tokenfeed.formats"
+
+Read = Callable[[BinaryIO], Iterator[Any]]
+
+
+def installed_format(ending: str) -> Format | None:
+    """Return the format that an installed package has for an ending like `.warc`; else None.
+
+    Raises:
+        ConfigError: The package cannot be imported.
+    """
+    points = [point for point in _points() if f".{point.name.lower().lstrip('.')}" == ending]
+    if not points:
+        return None
+    if len({point.value for point in points}) > 1:
+        values = " and ".join(sorted(point.value for point in points))
+        raise ConfigError(f"{GROUP}: {values} both read {ending}. Uninstall one of the packages.")
+    point = points[0]
+    try:
+        read: Read = point.load()
+    except (Exception, SystemExit) as error:  # the package may do anything
+        raise ConfigError(
+            f"{GROUP}: {point.name} = {point.value}: cannot be imported: {error}. Mend or "
+            "uninstall the package."
+        ) from error
+    return Format(
+        name=ending,
+        endings=(ending,),
+        read=partial(read_by, read),
+        damage=(Exception,),
+        packages=(point.dist.name,) if point.dist else (),
+        is_compressible=True,
+    )
+
+
+@functools.cache
+def _points() -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=GROUP))
+
+
+def read_by(read: Read, part: FilePart, fields: Fields) -> Iterator[Records]:
+    """Read a file by a function on its bytes; see above."""
+    blocks = part.blocks()
+    errors: list[Exception] = []
+    """Raised at the end, after the records before them."""
+
+    def records() -> Iterator[Any]:
+        with io.BufferedReader(BlockFile(blocks)) as file:
+            try:
+                yield from read(file)
+            except Exception as error:
+                errors.append(error)
+
+    lines = json_lines(part.source.name, records, fields)
+    yield from decoded(part, blocks, lines, JsonLines(fields), "record")
+    if errors:
+        raise errors[0]
+
 
 FALLBACK = TEXT
 """What a file is whose name and content say nothing else."""
@@ -35,3 +153,118 @@ FORMATS: dict[str, Format] = _Formats(
     for format_ in (TEXT, JSON_LINES, JSON_LIST, CSV, TSV, PARQUET, ARROW, MDS, DATATROVE, LITDATA)
 )
 """Contents are compared with them in this order."""
+
+
+logger = logging.getLogger(__name__)
+
+_COMPRESSIONS: dict[str, Compression] = {
+    ".gz": "gz",
+    ".zst": "zst",
+    ".zstd": "zst",
+    ".bz2": "bz2",
+    ".xz": "xz",
+}
+_ARCHIVES = {".tar", ".tgz", ".zip", ".7z"}
+_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES = 1 << 16, 1 << 25
+"""Bytes that are read to detect a format. The larger number is for long first records."""
+_NUL_BYTES = 8192
+
+
+def compression_of(name: str) -> Compression | None:
+    """Return the compression of a file by the last ending of its name."""
+    return _COMPRESSIONS.get(os.path.splitext(name.lower())[1])
+
+
+def needs_look(name: str) -> bool:
+    """Return whether the content decides the format of a file, or the name says text."""
+    format_ = _by_ending(name)
+    return format_ is None or format_ is FALLBACK or format_.is_vague
+
+
+def format_in_folder(name: str, path: Location, field: str) -> Format:
+    """Return the format of a file in a folder; text for an unknown ending.
+
+    Args:
+        name: Name of the file.
+        path: The place to read the file, if the name does not decide.
+        field: A field that the records of the corpus have.
+    """
+    format_ = _by_ending(name)
+    if format_ and format_.is_vague:
+        return _by_content(path, compression_of(name), field)
+    return format_ or FALLBACK
+
+
+def format_of_given(name: str, path: Location, field: str) -> Format:
+    """Return the format of standard input, or of a file that the command line names.
+
+    For an unknown ending, the content decides. See `format_in_folder` for the arguments.
+
+    Raises:
+        CorpusError: The name says text, but the file contains records.
+    """
+    format_ = _by_ending(name)
+    if format_ is None or format_ is FALLBACK:
+        found = _by_content(path, compression_of(name), field)
+        if format_ is FALLBACK and found is not FALLBACK:
+            raise CorpusError(
+                f"{name}: the name says text, but the file holds records. Rename it to end in "
+                f"{found.endings[0]}. To read it as one text, give a folder that holds it."
+            )
+        if found is not FALLBACK and name != STANDARD_INPUT:
+            logger.info("%s: read as %s because it holds such records", name, found.endings[0])
+        return found
+    return format_in_folder(name, path, field)
+
+
+def is_binary(path: Location, compression: Compression | None) -> bool:
+    """Return whether the decompressed beginning contains a NUL, as in UTF-16."""
+    return b"\0" in _beginning(path, compression, _NUL_BYTES)[:_NUL_BYTES]
+
+
+def is_archive(name: str, path: Location) -> bool:
+    """Return whether a file is an archive, by its content and by an ending that no format has."""
+    is_named_so = _ending(name) in _ARCHIVES and _by_ending(name) is None
+    return is_named_so and is_binary(path, compression_of(name))
+
+
+def _by_ending(name: str) -> Format | None:
+    ending, is_compressed = _ending(name), compression_of(name) is not None
+    for format_ in FORMATS.values():
+        if ending in format_.endings and (format_.is_compressible or not is_compressed):
+            return format_
+    try:
+        return FORMATS[ending]  # of an installed package
+    except KeyError:
+        return None
+
+
+def _by_content(path: Location, compression: Compression | None, field: str) -> Format:
+    """Return the format of the records at the start of the file; text for other content."""
+    for num_bytes in (_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES):
+        beginning = _beginning(path, compression, num_bytes)
+        for format_ in FORMATS.values():
+            if format_.begins and format_.begins(beginning, field):
+                return format_
+        if len(beginning) < num_bytes:
+            break
+    return FALLBACK
+
+
+def _beginning(path: Location, compression: Compression | None, num_bytes: int) -> bytes:
+    """Return about the first `num_bytes`, decompressed. Read errors are reported later."""
+    beginning = b""
+    try:
+        for block in Blocks(path, compression, 0, None if compression else num_bytes):
+            beginning += block
+            if len(beginning) >= num_bytes:
+                break
+    except READ_ERRORS:
+        pass
+    return beginning
+
+
+def _ending(name: str) -> str:
+    """Return the last ending of a name, or the ending before `.gz` and other compressions."""
+    stem, ending = os.path.splitext(name.lower())
+    return os.path.splitext(stem)[1] if ending in _COMPRESSIONS else ending

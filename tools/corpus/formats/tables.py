@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tokenfeed.tools.corpus.formats.base import Format
-from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
+from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile, whole
 from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.records import (
     FieldKind,

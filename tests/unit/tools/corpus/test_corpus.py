@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools.corpus.blocks import LongLine, whole_lines
-from tokenfeed.tools.corpus.read_records import read_records
 from tokenfeed.tools.corpus.records import FieldKind, Reject
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
-from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
+from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units, read_records
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.object_server import Remote, as_own_process, remote_store
 
 from tokenfeed.pipeline.remote.retrying import results_of
-from tokenfeed.tools.corpus.formats.json_lines import cut_lines
+from tokenfeed.tools.corpus.formats.json_records import cut_lines
 from tokenfeed.tools.corpus.sources import find_corpus
 
 Lines = st.lists(st.binary(max_size=30).map(lambda line: line.replace(b"\0", b"x")), max_size=30)

@@ -28,10 +28,9 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus import blocks
 from tokenfeed.tools.corpus.input_files import FilePart
-from tokenfeed.tools.corpus.read_records import read_records
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
-from tokenfeed.tools.corpus.units import cut_units
+from tokenfeed.tools.corpus.units import cut_units, read_records
 
 Write = Callable[[Path, list[str]], Path]
 

@@ -10,9 +10,9 @@ import pytest
 from support.corpora import read
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.tools.corpus.formats import installed
-from tokenfeed.tools.corpus.formats.base import Format
+from tokenfeed.tools.corpus.formats import registry
 from tokenfeed.tools.corpus.formats.registry import FORMATS
+from tokenfeed.tools.corpus.input_files import Format
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.jobs.run_records import versions
 
@@ -58,7 +58,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (about / "entry_points.txt").write_text(content)
     (folder / "pages_package.py").write_text(MODULE)
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(installed, "_points", lambda: entry_points(group=installed.GROUP))
+    monkeypatch.setattr(registry, "_points", lambda: entry_points(group=registry.GROUP))
     yield
     sys.modules.pop("pages_package", None)
     for ending in (".pages", ".careless"):

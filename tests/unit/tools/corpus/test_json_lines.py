@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.tools.corpus.formats.json_lines import JsonLines, is_json_lines
-from tokenfeed.tools.corpus.formats.json_list import is_json_list
+from tokenfeed.tools.corpus.formats.json_records import JsonLines, is_json_lines, is_json_list
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Records
 
 FIELDS: list[Fields] = [

@@ -13,7 +13,7 @@ from support.data_sets import rows_in
 from support.token_rows import mds_shard, save_words
 
 from tokenfeed import pretokenize
-from tokenfeed.tools.corpus.formats.mds import read_mds
+from tokenfeed.tools.corpus.formats.containers import read_mds
 
 CODES = {"uint16": 16, "uint32": 32, "int32": 33, "int64": 65}
 
@@ -58,7 +58,7 @@ def test_mds_has_the_values_of_every_column_it_reads(
     rows: list[list[int]], dtype: str, is_named: bool, chunk: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tokenfeed.tools.corpus.formats.sample_containers.CHUNK_BYTES", chunk)
+        patch.setattr("tokenfeed.tools.corpus.formats.containers.CHUNK_BYTES", chunk)
         found = read(shard(rows, dtype, is_named=is_named))
     assert found == [
         {"input_ids": row, "number": n, "text": f"té {n}"} for n, row in enumerate(rows)

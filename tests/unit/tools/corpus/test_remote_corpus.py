@@ -31,9 +31,9 @@ from support.pretokenizing import make
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
 from tokenfeed.tools.corpus.blocks import Blocks
 from tokenfeed.tools.corpus.input_files import FilePart
-from tokenfeed.tools.corpus.read_records import read_records, read_texts
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
+from tokenfeed.tools.corpus.units import read_records, read_texts
 
 pytest.importorskip("obstore")
 

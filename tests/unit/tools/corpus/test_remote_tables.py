@@ -19,10 +19,9 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.remote.retrying import Timing, Traffic
 from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.locations import RemoteFile
-from tokenfeed.tools.corpus.read_records import read_records, read_texts
 from tokenfeed.tools.corpus.records import FieldKind, Fields
 from tokenfeed.tools.corpus.sources import find_corpus
-from tokenfeed.tools.corpus.units import cut_units
+from tokenfeed.tools.corpus.units import cut_units, read_records, read_texts
 
 pytest.importorskip("obstore")
 

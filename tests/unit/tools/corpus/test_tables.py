@@ -14,10 +14,9 @@ from support.corpora import GROUP, ROWS, Found, random_texts, read, write_batche
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.blocks import damage_reason
-from tokenfeed.tools.corpus.read_records import read_records
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
-from tokenfeed.tools.corpus.units import cut_units
+from tokenfeed.tools.corpus.units import cut_units, read_records
 
 ZSTD_FRAME = b"\x28\xb5\x2f\xfd"
 

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_hexdigest
 from tokenfeed import pretokenize
 from tokenfeed.pipeline.errors import CorpusError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.corpus.formats.litdata import LITDATA
+from tokenfeed.tools.corpus.formats.containers import LITDATA
 
 IDS = 700
 ROWS: Rows = [[n % IDS, *range(n % 40)] for n in range(90)]
@@ -94,8 +94,8 @@ def test_rows_of_any_lengths_are_read_in_small_batches(
     (folder / "theirs").mkdir()
     WRITERS[kind](folder / "theirs", rows)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("datatrove._BATCH_TOKENS", "sample_containers.CHUNK_BYTES"):
-            patch.setattr(f"tokenfeed.tools.corpus.formats.{name}", batch)
+        for name in ("_BATCH_TOKENS", "CHUNK_BYTES"):
+            patch.setattr(f"tokenfeed.tools.corpus.formats.containers.{name}", batch)
         assert rows_of(folder / "theirs", folder / "out", words) == [row for row in rows if row]
 
 

@@ -21,7 +21,7 @@ from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.jobs import run_records as records
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.inputs import Inputs
-from tokenfeed.tools.pretokenizing.prepare import Listed
+from tokenfeed.tools.pretokenizing.make import Listed
 
 opened: list[str] = []
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tokenfeed.tools.shell.signals import signals_held
+from tokenfeed.tools.shell.console import signals_held
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
