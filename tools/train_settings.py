@@ -20,9 +20,8 @@ from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.shell.command_line import read_command_line
 from tokenfeed.trainer.config.run_config import BY_NUMBERS, MODEL_NUMBERS, TrainConfig
 from tokenfeed.trainer.config.values import Positive, Tokens, flag_of, read_settings
-from tokenfeed.trainer.data.datasets import read_manifest
-from tokenfeed.trainer.feeding.batch_policy import is_packed
-from tokenfeed.trainer.sizing.recommended import (
+from tokenfeed.trainer.data.datasets import is_packed, read_manifest
+from tokenfeed.trainer.data.recommended import (
     Choice,
     data_defaults,
     default_epochs,

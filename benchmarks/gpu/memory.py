@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import Separation, knows_ends
-from tokenfeed.trainer.feeding.loaders import SplitLoaders
+from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.optim.optimizer import Precision, make_optimizer
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.tasks.registry import task_of

@@ -21,8 +21,8 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.policies import Fixed
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.evaluation import evaluate
+from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
 from tokenfeed.trainer.optim.optimizer import Precision, learning_rate, set_learning_rate
@@ -135,7 +135,7 @@ def by_train(
         if spread is not None:
             policy = Fixed(case.rows, spread=spread)
             stack.enter_context(
-                patch("tokenfeed.trainer.feeding.loaders.make_policy", lambda *_, **__: policy)
+                patch("tokenfeed.trainer.loop.loaders.make_policy", lambda *_, **__: policy)
             )
         trainer = Trainer(config_of(case, shards, run_dir, steps, **more))
         stack.callback(trainer.close)

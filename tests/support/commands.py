@@ -29,7 +29,7 @@ from support.processes import FORKING
 from tokenfeed.pipeline.feeding import worker_process
 from tokenfeed.tools.encoding import training
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
-from tokenfeed.trainer.sizing import recommended
+from tokenfeed.trainer.data import recommended
 worker_process.subprocess = FORKING
 training._MIN_FREQUENCY = 20
 recommended._LEAST_STEPS = 20

@@ -39,7 +39,7 @@ ROOMS = {
     "pipeline": ["remote", "format", "planning", "caching", "windows", "feeding"],
     "trainer": [
         *("config", "stall", "distributed", "checkpoints", "data", "tasks", "models"),
-        *("optim", "feeding", "sizing", "report", "loop"),
+        *("optim", "report", "loop"),
     ],
     "tools": [
         *("shell", "corpus", "encoding", "jobs", "data_sets", "pretokenizing"),

@@ -19,12 +19,10 @@ CODE: tuple[str, ...] = (
     "trainer/config",
     "trainer/data",
     "trainer/distributed",
-    "trainer/feeding",
     "trainer/loop",
     "trainer/models",
     "trainer/optim",
     "trainer/report",
-    "trainer/sizing",
     "trainer/stall",
     "trainer/tasks",
 )

@@ -1,1 +1,1 @@
-"""Data sets of a run and micro-batches, as models and tasks take them."""
+"""Data sets of a run, their batching and defaults; micro-batches, as models and tasks take them."""

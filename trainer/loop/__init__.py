@@ -1,1 +1,1 @@
-"""The training loop."""
+"""The training loop, and the loaders of a run."""

@@ -30,7 +30,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import DataSets, first_of, open_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import World, reshard
-from tokenfeed.trainer.feeding.loaders import SplitLoaders
+from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.run_files import MetricsFile

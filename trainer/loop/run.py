@@ -13,12 +13,12 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import weights_of
 from tokenfeed.trainer.distributed.world import RankError, join_world
+from tokenfeed.trainer.loop.loaders import peak_of_step
 from tokenfeed.trainer.loop.model_export import check_export, export_run
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.optim.train_state import is_out_of_memory
 from tokenfeed.trainer.report.progress_lines import log_beginning
 from tokenfeed.trainer.report.run_files import Report, check_trackers
-from tokenfeed.trainer.sizing.micro_batch_size import peak_of_step
 
 _log = logging.getLogger(__name__)
 

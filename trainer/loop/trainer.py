@@ -36,11 +36,10 @@ from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoint, CheckpointMeta, Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import separation
-from tokenfeed.trainer.data.datasets import training_source
+from tokenfeed.trainer.data.datasets import is_packed, training_source
 from tokenfeed.trainer.distributed.world import StepSync, World, device_named
-from tokenfeed.trainer.feeding.batch_policy import is_packed
-from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.evaluation import Evaluator, Sampler
+from tokenfeed.trainer.loop.loaders import SplitLoaders, choose_micro_batch
 from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.page import write_page
@@ -61,7 +60,6 @@ from tokenfeed.trainer.report.run_files import (
     planned_tokens,
     versions,
 )
-from tokenfeed.trainer.sizing.micro_batch_size import choose_micro_batch
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.tasks.registry import task_of
 from tokenfeed.trainer.tasks.task import Metrics

@@ -158,9 +158,9 @@ def _hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> nn.Module
             "two out."
         )
     with _needs_extra(f"`--model`={config.model}", "hub"):
-        from tokenfeed.trainer.models import hf_checks, hf_model
+        from tokenfeed.trainer.models import hf_attention, hf_model
     model = hf_model.load_hub_model(config, head, dtype if config.lora else torch.float32)
-    hf_checks.try_out(model, head, config.model)
+    hf_attention.try_out(model, head, config.model)
     return model
 
 

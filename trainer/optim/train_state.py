@@ -41,7 +41,7 @@ from tokenfeed.trainer.optim.optimizer import (
 from tokenfeed.trainer.tasks.task import Loss, Task
 
 if TYPE_CHECKING:
-    from tokenfeed.trainer.distributed.replicas import Replicas
+    from tokenfeed.trainer.distributed.parallel import Replicas
 
 
 _OF_DROPOUT = 1
@@ -112,19 +112,17 @@ class Learner:
         if config.recompute:
             recompute_layers(self.model)
         tune_convolutions(self.model)
+        if self._world.size > 1:
+            from tokenfeed.trainer.distributed import parallel  # a second, with ranks only
         if is_sharded:
-            from tokenfeed.trainer.distributed import fsdp as sharding
-
             if config.optimizer == "muon":
                 raise ConfigError(
                     "`--optimizer`=muon takes whole matrices: take adamw with --shard-model, or "
                     "leave --shard-model out."
                 )
-            sharding.shard_model(self.model, self._world, precision.dtype)
+            parallel.shard_model(self.model, self._world, precision.dtype)
         elif self._world.size > 1:
-            from tokenfeed.trainer.distributed import replicas  # a second, with ranks only
-
-            self._replicas = replicas.Replicas(self.model, task.loss)
+            self._replicas = parallel.Replicas(self.model, task.loss)
         self.optimizer = make_optimizer(
             self.model,
             config.optimizer,

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.data.datasets import shown
-from tokenfeed.trainer.feeding.batch_policy import epoch_of, knows_steps, padding_remedy
+from tokenfeed.trainer.data.datasets import epoch_of, is_packed, knows_steps, shown
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.run_files import MetricsFile, MetricsLine
@@ -209,6 +208,21 @@ def remedies(config: TrainConfig, task: Task) -> Mapping[str, str]:
         "`--step-tokens`, or use a faster network",
         "padding": padding_remedy(config, task),
     }
+
+
+def padding_remedy(config: TrainConfig, task: Task) -> str:
+    """Return advice against padding.
+
+    Rows with one label cannot be packed. Packed rows have padding only at their ends.
+    """
+    if is_packed(config, task.manifest):
+        return "raise `--sequence-length`: longer rows have a smaller share of padding"
+    if task.kind != "row":
+        return "`--batching packed`"
+    return (
+        "rows with one label cannot be packed; lower `--micro-batch-tokens`: fewer rows of "
+        "nearer lengths are padded together"
+    )
 
 
 def log_beginning(

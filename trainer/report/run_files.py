@@ -37,8 +37,8 @@ from tokenfeed.trainer.config.run_config import (
     REPORT_FILE,
     TrainConfig,
 )
+from tokenfeed.trainer.stall.reading import StepSeconds
 from tokenfeed.trainer.stall.stall_report import StallReport, advice, speed_parts, stall_facts
-from tokenfeed.trainer.stall.statistics import StepSeconds
 
 T = TypeVar("T")
 

@@ -2,14 +2,11 @@
 
     meter         StallMeter: the marks of a loop, and their chain
     causes        what a device may wait for, with thresholds and remedies
-    device        the device, and the clock of a GPU
+    device        the device, its clock, and when to delay it so that the host gets ahead
     accounts      segments to idle seconds by cause, without side effects
-    reading       spans of work, running sums, readings of these sums, and the slowest rank
-    calibration   when to delay the device, so that the host gets ahead
+    reading       spans of work, running sums, readings with error bars, and the slowest rank
     watchers      loader, collector, compiler, memory, and waits for the GPU
-    statistics    percentiles, step times, error bars
-    make_report   the report from the accounts, with advice
-    stall_report  report.json, lines of text, and page.html
+    stall_report  report.json, lines of text, page.html, and advice
 
 Nothing here imports torch before a meter is made.
 """

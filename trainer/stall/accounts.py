@@ -23,16 +23,18 @@ from typing import Literal, NamedTuple, cast
 from tokenfeed.trainer.stall.causes import ABOUT, Cause, Phase
 from tokenfeed.trainer.stall.device import ClockMap, Moment
 from tokenfeed.trainer.stall.reading import (
+    BatchMeans,
     Charge,
+    Histogram,
     LinearFit,
     OpenStep,
     SpanKind,
     StallReading,
+    StepTimes,
     WorkSpan,
     WorkSums,
     idle_seconds,
 )
-from tokenfeed.trainer.stall.statistics import BatchMeans, Histogram, StepTimes
 
 
 class LostLead:

@@ -24,21 +24,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall.accounts import Accounts, Divider, StepEnd
-from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
-from tokenfeed.trainer.stall.device import Clock, MeteredDevice, Moment
-from tokenfeed.trainer.stall.make_report import REMEDIES, make_report
+from tokenfeed.trainer.stall.device import Calibration, Clock, MeteredDevice, Moment
 from tokenfeed.trainer.stall.reading import (
     Exchange,
     RankStall,
     StallReading,
+    StepSeconds,
     is_distributed,
     numbers_of,
     own_place,
     rank_stalls,
+    slowest_rank,
 )
-from tokenfeed.trainer.stall.stall_report import StallReport
-from tokenfeed.trainer.stall.statistics import StepSeconds
+from tokenfeed.trainer.stall.stall_report import (
+    REMEDIES,
+    StallReport,
+    advise,
+    cause_report,
+    interval_of,
+)
 from tokenfeed.trainer.stall.watchers import (
     AllocatorWatch,
     CollectorWatch,
@@ -242,23 +247,42 @@ class StallMeter:
     def report(self) -> StallReport:
         """Return a report on the steps so far, without waiting for the device."""
         self._place = max(self._place, own_place(), key=lambda place: place[1])
-        return make_report(
-            self.read(),
-            self._accounts,
-            self._machine,
+        reading, accounts, machine = self.read(), self._accounts, self._machine
+        seconds, tokens_per_s = reading.seconds, reading.tokens_per_s
+        total = reading.fraction if reading.steps else None
+        unseen = reading.unseen_seconds / seconds if seconds else 0.0
+        mfu, formula = machine.mfu(tokens_per_s)
+        report = StallReport(
+            stall=total,
+            interval=interval_of(None, reading, accounts, unseen),
+            at_most=None if total is None else min(1.0, total + unseen),
+            causes={cause: cause_report(cause, reading, accounts) for cause in CAUSES},
+            steps=reading.steps,
+            queued_steps=self._queued_steps,
+            seconds=seconds,
+            tokens=reading.tokens,
+            real_tokens_per_s=tokens_per_s if reading.tokens else None,
+            padding=1 - reading.tokens / reading.slots if reading.slots else None,
+            mfu=mfu,
+            mfu_formula=formula,
+            core_wait=self._core_wait.share() if self._core_wait else None,
+            device=machine.name,
+            on_gpu=machine.on_gpu,
+            method=machine.clock.method,
             events={
                 "collections": self._collector.count,
                 "compilations": self._compiler.count,
                 **self._allocator.counts(),
                 "waits": self._waits.found(),
             },
-            place=self._place,
-            ranks=self._ranks,
-            queued_steps=self._queued_steps,
-            core_wait=self._core_wait.share() if self._core_wait else None,
-            loader=self._loader,
-            remedies=self._remedies,
+            rank=self._place[0],
+            world_size=self._place[1],
+            ranks=[*self._ranks],
+            slowest_rank=slowest_rank(self._ranks),
+            advice=[],
         )
+        report.advice.extend(advise(report, self._remedies, self._loader))
+        return report
 
     def gather(self, exchange: Exchange | None = None) -> None:
         """Exchange readings with the meters of the other ranks, for the next reports.

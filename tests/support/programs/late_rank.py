@@ -15,7 +15,7 @@ from support.training import make_config
 
 from tokenfeed import ShardLoader
 from tokenfeed.pipeline.feeding.batch import Batch
-from tokenfeed.trainer.feeding.loaders import SplitLoaders
+from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.stall import warmup_steps
 

@@ -16,7 +16,7 @@ from support.training import make_config
 from torch import Tensor
 
 from tokenfeed.trainer.distributed.world import join_world
-from tokenfeed.trainer.feeding.loaders import SplitLoaders
+from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.tasks.registry import task_of

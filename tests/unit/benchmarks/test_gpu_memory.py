@@ -9,7 +9,7 @@ from support.training import RUNS, make_config
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.memory import PeakBytes, RunPlan
-from tokenfeed.trainer.feeding.loaders import SplitLoaders
+from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner, Tally

@@ -30,7 +30,7 @@ from tokenfeed.tools.train_settings import (
 )
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import read_settings, setting_of
-from tokenfeed.trainer.feeding.batch_policy import make_policy
+from tokenfeed.trainer.data.datasets import make_policy
 from tokenfeed.trainer.loop.trainer import Trainer
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {

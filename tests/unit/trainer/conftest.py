@@ -15,7 +15,7 @@ collect_ignore = [
         "transformers": [
             "models/test_hf_model.py",
             "loop/test_hf_runs.py",
-            "loop/test_export.py",
+            "loop/test_model_export.py",
         ],
         "torch.nn.attention.varlen": ["data/test_attention.py"],
     }.items()

@@ -21,7 +21,7 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import StageSettings, TrainConfig
 from tokenfeed.trainer.data.datasets import training_source
-from tokenfeed.trainer.feeding.loaders import SplitLoaders
+from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.report.run_files import Report
 from tokenfeed.trainer.tasks.registry import make_task
 

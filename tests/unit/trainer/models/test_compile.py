@@ -26,9 +26,10 @@ from tokenfeed import Packed, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import MOST_SHAPES, TrainConfig
 from tokenfeed.trainer.data.attention import Separation
+from tokenfeed.trainer.data.datasets import make_policy
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
-from tokenfeed.trainer.feeding.batch_policy import make_policy, shapes
 from tokenfeed.trainer.loop.evaluation import Evaluator
+from tokenfeed.trainer.loop.loaders import shapes
 from tokenfeed.trainer.models.build import compile_model, make_model
 from tokenfeed.trainer.models.hf_model import HubModel
 from tokenfeed.trainer.tasks.task import Metrics

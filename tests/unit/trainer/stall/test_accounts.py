@@ -19,13 +19,18 @@ from support.stall_scenarios import CLEAN, FAULTS, measure
 
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReport
 from tokenfeed.trainer.stall.accounts import LostLead
-from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import ABOUT, Cause
-from tokenfeed.trainer.stall.device import ClockMap
-from tokenfeed.trainer.stall.make_report import advise
-from tokenfeed.trainer.stall.reading import Charge, LinearFit, SpanKind, StallReading, WorkSums
-from tokenfeed.trainer.stall.stall_report import cause_table, headline
-from tokenfeed.trainer.stall.statistics import BatchMeans, Histogram
+from tokenfeed.trainer.stall.device import Calibration, ClockMap
+from tokenfeed.trainer.stall.reading import (
+    BatchMeans,
+    Charge,
+    Histogram,
+    LinearFit,
+    SpanKind,
+    StallReading,
+    WorkSums,
+)
+from tokenfeed.trainer.stall.stall_report import advise, cause_table, headline
 from tokenfeed.trainer.stall.watchers import CoreWait, LoaderUse
 
 seconds = st.floats(0.0, 100.0)
@@ -160,14 +165,14 @@ def test_advice_names_lines_that_wait_and_padding_and_a_low_mfu() -> None:
 def test_advice_counts_the_workers_that_would_hide_loading(
     num_workers: int | None, batch_size: int | None, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenfeed.trainer.stall.make_report.usable_cores", lambda: 64)
+    monkeypatch.setattr("tokenfeed.trainer.stall.stall_report.usable_cores", lambda: 64)
     loader = LoaderUse("Loader", num_workers, batch_size)
     for batch in range(101):
         loader.add(0.01 * batch + 0.001, 0.01 * batch + 0.010)
     report = report_with(stall=0.9, causes={"data": 0.9})
     (piece,) = advise(report, loader=loader)
     assert piece.text.startswith(f"data 90.0%: {remedy}")
-    monkeypatch.setattr("tokenfeed.trainer.stall.make_report.usable_cores", lambda: 2)
+    monkeypatch.setattr("tokenfeed.trainer.stall.stall_report.usable_cores", lambda: 2)
     (piece,) = advise(report, loader=loader)
     assert ("but this process has 2 cores" in piece.text) == (num_workers is not None)
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.causes import Cause
-from tokenfeed.trainer.stall.statistics import StepSeconds, StepTimes
+from tokenfeed.trainer.stall.reading import StepSeconds, StepTimes
 from tokenfeed.trainer.stall.watchers import MESSAGE, WaitFinder
 
 

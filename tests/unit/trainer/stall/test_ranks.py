@@ -16,9 +16,8 @@ from support.stall_scenarios import REGIMES, Run
 from tokenfeed.trainer.report.page import RunData, page_of
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.causes import Cause
-from tokenfeed.trainer.stall.make_report import advise
 from tokenfeed.trainer.stall.reading import numbers_of, rank_stalls, slowest_rank
-from tokenfeed.trainer.stall.stall_report import rank_table, slowest_line
+from tokenfeed.trainer.stall.stall_report import advise, rank_table, slowest_line
 
 WARMUP, STEPS = 5, 100
 DATA, KERNELS, KERNEL, EXCHANGE = 0.5e-3, 100, 100e-6, 0.3e-3

@@ -16,9 +16,8 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, SplitInfo
 from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.feeding.batch_policy import make_policy
-from tokenfeed.trainer.models.transformer import SIZES
-from tokenfeed.trainer.sizing.recommended import (
+from tokenfeed.trainer.data.datasets import make_policy
+from tokenfeed.trainer.data.recommended import (
     data_defaults,
     default_epochs,
     gpu_default,
@@ -26,6 +25,7 @@ from tokenfeed.trainer.sizing.recommended import (
     steps_of_epochs,
     tuning_defaults,
 )
+from tokenfeed.trainer.models.transformer import SIZES
 
 AUTO: dict[str, Any] = {}
 LABELLED = ("classify", "score", "tag")

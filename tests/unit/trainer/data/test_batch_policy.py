@@ -11,13 +11,9 @@ from tokenfeed import Packed, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.feeding.batch_policy import (
-    epoch_of,
-    is_packed,
-    make_policy,
-    padding_remedy,
-)
-from tokenfeed.trainer.feeding.loaders import SplitLoaders
+from tokenfeed.trainer.data.datasets import epoch_of, is_packed, make_policy
+from tokenfeed.trainer.loop.loaders import SplitLoaders
+from tokenfeed.trainer.report.progress_lines import padding_remedy
 from tokenfeed.trainer.tasks.registry import task_of
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import flag_of
-from tokenfeed.trainer.feeding.batch_policy import epoch_of, knows_steps
+from tokenfeed.trainer.data.datasets import epoch_of, knows_steps
 
 _TOKENS = 2_000_000
 """Tokens to train on in all epochs. A data set of fewer tokens is small."""

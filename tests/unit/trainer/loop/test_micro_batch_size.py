@@ -16,13 +16,10 @@ from support.training import RUNS, make_config, one_layer_model, read_metrics, r
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import train
 from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.data.datasets import make_policy
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.feeding.batch_policy import (
-    make_policy,
-    possible_sizes,
-    shapes,
-)
+from tokenfeed.trainer.loop.loaders import possible_sizes, shapes
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.tasks.registry import task_of
 

@@ -1,37 +1,49 @@
-"""The loaders of a run's splits.
+"""The loaders of a run's splits, and the size of their micro-batches.
 
 A step of the run is a step of the loader: `accumulation` micro-batches over all ranks, of which
-each rank gets its share.
+each rank gets its share. `--micro-batch-tokens auto` takes the largest micro-batch that fits the
+device, found by trial.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Generator
+import logging
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 
+from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.stages import Stage
-from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.run_config import MOST_SHAPES, TrainConfig, check_multiple
 from tokenfeed.trainer.data.attention import Separation
-from tokenfeed.trainer.data.datasets import shown, source_of, training_source
-from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
-from tokenfeed.trainer.feeding.batch_policy import (
+from tokenfeed.trainer.data.datasets import (
     Policy,
     is_packed,
-    largest_shape,
     long_rows_of,
     make_policy,
-    shapes,
+    shown,
+    source_of,
+    training_source,
 )
+from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
+from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.optim.train_state import Learner, is_out_of_memory
 from tokenfeed.trainer.tasks.task import Task
 
 _SPLITS = ("train", "validation", "test")
 """The splits that a run reads."""
+_SPARE_SHARE = 0.05
+"""Share of the device's memory to leave free, for gaps between blocks and for libraries."""
+_ON_CPU = 2048
+"""Most tokens of a micro-batch on a CPU. More gain nothing, and do not fit the caches."""
+
+_log = logging.getLogger(__name__)
 
 
 class SplitLoaders:
@@ -233,3 +245,138 @@ def is_apart(config: TrainConfig, task: Task) -> bool:
             "directions: documents would see each other. Leave it out."
         )
     return config.attention == "documents"
+
+
+def shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
+    """Return rows and padded length of each full micro-batch, shortest first.
+
+    Raises:
+        ConfigError: There are too many shapes to compile, or one has a single row. The compiler
+            treats a single row differently.
+    """
+    found = _full_shapes(policy, longest)
+    rows, length = found[-1]
+    if rows < 2:
+        raise ConfigError(
+            f"`--compile`: a micro-batch of rows of {length} tokens has only {rows}. Raise "
+            f"--micro-batch-tokens to at least {2 * length}."
+        )
+    if len(found) > MOST_SHAPES:
+        raise ConfigError(
+            f"`--compile`: rows of up to {length} tokens come in {len(found)} lengths, and each is "
+            f"compiled. Raise --sequence-length to {length}: then there are {MOST_SHAPES}."
+        )
+    return found
+
+
+def largest_shape(policy: Policy, longest: int) -> tuple[int, int]:
+    """Return rows and padded length of the largest micro-batch; if several, of the longest one."""
+    shapes = _full_shapes(policy, longest)
+    return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+
+
+def _full_shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
+    """Return rows and padded length, shortest first. Packed rows have one length."""
+    policy, step = dataclasses.replace(policy, fill=True), policy.multiple_of
+    last = round_up(min(longest, policy.longest_piece), step)
+    return [(policy.rows_to_fill(length), length) for length in range(step, last + 1, step)]
+
+
+def choose_micro_batch(
+    config: TrainConfig,
+    learner: Learner,
+    loaders_of: Callable[[TrainConfig], SplitLoaders],
+    world: World,
+) -> TrainConfig:
+    """Return the settings with a number for `micro_batch_tokens` in place of `auto`.
+
+    All ranks get the same number, and each rank has at least one micro-batch of every step.
+
+    Args:
+        config: The settings. A resumed run keeps its number, since its saved position counts
+            micro-batches.
+        learner: The model of the run. It does not change.
+        loaders_of: Returns the loaders of settings with a number.
+        world: The ranks.
+
+    Raises:
+        ConfigError: Not even the smallest micro-batch fits.
+    """
+    if config.micro_batch_tokens != "auto":
+        return config
+    begun = world.from_rank_0(lambda: TrainConfig.of_run(config.run_dir)) if config.resume else None
+    if begun is not None:
+        return _with_size(config, begun.micro_batch_slots, "as when the run began")
+    if config.shard_model and world.size > 1:
+        raise ConfigError(
+            "`--micro-batch-tokens`=auto does not work with --shard-model. Give a number, or leave "
+            "--shard-model out."
+        )
+    sized = [
+        dataclasses.replace(config, micro_batch_tokens=size)
+        for size in possible_sizes(config, learner.task)
+    ]
+    sized = [each for each in sized if each.accumulation >= world.size] or sized[:1]
+    if world.device.type == "cpu":
+        sized = [each for each in sized if each.micro_batch_slots <= _ON_CPU] or sized[:1]
+    for each in reversed(sized):
+        peak = peak_of_step(learner, loaders_of(each))
+        if all(fits is not None for fits in world.all_gather(peak)):
+            reason = f"a step takes {peak / 1e9:.1f} GB" if peak else "on a CPU, more gains nothing"
+            return _with_size(config, each.micro_batch_slots, reason)
+    raise ConfigError(
+        f"`--micro-batch-tokens`=auto: {sized[0].micro_batch_tokens} tokens, the fewest that "
+        "divide a step, do not fit into memory. Try --recompute, a smaller --sequence-length or "
+        "a smaller --model."
+    )
+
+
+def peak_of_step(learner: Learner, loaders: SplitLoaders) -> int | None:
+    """Try a step with the largest micro-batches of training. The learner does not change.
+
+    Returns:
+        The memory of a GPU in bytes, with moments, that tensors take; 0 on a CPU; None if the step
+        does not fit.
+    """
+    device, spare = learner.device, 0
+    on_gpu = device.type != "cpu"
+    if on_gpu:
+        cuda.empty_cache()
+        cuda.reset_peak_memory_stats(device)
+        spare = int(_SPARE_SHARE * cuda.mem_get_info(device)[1])
+    shown = loaders.first().blank_like(*loaders.largest_shape())
+    try:
+        learner.rehearse([shown, shown], spare_bytes=learner.moment_bytes + spare)
+        return cuda.max_memory_allocated(device) - spare if on_gpu else 0
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    finally:
+        if on_gpu:
+            cuda.empty_cache()
+
+
+def _with_size(config: TrainConfig, tokens: int, reason: str) -> TrainConfig:
+    _log.info("--micro-batch-tokens %d: %s", tokens, reason)
+    return dataclasses.replace(config, micro_batch_tokens=tokens)
+
+
+def possible_sizes(config: TrainConfig, task: Task) -> list[int]:
+    """Return the values that --micro-batch-tokens may take with the same step, ascending.
+
+    Each divides the step. They also suit the evaluation, which packs the rows of causal models.
+    """
+    length = config.sequence_length
+    if config.step_rows is not None:
+        return [rows * length for rows in _divisors(config.step_rows)]
+    found = _divisors(config.step_tokens)
+    if task.head.causal or is_packed(config, task.manifest):
+        check_multiple(config, "step_tokens", "sequence_length")
+        found = [size for size in found if size % length == 0]
+    least = 2 * length if config.compile else length
+    return [size for size in found if size >= least] or found[-1:]
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,1 +1,0 @@
-"""Loaders of a run: batching and splits."""

@@ -1,1 +1,0 @@
-"""What fits the device: memory, micro-batch search, dry run, defaults for a data set."""
