@@ -7,7 +7,7 @@ import importlib
 gc.disable()  # collections would take a sixth of the time of these imports
 for name in (
     *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-    *("torch.distributed.tensor.experimental", "tokenfeed.trainer.distributed.replicas"),
+    *("torch.distributed.tensor.experimental", "tokenfeed.trainer.distributed.parallel"),
     *("jinja2", "numpy.ma"),
     *("numpy", "pyarrow.ipc", "msgspec", "safetensors.torch", "tokenizers", "yaml"),
     *("transformers.trainer", "transformers.models.llama.modeling_llama"),
