@@ -92,14 +92,18 @@ def _program(name: str) -> str:
 
 
 def _free_port_numbers(count: int) -> list[int]:
-    """Ports that nobody has, nor those that a server makes of them."""
+    """Ports that nobody has, nor those that a server makes of them.
+
+    They are below the ports that the system gives to programs which ask for any port: a server
+    takes seconds until it listens, and meanwhile no other test gets its ports.
+    """
     found: list[int] = []
     with contextlib.ExitStack() as held:
         while len(found) < count:
-            first = held.enter_context(socket.create_server(("127.0.0.1", 0)))
-            port = first.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                held.enter_context(socket.create_server(("127.0.0.1", port + _SEPARATE)))
+            port = 12_000 + secrets.randbelow(_SEPARATE)
+            with contextlib.suppress(OSError):
+                for each in (port, port + _SEPARATE):
+                    held.enter_context(socket.create_server(("127.0.0.1", each)))
                 found.append(port)
     return found
 

@@ -106,9 +106,8 @@ class Options:
     times."""
     validation: _Share | None = None
     """Share of the records that go to the validation split, chosen by a hash of their text, among
-    records without a --split. Default without labels: 0.01, or less, so that the split has at most
-    about 10 M tokens; 0 with --split. Default with labels: 0.1, or less, so that the split has at
-    most 4 MB; 0 with --split validation=GLOB."""
+    records without a --split. Default without labels: 0.01, but at most about 10 M tokens; 0 with
+    --split. Default with labels: 0.1, but at most 4 MB; 0 with --split validation=GLOB."""
     exclude: tuple[Annotated[str, text("GLOB")], ...] = ()
     """Leave out files whose names or paths match GLOB. Can be given several times."""
     strict: bool = False

@@ -135,7 +135,7 @@ class TrainConfig:
 
     steps: Positive = 200
     """Optimizer steps, including those before a resume. Default: 200 for documents on a CPU, one
-    epoch of documents on a GPU, 3 to 10 epochs of other data."""
+    epoch of them on a GPU, 3 to 10 epochs of other data."""
 
     mixing: tuple[StageSettings, ...] = ()
     """Only in a file: how the training data change, each stage with its shards, until_tokens or
@@ -166,8 +166,7 @@ class TrainConfig:
     optimizer: OptimizerName = "adamw"
     """Optimizer. muon: Muon for matrices of hidden layers, AdamW for the rest."""
     learning_rate: AboveZero = 2e-3
-    """Peak learning rate. Default: 0.002 for a new model of documents; 5e-5 for an hf: model, 2e-4
-    with --lora."""
+    """Peak learning rate. Default: 2e-3 for new models of texts, 5e-5 for hf:, 2e-4 with LoRA."""
     schedule: ScheduleName = "cosine"
     """How the rate falls. cosine, linear: over the whole run; wsd: in the last fifth."""
     min_learning_rate: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] | None = (
@@ -204,11 +203,10 @@ class TrainConfig:
     cache_dir: Path | None = None
     """Folder that caches shards from a store. Default: $TOKENFEED_CACHE, or a temporary folder."""
     cache_bytes: Bytes | None = None
-    """Size of the cache, like 50GB; 0: memory only. Default: 10 GB, or 5 % of
-    the free disk if that is less."""
+    """Size of the cache, like 50GB; 0: memory only. Default: 10 GB, at most 5 % of
+    the free disk."""
     eval_every: Positive = 100
-    """Steps between evaluations. Default: chosen with --eval-tokens so that evaluations take about
-    5 % of a run."""
+    """Steps between evaluations. Default: chosen so that evaluations take about 5 % of a run."""
     eval_tokens: Positive | None = None
     """Largest number of tokens of an evaluation. Every evaluation reads the same tokens."""
     samples: NotNegative = 0

@@ -173,7 +173,7 @@ def test_run_says_what_it_trains_before_the_first_step(
     assert epochs == pytest.approx(100 * 256 / size, rel=0.05)
 
 
-def test_run_without_a_validation_split_trains_and_logs_it(
+def test_run_logs_that_no_split_evaluates_it(
     tmp_path: Path, make_shards: MakeShards, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
