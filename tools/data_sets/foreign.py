@@ -321,7 +321,7 @@ def _by_index(
         stop = min(start + CHUNK_ROWS + 1, borders)
         some = index.array("<i8", documents + 8 * start, stop - start)
         first, count = int(some[0]), int(some[-1]) - int(some[0])
-        if (np.diff(some) < 0).any() or first < 0 or first + count > columns.sequences:
+        if (some[1:] < some[:-1]).any() or first < 0 or first + count > columns.sequences:
             raise CorpusError(f"{index.name}: its documents are out of order.")
         sizes = index.array("<i4", columns.sizes + 4 * first, count)
         ends = np.cumsum(sizes, dtype=np.int64)
@@ -383,9 +383,10 @@ def _by_csv(table: _ForeignFile, tokens: TokenFile) -> Iterator[np.ndarray]:
 
 
 def _between(ends: np.ndarray, index: str, begin: int) -> np.ndarray:
-    lengths: np.ndarray = np.diff(ends, prepend=begin)
-    if (lengths < 0).any():
+    begins = np.append(begin, ends[:-1])
+    if (ends < begins).any():  # differences of damaged numbers may overflow
         raise CorpusError(f"{index}: its rows are out of order. Copy it again.")
+    lengths: np.ndarray = ends - begins
     return lengths
 
 

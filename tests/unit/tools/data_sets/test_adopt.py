@@ -132,15 +132,8 @@ def test_files_named_for_validation_and_patterns_make_splits(tmp_path: Path) -> 
 
 def test_documents_of_several_sequences_and_empty_ones(tmp_path: Path) -> None:
     """As Megatron writes them; empty documents are counted, and are no rows."""
-    ids = np.arange(1, 13, dtype=np.uint16)
-    lengths, places = np.array([2, 3, 4, 3], np.int32), np.array([0, 2, 5, 9])
-    documents = np.array([0, 2, 2, 3, 4], np.int64).tobytes()
-    index = b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([8])
-    index += np.array([4, 5], np.uint64).tobytes() + lengths.tobytes()
-    index += (places * 2).tobytes() + documents + bytes(4)
-    (tmp_path / "a.idx").write_bytes(index)
-    (tmp_path / "a.bin").write_bytes(ids.tobytes())
-    made = adopt([str(tmp_path / "a.bin")], str(tmp_path / "out"), TOKENIZERS["narrow"])
+    file = four_sequences(tmp_path, [0, 2, 2, 3, 4])
+    made = adopt([file], str(tmp_path / "out"), TOKENIZERS["narrow"])
     assert rows_in(tmp_path / "out") == [[1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12]]
     assert (made.ledger.read, made.ledger.written, made.ledger.empty) == (4, 3, 1)
 
@@ -158,6 +151,16 @@ def save(
     numbers = np.array([*header, *[0] * (256 - len(header))] if header else [], np.int32)
     path.write_bytes(numbers.tobytes() + np.array(values, dtype).tobytes())
     return str(path)
+
+
+def four_sequences(folder: Path, documents: list[int]) -> str:
+    """Write 12 ids as Megatron, with the first sequence of each document, and the end."""
+    lengths, places = np.array([2, 3, 4, 3], np.int32), np.array([0, 2, 5, 9])
+    index = b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([8])
+    index += np.array([4, len(documents)], np.uint64).tobytes() + lengths.tobytes()
+    index += (places * 2).tobytes() + np.array(documents, np.int64).tobytes() + bytes(4)
+    (folder / "a.idx").write_bytes(index)
+    return save(folder / "a.bin", [*range(1, 13)])
 
 
 def negative(folder: Path) -> str:
@@ -207,6 +210,14 @@ WRONG: dict[str, tuple[Callable[[Path], str], str]] = {
     "an index out of order": (
         lambda folder: five_rows(folder, [8, 4, 20]),
         "its rows are out of order",
+    ),
+    "an index whose differences overflow": (
+        lambda folder: five_rows(folder, [2**63 - 1, 2**63 + 21, 20]),
+        "its rows are out of order",
+    ),
+    "documents whose differences overflow": (
+        lambda folder: four_sequences(folder, [0, 2**63 - 1, 5 - 2**63, 4]),
+        "its documents are out of order",
     ),
     "no index": (lambda folder: save(folder / "a.ds", [0, 0]), "a.ds.index: not found"),
     "ids of another width": (
