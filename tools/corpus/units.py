@@ -177,13 +177,14 @@ def read_texts(part: FilePart, fields: Fields) -> Iterator[bytes]:
                 yield from values if kind is FieldKind.TEXT else map(b" ".join, values)
 
 
-def first_reject(parts: Iterable[FilePart], fields: Fields) -> str:
-    """Return the first rejected record of a corpus and why, for errors; empty without rejects."""
+def first_reject(parts: Iterable[FilePart], fields: Fields) -> tuple[str, str]:
+    """Return the first rejected record of a corpus, and the reason, for errors; both are empty
+    without rejects."""
     for part in fetched_ahead(parts):
         for records in read_records(part, fields):
             for reject in records.rejects[:1]:
-                return f"; {part.source.name}, record {reject.record}: {reject.reason}"
-    return ""
+                return f"; {part.source.name}, record {reject.record}: ", reject.reason
+    return "", ""
 
 
 def _damage(part: FilePart) -> str:

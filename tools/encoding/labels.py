@@ -111,7 +111,7 @@ def find_labels(
         if len(counts) > _MOST_LABELS:
             raise _too_many(field, _MORE_LABELS)
     if not counts:
-        reject = first_reject((part for unit in units for part in unit.parts), fields)
+        reject = "".join(first_reject((part for unit in units for part in unit.parts), fields))
         raise CorpusError(
             f"no usable record has a label in field `{field}`{reject}. Name another field with "
             f"`--field {own}=NAME`."

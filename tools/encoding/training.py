@@ -29,9 +29,21 @@ _MIN_FREQUENCY = 2
 
 
 def train_tokenizer_json(
-    units: tuple[Unit, ...], *, fields: Fields, vocabulary_size: int, seed: int
+    units: tuple[Unit, ...],
+    *,
+    fields: Fields,
+    vocabulary_size: int,
+    seed: int,
+    remedy: Callable[[str], str] = lambda reason: "",
 ) -> bytes:
     """Train a byte-level BPE of at most `vocabulary_size` ids and give its tokenizer.json.
+
+    Args:
+        units: The corpus.
+        fields: The fields with texts, by the names of the user.
+        vocabulary_size: Largest number of ids.
+        seed: Chooses the sample of texts.
+        remedy: Returns what to do about the reason of a rejected record; see `TaskEncoder.remedy`.
 
     Raises:
         CorpusError: The corpus has no text.
@@ -39,10 +51,10 @@ def train_tokenizer_json(
     texts = _sample(units, fields, seed)
     first = next(texts, None)
     if first is None:
-        found = first_reject((part for unit in units for part in unit.parts), fields)
+        where, reason = first_reject((part for unit in units for part in unit.parts), fields)
         raise CorpusError(
-            f"no text to train a tokenizer on: every document is empty or rejected{found}. Name "
-            "the field with the texts: `--field text=NAME`."
+            f"no text to train a tokenizer on: every document is empty or rejected{where}{reason}."
+            f"{remedy(reason)}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

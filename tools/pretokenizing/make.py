@@ -201,6 +201,7 @@ def _trained_tokenizer(
         fields=inputs.task.fields,
         vocabulary_size=options.vocab_size,
         seed=options.seed,
+        remedy=inputs.task.remedy,
     )
     tokenizer = _load(options, json_bytes, origin)
     if kept and tokenizer.xxh3 != kept["tokenizer"]:

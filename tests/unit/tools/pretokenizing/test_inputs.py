@@ -53,6 +53,8 @@ def test_records_of_another_task_name_its_option(
     names = "` and `".join(row)
     with pytest.raises(CorpusError, match=rf"Records with `{names}` need `--task {task}`\.$"):
         make(tmp_path / "a.jsonl", tmp_path / "out", tokenizer)
+    with pytest.raises(CorpusError, match=rf"Records with `{names}` need `--task {task}`\.$"):
+        make(tmp_path / "a.jsonl", tmp_path / "out", None)  # which would train a tokenizer
 
 
 def test_a_task_that_reads_the_fields_of_the_records_is_not_told_of_another_one(
