@@ -414,6 +414,8 @@ def _read_litdata(part: FilePart, fields: Fields) -> Iterator[Records]:
     offsets = opened.offsets
     if (len(offsets) - 1, offsets[-1]) != (chunk["chunk_size"], chunk["chunk_bytes"]):
         raise ValueError("has another size, or another number of samples, than index.json says")
+    if opened.head:
+        raise ValueError("the first sample does not follow the offsets")
     has_sizes = index["config"].get("item_loader") != "TokensLoader"
     read = samples_table if has_sizes else _without_sizes
     tables = (read(*some, columns) for some in opened.samples)

@@ -7,6 +7,7 @@ import json
 import os
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.corpora import read_sources
 from support.data_sets import rows_in
 from support.object_server import Remote
 from support.token_rows import Rows, mds_shard, save_words, write_datatrove, write_litdata
@@ -24,6 +26,9 @@ from tokenfeed import pretokenize
 from tokenfeed.pipeline.errors import CorpusError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.formats.containers import LITDATA
+from tokenfeed.tools.corpus.input_files import size_and_state
+from tokenfeed.tools.corpus.records import FieldKind
+from tokenfeed.tools.corpus.sources import find_corpus
 
 IDS = 700
 ROWS: Rows = [[n % IDS, *range(n % 40)] for n in range(90)]
@@ -122,6 +127,23 @@ def test_chunk_that_claims_gigabytes_is_refused_before_they_are_read(
     (tmp_path / "index.json").write_text(json.dumps(index))
     with pytest.raises(CorpusError, match=r"3,221,225,460 bytes, more than the 64,000,000"):
         pretokenize(tmp_path, tmp_path / "out", task="ids", tokenizer=words)
+
+
+def test_chunk_that_gets_a_gap_behind_its_offsets_after_it_was_found_is_rejected(
+    tmp_path: Path,
+) -> None:
+    write_litdata(tmp_path, ROWS, chunk_rows=len(ROWS))
+    path = tmp_path / "chunk-0-0.bin"
+    found = find_corpus((str(path),), out=tmp_path / "out", field="input_ids")
+    content = bytearray(path.read_bytes())
+    content[4:8] = (int.from_bytes(content[4:8], "little") + 4).to_bytes(4, "little")
+    path.write_bytes(content)
+    size, state = size_and_state(str(path))
+    changed = [replace(source, bytes=size, state=state) for source in found.sources]
+    good, bad = read_sources(changed, FieldKind.IDS, field="input_ids")
+    assert not good
+    assert all("the first sample does not follow the offsets" in reason for reason in bad.values())
+    assert bad
 
 
 @pytest.mark.parametrize("kind", ["MDS, zstd", "MDS, gzip"])
