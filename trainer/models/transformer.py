@@ -7,9 +7,11 @@ is two more multiplications per attention input than with learned positions.
 The model `words` has no layers and sees the texts of tokens, for few rows with labels. A tokenizer
 keeps " happy", "happy" and "Happy" apart, and a model of few rows would learn each by itself. For
 classes and scores, tokens whose texts differ only in case or in the space around them share an
-embedding. For tags, see `_Window`.
+embedding. For tags, see `_Window`. Beside the network, it has a linear model of classes and tags,
+see `_Linear`.
 
-Shapes: B rows, T tokens, D width, H heads, K width of a head, V vocabulary, C outputs, F features.
+Shapes: B rows, T tokens, D width, H heads, K width of a head, V vocabulary, C outputs, F features,
+O offsets of words.
 """
 
 import math
@@ -86,18 +88,43 @@ class Transformer(nn.Module):
         self.token_dropout = nn.Dropout1d(drops.get(head.kind, 0.0))
         self.pick = _Pick(size) if head.kind == "row" else None
         self.head = None if head.kind == "vocabulary" else nn.Linear(size.width, head.outputs)
+        self.linear = None
+        if size.by_word and head.kind != "vocabulary" and head.outputs > 1:
+            rows = padded + BUCKETS if tags else padded * (_TOKEN_TYPES if head.pairs else 1)
+            self.linear = _Linear(rows, head.outputs, _OFFSETS if tags else 1)
         self.rotary = Rotary(size.width // size.heads)
         self._initialize(size.layers)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Logits: (B, T, V) with V padded up, (B, T, C), or (B, C) for a head of rows."""
+        """Logits: (B, T, V) with V padded up, (B, T, C), or (B, C) for a head of rows.
+
+        With `_Linear`, they are the logarithms of the mean probabilities of both models. In
+        training, they are the logits of both, (2, B, T, C) or (2, B, C), which learn apart.
+        """
         x_BTD = self.hidden(micro_batch)
         if self.head is None:
             return F.linear(x_BTD, self.embedding.weight)
         if self.pick is not None:
             x_BTD = self.pick(x_BTD, micro_batch.is_token_BT)
         logits: Tensor = self.head(self.dropout(x_BTD))
-        return logits
+        if self.linear is None:
+            return logits
+        both = torch.stack((logits.float(), self._linear_logits(micro_batch)))
+        return both if self.training else both.log_softmax(-1).logsumexp(0) - math.log(2)
+
+    def _linear_logits(self, micro_batch: MicroBatch) -> Tensor:
+        assert self.linear is not None
+        ids_BT, types_BT = micro_batch.ids_BT, micro_batch.token_types_BT
+        if self.window is not None:
+            features_BTF = self.window.features_VF[ids_BT]
+            ids_BTF = torch.cat((features_BTF, BUCKETS + ids_BT[:, :, None]), -1)
+            near_BTOE = self.window.near(self.linear.table(ids_BTF).sum(2), micro_batch)
+            return self.linear.of_word(near_BTOE)
+        if self.words is not None:
+            ids_BT = self.words(ids_BT)
+        if self.type_embedding is not None and types_BT is not None:
+            ids_BT = ids_BT * _TOKEN_TYPES + types_BT
+        return self.linear.of_row(ids_BT, micro_batch.is_token_BT)
 
     drops_attention = False
     """Whether attention weights are set to 0 at random. Dropout comes after attention here."""
@@ -134,7 +161,7 @@ class Transformer(nn.Module):
         """Initialize as GPT-2: projections into the residual stream shrink with the number of
         layers. The matrices of `_Window` keep torch's initial values, which learn faster."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2 or name.startswith(("window.mix", "window.feed")):
+            if parameter.dim() < 2 or name.startswith(("window.mix", "window.feed", "linear")):
                 continue
             into_residual = name.endswith("_out.weight")
             std = _INITIAL_STD / math.sqrt(2 * layers) if into_residual else _INITIAL_STD
@@ -179,7 +206,7 @@ class _Window(nn.Module):
         self.register_buffer("begins_V", torch.ones(vocabulary_size, dtype=torch.bool))
         self.embedding = nn.Embedding(BUCKETS, width)
         self.dropout = nn.Dropout(dropout)
-        self.mix = nn.Linear((2 * _REACH + 1) * width, width, bias=False)
+        self.mix = nn.Linear(_OFFSETS * width, width, bias=False)
         self.norm = _Norm(width, bias=False)
         self.feed_in = nn.Linear(width, 4 * width, bias=False)
         self.feed_back = nn.Linear(4 * width, width, bias=False)
@@ -191,8 +218,16 @@ class _Window(nn.Module):
 
     def forward(self, own_BTD: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Return (B, T, D), given the embeddings of the tokens."""
+        x_BTD = own_BTD + self.embedding(self.features_VF[micro_batch.ids_BT]).sum(2)
+        near_BTOD = self.near(x_BTD, micro_batch)
+        x_BTD = self.mix(self.dropout(near_BTOD.flatten(2)))
+        hidden = F.gelu(self.feed_in(self.norm(x_BTD)), approximate="tanh")
+        out_BTD: Tensor = x_BTD + self.dropout(self.feed_back(hidden))
+        return out_BTD
+
+    def near(self, x_BTD: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Return the words around each token, (B, T, O, D): the sums of their tokens."""
         ids_BT = micro_batch.ids_BT
-        x_BTD = own_BTD + self.embedding(self.features_VF[ids_BT]).sum(2)
         if micro_batch.is_token_BT is not None:
             x_BTD = x_BTD * micro_batch.is_token_BT[:, :, None]
         begins_BT = (micro_batch.positions_BT == 0).expand_as(ids_BT)
@@ -207,10 +242,44 @@ class _Window(nn.Module):
         for offset in range(-_REACH, _REACH + 1):
             is_same_BT = of_BW.gather(1, word_BT + offset) == document_BT
             near.append(words_BWD.gather(1, places_BTD + offset) * is_same_BT[:, :, None])
-        x_BTD = self.mix(self.dropout(torch.cat(near, -1)))
-        hidden = F.gelu(self.feed_in(self.norm(x_BTD)), approximate="tanh")
-        out_BTD: Tensor = x_BTD + self.dropout(self.feed_back(hidden))
-        return out_BTD
+        return torch.stack(near, 2)
+
+
+class _Linear(nn.Module):
+    """Logits that are linear in the words of a row, or in the words around a word and the features
+    of their texts: a second model, which predicts with the network. On small sets, the mean of both
+    is better than each of them.
+
+    Its weights follow their mean gradients. AdamW would move the weight of a rare word as far as
+    that of a frequent one, and this model would learn rows by heart.
+    """
+
+    by_gradient = True
+
+    def __init__(self, rows: int, outputs: int, offsets: int) -> None:
+        super().__init__()
+        self._offsets = offsets
+        self.table = nn.Embedding(rows, offsets * outputs)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        nn.init.zeros_(self.table.weight)
+
+    def of_row(self, ids_BT: Tensor, is_token_BT: Tensor | None) -> Tensor:
+        """Return the logits of rows, (B, C): the sum over the different ids of a row, by the root
+        of their number."""
+        assert is_token_BT is not None, "rows with one label are not packed"
+        sorted_BT = ids_BT.masked_fill(~is_token_BT, -1).sort(1).values
+        is_new_BT = sorted_BT != F.pad(sorted_BT, (1, 0), value=-1)[:, :-1]
+        sum_BC = (self.table(sorted_BT.clamp(min=0)) * is_new_BT[:, :, None]).sum(1)
+        logits: Tensor = sum_BC / is_new_BT.sum(1, keepdim=True).clamp(min=1).sqrt() + self.bias
+        return logits
+
+    def of_word(self, near_BTOE: Tensor) -> Tensor:
+        """Return the logits of words, (B, T, C), from sums of the table for the words around. A row
+        of the table has weights for each offset."""
+        near_BTOOC = near_BTOE.unflatten(-1, (self._offsets, -1))  # type: ignore[no-untyped-call]
+        sum_BTC = near_BTOOC.diagonal(dim1=2, dim2=3).sum(-1)
+        logits: Tensor = sum_BTC / math.sqrt(self._offsets) + self.bias
+        return logits
 
 
 class _Norm(nn.LayerNorm):
@@ -336,7 +405,8 @@ class _Heads(torch.autograd.Function):
 _TAG_DROPOUT = 0.3
 """Largest share of tokens whose own embeddings are dropped for tags."""
 _REACH = 2
-"""Words on each side that count for a tag."""
+_OFFSETS = 2 * _REACH + 1
+"""Words on each side that count for a tag, and all of them with the word itself."""
 BUCKETS, FEATURES = 8192, 5
 _SPACES = ("\u0120", "\u2581")
 """Characters that stand for a space at the beginning of a token."""
@@ -369,7 +439,8 @@ def tag_features(shards: StorePath) -> tuple[Tensor, Tensor]:
     (V,).
 
     The features are the text without case, its shape (Ab-1: Aa-0), its last three and two
-    characters, and its first three; each is hashed into `BUCKETS`.
+    characters, and its first three; each is hashed into `BUCKETS`. Endings are the same in tokens
+    that begin a word and in others.
 
     Raises:
         ConfigError: The tokenizer of the shards cannot be read.
@@ -384,9 +455,10 @@ def tag_features(shards: StorePath) -> tuple[Tensor, Tensor]:
     if not any(begins):  # the tokenizer drops spaces
         begins = [not token.startswith("##") for token in tokens]
     features = []
-    for text in map(str.strip, texts):
+    for text, is_first in zip(map(str.strip, texts), begins, strict=True):
         shape = re.sub("[a-z]+", "a", re.sub("[A-Z]+", "A", re.sub("[0-9]+", "0", text)))
-        found = text.lower(), shape, text[-3:].lower(), text[-2:], text[:3].lower()
+        endings = text[-3:].lower(), text[-2:]
+        found = *endings, *((is_first, part) for part in (text.lower(), shape, text[:3].lower()))
         features.append(
             [zlib.crc32(f"{n}{part}".encode()) % BUCKETS for n, part in enumerate(found)]
         )

@@ -34,6 +34,9 @@ _ROUTER = re.compile(r"router$|(^|_)gate$")
 """Names of routers. A gate with more outputs than inputs is a part of a feed-forward network."""
 _FUSED = {"c_attn": 3, "Wqkv": 3, "qkv_proj": 3, "gate_up_proj": 2}
 """How many matrices a linear layer of transformers holds side by side, by its name."""
+_PLAIN = {"eps": 1.0, "times": 2e5}
+"""Beside this epsilon, the second moment of AdamW is nothing, and an update is a multiple of the
+mean gradient. The rate is a multiple of AdamW's."""
 _END = 0.1
 """Last rate of `cosine` and `linear` as a share of the peak, unless another one is given."""
 _WSD_DECAY = 0.2
@@ -53,14 +56,20 @@ def make_optimizer(
     """Return an optimizer of the weights that are trainable now. `set_learning_rate` sets its rate.
 
     Only weights with two dimensions or more decay, so biases and gains of norms do not. A model
-    without hidden matrices is trained by AdamW alone, also under the name muon.
+    without hidden matrices is trained by AdamW alone, also under the name muon. Modules with
+    `by_gradient` are trained as by SGD with momentum.
     """
     matrices = hidden_matrices(model) if name == "muon" else {}
+    plain = set().union(*(_ids(m) for m in model.modules() if getattr(m, "by_gradient", False)))
     rest = [p for p in model.parameters() if p.requires_grad and p not in matrices]
+    adam = [p for p in rest if id(p) not in plain]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in adam if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in adam if p.dim() < 2], "weight_decay": 0.0},
     ]
+    if plain:
+        params = [p for p in rest if id(p) in plain]
+        groups.append({"params": params, "weight_decay": 0.0, **_PLAIN})
     adamw = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
     if not matrices:
         return adamw
@@ -71,7 +80,7 @@ def make_optimizer(
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Use `rate` from the next step on."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("times", 1.0)
 
 
 def learning_rate(

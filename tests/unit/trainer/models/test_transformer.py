@@ -3,10 +3,13 @@
 import dataclasses
 import math
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from support.data_sets import byte_tokenizer, random_rows, write_rows
 from support.host_waits import HostWaits
 from support.training import (
@@ -21,7 +24,8 @@ from support.training import (
 )
 from tokenizers import Tokenizer
 
-from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.trainer.data.micro_batch import IGNORED, HeadKind, MicroBatch
 from tokenfeed.trainer.loop.model_export import load_exported
 from tokenfeed.trainer.models.transformer import (
     SIZES,
@@ -31,6 +35,7 @@ from tokenfeed.trainer.models.transformer import (
     tag_features,
     words_of,
 )
+from tokenfeed.trainer.tasks.label_tasks import Classify
 
 
 def count(model: Transformer) -> int:
@@ -195,11 +200,66 @@ def test_an_interrupted_run_goes_on_and_what_it_exports_knows_words(
     assert torch.equal(words[:VOCABULARY], torch.arange(VOCABULARY) // 2 * 2)
 
 
+@pytest.mark.parametrize("kind", ["row", "token"])
+def test_words_predict_by_the_mean_of_two_models_that_learn_apart(
+    kind: HeadKind, labelled: Path
+) -> None:
+    torch.manual_seed(0)
+    model = Transformer(SIZES["words"], head := make_head(kind=kind))
+    assert model.linear is not None
+    torch.nn.init.normal_(model.linear.table.weight)
+    batch = MicroBatch.of_ids(torch.randint(0, VOCABULARY, (3, 9)), causal=False)
+    wanted = torch.randint(0, head.outputs, (3,) if kind == "row" else (3, 9))
+    batch = dataclasses.replace(batch, targets=wanted.masked_fill(wanted == 1, IGNORED))
+    both = model(batch)
+    assert both.shape == (2, *wanted.shape, head.outputs)
+    task = Classify(Manifest.read(labelled))
+    loss = task.loss_of(both, batch)
+    losses = [task.loss_of(each, batch) for each in both]
+    torch.testing.assert_close(loss.sum, sum(each.sum for each in losses) / 2)
+    assert {int(each.targets) for each in (loss, *losses)} == {int((wanted != 1).sum())}
+    for mine, (own, other) in zip(losses, [("head", "linear"), ("linear", "head")], strict=True):
+        model.zero_grad()
+        mine.sum.backward(retain_graph=True)
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert any(name.startswith(own) for name in grads)
+        assert not any(grad.any() for name, grad in grads.items() if name.startswith(other))
+    mean = both.softmax(-1).mean(0)
+    torch.testing.assert_close(model.eval()(batch), mean.log())
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(0, 5), st.randoms())
+def test_linear_logits_of_a_row_depend_on_which_words_it_has(
+    ids: list[int], padding: int, random: Random
+) -> None:
+    model = Transformer(SIZES["words"], make_head(kind="row"))
+    assert model.linear is not None
+    torch.nn.init.normal_(model.linear.table.weight)
+    words = sorted(set(ids))
+    expected = model.linear.table.weight[words].sum(0) / len(words) ** 0.5
+    random.shuffle(ids)
+    ids_BT = torch.tensor([ids + [7] * padding])
+    is_token_BT = torch.arange(ids_BT.shape[1])[None] < len(ids)
+    torch.testing.assert_close(model.linear.of_row(ids_BT, is_token_BT)[0], expected)
+
+
+@torch.no_grad()
+def test_linear_logits_of_a_pair_know_the_text_of_a_word() -> None:
+    model = Transformer(SIZES["words"], dataclasses.replace(make_head(kind="row"), pairs=True))
+    torch.nn.init.normal_(model.linear.table.weight)  # type: ignore[union-attr]
+    batch = MicroBatch.of_ids(torch.tensor([[5, 6]]), causal=False)
+    types = torch.tensor([[0, 1]])
+    one, other = (dataclasses.replace(batch, token_types_BT=t) for t in (types, 1 - types))
+    assert not torch.allclose(model(one)[1], model(other)[1])
+
+
 def tagger() -> Transformer:
     """A model of tags whose words have one or two tokens."""
     torch.manual_seed(0)
     model = Transformer(SIZES["words"], make_head(kind="token")).eval()
     assert model.window is not None
+    assert model.linear is not None
+    torch.nn.init.normal_(model.linear.table.weight)
     features = torch.randint(0, 8192, (VOCABULARY, 5))
     model.window.describe(features, torch.arange(VOCABULARY) % 3 > 0)
     return model
@@ -233,13 +293,17 @@ def test_tags_of_packed_documents_are_those_of_each_document() -> None:
     torch.testing.assert_close(model(packed), torch.cat(alone, 1))
 
 
-def test_features_of_tags_tell_shape_case_and_ends_of_words(tmp_path: Path) -> None:
-    special = ["Anna", " Otto", " otto", " lotto", " 1998", " 2024"]
+def test_features_of_tags_tell_shape_case_ends_and_beginnings_of_words(tmp_path: Path) -> None:
+    special = ["Otto", " Otto", " otto", " lotto", " 1998", " 2024"]
     tokenizer = byte_tokenizer(TEXTS, special=special, vocabulary_size=320)
     features_VF, begins_V = tag_features(shards_of(tokenizer, tmp_path))
-    anna, name, word, longer, year, other = map(tokenizer.token_to_id, special)
+    inner, name, word, longer, year, other = map(tokenizer.token_to_id, special)
     assert begins_V[[name, word, longer, year]].all()
-    assert not begins_V[anna]
-    same = [(features_VF[a] == features_VF[b]).tolist() for a, b in ((name, word), (word, longer))]
-    assert same == [[True, False, True, True, True], [False, True, True, True, False]]
-    assert (features_VF[year] == features_VF[other]).tolist() == [False, True, False, False, False]
+    assert not begins_V[inner]
+    for one, two, same in (
+        (name, word, [True, True, True, False, True]),
+        (word, longer, [True, True, False, True, False]),
+        (year, other, [False, False, False, True, False]),
+        (inner, name, [True, True, False, False, False]),
+    ):
+        assert (features_VF[one] == features_VF[two]).tolist() == same

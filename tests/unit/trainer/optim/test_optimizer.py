@@ -77,6 +77,37 @@ def test_matrices_decay_and_gains_and_biases_do_not(name: OptimizerName) -> None
             assert {0.1 if p.dim() >= 2 else 0.0 for p in group["params"]} <= expected
 
 
+class Counts(nn.Module):
+    """A table whose weights follow their gradients, beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.table = nn.Embedding(3, 2)
+        self.table.by_gradient = True
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_updates_of_plain_weights_are_in_proportion_to_their_mean_gradients(
+    name: OptimizerName,
+) -> None:
+    model = Counts()
+    assert_each_once(model, optimizer := make_optimizer(model, name, 0.1))
+    gradients = torch.randn(6, 3, 2) * torch.tensor([[1e-3], [1e-5], [0.0]])
+    momentum, unit, moved = torch.zeros(3, 2), None, torch.zeros(3, 2)
+    for step, gradient in enumerate(gradients, 1):
+        nn.init.zeros_(model.table.weight)
+        model.table.weight.grad = gradient.clone()
+        set_learning_rate(optimizer, 1e-6 / step)
+        optimizer.step()
+        moved = -model.table.weight.detach() * step
+        momentum = 0.9 * momentum + 0.1 * gradient
+        expected = momentum / (1 - 0.9**step)
+        unit = unit or float(moved[0, 0] / expected[0, 0])
+        torch.testing.assert_close(moved, unit * expected, rtol=0.01, atol=0)
+    assert moved[0].abs().min() > 0
+
+
 class Expert(nn.Module):
     """A feed-forward network with a router, a gate and an adapter."""
 
