@@ -44,7 +44,8 @@ def functions() -> list[Row]:
         package = path.relative_to(sysconfig.get_path("stdlib")).parts[0]
         if package not in ("test", "site-packages", "dist-packages"):
             text = path.read_text(errors="ignore")
-            sources = [ast.get_source_segment(text, node) for node in _functions_of(text)]
+            lines = text.split("\n")
+            sources = [_source(lines, node) for node in _functions_of(text)]
             rows += [{"text": source, "label": package} for source in sources]
     return _balanced([row for row in rows if len(row["text"]) > 400])
 
@@ -55,6 +56,13 @@ def _functions_of(text: str) -> Iterator[ast.FunctionDef]:
     except (SyntaxError, ValueError):
         return
     yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def _source(lines: list[str], node: ast.FunctionDef) -> str:
+    """As `ast.get_source_segment`, which splits the file into lines again for each function."""
+    assert node.end_lineno is not None
+    last = lines[node.end_lineno - 1].encode()[: node.end_col_offset].decode()
+    return "\n".join([*lines[node.lineno - 1 : node.end_lineno - 1], last])[node.col_offset :]
 
 
 def descriptions() -> list[Row]:
