@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_iter
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import Separation, knows_ends
+from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.loop.loaders import SplitLoaders
-from tokenfeed.trainer.optim.optimizer import Precision, make_optimizer
+from tokenfeed.trainer.optim.optimizer import make_optimizer
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.tasks.registry import task_of
 
@@ -87,7 +88,7 @@ class RunPlan:
         self.task, self._on_gpu = task_of(config, _CPU), on_gpu
         self._like = self._loaders(config).first()
         self._mode, self._memory = FakeTensorMode(allow_non_fake_inputs=True), PeakBytes()
-        self.learner = Learner(config, self.task, Precision(config.precision, _CPU), _CPU)
+        self.learner = Learner(config, self.task, World(_CPU))
         model = self.learner.model
         _drop_values(model, self._mode)
         self.learner.optimizer = make_optimizer(model, config.optimizer, config.weight_decay)

@@ -71,7 +71,7 @@ def announce(config: TrainConfig) -> None:
         TokenfeedError: Settings or shards do not allow the run.
     """
     with contextlib.closing(Trainer(config)) as trainer:
-        log_beginning(trainer.config, trainer.task, trainer.learner, trainer.device, 0)
+        log_beginning(trainer.config, trainer.learner, 0)
         if trainer.device.type == "cpu":
             return
         peak = peak_of_step(trainer.learner, trainer.loaders)

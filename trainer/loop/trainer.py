@@ -40,7 +40,6 @@ from tokenfeed.trainer.data.datasets import is_packed, training_source
 from tokenfeed.trainer.distributed.world import StepSync, World, device_named
 from tokenfeed.trainer.loop.evaluation import Evaluator, Sampler
 from tokenfeed.trainer.loop.loaders import SplitLoaders, choose_micro_batch
-from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.progress_lines import (
@@ -94,8 +93,7 @@ class Trainer:
         self.device = self.world.device
         keep_freed_memory(self.device)
         self.task = task_of(config, self.device)
-        precision = Precision(config.precision, self.device)
-        self.learner = Learner(config, self.task, precision, self.device, self.world)
+        self.learner = Learner(config, self.task, self.world)
         config = choose_micro_batch(config, self.learner, self.loaders_of, self.world)
         self.config, self.loaders = config, self.loaders_of(config)
 
@@ -279,7 +277,7 @@ class Trainer:
         self.metrics = self._open_metrics() if self.world.is_main else None
         if config.resume:
             self._resume()
-        log_beginning(config, self.task, self.learner, self.device, self.step)
+        log_beginning(config, self.learner, self.step)
         if config.compile:
             self.learner.compile(self.loaders.blanks())
         if self.metrics:
@@ -295,7 +293,7 @@ class Trainer:
         )
         self._resources.callback(self.stall.close)
         self.progress_log = ProgressLog(
-            self.metrics, self.stall, self.learner, self.device, config.steps, self.skipped
+            self.metrics, self.stall, self.learner, config.steps, self.skipped
         )
         if self._is_due(config.eval_every):
             self._evaluate()

@@ -86,33 +86,25 @@ class Tally:
 class Learner:
     """A model in training."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        task: Task,
-        precision: Precision,
-        device: torch.device,
-        world: World | None = None,
-    ) -> None:
+    def __init__(self, config: TrainConfig, task: Task, world: World) -> None:
         """Draw weights from the seed. All ranks get those of rank 0."""
-        self._config, self.task, self.device = config, task, device
-        self._world = world or World(device)
-        self.precision = precision
+        self._config, self.task, self._world, self.device = config, task, world, world.device
+        self.precision = Precision(config.precision, self.device)
         self._replicas: Replicas | None = None
         torch.manual_seed(config.seed)
-        is_sharded = config.shard_model and self._world.size > 1
+        is_sharded = config.shard_model and world.size > 1
         # The values come from rank 0, so other ranks need no memory for them. Models that this
         # package does not define may compute with their initial values, or read them from files.
-        is_empty = is_sharded and not self._world.is_main and config.model in SIZES
+        is_empty = is_sharded and not world.is_main and config.model in SIZES
         with torch.device("meta") if is_empty else contextlib.nullcontext():
-            model = make_model(config, task.head, precision.dtype)
-        self.model = model if is_sharded else model.to(device)
+            model = make_model(config, task.head, self.precision.dtype)
+        self.model = model if is_sharded else model.to(self.device)
         drops = getattr(self.model, "drops_attention", True)
-        choose_flash_attention(device, precision.dtype, drops=drops)
+        choose_flash_attention(self.device, self.precision.dtype, drops=drops)
         if config.recompute:
             recompute_layers(self.model)
         tune_convolutions(self.model)
-        if self._world.size > 1:
+        if world.size > 1:
             from tokenfeed.trainer.distributed import parallel  # a second, with ranks only
         if is_sharded:
             if config.optimizer == "muon":
@@ -120,14 +112,14 @@ class Learner:
                     "`--optimizer`=muon takes whole matrices: take adamw with --shard-model, or "
                     "leave --shard-model out."
                 )
-            parallel.shard_model(self.model, self._world, precision.dtype)
-        elif self._world.size > 1:
+            parallel.shard_model(self.model, world, self.precision.dtype)
+        elif world.size > 1:
             self._replicas = parallel.Replicas(self.model, task.loss)
         self.optimizer = make_optimizer(
             self.model,
             config.optimizer,
             config.weight_decay,
-            self._world,
+            world,
             betas=(config.beta1, config.beta2),
             epsilon=config.epsilon,
             compiled=config.compile,

@@ -79,8 +79,7 @@ class ProgressLog:
     Args:
         metrics: Receives each line as an object; None on ranks other than 0.
         stall: Its readings give speed and stall of the steps since the previous line.
-        learner: Its learning rate and skipped steps are logged.
-        device: Holds the sums. Its memory is logged.
+        learner: Its learning rate, skipped steps and the memory of its device are logged.
         steps: Last step of the run.
         skipped: Number of steps that earlier sessions skipped.
     """
@@ -90,12 +89,11 @@ class ProgressLog:
         metrics: MetricsFile | None,
         stall: StallMeter,
         learner: Learner,
-        device: torch.device,
         steps: int,
         skipped: int,
     ) -> None:
         self._metrics, self._stall, self._learner, self._steps = metrics, stall, learner, steps
-        self._device = device
+        self._device = learner.device
         self._interval, self._first_skipped = self._empty_interval()
         self._skipped = skipped
         self.is_behind = False
@@ -225,11 +223,9 @@ def padding_remedy(config: TrainConfig, task: Task) -> str:
     )
 
 
-def log_beginning(
-    config: TrainConfig, task: Task, learner: Learner, device: torch.device, step: int
-) -> None:
+def log_beginning(config: TrainConfig, learner: Learner, step: int) -> None:
     """Log the model, the data, the steps and the folder of a run that goes on after a step."""
-    model, manifest = learner.model, task.manifest
+    model, manifest, device = learner.model, learner.task.manifest, learner.device
     train = manifest.split("train")
     epoch = epoch_of(config, manifest, on_gpu=device.type != "cpu")
     embeddings = {p for part in model.modules() if is_embedding(part) for p in part.parameters()}
@@ -248,7 +244,7 @@ def log_beginning(
         learner.state_bytes / 1e9,
         ", divided among the ranks" if config.shard_model else "",
     )
-    _log.info("data: %s, %s tokens of %s", shown(config.shards), f"{train.tokens:,}", task.name)
+    _log.info("data: %s, %s tokens of %s", shown(config.shards), f"{train.tokens:,}", manifest.task)
     if "validation" not in manifest.splits:
         _log.info("evaluation: none, the data has no split validation (`pretokenize --validation`)")
     lost = train.tokens - round(epoch.tokens)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tokenfeed.trainer.distributed.world import join_world
 from tokenfeed.trainer.loop.loaders import SplitLoaders
-from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.tasks.registry import task_of
 
@@ -25,8 +24,8 @@ from tokenfeed.trainer.tasks.registry import task_of
 def measure(shards: Path, folder: Path) -> dict[str, int]:
     config = make_config(shards, folder / "run", model="mini", precision="bf16", shard_model=True)
     world = join_world("cpu")
-    task, precision = task_of(config, world.device), Precision("bf16", world.device)
-    learner = Learner(config, task, precision, world.device, world)
+    task = task_of(config, world.device)
+    learner = Learner(config, task, world)
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -40,7 +39,7 @@ def measure(shards: Path, folder: Path) -> dict[str, int]:
     shapes = {weight.shape for weight in learner.model.parameters() if weight.dim() == 2}
     shapes |= {shape[::-1] for shape in shapes}
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, precision.autocast():
+    with hooks, learner.precision.autocast():
         loss = task.loss(learner.model, shown)
     weights = [tensor for tensor in kept.values() if tensor.shape in shapes]
     parameters = sum(weight.numel() for weight in learner.model.parameters())

@@ -9,9 +9,9 @@ from support.training import RUNS, make_config
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.memory import PeakBytes, RunPlan
+from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
-from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.tasks import language_modeling as vocabulary_loss
 
@@ -41,7 +41,7 @@ def plan_of(every_task: Path, **settings: Any) -> tuple[Any, RunPlan]:
 
 def real_steps(config: Any, planned: RunPlan, memory: Any) -> Learner:
     """The steps that are predicted, with values."""
-    learner = Learner(config, planned.task, Precision(config.precision, CPU), CPU)
+    learner = Learner(config, planned.task, World(CPU))
     rows, length = planned.shape(config)
     like = SplitLoaders(config, planned.task, CPU).first()
     with memory:

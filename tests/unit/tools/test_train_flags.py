@@ -156,7 +156,7 @@ def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(outside, "Trainer", Watched)
     monkeypatch.setattr("tokenfeed.trainer.loop.trainer.Learner", WatchedLearner)
-    monkeypatch.setattr("tokenfeed.trainer.loop.trainer.Precision", WatchedPrecision)
+    monkeypatch.setattr("tokenfeed.trainer.optim.train_state.Precision", WatchedPrecision)
     monkeypatch.setattr("tokenfeed.trainer.loop.evaluation.evaluate", counted)
 
 

@@ -16,6 +16,7 @@ from support.training import make_config, make_transformer, one_document_a_row, 
 from torch import nn
 
 from tokenfeed.trainer.config.run_config import OptimizerName, PrecisionName
+from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.models.transformer import Transformer
 from tokenfeed.trainer.optim.optimizer import Precision, make_optimizer, set_learning_rate
 from tokenfeed.trainer.optim.train_state import Learner
@@ -251,7 +252,7 @@ def test_learner_lets_cudnn_choose_kernels_for_convolutions(
     torch.backends.cudnn.benchmark = not convolves
     shards = write_labelled(tmp_path / "shards", "lm", count=30)
     config = make_config(shards, tmp_path / "run", model=f"support.training:{model}_model")
-    Learner(config, task_of(config, CPU), Precision("fp32", CPU), CPU)
+    Learner(config, task_of(config, CPU), World(CPU))
     assert torch.backends.cudnn.benchmark == convolves
 
 

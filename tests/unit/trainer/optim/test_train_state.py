@@ -18,8 +18,8 @@ from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints, part_of
 from tokenfeed.trainer.config.run_config import OptimizerName, TrainConfig
 from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
-from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.tasks.registry import task_of
 
@@ -30,7 +30,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[...
 
 
 def learner_of(config: TrainConfig) -> Learner:
-    return Learner(config, task_of(config, CPU), Precision("fp32", CPU), CPU)
+    return Learner(config, task_of(config, CPU), World(CPU))
 
 
 @pytest.mark.parametrize("load", [Learner.load, Learner.load_weights])
