@@ -92,12 +92,8 @@ def _start_sum(
     if bucket.is_last():
         for call in when_computed:
             call()
-    summed: torch.futures.Future[Tensor] = work.get_future().then(_first_value)
+    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda sums: sums.value()[0])
     return summed
-
-
-def _first_value(summed: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return summed.value()[0]
 
 
 def shard_model(model: nn.Module, world: World, dtype: torch.dtype) -> None:

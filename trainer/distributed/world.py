@@ -11,6 +11,7 @@ which is within a step.
 """
 
 import datetime
+import functools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -135,11 +136,12 @@ class World:
 
         return wait
 
-    def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank."""
+    def all_gather(self, value: T, group: Any = None) -> list[T]:
+        """Return the values of all ranks, by rank. Default of `group`: that of the control
+        messages."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(values, value, group=self._control)
+            dist.all_gather_object(values, value, group=group or self._control)
         return values
 
     def slow_gather(self) -> Gather:
@@ -150,15 +152,9 @@ class World:
         other. If a rank dies, its connections close and the function raises.
         """
         if self.size == 1:
-            return lambda value: [value]
+            return self.all_gather
         group = dist.new_group(backend="gloo", timeout=_LONGEST_DISK_WAIT)
-
-        def gather(value: Any) -> list[Any]:
-            values: list[Any] = [None] * self.size
-            dist.all_gather_object(values, value, group=group)
-            return values
-
-        return gather
+        return functools.partial(self.all_gather, group=group)
 
     def run_slow(self, job: Callable[[], T]) -> T:
         """Run a job that waits for a disk. All ranks call this, and return when all jobs are done.
