@@ -148,21 +148,21 @@ class SplitLoaders:
         """
         longest = max(split.longest_row for split in self._manifest.splits.values())
         return [
-            self._like(policy).blank_like(rows, length)
+            self.first(policy).blank_like(rows, length)
             for policy in dict.fromkeys((self.policy, *self._of_stages(), self._evaluation))
             for rows, length in shapes(policy, longest)
         ]
 
     def largest_shape(self) -> tuple[int, int]:
-        """Return rows and length of the largest micro-batch of training."""
-        return largest_shape(self.policy, self._manifest.split("train").longest_row)
+        """Return rows and length of the largest micro-batch of training; if several, of the longest
+        one."""
+        found = _full_shapes(self.policy, self._manifest.split("train").longest_row)
+        return max(found, key=lambda shape: (shape[0] * shape[1], shape[1]))
 
-    def first(self) -> MicroBatch:
-        """Return the first micro-batch of training, which shows how documents share rows."""
-        return self._like(self.policy)
-
-    def _like(self, policy: Policy) -> MicroBatch:
-        with self.open("train", policy) as feed:
+    def first(self, policy: Policy | None = None) -> MicroBatch:
+        """Return the first micro-batch of training, which shows how documents share rows. Default
+        of `policy`: that of training."""
+        with self.open("train", policy or self.policy) as feed:
             return self.shape(next(iter(feed)))
 
     def _policy(self, config: TrainConfig, *, packed: bool) -> Policy:
@@ -267,12 +267,6 @@ def shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
             f"compiled. Raise --sequence-length to {length}: then there are {MOST_SHAPES}."
         )
     return found
-
-
-def largest_shape(policy: Policy, longest: int) -> tuple[int, int]:
-    """Return rows and padded length of the largest micro-batch; if several, of the longest one."""
-    shapes = _full_shapes(policy, longest)
-    return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
 
 
 def _full_shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
