@@ -60,7 +60,7 @@ OF_ONE_COMMAND = ("resume", "json", "export")
 
 _ADDRESSES = ("shards", "to", "skip")
 _LENGTHS = "a whole number of at least 2"
-_NOT_NEGATIVE = "a number of at least 0"
+_NotBelow0 = Annotated[float, Meta(ge=0, title="X", description="a number of at least 0")]
 _BelowOne = Annotated[
     float, Meta(ge=0, lt=1, title="X", description="a number of at least 0 and below 1")
 ]
@@ -169,14 +169,12 @@ class TrainConfig:
     """Peak learning rate. Default: 2e-3 for new models of texts, 5e-5 for hf:, 2e-4 with LoRA."""
     schedule: ScheduleName = "cosine"
     """How the rate falls. cosine, linear: over the whole run; wsd: in the last fifth."""
-    min_learning_rate: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] | None = (
-        None
-    )
+    min_learning_rate: _NotBelow0 | None = None
     """Learning rate at the end. Default: a tenth of the peak; 0 for wsd."""
     warmup_steps: NotNegative = 20
     """Number of steps in which the learning rate rises. The last of them has the peak. Default: 20
     for documents on a CPU, 3.7 % of the steps on a GPU; 10 % for other data."""
-    weight_decay: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] = 0.1
+    weight_decay: _NotBelow0 = 0.1
     """Weight decay of matrices."""
     beta1: _BelowOne = 0.9
     """Decay of AdamW's mean of gradients, per step."""
@@ -235,9 +233,7 @@ class TrainConfig:
     def check(self) -> None:
         """Raise a ConfigError for the first setting that cannot work."""
         check_types(self)
-        if self.min_learning_rate is not None and not (
-            self.min_learning_rate <= self.learning_rate
-        ):
+        if (self.min_learning_rate or 0.0) > self.learning_rate:
             raise ConfigError(
                 f"`--min-learning-rate`={self.min_learning_rate}: expected at most "
                 f"--learning-rate={self.learning_rate}."

@@ -124,7 +124,7 @@ def empty(kind: Any, where: str) -> ConfigError:
 def _converted(kind: Any, value: Any) -> Any:
     try:
         # Not strict: words are text, and YAML reads 1e-3, which has no point, as text.
-        return msgspec.convert(value, kind, strict=False, dec_hook=_as_path)
+        return msgspec.convert(value, kind, strict=False, dec_hook=lambda _, given: Path(given))
     except msgspec.ValidationError:
         if isinstance(value, str):  # like .3 and 1.e-1, which are not numbers in JSON
             with contextlib.suppress(ValueError):
@@ -136,10 +136,6 @@ def _tokens_meant(text: str) -> str | int:
     """Return the number that a text like 1.5B means; another text as it is."""
     found = re.fullmatch(r"(\d+\.?\d*)([KMBT])", text.strip().upper())
     return round(float(found[1]) * _THOUSANDS[found[2]]) if found else text
-
-
-def _as_path(kind: type, value: Any) -> Path:
-    return Path(value)
 
 
 def _weights(words: list[str], where: str) -> str | dict[str, str]:
