@@ -82,7 +82,9 @@ def _attention(
             f"`--model`: {layer} sets {dropout:.0%} of its attention weights to 0, and packed rows "
             "on a GPU cannot. Add --dropout 0 or --batching padded."
         )
-    query, key, value = _in_one_dtype(query_BHTK, key_BHTK, value_BHTK)
+    # Norms of queries and keys give fp32 under autocast, and the kernels need one dtype.
+    dtype = product_dtype(value_BHTK)
+    query, key, value = (part.to(dtype) for part in (query_BHTK, key_BHTK, value_BHTK))
     mixed_BHTK = attend(query, key, value, scope, scale=scaling, dropout=dropout)
     return mixed_BHTK.transpose(1, 2).contiguous(), None
 
@@ -104,12 +106,6 @@ def _cannot(layer: str, what: str) -> ConfigError:
     )
 
 
-def _in_one_dtype(*parts: Tensor) -> list[Tensor]:
-    """Return tensors of one dtype, as the kernels need. Norms of queries and keys give fp32 under
-    autocast."""
-    return [part.to(product_dtype(parts[-1])) for part in parts]
-
-
 _FIRST, _SECOND = 5, 7
 """Lengths of the two test documents, in tokens."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
@@ -126,7 +122,13 @@ def try_out(model: "HubModel", head: Head, name: str) -> None:
     model.eval()
     alone, reaches = _run(model, _one_document(head))
     model.reaches = reaches
-    _check_reaches(model, head, name)
+    if not reaches:
+        raise irreplaceable(name)
+    if head.causal and not all(reach.causal for reach in reaches):
+        raise ConfigError(
+            f"`--model`={name}: reads both ways, and the task needs one that reads forwards. Take "
+            "another model."
+        )
     model.has_plain_head = head.kind == "vocabulary" and _has_plain_head(model, head, alone)
     beside, _ = _run(model, _padded(head) if head.kind == "row" else _packed(head))
     model.train()
@@ -163,16 +165,6 @@ def _has_plain_head(model: "HubModel", head: Head, logits_BTV: Tensor) -> bool:
         return False
     hidden_BTD = model.hidden(_one_document(head))
     return bool((F.linear(hidden_BTD, last.weight) == logits_BTV).all())
-
-
-def _check_reaches(model: "HubModel", head: Head, name: str) -> None:
-    if not model.reaches:
-        raise irreplaceable(name)
-    if head.causal and not all(reach.causal for reach in model.reaches):
-        raise ConfigError(
-            f"`--model`={name}: reads both ways, and the task needs one that reads forwards. Take "
-            "another model."
-        )
 
 
 def _one_document(head: Head) -> MicroBatch:

@@ -195,9 +195,7 @@ def companion_files(model: str) -> dict[str, bytes]:
     found = {}
     for name in _COMPANIONS:
         with suppress(*_REFUSALS):  # there is no such file
-            is_folder = Path(source).is_dir()
-            path = Path(source) / name if is_folder else cached_file(source, name)
-            found[name] = Path(path or "").read_bytes()
+            found[name] = Path(cached_file(source, name) or "").read_bytes()
     return found
 
 
@@ -227,7 +225,10 @@ def _describe(source: str, config: TrainConfig, head: Head) -> Any:
     if getattr(text_config, "pad_token_id", None) is None:
         text_config.pad_token_id = head.pad_id
     if config.dropout is not None:
-        _set_dropout(described, config.dropout if config.lora is None else 0.0)
+        share = config.dropout if config.lora is None else 0.0
+        described.classifier_dropout = share  # where a config has none, heads of tags take 10 %
+        for name in _dropout_shares(described):
+            setattr(described, name, share)
     if unknown := set(getattr(described, "layer_types", None) or ()) - _KNOWN_LAYERS:
         raise ConfigError(
             f"`--model`={config.model}: has layers of {', '.join(sorted(unknown))}, and `train` "
@@ -252,13 +253,6 @@ def _qwen3(config: TrainConfig, head: Head) -> Any:
         eos_token_id=head.end_id,
         pad_token_id=head.pad_id,
     )
-
-
-def _set_dropout(described: Any, share: float) -> None:
-    """Set all shares of dropout."""
-    described.classifier_dropout = share  # where a config has none, heads of tags take 10 %
-    for name in _dropout_shares(described):
-        setattr(described, name, share)
 
 
 def _dropout_shares(described: Any) -> dict[str, float]:

@@ -82,8 +82,8 @@ class LanguageModelling(Task):
         If the logits would be large, and the model offers the input of its head, the logits are
         computed in chunks.
         """
-        is_large = has_hidden(model) and is_worth_chunks(
-            micro_batch.num_slots, len(model.head_weight)
+        is_large = has_hidden(model) and (
+            micro_batch.num_slots * len(model.head_weight) * _BYTES_PER_LOGIT > WORTH_BYTES
         )
         if not is_large:
             return super().loss(model, micro_batch)
@@ -130,11 +130,6 @@ logits and their gradient in half precision."""
 _CHUNK_BYTES, _COMPILED_CHUNK_BYTES, WORTH_BYTES = 1 << 30, 1 << 31, 1 << 26
 MOST_TOKENS = 8192
 """Tokens of the largest chunk."""
-
-
-def is_worth_chunks(tokens: int, vocabulary_size: int) -> bool:
-    """Return whether logits take so much memory that the loss should be computed in chunks."""
-    return tokens * vocabulary_size * _BYTES_PER_LOGIT > WORTH_BYTES
 
 
 def chunk_tokens(tokens: int, vocabulary_size: int, *, compiled: bool = False) -> int:
