@@ -234,8 +234,7 @@ class Checkpoint:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        with warnings.catch_warnings():  # torch warns that ranks read without messages
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):  # torch warns of reads without messages
             try:
                 load(
                     dict(tensors),

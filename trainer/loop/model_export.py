@@ -134,13 +134,12 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     checkpoints = Checkpoints.of_run(config.run_dir)
     best = checkpoints.best()
     checkpoint = checkpoints.open(best.step if best else None)
-    progress = checkpoint.meta
     about = Exported(
         model=_HUB if config.is_hub else config.model,
         size=SIZES.get(config.model),
         head=task.head,
         task=task.name,
-        step=progress.step,
+        step=checkpoint.meta.step,
         metrics=best.metrics if best else {},
         shards=manifest.fingerprint,
     )

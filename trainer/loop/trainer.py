@@ -448,22 +448,20 @@ class Trainer:
         with self.stall.cause("checkpoint"):
             self._wait_for_save()
             if self.saver:
-                self.saver.save(self._meta(), self.learner.state_dict())
+                meta = CheckpointMeta(
+                    step=self.step,
+                    tokens=self.step_sync.tokens,
+                    slots=self.step_sync.slots,
+                    loader=self.loader.state_dict(),
+                    best=self.evaluator.best,
+                    config=self.config.as_dict(),
+                )
+                self.saver.save(meta, self.learner.state_dict())
         self.saved_step = self.step
 
     def _wait_for_save(self) -> None:
         """Wait until the previous checkpoint is on the disk, on all ranks."""
         self.world.run_slow(self.saver.wait if self.saver else lambda: None)
-
-    def _meta(self) -> CheckpointMeta:
-        return CheckpointMeta(
-            step=self.step,
-            tokens=self.step_sync.tokens,
-            slots=self.step_sync.slots,
-            loader=self.loader.state_dict(),
-            best=self.evaluator.best,
-            config=self.config.as_dict(),
-        )
 
     def _name_skipped(self, skips: Skips, *, ends: bool) -> None:
         """Log the records of the first skipped step, once per session. If the run ends, raise.

@@ -127,8 +127,10 @@ class ProgressLog:
             The skipped steps since the previous line; None without any. If they end the run, no
             line is written.
         """
-        device = self._device
-        latest_norm, skipped, in_a_row, total, targets, first = self._fetch(norm)
+        device, sums, skips = self._device, self._interval, self._learner.precision.skips
+        values = (norm, *skips, sums.loss, sums.targets, self._first_skipped)
+        fetched = torch.stack([value.double() for value in values]).tolist()  # the only wait
+        latest_norm, skipped, in_a_row, total, targets, first = fetched
         self._interval, self._first_skipped = self._empty_interval()
         self.is_behind = False
         before, self._skipped = self._skipped, int(skipped)
@@ -157,13 +159,6 @@ class ProgressLog:
     def _empty_interval(self) -> tuple[Tally, Tensor]:
         """Return the sums of no step, and 0 for the first skipped step."""
         return Tally.zero(self._device), torch.zeros((), dtype=torch.int64, device=self._device)
-
-    def _fetch(self, norm: Tensor) -> list[float]:
-        """Fetch the latest norm, skipped steps, skipped steps in a row until now, summed loss and
-        targets, and the first skipped step of the interval. Nothing else waits for the device."""
-        skips, sums = self._learner.precision.skips, self._interval
-        values = (norm, *skips, sums.loss, sums.targets, self._first_skipped)
-        return torch.stack([value.double() for value in values]).tolist()
 
 
 def notes_on(
