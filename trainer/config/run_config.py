@@ -238,8 +238,11 @@ class TrainConfig:
                 f"`--min-learning-rate`={self.min_learning_rate}: expected at most "
                 f"--learning-rate={self.learning_rate}."
             )
-
-        self._check_local(self.model)
+        if "://" in self.model or is_address(self.model.removeprefix("hf:")):
+            raise ConfigError(  # config.yaml would keep the secrets of an address
+                f"`--model`={public(self.model)}: is an address. Download it, and give the folder, "
+                "or hf:ID for a model of the Hub."
+            )
         self._check_numbers()
         if self.step_rows is None and self.micro_batch_tokens != "auto":
             check_multiple(self, "step_tokens", "micro_batch_tokens")
@@ -258,14 +261,6 @@ class TrainConfig:
             raise ConfigError(
                 f"`mixing`: a stage has sequence_length {max(lengths)}, but the run has "
                 f"{self.sequence_length}, which is the longest. Raise --sequence-length."
-            )
-
-    def _check_local(self, model: str) -> None:
-        """Reject an address. config.yaml would keep its secrets."""
-        if "://" in model or is_address(model.removeprefix("hf:")):
-            raise ConfigError(
-                f"`--model`={public(model)}: is an address. Download it, and give the folder, or "
-                "hf:ID for a model of the Hub."
             )
 
     def _check_numbers(self) -> None:

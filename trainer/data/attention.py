@@ -129,9 +129,7 @@ def separation(device: torch.device, dtype: torch.dtype, *, compiled: bool) -> S
 def _has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        return False
-    return knows_ends()
+    return knows_ends() and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
 def knows_ends() -> bool:

@@ -16,7 +16,7 @@ torch.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple, Self
@@ -238,7 +238,12 @@ class DataSets:
                 for split, weight in zip(splits, self.weights.values(), strict=True)
             ]
             times = [max(lasting) / each for each in lasting]
-        return _joined([_read(split, often) for split, often in zip(splits, times, strict=True)])
+        read = [_read(split, often) for split, often in zip(splits, times, strict=True)]
+        histograms = zip(*(split.length_histogram for split in read), strict=True)
+        return SplitInfo(
+            shards=tuple(shard for split in read for shard in split.shards),
+            length_histogram=tuple(map(sum, histograms)),
+        )
 
 
 def _read(split: SplitInfo, times: float) -> SplitInfo:
@@ -252,14 +257,6 @@ def _read(split: SplitInfo, times: float) -> SplitInfo:
         longest_row=split.longest_row,
     )
     return SplitInfo(shards=(shard,), length_histogram=counts)
-
-
-def _joined(splits: Sequence[SplitInfo]) -> SplitInfo:
-    histograms = zip(*(split.length_histogram for split in splits), strict=True)
-    return SplitInfo(
-        shards=tuple(shard for split in splits for shard in split.shards),
-        length_histogram=tuple(map(sum, histograms)),
-    )
 
 
 Policy = Packed | Padded | Fixed

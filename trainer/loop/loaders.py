@@ -147,9 +147,11 @@ class SplitLoaders:
         Once the model is compiled for them, no step compiles again.
         """
         longest = max(split.longest_row for split in self._manifest.splits.values())
+        lengths = [stage.sequence_length for stage in self._config.mixing]
+        of_stages = [self._policy_of(length) for length in lengths if length]
         return [
             self.first(policy).blank_like(rows, length)
-            for policy in dict.fromkeys((self.policy, *self._of_stages(), self._evaluation))
+            for policy in dict.fromkeys((self.policy, *of_stages, self._evaluation))
             for rows, length in shapes(policy, longest)
         ]
 
@@ -177,10 +179,6 @@ class SplitLoaders:
         """Return the policy of a stage with sequences of this length."""
         config = dataclasses.replace(self._config, sequence_length=length)
         return self._policy(config, packed=is_packed(config, self._manifest))
-
-    def _of_stages(self) -> list[Policy]:
-        lengths = (stage.sequence_length for stage in self._config.mixing)
-        return [self._policy_of(length) for length in lengths if length]
 
     def open(
         self,
