@@ -34,7 +34,7 @@ _ROUTER = re.compile(r"router$|(^|_)gate$")
 """Names of routers. A gate with more outputs than inputs is a part of a feed-forward network."""
 _FUSED = {"c_attn": 3, "Wqkv": 3, "qkv_proj": 3, "gate_up_proj": 2}
 """How many matrices a linear layer of transformers holds side by side, by its name."""
-_PLAIN = {"eps": 1.0, "times": 2e5}
+_PLAIN = {"eps": 1.0, "times": 1e5}
 """Beside this epsilon, the second moment of AdamW is nothing, and an update is a multiple of the
 mean gradient. The rate is a multiple of AdamW's."""
 _END = 0.1
