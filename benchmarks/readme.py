@@ -366,6 +366,26 @@ def open_data_table(results: list[Entry]) -> list[list[str]]:
     ]
 
 
+def labels_table(results: list[Entry]) -> list[list[str]]:
+    """Scores of the defaults of `train` and of scikit-learn, means over the folds."""
+    header = ["set", "rows", "score", "`train`", "scikit-learn", "seconds of `train`"]
+    names = {"macro_f1": "macro-F1", "span_f1": "span F1"}
+    return [
+        header,
+        *(
+            [
+                entry["set"],
+                f"{entry['rows']:,}",
+                names[entry["score"]],
+                f"{entry['train']:.3f}",
+                f"{entry['scikit-learn']:.3f}",
+                f"{entry['seconds']:.0f}",
+            ]
+            for entry in results
+        ),
+    ]
+
+
 def finetune_table(results: list[Entry]) -> list[list[str]]:
     """Speed of each kind of batches."""
     rows = [
@@ -405,6 +425,7 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "packing": packing_table,
     "growing_length": growing_table,
     "finetune": finetune_table,
+    "labels": labels_table,
     "open_data": open_data_table,
     "chat": chat_table,
     "pretokenize": pretokenize_table,
