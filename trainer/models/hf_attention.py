@@ -109,7 +109,8 @@ def _cannot(layer: str, what: str) -> ConfigError:
 _FIRST, _SECOND = 5, 7
 """Lengths of the two test documents, in tokens."""
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
-"""Share of the largest logit by which others may differ, in fp32 and in half precision."""
+"""Logits that differ by at most this share of the largest one count as equal: in fp32, and in half
+precision."""
 
 
 @torch.no_grad()
