@@ -51,6 +51,7 @@ def run_command(body: Callable[[], int | None]) -> NoReturn:
         number = _received[0] if _received else signal.SIGINT
         detail = f": {interruption}" if str(interruption) else ""
         code = _say(f"interrupted{detail}", _BY_SIGNAL + number)
+        _leave_threads_behind(code)
     except ConfigError as error:
         code = _say(f"error: {error}", _USAGE)
     except TokenfeedError as error:
@@ -118,6 +119,18 @@ def _insist_on_utf8() -> None:
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _leave_threads_behind(code: int) -> None:
+    """End the process at once if a daemon thread runs, such as the one that writes a checkpoint.
+
+    Python cannot stop a thread in native code. If such a thread returns while Python ends, the
+    process aborts.
+    """
+    if any(thread.daemon for thread in threading.enumerate()):
+        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads
+            sys.stdout.flush()
+        os._exit(code)
 
 
 def _out_of_memory(error: Exception) -> str:

@@ -44,6 +44,9 @@ _log = logging.getLogger(__name__)
 class Saver:
     """Writes the checkpoints of a run on a thread, which does not keep the process alive.
 
+    A process must not end in the normal way while the thread writes: Python would abort it. So
+    `close` waits. A process that cannot wait calls `drop`, and later `os._exit`.
+
     If several ranks save together, each rank writes its shards into the same folder. Rank 0 does
     the rest.
 
@@ -112,9 +115,16 @@ class Saver:
         except Exception as error:
             _log.error("the last checkpoint was not saved: %s", error)
 
+    def drop(self) -> None:
+        """Do not wait for the checkpoint that the thread writes now. It may still be completed."""
+        self._thread = None
+
     def close(self) -> None:
-        """Release the host memory. Does not wait for the disk."""
-        self._copy.close()
+        """Wait until the checkpoint is on the disk, unless it was dropped. Release host memory."""
+        try:
+            self.wait_after_error()
+        finally:
+            self._copy.close()
 
     def _run(self, meta: CheckpointMeta) -> None:
         try:

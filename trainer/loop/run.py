@@ -118,6 +118,10 @@ def _train(
         if trainer.saver:
             trainer.saver.wait_after_error()
         raise
+    except KeyboardInterrupt:
+        if trainer.saver:
+            trainer.saver.drop()
+        raise
 
 
 def _check_folder(config: TrainConfig) -> None:

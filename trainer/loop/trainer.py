@@ -265,7 +265,8 @@ class Trainer:
         return {split: metrics for split, metrics in found.items() if metrics}
 
     def close(self) -> None:
-        """Stop the loader's workers, close files, and unlock the run's folder."""
+        """Stop the loader's workers, wait for a checkpoint that is being written, close files, and
+        unlock the run's folder."""
         self._resources.close()
 
     def _begin(self) -> None:

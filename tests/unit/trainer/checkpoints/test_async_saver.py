@@ -20,6 +20,7 @@ from tokenfeed.trainer.checkpoints.async_saver import HostCopy, Saver
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints, part_of, with_prefix
 from tokenfeed.trainer.config.run_config import OptimizerName
 from tokenfeed.trainer.loop.run import train
+from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.optim.train_state import make_moments, moments_of
 
@@ -131,6 +132,40 @@ def test_steps_go_on_while_a_disk_writes_nothing(shards: Path, tmp_path: Path, d
 
     train(make_config(shards, tmp_path, save_every=4), open_after_six)
     assert names_in(tmp_path / "checkpoints") == ["step-00000004", "step-00000008"]
+
+
+@pytest.mark.parametrize("error", [None, ValueError("in the loop"), KeyboardInterrupt()])
+def test_close_without_finish_waits_for_the_checkpoint(
+    error: BaseException | None, shards: Path, tmp_path: Path, disk: Disk
+) -> None:
+    def end_after_save() -> bool:
+        if not (tmp_path / "checkpoints").exists():
+            return False
+        threading.Timer(0.5, disk.opened.set).start()
+        if error:
+            raise error
+        return True
+
+    with (
+        contextlib.nullcontext() if error is None else pytest.raises(type(error)),
+        contextlib.closing(Trainer(make_config(shards, tmp_path, save_every=4))) as trainer,
+    ):
+        trainer.train(end_after_save)
+    assert names_in(tmp_path / "checkpoints") == ["step-00000004"]
+
+
+def test_train_interrupted_while_a_disk_hangs_ends_at_once(
+    shards: Path, tmp_path: Path, disk: Disk
+) -> None:
+    def interrupt_after_save() -> bool:
+        if (tmp_path / "checkpoints").exists():
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make_config(shards, tmp_path, save_every=4), interrupt_after_save)
+    assert not disk.opened.is_set()
+    assert names_in(tmp_path / "checkpoints") == ["step-00000004.tmp"]
 
 
 def test_a_slow_disk_delays_steps_by_what_the_report_says(
