@@ -130,8 +130,7 @@ class Evaluator:
         loaders: Yields the micro-batches of a split.
         learner: The model and its task.
         world: The ranks, which share a split.
-        should_stop: Called with the split before each micro-batch, on all ranks. True ends the
-            evaluation.
+        should_stop: Called before each micro-batch, on all ranks. True ends the evaluation.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Evaluator:
         loaders: SplitLoaders,
         learner: Learner,
         world: World,
-        should_stop: Callable[[str], bool],
+        should_stop: Callable[[], bool],
     ) -> None:
         self._data, self._config = DataSets.read(config.shards), config
         self._loaders, self._learner, self._world = loaders, learner, world
@@ -224,7 +223,7 @@ class Evaluator:
         """
         logged_s = time.monotonic()
         for nth, micro_batch in enumerate(micro_batches):
-            if self._should_stop(split):
+            if self._should_stop():
                 self.was_stopped = True
                 return
             if time.monotonic() - logged_s > _SECONDS_BETWEEN:

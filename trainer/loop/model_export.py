@@ -36,7 +36,7 @@ from torch import nn
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.format.storage import atomic_folder
-from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import Best, Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import (
     as_tokenizer,
@@ -123,17 +123,20 @@ def check_export(config: TrainConfig) -> None:
     read_tokenizer(first_of(config.shards))  # fail now, not after the last step
 
 
-def export_run(config: TrainConfig, folder: Path) -> None:
-    """Write the best weights of a run, or the latest ones if the run was not evaluated.
+def export_run(config: TrainConfig, folder: Path, best: Best | None) -> None:
+    """Write the best weights of a run.
+
+    Args:
+        config: The settings of the run.
+        folder: Where to write.
+        best: The best step; None for the latest one of a run that was not evaluated.
 
     Raises:
         ResumeError: The run has no checkpoint, or it is damaged.
     """
     manifest = read_manifest(config.shards)
     task = make_task(config, manifest, _CPU)
-    checkpoints = Checkpoints.of_run(config.run_dir)
-    best = checkpoints.best()
-    checkpoint = checkpoints.open(best.step if best else None)
+    checkpoint = Checkpoints.of_run(config.run_dir).open(best.step if best else None)
     about = Exported(
         model=_HUB if config.is_hub else config.model,
         size=SIZES.get(config.model),

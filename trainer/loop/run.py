@@ -48,7 +48,7 @@ def train(
         with contextlib.closing(Trainer(config, world)) as trainer:
             report = _train(trainer, should_stop, should_save)
         if world.is_main and config.export and report.finished and not config.export.exists():
-            export_run(config, config.export)
+            export_run(config, config.export, trainer.evaluator.best)
             _log.info("exported to %s", config.export)
         world.close()
         return report

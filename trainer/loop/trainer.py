@@ -383,7 +383,8 @@ class Trainer:
 
         A resumed run reuses the metrics in metrics.jsonl. Only a step that is due to be saved can
         become the best one. The evaluation comes before the checkpoint, which records the best
-        step. If the run is to stop, it saves first, and the resumed run evaluates.
+        step. If the run is to stop, it saves first, and the resumed run evaluates. Then the last
+        checkpoint does not record its own step as the best one.
         """
         is_again = self.step == self.began_at
         metrics = self._known_metrics("validation") if is_again else {}
@@ -431,13 +432,9 @@ class Trainer:
             lambda: self.metrics.evaluation(self.step, split) if self.metrics else {}
         )
 
-    def _is_stopped(self, split: str) -> bool:
-        """Return whether to end an evaluation of a split early.
-
-        The last validation always runs to its end: the last checkpoint records the best step.
-        """
-        stop = self.step_sync.ask(stop=self._should_stop())
-        return stop and (split != "validation" or self.step < self.config.steps)
+    def _is_stopped(self) -> bool:
+        """Return whether to end an evaluation early."""
+        return self.step_sync.ask(stop=self._should_stop())
 
     @property
     def is_finished(self) -> bool:
@@ -486,11 +483,14 @@ class Trainer:
             return
         if self.saver:
             self.saver.wait_after_error()
+        again = (
+            "If the run fails again after that checkpoint, delete it to go on from the one before."
+        )
         raise ConfigError(
             f"loss or gradients are not finite, {count_of(skips.in_a_row, 'step')} in a row, from "
             f"step {skips.first} on. Lower --learning-rate or raise --warmup-steps, and "
-            f"{self.checkpoints.way_on()}. If the run fails again after that checkpoint, delete it "
-            f"to go on from the one before. Step {step}: {named}."
+            f"{self.checkpoints.way_on()}. {f'{again} ' if self.checkpoints.latest() else ''}"
+            f"Step {step}: {named}."
         )
 
     def _write_records(self, rows: np.ndarray) -> str:

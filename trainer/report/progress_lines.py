@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.feeding.devices import cuda
-from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.run_config import PAGE_FILE, TrainConfig
 from tokenfeed.trainer.data.datasets import epoch_of, is_packed, knows_steps, shown
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
@@ -259,4 +259,10 @@ def log_beginning(config: TrainConfig, learner: Learner, step: int) -> None:
         f"{round(epoch.tokens / epoch.steps):,}",
         epochs,
     )
-    _log.info("run: %s", config.run_dir)
+    if config.warmup_steps > config.steps:
+        _log.warning(
+            "the learning rate rises for --warmup-steps %s, so this run ends before it is at "
+            "--learning-rate",
+            f"{config.warmup_steps:,}",
+        )
+    _log.info("run: %s, with the report in %s", config.run_dir, PAGE_FILE)

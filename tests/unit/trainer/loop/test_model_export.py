@@ -15,6 +15,7 @@ from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
 from tokenfeed.trainer.loop import evaluation, model_export
@@ -185,6 +186,21 @@ def test_a_stopped_run_is_exported_when_it_is_finished(documents: Path, tmp_path
     assert not (tmp_path / "exported").exists()
     run(dataclasses.replace(config, resume=True))
     assert load_exported(tmp_path / "exported")
+
+
+def test_best_step_is_exported_whose_evaluation_was_made_up(
+    documents: Path, tmp_path: Path
+) -> None:
+    """Its checkpoint is older than its evaluation, and names an earlier step as the best one."""
+    config = make_config(documents, tmp_path / "run", export=tmp_path / "exported")
+    run(config, stop_after=config.steps)
+    report = run(dataclasses.replace(config, resume=True))
+    exported = Exported.of(tmp_path / "exported")
+    assert exported is not None
+    assert (exported.step, report.best_step) == (config.steps, config.steps)
+    saved = Checkpoints.of_run(tmp_path / "run").best()
+    assert saved is not None
+    assert saved.step < config.steps
 
 
 def test_export_is_not_repeated_by_a_later_resume(documents: Path, tmp_path: Path) -> None:

@@ -139,6 +139,17 @@ def test_stop_during_test_evaluation_is_made_up_on_resume(tmp_path: Path) -> Non
     assert "accuracy" in report.metrics["test"]
 
 
+def test_stop_during_last_validation_is_made_up_on_resume(
+    counting: Path, finished: Path, tmp_path: Path
+) -> None:
+    config = make_config(counting, tmp_path / "run")
+    report = run(config, stop_after=config.steps)
+    assert (report.finished, report.steps) == (False, config.steps)
+    assert config.steps not in read_metrics(tmp_path / "run", "validation_loss")
+    assert run(dataclasses.replace(config, resume=True)).finished
+    assert_same_run(tmp_path / "run", finished, config.steps)
+
+
 def test_resume_evaluates_only_when_due(
     counting: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,12 +176,21 @@ def test_run_says_what_it_trains_before_the_first_step(
     train(make_config(counting, tmp_path / "run", steps=100), lambda: True)
     size = Manifest.read(counting).split("train").tokens
     assert f"data: {counting}, {size:,} tokens of lm" in caplog.messages
-    assert f"run: {tmp_path / 'run'}" in caplog.messages
+    assert f"run: {tmp_path / 'run'}, with the report in report.html" in caplog.messages
     beginnings = [line.split(":")[0] for line in caplog.messages]
     assert beginnings[:5] == ["model", "memory", "data", "steps", "run"]
     assert "without the embedding), fp32 on cpu" in caplog.messages[0]
     epochs = float(caplog.messages[3].split("; ")[1].removesuffix(" epochs"))
     assert epochs == pytest.approx(100 * 256 / size, rel=0.05)
+
+
+def test_run_says_that_its_warm_up_does_not_end(
+    counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(make_config(counting, tmp_path / "whole", steps=8, warmup_steps=8), lambda: True)
+    assert "warmup" not in caplog.text
+    train(make_config(counting, tmp_path / "cut", steps=8, warmup_steps=9), lambda: True)
+    assert "rises for --warmup-steps 9, so this run ends before" in caplog.text
 
 
 def test_run_logs_that_no_split_evaluates_it(

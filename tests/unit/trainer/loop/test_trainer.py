@@ -88,6 +88,12 @@ def test_progress_line_of_skipped_steps_shows_no_loss(
     assert line.endswith("2 skipped")
 
 
+def test_diverged_run_without_checkpoint_advises_none(counting: Path, tmp_path: Path) -> None:
+    config = make_config(counting, tmp_path, steps=40, learning_rate=1e30, save_every=100)
+    with pytest.raises(ConfigError, match=r"start again: nothing was saved\. Step 2: "):
+        run(config)
+
+
 def test_diverged_run_that_resumes_ends_in_one_line_again(counting: Path, tmp_path: Path) -> None:
     config = make_config(counting, tmp_path, steps=40, learning_rate=1e30, save_every=1)
     with pytest.raises(ConfigError, match=r"from step 2 on\..* Step 2: its records, ") as error:
