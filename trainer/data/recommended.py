@@ -239,12 +239,15 @@ def _packed(
     """Choose rows that hold the longest example, up to the longest input of the model. Steps of a
     pretrained model have up to 32 examples."""
     length = _between(_PACKED_LENGTH, round_up(longest, 64))
-    length = min(length, longest_input or length)
-    slots = max(1, _PACKED_SLOTS // length) * length
+    length = given.get("sequence_length") or min(length, longest_input or length)
+    slots = given.get("micro_batch_tokens")
+    if not isinstance(slots, int):
+        slots = max(1, _PACKED_SLOTS // length) * length
     rows = min(_FINE_ROWS, train.rows // _FINE_STEPS) if _finetunes(given) else 0
     step = max(slots, round_up(rows * train.tokens // train.rows, slots))
     settings = {"sequence_length": length, "micro_batch_tokens": slots, "step_tokens": step}
-    return Choice(settings, f"the longest row has {longest:,} tokens")
+    open_ones = {name: value for name, value in settings.items() if given.get(name) is None}
+    return Choice(open_ones, f"the longest row has {longest:,} tokens")
 
 
 def _step_rows(train: SplitInfo) -> int:

@@ -198,6 +198,25 @@ def test_the_command_takes_what_suits_and_what_it_is_told_comes_first(
     assert (steps.steps, steps.eval_every, steps.warmup_steps) == (50, 3, 5)
 
 
+@given(
+    manifests(("complete", "chat")),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "sequence_length": st.integers(2, 10_000),
+            "micro_batch_tokens": st.just("auto"),
+            "model": st.just("hf:some/model"),
+        },
+    ),
+)
+def test_steps_of_examples_fit_the_sequence_length_that_is_given(
+    manifest: Manifest, told: dict[str, Any]
+) -> None:
+    [choice] = data_defaults(manifest, told)
+    assert not choice.settings.keys() & told.keys()
+    dataclasses.replace(PLAIN, **choice.settings, **told).check()
+
+
 @pytest.mark.parametrize(("written", "tokens"), [("20K", 20_000), ("0.05m", 50_000), ("777", 777)])
 def test_tokens_give_steps_that_train_so_many_and_at_most_a_step_more(
     written: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
