@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from opcode import opname
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -186,6 +187,9 @@ class WaitFinder:
     Torch keeps a warning until its function returns, so `on_wait` is called just after each wait.
     When the wait began is known from a profile function, which notes the time of each call.
 
+    An examined step fails if an error ends a function that has called, at any depth, `begin`.
+    All settings are then restored at once, and the step does not count.
+
     Args:
         on_wait: A method to call after each wait, with the host time of the last call before it;
             None if another profile function is set.
@@ -204,6 +208,8 @@ class WaitFinder:
         self._left = 0
         self.steps = 0
         """Number of examined steps."""
+        self._callers: set[int] = set()
+        """Addresses of the frames that were running when the examination began."""
         self._caught: Any = None
         self._mode_before: Any = None
         self._can_look = False
@@ -237,6 +243,7 @@ class WaitFinder:
         warnings.showwarning = self._shown  # type: ignore[assignment]  # a method
         if sys.getprofile() is None:
             self._until = self._now() + _MOST_SECONDS_OF_PROFILE
+            self._callers = set(_addresses_of(sys._getframe(1)))
             sys.setprofile(self._profiled)
 
     def end_step(self) -> None:
@@ -244,21 +251,23 @@ class WaitFinder:
         if not self._left:
             return
         self._left -= 1
-        self.steps += 1
+        self.steps += self._caught is not None
         if not self._left:
             self.close()
 
     def found(self) -> dict[str, float]:
         """Return the waits per step by `file:line`, most frequent first."""
-        return {line: count / self.steps for line, count in self._lines.most_common()}
+        steps = max(1, self.steps)  # none yet within the first examined step
+        return {line: count / steps for line, count in self._lines.most_common()}
 
     def close(self) -> None:
         """Restore the settings of torch, of warnings and of Python."""
+        self._left = 0
         if self._caught is None:
             return
         self._end_profile()
         self._caught.__exit__(None, None, None)
-        self._caught, self._left = None, 0
+        self._caught = None
         self._set_mode(self._mode_before)
 
     def _shown(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
@@ -270,8 +279,14 @@ class WaitFinder:
         else:
             self._show(message, category, filename, lineno, *rest)
 
-    def _profiled(self, frame: FrameType, event: str, called: Any) -> None:
+    def _profiled(self, frame: FrameType, event: str, value: Any) -> None:
         """Note the time of a call or return, except while a warning is handled."""
+        if event == "return" and id(frame) in self._callers:
+            self._callers.remove(id(frame))  # another frame may get this address
+            if value is None and _has_failed(frame):
+                self.close()
+                self._left = 1  # leave the rest of this step out of the measurement, too
+                return
         if frame.f_globals is not globals() and frame.f_globals is not warnings.__dict__:
             self._called = self._now()
             if self._called > self._until:  # the loop has ended within an examined step
@@ -292,6 +307,21 @@ class WaitFinder:
             self._can_look = True
         except (AttributeError, RuntimeError):  # a build of torch without sync debug mode
             self._mode_before = None
+
+
+def _addresses_of(frame: FrameType | None) -> Iterator[int]:
+    """Yield the address of a frame and of all frames that have called it."""
+    while frame is not None:
+        yield id(frame)
+        frame = frame.f_back
+
+
+def _has_failed(frame: FrameType) -> bool:
+    """Return whether an error ends a frame, whose return value is None: a profile function sees a
+    return in both cases. The frame is then not at an instruction that returns or yields. From
+    Python 3.13 on, a frame that yields is at the RESUME behind its YIELD_VALUE."""
+    instruction = opname[frame.f_code.co_code[frame.f_lasti]]
+    return not instruction.startswith(("RETURN", "YIELD", "RESUME"))
 
 
 Batch = TypeVar("Batch")

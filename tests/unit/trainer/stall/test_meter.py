@@ -439,6 +439,46 @@ def test_time_of_a_wait_is_that_of_the_call_that_waits() -> None:
     assert found == [number + 1 for number in before]
 
 
+def test_error_that_leaves_an_examined_loop_restores_all_settings_at_once(item: Item) -> None:
+    device, profile, show = exact(), sys.getprofile(), warnings.showwarning
+    meter = StallMeter(clock=device, skipped_steps=0)
+
+    def callback() -> None:
+        """Begin as callbacks of other trainers do: their frames return before the next step."""
+        meter.step(1)
+        meter.find_waits(2)
+
+    def train(steps: int) -> None:
+        for number in range(4):
+            item(device)
+            with contextlib.suppress(KeyError):  # caught inside of the step: the step goes on
+                raise KeyError
+            if number == steps:
+                raise ValueError("a failed step")
+            callback()
+
+    for steps in (1, 2):
+        with pytest.raises(ValueError, match="a failed step"):
+            train(steps)
+        assert sys.getprofile() == profile
+        assert warnings.showwarning is show
+        assert torch.cuda.get_sync_debug_mode() == "default"
+    train(4)
+    assert sys.getprofile() != profile, "the loop may go on after an error"
+    meter.close()
+    assert sum(meter.report().events["waits"].values()) > 0
+
+
+def test_report_within_the_first_examined_step_counts_its_waits(item: Item) -> None:
+    device = exact()
+    meter = StallMeter(clock=device, skipped_steps=0)
+    meter.find_waits()
+    item(device)
+    (count,) = meter.report().events["waits"].values()
+    meter.close()
+    assert count == 1
+
+
 def test_error_in_an_examined_step_leaves_no_profile_function_after_close() -> None:
     meter, before = StallMeter(clock=exact(), skipped_steps=0), sys.getprofile()
     meter.find_waits()
