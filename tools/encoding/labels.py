@@ -90,6 +90,7 @@ def find_labels(
     work: CountLabels,
     *,
     own: str,
+    remedy: Callable[[str], str] = lambda reason: "",
     counted: Iterable[Counter[str]] | None = None,
 ) -> Labels:
     """Find every label of the corpus.
@@ -98,6 +99,7 @@ def find_labels(
         units: The corpus.
         work: Counts the labels of a unit.
         own: The task's name for the field with the labels, for errors.
+        remedy: Returns what to do about the reason of a rejected record; see `TaskEncoder.remedy`.
         counted: The labels of the units, in any order. None: this process counts.
 
     Raises:
@@ -111,10 +113,10 @@ def find_labels(
         if len(counts) > _MOST_LABELS:
             raise _too_many(field, _MORE_LABELS)
     if not counts:
-        reject = "".join(first_reject((part for unit in units for part in unit.parts), fields))
+        where, reason = first_reject((part for unit in units for part in unit.parts), fields)
+        way_on = remedy(reason) or f" Name another field with `--field {own}=NAME`."
         raise CorpusError(
-            f"no usable record has a label in field `{field}`{reject}. Name another field with "
-            f"`--field {own}=NAME`."
+            f"no usable record has a label in field `{field}`{where}{reason}.{way_on}"
         )
     numbers = _whole_numbers(counts, field)
     if not numbers:

@@ -15,6 +15,7 @@ A record whose texts have no tokens becomes an empty row, which is counted and n
 import functools
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -60,9 +61,14 @@ _TASKS_BY_FIELDS = {
     ("messages",): "chat",
     ("conversations",): "chat",
     ("prompt", "chosen", "rejected"): "chat",
+    ("chosen", "rejected"): "chat",
     ("prompt", "completion"): "complete",
     ("tokens", "tags"): "tag",
+    ("tokens", "ner_tags"): "tag --field tags=ner_tags",
+    ("words", "tags"): "tag --field tokens=words",
     ("input_ids",): "ids",
+    ("text", "label"): "classify",
+    ("text", "score"): "score",
 }
 """The value of `--task` for records with these fields, for hints."""
 
@@ -128,18 +134,23 @@ class TaskEncoder(ABC):
 
     def remedy(self, reason: str) -> str:
         """Return the option to give, if records are rejected for lack of a field."""
-        if not reason.startswith(("no field", "no column")):
+        found = re.match("no (?:field|column) `(.*)`; it has: (.*)", reason)
+        if not found:
             return ""
-        present = {*reason.partition("it has: ")[2].split(", ")}
+        missing, present = found[1], {*found[2].split(", ")}
+        if self.named.keys() <= present:  # another field was named
+            return self._name_field(missing)
         for names, task in _TASKS_BY_FIELDS.items():
             if present.issuperset(names) and not self.kinds.keys() >= {*names}:
                 return f" Records with `{'` and `'.join(names)}` need `--task {task}`."
-        return f" Name the field: {self.option_of_fields}."
+        if present == {"text"} and "text" not in self.kinds:
+            return " Records with `text` alone need `--task lm`."
+        return self._name_field(missing)
 
-    @property
-    def option_of_fields(self) -> str:
-        """The option that names the first field."""
-        return f"`--field {next(iter(self.named))}=NAME`"
+    def _name_field(self, missing: str) -> str:
+        """Return the option that names a missing field; empty if no option does."""
+        names = [own for own, name in self.named.items() if name == missing]
+        return f" Name the field: `--field {names[0]}=NAME`." if names else ""
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -690,10 +701,9 @@ class ChatEncoder(TaskEncoder):
         found = next((task for task in layouts if can_read(task.fields)), self)
         return replace(found, **self.extras)
 
-    @property
-    def option_of_fields(self) -> str:
-        """The option that names the fields of a conversation."""
-        return "`--field messages=NAME` or `--field prompt=NAME completion=NAME`"
+    def _name_field(self, missing: str) -> str:
+        """Return the options that name the fields of a conversation."""
+        return " Name the field: `--field messages=NAME` or `--field prompt=NAME completion=NAME`."
 
     @property
     def _endings(self) -> tuple[str, ...]:

@@ -133,7 +133,9 @@ class Inputs:
         if isinstance(task, Labelled):
             work = CountLabels(task.fields, task.label_field, task.unusable)
             counted = _counted(work, units, options.num_workers)
-            labels = find_labels(units, work, own=task.own_label_field, counted=counted)
+            labels = find_labels(
+                units, work, own=task.own_label_field, remedy=task.remedy, counted=counted
+            )
             task = dataclasses.replace(task, labels=onto.labels(labels) if onto else labels)
         return dataclasses.replace(self, units=units, task=task)
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.pretokenizing import make
@@ -36,25 +37,58 @@ def test_wrong_field_name_stops_after_10_000_records(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("row", "task"),
-    [
-        ({"messages": [{"role": "user", "content": "a"}]}, "chat"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "chat"),
-        ({"prompt": "a", "completion": "b"}, "complete"),
-        ({"tokens": ["a"], "tags": ["b"]}, "tag"),
-        ({"input_ids": [1]}, "ids"),
-    ],
-)
+RECORDS: dict[str, dict[str, Any]] = {
+    "lm": {"text": "a"},
+    "chat": {"messages": [{"role": "user", "content": "a"}]},
+    "chat of pairs": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "chat of pairs without a prompt": {"chosen": "b", "rejected": "c"},
+    "complete": {"prompt": "a", "completion": "b"},
+    "tag": {"tokens": ["a"], "tags": ["b"]},
+    "tag --field tags=ner_tags": {"tokens": ["a"], "ner_tags": [1]},
+    "tag --field tokens=words": {"words": ["a"], "tags": ["b"]},
+    "ids": {"input_ids": [1]},
+    "classify": {"text": "a", "label": 1},
+    "score": {"text": "a", "score": 0.5},
+}
+"""Records that need a task, by the value of `--task`."""
+
+
+WRONG = [
+    (task, needed)
+    for task in ("lm", "complete", "chat", "classify", "score", "tag", "ids")
+    for needed in RECORDS
+    if needed.partition(" of ")[0] != task
+    and (task, needed) not in (("lm", "classify"), ("lm", "score"), ("chat", "complete"))
+]
+"""Tasks that cannot read such records."""
+
+
+@pytest.mark.parametrize(("task", "needed"), WRONG)
 def test_records_of_another_task_name_its_option(
-    tmp_path: Path, tokenizer: Path, row: dict[str, object], task: str
+    tmp_path: Path, tokenizer: Path, task: str, needed: str
 ) -> None:
-    write_rows(tmp_path / "a.jsonl", 3, **row)
+    row = RECORDS[needed]
+    (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    options: dict[str, Any] = {"task": task}
+    if task == "chat":
+        template = options["chat_template"] = str(tmp_path / "chat.jinja")
+        Path(template).write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     names = "` and `".join(row)
-    with pytest.raises(CorpusError, match=rf"Records with `{names}` need `--task {task}`\.$"):
-        make(tmp_path / "a.jsonl", tmp_path / "out", tokenizer)
-    with pytest.raises(CorpusError, match=rf"Records with `{names}` need `--task {task}`\.$"):
-        make(tmp_path / "a.jsonl", tmp_path / "out", None)  # which would train a tokenizer
+    words = rf"Records with `{names}` need `--task {needed.partition(' of ')[0]}`\.$"
+    if needed == "lm":
+        own = {"classify": "label", "score": "score"}.get(task)
+        words = rf"Name the field: `--field {own}=NAME`\.$" if own else "`text` alone .*--task lm`"
+    for given in (tokenizer, None) if task not in ("chat", "ids") else (tokenizer,):
+        with pytest.raises(CorpusError, match=words):  # None: before a tokenizer is trained
+            make(tmp_path / "a.jsonl", tmp_path / "out", given, **options)
+
+
+def test_named_field_that_is_missing_is_named_even_if_another_task_fits(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    write_rows(tmp_path / "a.jsonl", 3, text="a", label=1)
+    with pytest.raises(CorpusError, match=r"no field `x`.* Name the field: `--field text=NAME`\.$"):
+        make(tmp_path / "a.jsonl", tmp_path / "out", tokenizer, field=(("text=x",),))
 
 
 def test_a_task_that_reads_the_fields_of_the_records_is_not_told_of_another_one(
