@@ -208,7 +208,7 @@ def _opened(name: str, tokenizer: TextTokenizer) -> TokenFile:
         return flat(own, by_index)
     raise ConfigError(
         f"{name}: of no known format. Known are .bin (with .idx: Megatron; else nanoGPT, llm.c), "
-        ".npy (OLMo) and .ds (datatrove)."
+        ".npy (OLMo) and .ds (datatrove). For texts, use `pretokenize`."
     )
 
 

@@ -237,7 +237,10 @@ WRONG: dict[str, tuple[Callable[[Path], str], str]] = {
         lambda folder: save(folder / "a.idx", []),
         "is an index. Give the file beside it, a.bin",
     ),
-    "an unknown format": (lambda folder: save(folder / "a.txt", [7]), "of no known format"),
+    "an unknown format": (
+        lambda folder: save(folder / "a.txt", [7]),
+        "For texts, use `pretokenize`",
+    ),
     "a missing file": (lambda folder: str(folder / "gone.bin"), "is not a file"),
 }
 
