@@ -317,9 +317,12 @@ def _addresses_of(frame: FrameType | None) -> Iterator[int]:
 
 
 def _has_failed(frame: FrameType) -> bool:
-    """Return whether an error ends a frame, whose return value is None: a profile function sees a
-    return in both cases. The frame is then not at an instruction that returns or yields. From
-    Python 3.13 on, a frame that yields is at the RESUME behind its YIELD_VALUE."""
+    """Return whether an error ends a frame that seems to return nothing.
+
+    A profile function sees a return in both cases. After an error, the frame is not at an
+    instruction that returns or yields. From Python 3.13 on, a frame that yields is at the RESUME
+    behind its YIELD_VALUE.
+    """
     instruction = opname[frame.f_code.co_code[frame.f_lasti]]
     return not instruction.startswith(("RETURN", "YIELD", "RESUME"))
 
