@@ -558,6 +558,32 @@ def test_meter_marks_one_gpu_while_another_is_current(monkeypatch: pytest.Monkey
     assert loop.cuda.contexts == {1}
 
 
+def test_report_counts_retries_and_allocations_since_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = SimulatedDevice(on=Host(), launch=9e-6)
+    CudaOfDevices(monkeypatch, [device])
+    counts = {"num_device_alloc": 40, "num_alloc_retries": 7}
+    reserved = {"all": {"allocated": 0, "freed": 0}}
+    statistics = counts | {"reserved_bytes": reserved}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: statistics | counts)
+    meter = StallMeter("cuda:0", skipped_steps=1)
+    for step in range(30):
+        device.work(60, 0.2e-3)
+        if step in (10, 20, 21):  # torch frees cached memory and tries again: the device stops
+            counts["num_alloc_retries"] += 1
+            counts["num_device_alloc"] += 2
+            device.wait()
+            device.host += 30e-3
+        meter.step(1)
+    device.wait()
+    report = meter.report()
+    meter.close()
+    assert report.events["allocation_retries"] == 3
+    assert report.events["allocations"] == 6
+    assert report.causes["allocator"].seconds == pytest.approx(3 * 30e-3, rel=0.1)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_sleeping_host_is_stall_only_while_the_queue_is_empty() -> None:
