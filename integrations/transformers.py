@@ -23,6 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from tokenfeed.integrations.dataloader import StatefulShardLoader, checked_loader
 from tokenfeed.integrations.packed import check_documents_apart, has_neighbors
 from tokenfeed.integrations.stall import MeterOfEvents
+from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.stall import StallReport
 
@@ -186,11 +187,15 @@ class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # unty
 class _LoaderState(transformers.TrainerCallback):  # type: ignore[misc]  # untyped
     """Puts the loader's state into each checkpoint, and counts epochs after a resume."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **now: Any) -> None:
         """Set the epoch, which the Trainer counts from the resumed step. With a loader without an
         end, the run is one epoch."""
         if state.num_train_epochs == sys.maxsize:
             state.epoch = state.global_step / state.max_steps
+            return
+        batches, per_step = len(now["train_dataloader"]), args.gradient_accumulation_steps
+        passes, steps = divmod(state.global_step, ceil_div(batches, per_step))
+        state.epoch = passes + steps * per_step / batches
 
     def on_save(self, args: Any, state: Any, control: Any, **now: Any) -> None:
         """Write it by the rank that writes; it is the same on all."""

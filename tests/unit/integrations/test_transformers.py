@@ -117,6 +117,25 @@ def test_resume_from_latest_checkpoint_goes_on(shards: Path, tmp_path: Path) -> 
     assert places[0][-1] == (12, 1.0)
 
 
+def test_resumed_trainer_logs_the_epochs_of_a_loader_with_an_end(
+    shards: Path, tmp_path: Path
+) -> None:
+    def run(per_step: int = 1, **settings: Any) -> list[tuple[int, float]]:
+        ours = trainer(tmp_path, open_split(shards, epochs=1))
+        ours.args.max_steps, ours.args.num_train_epochs = -1, 2
+        ours.args.gradient_accumulation_steps, ours.args.save_steps = per_step, 3
+        ours.train(**settings)
+        return [(log["step"], log["epoch"]) for log in ours.state.log_history]
+
+    batches = len(open_split(shards, epochs=1))
+    for per_step in (2, 1):  # as Trainer counts them without a resume
+        ends = [*range(per_step, batches, per_step), batches]
+        expected = [epoch + end / batches for epoch in range(2) for end in ends]
+        whole = run(per_step)
+        assert whole == [*enumerate(expected, 1), (len(expected), 2.0)]
+    assert run(resume_from_checkpoint=str(tmp_path / "checkpoint-3")) == whole
+
+
 def test_trainer_does_not_set_the_epoch_of_a_loader(shards: Path, tmp_path: Path) -> None:
     """After a resume, its count of passes is that of this process."""
     loader = open_split(shards, epochs=1)
