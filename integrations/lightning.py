@@ -67,15 +67,11 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         self._validation = validation
         self._read_state: Callable[[], dict[str, Any]] = dict
         self._training: ShardLoader | None = None
-        self._opened, self._first_step = ExitStack(), 0
-
-    def setup(self: Any, stage: str) -> None:
-        """Store the number of steps before Lightning loads the loops of a checkpoint."""
-        self._first_step = self.trainer.global_step
+        self._opened = ExitStack()
 
     def train_dataloader(self: Any) -> Any:
         """Make the training loader. torch.distributed is initialized at this point."""
-        if self.trainer.global_step > self._first_step and not self._read_state():
+        if self.trainer.ckpt_path and self.trainer.global_step and not self._read_state():
             raise ResumeError("the checkpoint has no state of a ShardDataModule: load only weights")
         self._training = loader = self._loader(self._path, **self._settings)
         return _Steps(loader, self)
