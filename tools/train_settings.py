@@ -300,6 +300,8 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], *, on_gpu: bool) -
         for_gpu = given.get("preset") in _OF_GPUS or on_gpu
         choices += schedule_defaults(manifest, command(), given, for_gpu=for_gpu)
     packed = manifest is None or is_packed(command(), manifest)
+    if on_gpu and packed and given.get("dropout") is None and _drops_attention(command().model):
+        choices.append(Choice({"dropout": 0.0}, "packed rows on a GPU drop no attention weights"))
     if on_gpu and "micro_batch_tokens" not in given:
         choices += filter(None, [gpu_default(command(), packed=packed)])
     found = command()
@@ -324,9 +326,21 @@ def _longest_input(manifest: Manifest, model: str) -> int | None:
     """Return the longest input of an hf: model, if the data set has contexts; else None."""
     if not model.startswith("hf:") or column_of(manifest.columns, "context") is None:
         return None
-    from tokenfeed.trainer.models.hf_model import longest_input  # transformers, seconds
+    from tokenfeed.trainer.models.hf_model import read_config  # transformers, seconds
 
-    return longest_input(model)
+    described = read_config(model)
+    return described and getattr(described.get_text_config(), "max_position_embeddings", None)
+
+
+def _drops_attention(model: str) -> bool:
+    """Return whether an hf: model sets attention weights to 0 at random."""
+    if not model.startswith("hf:"):
+        return False
+    from tokenfeed.trainer.models.hf_model import dropout_shares, read_config
+
+    described = read_config(model)
+    shares = dropout_shares(described) if described else {}
+    return any(share for name, share in shares.items() if "att" in name)
 
 
 def _values(config: TrainConfig) -> dict[str, Any]:

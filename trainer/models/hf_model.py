@@ -107,7 +107,7 @@ class HubModel(nn.Module):
     @property
     def drops_attention(self) -> bool:
         """Whether the config has dropout of attention weights."""
-        return any(_dropout_shares(self.model.config).values())
+        return any(dropout_shares(self.model.config).values())
 
     @property
     def attention_width(self) -> int:
@@ -199,13 +199,11 @@ def companion_files(model: str) -> dict[str, bytes]:
     return found
 
 
-def longest_input(model: str) -> int | None:
-    """Return the longest input of an hf: model in tokens; None without a limit, or if the config
-    cannot be read, which the run reports."""
+def read_config(model: str) -> Any:
+    """Return the config of an hf: model; None if it cannot be read, which the run reports."""
     source = model.removeprefix("hf:")
     with _quiet(), suppress(*_REFUSALS):
-        described = transformers.AutoConfig.from_pretrained(source, **_where(source))
-        return getattr(described.get_text_config(), "max_position_embeddings", None)
+        return transformers.AutoConfig.from_pretrained(source, **_where(source))
     return None
 
 
@@ -227,7 +225,7 @@ def _describe(source: str, config: TrainConfig, head: Head) -> Any:
     if config.dropout is not None:
         share = config.dropout if config.lora is None else 0.0
         described.classifier_dropout = share  # where a config has none, heads of tags take 10 %
-        for name in _dropout_shares(described):
+        for name in dropout_shares(described):
             setattr(described, name, share)
     if unknown := set(getattr(described, "layer_types", None) or ()) - _KNOWN_LAYERS:
         raise ConfigError(
@@ -255,7 +253,7 @@ def _qwen3(config: TrainConfig, head: Head) -> Any:
     )
 
 
-def _dropout_shares(described: Any) -> dict[str, float]:
+def dropout_shares(described: Any) -> dict[str, float]:
     """Return the shares of dropout in a config, whatever the model calls them, without dropout of
     whole layers."""
     return {

@@ -121,6 +121,31 @@ def test_config_yaml_of_a_run_begins_another_run(shards: Path, tmp_path: Path) -
     assert config.as_dict() == dataclasses.replace(begun, **fresh).as_dict()
 
 
+@pytest.mark.parametrize(
+    ("share", "words", "chosen"),
+    [
+        (0.1, (), 0.0),
+        (0.0, (), None),
+        (0.1, ("--dropout", 0.2), 0.2),
+        (0.1, ("--batching", "padded"), None),
+    ],
+)
+def test_packed_rows_on_a_gpu_drop_no_attention_weights(
+    share: float,
+    words: tuple[object, ...],
+    chosen: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`varlen_attn` cannot, and GPT-2 does by its config."""
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(attn_pdrop=share).save_pretrained(tmp_path / "gpt2")
+    shards = write_rows(tmp_path / "shards", {"train": random_rows(np.full(20, 10))}, 1000)
+    monkeypatch.setattr("tokenfeed.tools.train_settings._is_on_gpu", lambda command: True)
+    config = parsed("--shards", shards, "--model", f"hf:{tmp_path / 'gpt2'}", *words)
+    assert config.dropout == chosen
+
+
 def test_a_switch_of_a_file_can_be_turned_off(shards: Path, tmp_path: Path) -> None:
     file = written(tmp_path / "a.yaml", compile=True, shards=str(shards))
     assert parsed("--config", file).compile
