@@ -190,15 +190,18 @@ def test_more_ranks_than_micro_batches_are_refused_in_one_line(trained: Trained)
     assert "`--micro-batch-tokens`: 2 ranks share 1 micro-batches of a step" in errors
 
 
-def test_shares_keep_no_whole_weight_between_forward_and_backward(
-    every_task: Path, tmp_path: Path
+@pytest.mark.parametrize("size", [2, 4])
+def test_shares_of_a_step_take_16_bytes_per_parameter_and_no_whole_weight_stays(
+    size: int, every_task: Path, tmp_path: Path
 ) -> None:
-    size = 2
+    """Between forward and backward pass."""
     program = [PROGRAMS / "sharded_memory.py", str(every_task / "lm"), str(tmp_path), str(size)]
     result = warm.run(program)
     assert result.returncode == 0, result.stderr
     ranks = json.loads(result.stdout.splitlines()[-1])
     assert [rank["kept"] for rank in ranks] == [0] * size
+    for rank in ranks:
+        assert rank["stored"] == pytest.approx(16 * rank["parameters"] / size, rel=0.01)
 
 
 def test_killed_ranks_with_shares_leave_checkpoints_to_resume(trained: Trained) -> None:

@@ -1,5 +1,6 @@
 """Measures which weights a sharded model on ranks of the CPU keeps whole, in bf16. Prints a JSON
-list: for each rank the bytes of whole weights that are left after a forward pass.
+list: for each rank the bytes of whole weights that are left after a forward pass, and the bytes of
+weights, gradients and moments of a step.
 
 python sharded_memory.py SHARDS FOLDER RANKS
 """
@@ -45,7 +46,14 @@ def measure(shards: Path, folder: Path) -> dict[str, int]:
     parameters = sum(weight.numel() for weight in learner.model.parameters())
     left = sum(tensor.untyped_storage().size() for tensor in weights)
     loss.sum.backward()
-    return {"kept": left, "parameters": parameters}
+    own = [weight.to_local() for weight in learner.model.parameters()]
+    own += [weight.grad.to_local() for weight in learner.model.parameters()]
+    learner.step(1, loss.sum.detach(), loss.targets)
+    for moments in learner.optimizer.state.values():
+        own += [moments[name].to_local() for name in ("exp_avg", "exp_avg_sq")]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in own}
+    stored = sum(storage.nbytes() for storage in storages.values())
+    return {"kept": left, "parameters": parameters, "stored": stored}
 
 
 def main(shards: str, folder: str, size: int) -> None:
