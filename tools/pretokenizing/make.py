@@ -27,12 +27,13 @@ from tokenfeed.pipeline.format.store import Place, local_path
 from tokenfeed.pipeline.text import public
 from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.corpus.spool import Spool
+from tokenfeed.tools.corpus.units import read_records
 from tokenfeed.tools.data_sets.merge import Opened, grow
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.chat import ChatTemplate, tokens_set_by
 from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, preload
 from tokenfeed.tools.encoding.record_blocks import UnitResult
-from tokenfeed.tools.encoding.tasks import ChatEncoder
+from tokenfeed.tools.encoding.tasks import ChatEncoder, CompleteEncoder
 from tokenfeed.tools.encoding.tokenizer import (
     TextTokenizer,
     fetch_beside,
@@ -146,6 +147,11 @@ def prepared(listed: Listed) -> Run:
     started = time.perf_counter()
     tokenizer = listed.tokenizer or _trained_tokenizer(options, inputs, output, kept)
     tokenizer_seconds = time.perf_counter() - started
+    if _lacks_separator(inputs):
+        logger.warning(
+            "nothing separates prompts from completions: no white space, and no end that all "
+            "prompts have. Add a line break or a marker at the end of each prompt"
+        )
     is_bare = options.task in ("classify", "score", "tag") and not options.add_special_tokens
     if is_bare and tokenizer.has_template:
         logger.info(
@@ -180,6 +186,23 @@ def prepared(listed: Listed) -> Run:
         has_kept_plan=kept is not None,
         tokenizer_seconds=tokenizer_seconds,
     )
+
+
+def _lacks_separator(inputs: Inputs) -> bool:
+    """Return whether each completion directly follows its prompt, in the first records of the
+    corpus. A common end of all prompts counts as a separator, unless it is one character."""
+    task, parts = inputs.task, (part for unit in inputs.units for part in unit.parts)
+    first = next(parts, None)
+    if first is None or not isinstance(task, CompleteEncoder):
+        return False
+    records = next(read_records(first, task.fields, in_one_pass=True), None)
+    prompts, completions = records.fields.values() if records else ([], [])
+    is_apart = any(
+        prompt[-1:].isspace() or completion[:1].isspace()
+        for prompt, completion in zip(prompts, completions, strict=True)
+    )
+    endings = {prompt[-2:] for prompt in prompts}
+    return len(endings) > 1 and not is_apart
 
 
 def _trained_tokenizer(

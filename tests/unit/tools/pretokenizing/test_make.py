@@ -56,6 +56,31 @@ def stopped_after(units: int) -> Callable[..., None]:
     return stopping
 
 
+@pytest.mark.parametrize(
+    ("prompts", "completion", "warns"),
+    [
+        (("Who?", "And how many?"), "Ann.", True),
+        (("Who?\n", "And how many?\n"), "Ann.", False),
+        (("Who?", "And how many?"), " Ann.", False),
+        (("Who? A:", "And how many? A:"), "Ann.", False),
+    ],
+    ids=["none", "line break", "space", "common end"],
+)
+def test_prompts_without_a_separator_are_reported(
+    prompts: tuple[str, ...],
+    completion: str,
+    warns: bool,
+    tmp_path: Path,
+    tokenizer: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    records = [{"prompt": prompt, "completion": completion} for prompt in prompts]
+    corpus = tmp_path / "pairs.jsonl"
+    corpus.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    make(corpus, tmp_path / "out", tokenizer, task="complete")
+    assert ("nothing separates prompts from completions" in caplog.text) == warns
+
+
 @pytest.mark.slow
 @settings(max_examples=5)
 @given(
