@@ -409,7 +409,8 @@ _OFFSETS = 2 * _REACH + 1
 """Words on each side that count for a tag, and all of them with the word itself."""
 BUCKETS, FEATURES = 8192, 5
 _SPACES = ("\u0120", "\u2581")
-"""Characters that stand for a space at the beginning of a token."""
+"""Characters that stand for a space at the beginning of a token, and are not in its text. In other
+tokenizers they are letters."""
 _BROKEN = "\ufffd"
 """Character in the text of a token that is a part of a character's bytes."""
 
@@ -449,7 +450,7 @@ def tag_features(shards: StorePath) -> tuple[Tensor, Tensor]:
     texts = tokenizer.decode_batch([[id] for id in ids], skip_special_tokens=False)
     tokens = [tokenizer.id_to_token(id) or "" for id in ids]
     begins = [
-        token[:1] in _SPACES or text[:1].isspace()
+        text[:1].isspace() or (token[:1] in _SPACES and token[:1] != text[:1])
         for token, text in zip(tokens, texts, strict=True)
     ]
     if not any(begins):  # the tokenizer drops spaces

@@ -23,6 +23,9 @@ from support.training import (
     write_labelled,
 )
 from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace
+from tokenizers.decoders import WordPiece as WordPieceDecoder
+from tokenizers.models import Unigram, WordPiece
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.data.micro_batch import IGNORED, HeadKind, MicroBatch
@@ -307,3 +310,17 @@ def test_features_of_tags_tell_shape_case_ends_and_beginnings_of_words(tmp_path:
         (inner, name, [True, True, False, False, False]),
     ):
         assert (features_VF[one] == features_VF[two]).tolist() == same
+
+
+def test_a_letter_that_marks_spaces_elsewhere_does_not_join_words(tmp_path: Path) -> None:
+    """\u0120 is a letter of Maltese, and byte-level tokenizers write a space so."""
+    pieces = ["[UNK]", "\u0120", "\u0120gan", "##tija", "il", "##\u0120", "\u2581"]
+    wordpiece = Tokenizer(WordPiece({piece: id for id, piece in enumerate(pieces)}))
+    wordpiece.decoder = WordPieceDecoder()
+    _, begins_V = tag_features(shards_of(wordpiece, tmp_path / "wordpiece"))
+    assert begins_V.tolist() == [not piece.startswith("##") for piece in pieces]
+    texts = ["\u2581gan", "tija", "\u2581"]
+    unigram = Tokenizer(Unigram([("<unk>", 0.0), *((text, -1.0) for text in texts)], unk_id=0))
+    unigram.decoder = Metaspace()
+    _, begins_V = tag_features(shards_of(unigram, tmp_path / "unigram"))
+    assert begins_V.tolist() == [False, True, False, True]
