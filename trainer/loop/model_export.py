@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import nn
 
@@ -164,7 +165,7 @@ def load_exported(folder: Path | str) -> nn.Module:
     It takes a `MicroBatch` and returns logits.
 
     Raises:
-        ConfigError: The folder was not written by `export_run`.
+        ConfigError: The folder was not written by `export_run` of this version.
     """
     folder = Path(folder)
     about = Exported.of(folder)
@@ -179,7 +180,14 @@ def load_exported(folder: Path | str) -> nn.Module:
         model: nn.Module = Transformer(about.size, about.head)
     else:
         model = make_model(TrainConfig(shards="", model=about.model), about.head)
-    safetensors.torch.load_model(model, folder / _WEIGHTS)
+    try:
+        safetensors.torch.load_model(model, folder / _WEIGHTS)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{folder / _WEIGHTS}: the weights do not fit {about.model} ({reason}). Train and "
+            "export again, or load it with the version of tokenfeed that exported it."
+        ) from error
     return model.eval()
 
 

@@ -251,14 +251,14 @@ class _Linear(nn.Module):
     is better than each of them.
 
     Its weights follow their mean gradients. AdamW would move the weight of a rare word as far as
-    that of a frequent one, and this model would learn rows by heart.
+    that of a frequent one, and this model would learn rows by heart. With fewer classes, the loss
+    is curved more, and large steps would overshoot.
     """
-
-    by_gradient = True
 
     def __init__(self, rows: int, outputs: int, offsets: int) -> None:
         super().__init__()
         self._offsets = offsets
+        self.by_gradient = min(_RATE_OF_CLASS * outputs, _MOST_RATE)
         self.table = nn.Embedding(rows, offsets * outputs)
         self.bias = nn.Parameter(torch.zeros(outputs))
         nn.init.zeros_(self.table.weight)
@@ -402,6 +402,8 @@ class _Heads(torch.autograd.Function):
         return grad_BT3HK.flatten(2), None, None, None
 
 
+_RATE_OF_CLASS, _MOST_RATE = 1.5e4, 1e5
+"""Rate of the linear model for each class, and the largest, in multiples of AdamW's."""
 _TAG_DROPOUT = 0.3
 """Largest share of tokens whose own embeddings are dropped for tags."""
 _REACH = 2

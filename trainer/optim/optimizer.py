@@ -34,9 +34,9 @@ _ROUTER = re.compile(r"router$|(^|_)gate$")
 """Names of routers. A gate with more outputs than inputs is a part of a feed-forward network."""
 _FUSED = {"c_attn": 3, "Wqkv": 3, "qkv_proj": 3, "gate_up_proj": 2}
 """How many matrices a linear layer of transformers holds side by side, by its name."""
-_PLAIN = {"eps": 1.0, "times": 1e5}
+_PLAIN_EPSILON = 1.0
 """Beside this epsilon, the second moment of AdamW is nothing, and an update is a multiple of the
-mean gradient. The rate is a multiple of AdamW's."""
+mean gradient."""
 _END = 0.1
 """Last rate of `cosine` and `linear` as a share of the peak, unless another one is given."""
 _WSD_DECAY = 0.2
@@ -57,19 +57,21 @@ def make_optimizer(
 
     Only weights with two dimensions or more decay, so biases and gains of norms do not. A model
     without hidden matrices is trained by AdamW alone, also under the name muon. Modules with
-    `by_gradient` are trained as by SGD with momentum.
+    `by_gradient` are trained as by SGD with momentum. Their rate is so many times that of AdamW.
     """
     matrices = hidden_matrices(model) if name == "muon" else {}
-    plain = set().union(*(_ids(m) for m in model.modules() if getattr(m, "by_gradient", False)))
+    by_gradient = [module for module in model.modules() if getattr(module, "by_gradient", None)]
+    plain = set().union(*map(_ids, by_gradient))
     rest = [p for p in model.parameters() if p.requires_grad and p not in matrices]
     adam = [p for p in rest if id(p) not in plain]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in adam if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in adam if p.dim() < 2], "weight_decay": 0.0},
     ]
-    if plain:
-        params = [p for p in rest if id(p) in plain]
-        groups.append({"params": params, "weight_decay": 0.0, **_PLAIN})
+    for module in by_gradient:
+        params = [p for p in module.parameters() if p.requires_grad]
+        times = {"times": module.by_gradient, "eps": _PLAIN_EPSILON}
+        groups.append({"params": params, "weight_decay": 0.0, **times})
     adamw = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
     if not matrices:
         return adamw

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from support.data_sets import grown_by
 from support.hub_models import VOCABULARY, write_shards
@@ -167,6 +168,19 @@ def test_a_damaged_description_is_rejected(finished: TrainConfig, tmp_path: Path
     (folder / "tokenfeed.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenfeed\.json: is damaged"):
         load_exported(folder)
+
+
+def test_weights_of_another_version_are_rejected_in_one_line(
+    finished: TrainConfig, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(finished.run_dir.with_name("exported"), tmp_path / "exported")
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    name = min(weights)
+    del weights[name]
+    safetensors.torch.save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"the weights do not fit.*{name}") as caught:
+        load_exported(folder)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("export", ["mine", "runs/one", "runs", "runs/checkpoints/.."])

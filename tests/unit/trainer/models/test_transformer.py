@@ -4,6 +4,7 @@ import dataclasses
 import math
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from support.training import (
     make_head,
     make_transformer,
     one_document_a_row,
+    read_metrics,
     run,
     write_labelled,
 )
@@ -229,6 +231,16 @@ def test_words_predict_by_the_mean_of_two_models_that_learn_apart(
         assert not any(grad.any() for name, grad in grads.items() if name.startswith(other))
     mean = both.softmax(-1).mean(0)
     torch.testing.assert_close(model.eval()(batch), mean.log())
+
+
+def test_the_loss_of_labels_without_a_rule_does_not_rise(tmp_path: Path) -> None:
+    """With two classes and words that many rows have, the loss is curved most."""
+    rows = write_labelled(tmp_path / "rows", "classify", count=400)
+    sizes: dict[str, Any] = {"step_rows": 32, "micro_batch_tokens": 1024, "steps": 60}
+    rates = {"learning_rate": 1e-3, "warmup_steps": 6, "dropout": 0.3, "eval_every": 60}
+    run(make_config(rows, tmp_path / "run", model="words", **sizes, **rates))
+    losses = read_metrics(tmp_path / "run", "loss")
+    assert max(losses.values()) < 1.2 * math.log(2)
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(0, 5), st.randoms())
