@@ -182,8 +182,9 @@ def test_case_makes_no_difference_to_words_and_does_to_others(labelled: Path) ->
         assert torch.equal(model(rows), model(folded)) == is_same
 
 
-def test_words_make_the_host_wait_for_nothing() -> None:
-    model = Transformer(SIZES["words"], make_head(kind="row"))
+@pytest.mark.parametrize("kind", ["row", "token"])
+def test_words_make_the_host_wait_for_nothing(kind: HeadKind) -> None:
+    model = Transformer(SIZES["words"], make_head(kind=kind), dropout=0.3)
     rows = MicroBatch.of_ids(torch.randint(0, VOCABULARY, (3, 9)), causal=False)
     with HostWaits() as waits:
         model(rows).sum().backward()
