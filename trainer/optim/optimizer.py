@@ -34,9 +34,6 @@ _ROUTER = re.compile(r"router$|(^|_)gate$")
 """Names of routers. A gate with more outputs than inputs is a part of a feed-forward network."""
 _FUSED = {"c_attn": 3, "Wqkv": 3, "qkv_proj": 3, "gate_up_proj": 2}
 """How many matrices a linear layer of transformers holds side by side, by its name."""
-_PLAIN_EPSILON = 1.0
-"""Beside this epsilon, the second moment of AdamW is nothing, and an update is a multiple of the
-mean gradient."""
 _END = 0.1
 """Last rate of `cosine` and `linear` as a share of the peak, unless another one is given."""
 _WSD_DECAY = 0.2
@@ -68,10 +65,9 @@ def make_optimizer(
         {"params": [p for p in adam if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in adam if p.dim() < 2], "weight_decay": 0.0},
     ]
-    for module in by_gradient:
-        params = [p for p in module.parameters() if p.requires_grad]
-        times = {"times": module.by_gradient, "eps": _PLAIN_EPSILON}
-        groups.append({"params": params, "weight_decay": 0.0, **times})
+    for module in by_gradient:  # beside this epsilon, the second moment of AdamW is nothing
+        settings = {"weight_decay": 0.0, "eps": 1.0, "times": module.by_gradient}
+        groups.append({"params": [p for p in module.parameters() if p.requires_grad], **settings})
     adamw = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
     if not matrices:
         return adamw
