@@ -130,16 +130,11 @@ def unshared(state: Mapping[str, Tensor]) -> State:
                 f"{name}: {kind} cannot be saved. Let the model's state have only tensors of real "
                 "numbers."
             )
-        first.setdefault(_identity(tensor), name)
+        # Equal for tensors that share memory, shape and strides.
+        own: Any = tensor.to_local() if is_sharded_tensor(tensor) else tensor  # type: ignore[attr-defined]
+        key = own.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        first.setdefault(key if own.numel() else id(tensor), name)
     return {name: state[name] for name in first.values()}
-
-
-def _identity(tensor: Any) -> Any:
-    """Return a key that is equal for tensors that share memory, shape and strides."""
-    own = tensor.to_local() if is_sharded_tensor(tensor) else tensor
-    if own.numel() == 0:
-        return id(tensor)
-    return own.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -101,8 +101,9 @@ def setting_of(kind: Any, value: Any, where: str) -> Any:
         raise empty(kind, where)
     if isinstance(value, str) and Bytes in kinds and (size := bytes_meant(value)) is not None:
         value = size
-    if isinstance(value, str) and Tokens in kinds:
-        value = _tokens_meant(value)
+    number = re.fullmatch(r"(\d+\.?\d*)([KMBT])", str(value).strip().upper())
+    if number and Tokens in kinds:  # like 1.5B
+        value = round(float(number[1]) * _THOUSANDS[number[2]])
     shown = public(value) if isinstance(value, str) else value
     try:
         found = _converted(kind, value)
@@ -130,12 +131,6 @@ def _converted(kind: Any, value: Any) -> Any:
             with contextlib.suppress(ValueError):
                 return msgspec.convert(float(value), kind)
         raise
-
-
-def _tokens_meant(text: str) -> str | int:
-    """Return the number that a text like 1.5B means; another text as it is."""
-    found = re.fullmatch(r"(\d+\.?\d*)([KMBT])", text.strip().upper())
-    return round(float(found[1]) * _THOUSANDS[found[2]]) if found else text
 
 
 def _weights(words: list[str], where: str) -> str | dict[str, str]:

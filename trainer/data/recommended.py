@@ -155,7 +155,10 @@ def schedule_defaults(
         for_gpu: Whether the run is on a GPU, or a preset for one is given.
     """
     choices = []
-    trained = _trained_tokens(config, manifest)
+    trained = float(config.steps * config.step_tokens)
+    if config.step_rows is not None:
+        train = manifest.split("train")
+        trained = config.steps * config.step_rows * train.tokens / train.rows
     every, reason = _evaluation_steps(manifest, config.steps, trained), f"{config.steps:,} steps"
     # A checkpoint can be the best one only if its step is both evaluated and saved.
     save_every, is_paced = config.save_every, bool(data_defaults(manifest, given))
@@ -176,14 +179,6 @@ def schedule_defaults(
     evaluations = _evaluations(manifest, config.steps, every, trained)
     choices.append(Choice({k: v for k, v in evaluations.items() if k not in given}, _EVALUATED))
     return [choice for choice in choices if choice.settings]
-
-
-def _trained_tokens(config: TrainConfig, manifest: Manifest) -> float:
-    """Return the approximate number of tokens that a run trains on."""
-    train = manifest.split("train")
-    if config.step_rows is None:
-        return float(config.steps * config.step_tokens)
-    return config.steps * config.step_rows * train.tokens / train.rows
 
 
 def _evaluation_steps(manifest: Manifest, steps: int, trained: float) -> int:

@@ -193,7 +193,9 @@ class Evaluator:
 
     def _metrics_on(self, folder: str, split: str, folders: int) -> Metrics:
         learner, info = self._learner, self._data.manifest_of(folder).split(split)
-        limit = self._most_tokens(split)
+        limit, config = self._config.eval_tokens, self._config
+        if limit is not None and split == "test":  # evaluated once, so it may be larger
+            limit *= 1 + math.ceil(config.steps / config.eval_every)
         tokens = info.tokens if limit is None else min(info.tokens, max(1, limit // folders))
         due = self._loaders.micro_batches_of(tokens, info)
         most = due if tokens < info.tokens else None
@@ -202,14 +204,6 @@ class Evaluator:
         with contextlib.closing(self._loaders.evaluation_batches(split, most, folder)) as shown:
             watched = self._watched(shown, split, due)
             return evaluate(learner.model, learner.task, watched, learner.precision, self._world)
-
-    def _most_tokens(self, split: str) -> int | None:
-        """Return the size of an evaluation. The test split is evaluated once, so it may be
-        larger."""
-        config = self._config
-        if config.eval_tokens is None or split != "test":
-            return config.eval_tokens
-        return config.eval_tokens * (1 + math.ceil(config.steps / config.eval_every))
 
     def _watched(
         self, micro_batches: Iterable[MicroBatch], split: str, due: int

@@ -473,7 +473,8 @@ class Trainer:
             return
         self.has_named_records = True
         step, named = max(skips.first, self.rows_of_steps[0][0]), "see rank 0"
-        rows = self._rows_of(step)
+        own = [rows for number, rows in self.rows_of_steps if number == step]
+        rows = np.concatenate(self.world.all_gather(np.concatenate(own)))
         if self.world.is_main:
             with contextlib.suppress(TokenfeedError, OSError):  # records may be gone
                 named = f"its records, {self._write_records(rows)}"
@@ -505,11 +506,6 @@ class Trainer:
         path = self.config.run_dir / _BAD_STEP_FILE
         atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
         return f"{places[0].file} record {places[0].record} and others, are listed in {path}"
-
-    def _rows_of(self, step: int) -> np.ndarray:
-        """Return the rows of one of the latest steps, of all ranks."""
-        own = [rows for number, rows in self.rows_of_steps if number == step]
-        return np.concatenate(self.world.all_gather(np.concatenate(own)))
 
     def _resume(self) -> None:
         """Load the latest checkpoint, if it fits this model and data."""

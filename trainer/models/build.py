@@ -16,7 +16,7 @@ from tokenfeed.trainer.config.run_config import ALL_LINEAR, BY_NUMBERS, MOST_SHA
 from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.data.datasets import first_of
 from tokenfeed.trainer.data.micro_batch import Head
-from tokenfeed.trainer.models.transformer import SIZES, Transformer, tag_features, words_of
+from tokenfeed.trainer.models.transformer import SIZES, Transformer
 from tokenfeed.trainer.tasks.language_modeling import has_hidden
 
 _MOST_GRAPHS = 12 * MOST_SHAPES
@@ -119,10 +119,7 @@ def _check_adapters(config: TrainConfig) -> None:
 def _named_model(config: TrainConfig, head: Head) -> nn.Module:
     if config.model in SIZES:
         built_in = Transformer(SIZES[config.model], head, config.dropout or 0.0)
-        if built_in.words is not None:
-            built_in.words.share(words_of(first_of(config.shards)))
-        if built_in.window is not None:
-            built_in.window.describe(*tag_features(first_of(config.shards)))
+        built_in.describe_tokens(first_of(config.shards))
         return built_in
     module, colon, factory = config.model.partition(":")
     if not colon or not all(part.isidentifier() for part in module.split(".")):

@@ -309,7 +309,10 @@ def _add_rows(model: Any, config: TrainConfig, head: Head) -> dict[str, list[int
     """
     known = model.get_input_embeddings().num_embeddings
     new = [*range(known, head.vocabulary_size)]
-    if not new or not _added_ids(config).issuperset(new):
+    added: set[int] = set()
+    with suppress(TokenfeedError):
+        added |= set(open_tokenizer(first_of(config.shards)).get_added_tokens_decoder())
+    if not new or not added.issuperset(new):
         return {}
     model.resize_token_embeddings(head.vocabulary_size, mean_resizing=False)
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -320,13 +323,6 @@ def _add_rows(model: Any, config: TrainConfig, head: Head) -> dict[str, list[int
     names = {name: module for name, module in model.named_modules() if module in embeddings}
     first = {module.weight: name for name, module in reversed(names.items())}  # tied ones once
     return dict.fromkeys(first.values(), new)
-
-
-def _added_ids(config: TrainConfig) -> set[int]:
-    """Return the ids of tokens that were added to the tokenizer of the shards."""
-    with suppress(TokenfeedError):
-        return set(open_tokenizer(first_of(config.shards)).get_added_tokens_decoder())
-    return set()
 
 
 def _check_sizes(model: Any, config: TrainConfig, head: Head) -> None:

@@ -5,10 +5,10 @@ distance between two tokens has a meaning, and no parameter ties a checkpoint to
 is two more multiplications per attention input than with learned positions.
 
 The model `words` has no layers and sees the texts of tokens, for few rows with labels. A tokenizer
-keeps " happy", "happy" and "Happy" apart, and a model of few rows would learn each by itself. For
-classes and scores, tokens whose texts differ only in case or in the space around them share an
-embedding. For tags, see `_Window`. Beside the network, it has a linear model of classes and tags,
-see `_Linear`.
+keeps " happy", "happy" and "Happy" apart, and a model of few rows would learn each by itself. It
+also cuts rare words into pieces that say little. So for classes and scores, the model reads whole
+words (`_Words`), and for tags the words around a token (`_Window`). Beside the network, it has a
+linear model of classes and tags, see `_Linear`.
 
 Shapes: B rows, T tokens, D width, H heads, K width of a head, V vocabulary, C outputs, F features,
 O offsets of words.
@@ -18,7 +18,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +48,7 @@ class ModelSize:
     width: int
     heads: int
     by_word: bool = False
-    """Whether tokens that differ only in case and space share an embedding."""
+    """Whether the model reads words instead of tokens."""
 
 
 SIZES: dict[str, ModelSize] = {
@@ -77,9 +77,10 @@ class Transformer(nn.Module):
         super().__init__()
         padded = round_up(head.vocabulary_size, _VOCABULARY_MULTIPLE)
         tags = head.kind == "token"
-        self.words = _Words(padded) if size.by_word and not tags else None
+        by_word = size.by_word and head.kind == "row"
+        self.words = _Words(padded) if by_word else None
         self.window = _Window(padded, size.width, dropout) if size.by_word and tags else None
-        self.embedding = nn.Embedding(padded, size.width)
+        self.embedding = nn.Embedding(padded + _LONG_WORDS * by_word, size.width)
         self.type_embedding = nn.Embedding(_TOKEN_TYPES, size.width) if head.pairs else None
         self.blocks = nn.ModuleList(_Block(size, dropout) for _ in range(size.layers))
         self.norm = _Norm(size.width, bias=False)
@@ -90,7 +91,8 @@ class Transformer(nn.Module):
         self.head = None if head.kind == "vocabulary" else nn.Linear(size.width, head.outputs)
         self.linear = None
         if size.by_word and head.kind != "vocabulary" and head.outputs > 1:
-            rows = padded + BUCKETS if tags else padded * (_TOKEN_TYPES if head.pairs else 1)
+            rows = padded + BUCKETS if tags else self.embedding.num_embeddings
+            rows *= _TOKEN_TYPES if head.pairs else 1
             self.linear = _Linear(rows, head.outputs, _OFFSETS if tags else 1)
         self.rotary = Rotary(size.width // size.heads)
         self._initialize(size.layers)
@@ -101,6 +103,8 @@ class Transformer(nn.Module):
         With `_Linear`, they are the logarithms of the mean probabilities of both models. In
         training, they are the logits of both, (2, B, T, C) or (2, B, C), which learn apart.
         """
+        if self.words is not None:
+            micro_batch = self.words(micro_batch)
         x_BTD = self.hidden(micro_batch)
         if self.head is None:
             return F.linear(x_BTD, self.embedding.weight)
@@ -112,6 +116,18 @@ class Transformer(nn.Module):
         both = torch.stack((logits.float(), self._linear_logits(micro_batch)))
         return both if self.training else both.log_softmax(-1).logsumexp(0) - math.log(2)
 
+    def describe_tokens(self, shards: StorePath) -> None:
+        """Tell `words` the texts of the tokens of these shards. They are saved with the weights, so
+        that the model needs no tokenizer later.
+
+        Raises:
+            ConfigError: The tokenizer of the shards cannot be read.
+        """
+        part, tables = (self.words, words_of) if self.words else (self.window, tag_features)
+        if part is not None:
+            for buffer, table_V in zip(part.buffers(), tables(*_texts(shards)), strict=True):
+                buffer[: len(table_V)] = table_V
+
     def _linear_logits(self, micro_batch: MicroBatch) -> Tensor:
         assert self.linear is not None
         ids_BT, types_BT = micro_batch.ids_BT, micro_batch.token_types_BT
@@ -120,8 +136,6 @@ class Transformer(nn.Module):
             ids_BTF = torch.cat((features_BTF, BUCKETS + ids_BT[:, :, None]), -1)
             near_BTOE = self.window.near(self.linear.table(ids_BTF).sum(2), micro_batch)
             return self.linear.of_word(near_BTOE)
-        if self.words is not None:
-            ids_BT = self.words(ids_BT)
         if self.type_embedding is not None and types_BT is not None:
             ids_BT = ids_BT * _TOKEN_TYPES + types_BT
         return self.linear.of_row(ids_BT, micro_batch.is_token_BT)
@@ -141,8 +155,7 @@ class Transformer(nn.Module):
 
     def hidden(self, micro_batch: MicroBatch) -> Tensor:
         """Return the input of the head, (B, T, D)."""
-        ids_BT = micro_batch.ids_BT if self.words is None else self.words(micro_batch.ids_BT)
-        x_BTD = self.embedding(ids_BT)
+        x_BTD = self.embedding(micro_batch.ids_BT)
         if self.type_embedding is not None:
             x_BTD = x_BTD + self.type_embedding(micro_batch.token_types_BT)
         x_BTD = self.token_dropout(x_BTD.to(product_dtype(x_BTD)))
@@ -171,21 +184,43 @@ class Transformer(nn.Module):
 
 
 class _Words(nn.Module):
-    """The embedding of each token. Saved with the weights, so that they can be used without the
-    tokenizer. At first each token has its own."""
+    """Rows of words in place of tokens: a word has one embedding, in upper or lower case.
+
+    A word is there at its last token, and the others count as padding. A word of one token has the
+    id of a token, and a word of several tokens a hash of these ids. At first each token is a word.
+    """
 
     word_V: Tensor
+    begins_V: Tensor
+    ends_V: Tensor
 
     def __init__(self, vocabulary_size: int) -> None:
         super().__init__()
         self.register_buffer("word_V", torch.arange(vocabulary_size))
+        for name in ("begins_V", "ends_V"):
+            self.register_buffer(name, torch.ones(vocabulary_size, dtype=torch.bool))
 
-    def share(self, word_V: Tensor) -> None:
-        """Give tokens the embedding of another id."""
-        self.word_V[: len(word_V)] = word_V
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        return self.word_V.take(ids_BT)
+    def forward(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return the same rows by words."""
+        ids_BT, is_token_BT = micro_batch.ids_BT, micro_batch.is_token_BT
+        assert is_token_BT is not None, "rows with one label are not packed"
+        word_BT = self.word_V[ids_BT]
+        begins_BT = self.begins_V[ids_BT] | ~is_token_BT
+        begins_BT = begins_BT | F.pad(self.ends_V[ids_BT], (1, -1), value=True)
+        if micro_batch.token_types_BT is not None:
+            begins_BT = begins_BT | F.pad(micro_batch.token_types_BT.diff() != 0, (1, 0))
+        ends_BT = F.pad(begins_BT, (-1, 1), value=True)
+        # The sum over the tokens of a word is a difference of sums over the row. These never fall,
+        # so the largest sum before a beginning is the one before the last beginning.
+        part_BT = (word_BT + 1) * _MULTIPLIER % _MODULUS
+        sum_BT = part_BT.cumsum(1)
+        before_BT = ((sum_BT - part_BT) * begins_BT).cummax(1).values
+        hash_BT = (sum_BT - before_BT) % _LONG_WORDS + len(self.word_V)
+        return replace(
+            micro_batch,
+            ids_BT=torch.where(begins_BT & ends_BT, word_BT, hash_BT),
+            is_token_BT=is_token_BT & ends_BT,
+        )
 
 
 class _Window(nn.Module):
@@ -210,11 +245,6 @@ class _Window(nn.Module):
         self.norm = _Norm(width, bias=False)
         self.feed_in = nn.Linear(width, 4 * width, bias=False)
         self.feed_back = nn.Linear(4 * width, width, bias=False)
-
-    def describe(self, features_VF: Tensor, begins_V: Tensor) -> None:
-        """Set the features of each token, and whether it begins a word."""
-        self.features_VF[: len(features_VF)] = features_VF
-        self.begins_V[: len(begins_V)] = begins_V
 
     def forward(self, own_BTD: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Return (B, T, D), given the embeddings of the tokens."""
@@ -410,44 +440,41 @@ _REACH = 2
 _OFFSETS = 2 * _REACH + 1
 """Words on each side that count for a tag, and all of them with the word itself."""
 BUCKETS, FEATURES = 8192, 5
+_LONG_WORDS = 32_768
+"""Embeddings for words of several tokens. With 8,192, too many words share one."""
+_MULTIPLIER, _MODULUS = 0x9E3779B1, 2**31 - 1
+"""Spread ids for a hash: an odd number without pattern, and a prime."""
 _SPACES = ("\u0120", "\u2581")
 """Characters that stand for a space at the beginning of a token, and are not in its text. In other
 tokenizers they are letters."""
+_IN_WORD = re.compile(
+    r"[^\W\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
+"""Letters and digits, but those of Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese."""
 _BROKEN = "\ufffd"
 """Character in the text of a token that is a part of a character's bytes."""
 
 
-def words_of(shards: StorePath) -> Tensor:
-    """Return the smallest id of the same word for each id, shape (V,). Ids without text of their
-    own stay.
+def words_of(texts: list[str], is_first: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tables of `_Words`: the smallest id of the same text for each token, without case and
+    surrounding space; whether a token begins a word; and whether it ends a word; each (V,).
 
-    Raises:
-        ConfigError: The tokenizer of the shards cannot be read.
+    Ids without text of their own stay. A character that is no letter, digit or `_`, or whose script
+    has no spaces, begins and ends a word.
     """
-    ids = list(range(Manifest.read(shards).tokenizer.vocabulary_size))
-    texts = open_tokenizer(shards).decode_batch([[id] for id in ids], skip_special_tokens=False)
     first: dict[str, int] = {}
-    words = [_fold(text) for text in texts]
-    return torch.tensor(
-        [first.setdefault(w, id) if w else id for id, w in zip(ids, words, strict=True)]
-    )
+    folded = ["" if _BROKEN in text else text.strip().casefold() for text in texts]
+    words = [first.setdefault(w, id) if w else id for id, w in enumerate(folded)]
+    inside = [text.removeprefix("##") for text in texts]
+    begins = [
+        begins or not _IN_WORD.match(text) for begins, text in zip(is_first, inside, strict=True)
+    ]
+    ends = [not _IN_WORD.match(text[-1:]) for text in inside]
+    return torch.tensor(words), torch.tensor(begins), torch.tensor(ends)
 
 
-def _fold(text: str) -> str:
-    return "" if _BROKEN in text else text.strip().casefold()
-
-
-def tag_features(shards: StorePath) -> tuple[Tensor, Tensor]:
-    """Return features of each token's text for tags, (V, F), and whether the token begins a word,
-    (V,).
-
-    The features are the text without case, its shape (Ab-1: Aa-0), its last three and two
-    characters, and its first three; each is hashed into `BUCKETS`. Endings are the same in tokens
-    that begin a word and in others.
-
-    Raises:
-        ConfigError: The tokenizer of the shards cannot be read.
-    """
+def _texts(shards: StorePath) -> tuple[list[str], list[bool]]:
+    """Return the text of each token, and whether a space is before the token."""
     ids, tokenizer = range(Manifest.read(shards).tokenizer.vocabulary_size), open_tokenizer(shards)
     texts = tokenizer.decode_batch([[id] for id in ids], skip_special_tokens=False)
     tokens = [tokenizer.id_to_token(id) or "" for id in ids]
@@ -457,12 +484,22 @@ def tag_features(shards: StorePath) -> tuple[Tensor, Tensor]:
     ]
     if not any(begins):  # the tokenizer drops spaces
         begins = [not token.startswith("##") for token in tokens]
+    return texts, begins
+
+
+def tag_features(texts: list[str], is_first: list[bool]) -> tuple[Tensor, Tensor]:
+    """Return tables of `_Window`: features of each token's text, (V, F), and `is_first`, (V,).
+
+    The features are the text without case, its shape (Ab-1: Aa-0), its last three and two
+    characters, and its first three; each is hashed into `BUCKETS`. Endings are the same in tokens
+    that begin a word and in others.
+    """
     features = []
-    for text, is_first in zip(map(str.strip, texts), begins, strict=True):
+    for text, begins in zip(map(str.strip, texts), is_first, strict=True):
         shape = re.sub("[a-z]+", "a", re.sub("[A-Z]+", "A", re.sub("[0-9]+", "0", text)))
         endings = text[-3:].lower(), text[-2:]
-        found = *endings, *((is_first, part) for part in (text.lower(), shape, text[:3].lower()))
+        found = *endings, *((begins, part) for part in (text.lower(), shape, text[:3].lower()))
         features.append(
             [zlib.crc32(f"{n}{part}".encode()) % BUCKETS for n, part in enumerate(found)]
         )
-    return torch.tensor(features), torch.tensor(begins)
+    return torch.tensor(features), torch.tensor(is_first)

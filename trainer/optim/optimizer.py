@@ -138,7 +138,9 @@ def hidden_matrices(model: nn.Module) -> dict[Tensor, Sections]:
     for path, parent in model.named_modules():
         for name, layer in parent.named_children():
             weight = getattr(layer, "weight", None)
-            if not _is_linear(layer) or not isinstance(weight, nn.Parameter):
+            # Conv1D is the linear layer of GPT-2 in transformers, which may not be installed.
+            is_linear = isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+            if not is_linear or not isinstance(weight, nn.Parameter):
                 continue
             dim = 0 if isinstance(layer, nn.Linear) else 1
             is_router = _ROUTER.search(name) and weight.shape[dim] < weight.shape[1 - dim]
@@ -151,11 +153,6 @@ def hidden_matrices(model: nn.Module) -> dict[Tensor, Sections]:
 def is_embedding(module: nn.Module) -> bool:
     """Return whether a module is a table of rows by id."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-
-
-def _is_linear(module: nn.Module) -> bool:
-    # Conv1D is the linear layer of GPT-2 in transformers, which may not be installed.
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _sizes(parent: nn.Module, name: str, outputs: int) -> tuple[int, ...]:

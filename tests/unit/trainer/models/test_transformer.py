@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,6 +29,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace
 from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import Unigram, WordPiece
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.data.micro_batch import IGNORED, HeadKind, MicroBatch
@@ -37,8 +40,6 @@ from tokenfeed.trainer.models.transformer import (
     Rotary,
     Transformer,
     rotate,
-    tag_features,
-    words_of,
 )
 from tokenfeed.trainer.tasks.label_tasks import Classify
 
@@ -151,9 +152,18 @@ def shards_of(tokenizer: Tokenizer, folder: Path) -> Path:
     return write_rows(folder, rows, size, tokenizer=tokenizer.to_str().encode())
 
 
+def tables_of(kind: HeadKind, tokenizer: Tokenizer, folder: Path) -> dict[str, torch.Tensor]:
+    """What the model `words` knows of each token."""
+    size = tokenizer.get_vocab_size()
+    model = Transformer(SIZES["words"], make_head(size, kind=kind))
+    model.describe_tokens(shards_of(tokenizer, folder))
+    names = dict(model.named_buffers())
+    return {name.rpartition(".")[2]: table[:size] for name, table in names.items()}
+
+
 def test_words_are_those_of_a_comparison_of_all_pairs(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(TEXTS, special=["<s>", "<S>", " "], vocabulary_size=320)
-    words = words_of(shards_of(tokenizer, tmp_path)).tolist()
+    words = tables_of("row", tokenizer, tmp_path)["word_V"].tolist()
     ids = range(tokenizer.get_vocab_size())
     assert words == words_by_pairs(
         [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
@@ -165,7 +175,7 @@ def test_words_are_those_of_a_comparison_of_all_pairs(tmp_path: Path) -> None:
 def test_bytes_that_are_no_character_stay_apart(tmp_path: Path) -> None:
     """Their names in the file are letters, of upper and lower case."""
     tokenizer = byte_tokenizer(TEXTS, vocabulary_size=320)
-    words = words_of(shards_of(tokenizer, tmp_path))
+    words = tables_of("row", tokenizer, tmp_path)["word_V"].tolist()
     upper, lower = (tokenizer.token_to_id(name) for name in "\u00d0\u00f0")
     assert words[upper] != words[lower]
 
@@ -178,8 +188,70 @@ def test_case_makes_no_difference_to_words_and_does_to_others(labelled: Path) ->
         model = Transformer(SIZES[name], head)  # type: ignore[index]
         torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr, arg-type]
         if model.words is not None:
-            model.words.share(words_of(labelled))
+            model.describe_tokens(labelled)
         assert torch.equal(model(rows), model(folded)) == is_same
+
+
+def words_by_hand(tokenizer: Tokenizer, text: str) -> list[tuple[int, str]]:
+    """The place of the last token of each word, and the word: found token by token."""
+    words: list[tuple[int, str]] = []
+    before = " "
+    for place, id in enumerate(tokenizer.encode(text).ids):
+        token = tokenizer.id_to_token(id).replace("\u0120", " ")
+        if isinstance(tokenizer.model, WordPiece):
+            goes_on = token.startswith("##")
+        else:
+            goes_on = bool(re.match(r"\w", token) and re.search(r"\w$", before))
+        word = words.pop()[1] + "|" if goes_on else ""
+        words.append((place, word + token.strip().lower()))
+        before = token
+    return words
+
+
+def word_pieces() -> Tokenizer:
+    pieces = ["[UNK]", "un", "##un", "##happy", "##able", "happy", "able", ",", "-", "##s"]
+    tokenizer = Tokenizer(
+        WordPiece({piece: id for id, piece in enumerate(pieces)}, unk_token="[UNK]")
+    )
+    tokenizer.normalizer, tokenizer.pre_tokenizer = Lowercase(), BertPreTokenizer()
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Unhappy unhappys happy, un-happy able unable",
+        "happy unable,unhappy HAPPY able un unun",
+    ],
+)
+@pytest.mark.parametrize("tokenizer", [word_pieces(), byte_tokenizer(TEXTS, vocabulary_size=290)])
+def test_a_row_has_its_words_at_their_last_tokens(
+    tokenizer: Tokenizer, text: str, tmp_path: Path
+) -> None:
+    model = Transformer(SIZES["words"], make_head(kind="row", vocabulary_size=320))
+    assert model.words is not None
+    model.describe_tokens(shards_of(tokenizer, tmp_path))
+    ids = tokenizer.encode(text).ids
+    batch = MicroBatch.of_ids(torch.tensor([ids + [1] * 3]), causal=False)
+    batch = dataclasses.replace(batch, is_token_BT=torch.arange(len(ids) + 3)[None] < len(ids))
+    rows = model.words(batch)
+    assert rows.is_token_BT is not None
+    expected = words_by_hand(tokenizer, text)
+    assert rows.is_token_BT[0].nonzero().flatten().tolist() == [place for place, _ in expected]
+    found = rows.ids_BT[rows.is_token_BT].tolist()
+    # One id for each word, and one word for each id.
+    pairs = {(id, word) for id, (_, word) in zip(found, expected, strict=True)}
+    assert len(pairs) == len(set(found)) == len({word for _, word in expected}) < len(expected)
+    assert max(found) >= 320 > min(found)
+
+
+def test_a_script_without_spaces_has_a_word_for_each_token(tmp_path: Path) -> None:
+    text = "\u7530\u4e2d \u0e44\u0e17\u0e22 de"
+    tokenizer = byte_tokenizer(TEXTS, special=[*text.replace(" ", "")], vocabulary_size=320)
+    tables = tables_of("row", tokenizer, tmp_path)
+    ids = [tokenizer.token_to_id(letter) for letter in text.replace(" ", "")]
+    for name in ("begins_V", "ends_V"):
+        assert tables[name][ids].tolist() == [True] * 5 + [False] * 2
 
 
 @pytest.mark.parametrize("kind", ["row", "token"])
@@ -259,6 +331,17 @@ def test_linear_logits_of_a_row_depend_on_which_words_it_has(
     torch.testing.assert_close(model.linear.of_row(ids_BT, is_token_BT)[0], expected)
 
 
+def test_a_word_ends_with_the_first_text_of_a_pair() -> None:
+    model = Transformer(SIZES["words"], dataclasses.replace(make_head(kind="row"), pairs=True))
+    assert model.words is not None
+    model.words.begins_V[:] = model.words.ends_V[:] = False
+    batch = MicroBatch.of_ids(torch.tensor([[5, 6, 7, 8]]), causal=False)
+    batch = dataclasses.replace(batch, token_types_BT=torch.tensor([[0, 0, 0, 1]]))
+    rows = model.words(batch)
+    assert rows.is_token_BT.tolist() == [[False, False, True, True]]
+    assert rows.ids_BT[0, 3] == 8
+
+
 @torch.no_grad()
 def test_linear_logits_of_a_pair_know_the_text_of_a_word() -> None:
     model = Transformer(SIZES["words"], dataclasses.replace(make_head(kind="row"), pairs=True))
@@ -277,7 +360,8 @@ def tagger() -> Transformer:
     assert model.linear is not None
     torch.nn.init.normal_(model.linear.table.weight)
     features = torch.randint(0, 8192, (VOCABULARY, 5))
-    model.window.describe(features, torch.arange(VOCABULARY) % 3 > 0)
+    model.window.features_VF[:VOCABULARY] = features
+    model.window.begins_V[:VOCABULARY] = torch.arange(VOCABULARY) % 3 > 0
     return model
 
 
@@ -312,7 +396,8 @@ def test_tags_of_packed_documents_are_those_of_each_document() -> None:
 def test_features_of_tags_tell_shape_case_ends_and_beginnings_of_words(tmp_path: Path) -> None:
     special = ["Otto", " Otto", " otto", " lotto", " 1998", " 2024"]
     tokenizer = byte_tokenizer(TEXTS, special=special, vocabulary_size=320)
-    features_VF, begins_V = tag_features(shards_of(tokenizer, tmp_path))
+    tables = tables_of("token", tokenizer, tmp_path)
+    features_VF, begins_V = tables["features_VF"], tables["begins_V"]
     inner, name, word, longer, year, other = map(tokenizer.token_to_id, special)
     assert begins_V[[name, word, longer, year]].all()
     assert not begins_V[inner]
@@ -330,10 +415,10 @@ def test_a_letter_that_marks_spaces_elsewhere_does_not_join_words(tmp_path: Path
     pieces = ["[UNK]", "\u0120", "\u0120gan", "##tija", "il", "##\u0120", "\u2581"]
     wordpiece = Tokenizer(WordPiece({piece: id for id, piece in enumerate(pieces)}))
     wordpiece.decoder = WordPieceDecoder()
-    _, begins_V = tag_features(shards_of(wordpiece, tmp_path / "wordpiece"))
+    begins_V = tables_of("token", wordpiece, tmp_path / "wordpiece")["begins_V"]
     assert begins_V.tolist() == [not piece.startswith("##") for piece in pieces]
     texts = ["\u2581gan", "tija", "\u2581"]
     unigram = Tokenizer(Unigram([("<unk>", 0.0), *((text, -1.0) for text in texts)], unk_id=0))
     unigram.decoder = Metaspace()
-    _, begins_V = tag_features(shards_of(unigram, tmp_path / "unigram"))
+    begins_V = tables_of("token", unigram, tmp_path / "unigram")["begins_V"]
     assert begins_V.tolist() == [False, True, False, True]
