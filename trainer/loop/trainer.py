@@ -484,9 +484,7 @@ class Trainer:
             return
         if self.saver:
             self.saver.wait_after_error()
-        again = (
-            "If the run fails again after that checkpoint, delete it to go on from the one before."
-        )
+        again = "If the run fails again from there, delete that checkpoint to use the one before."
         raise ConfigError(
             f"loss or gradients are not finite, {count_of(skips.in_a_row, 'step')} in a row, from "
             f"step {skips.first} on. Lower --learning-rate or raise --warmup-steps, and "

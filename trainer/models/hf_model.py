@@ -309,10 +309,12 @@ def _add_rows(model: Any, config: TrainConfig, head: Head) -> dict[str, list[int
     """
     known = model.get_input_embeddings().num_embeddings
     new = [*range(known, head.vocabulary_size)]
+    if not new:
+        return {}
     added: set[int] = set()
     with suppress(TokenfeedError):
         added |= set(open_tokenizer(first_of(config.shards)).get_added_tokens_decoder())
-    if not new or not added.issuperset(new):
+    if not added.issuperset(new):
         return {}
     model.resize_token_embeddings(head.vocabulary_size, mean_resizing=False)
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]

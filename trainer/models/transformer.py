@@ -117,8 +117,8 @@ class Transformer(nn.Module):
         return both if self.training else both.log_softmax(-1).logsumexp(0) - math.log(2)
 
     def describe_tokens(self, shards: StorePath) -> None:
-        """Tell `words` the texts of the tokens of these shards. They are saved with the weights, so
-        that the model needs no tokenizer later.
+        """Tell `words` the texts of the tokens of these shards. Tables of these texts are saved
+        with the weights, so that the model needs no tokenizer later.
 
         Raises:
             ConfigError: The tokenizer of the shards cannot be read.

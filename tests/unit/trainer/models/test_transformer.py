@@ -1,4 +1,4 @@
-"""The built-in transformer: what it may see, how it starts, how large it is."""
+"""The built-in transformer: what it may see, how it starts, how large it is, and its words."""
 
 import dataclasses
 import math
