@@ -10,6 +10,7 @@ import functools
 import json
 import operator
 import re
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -140,6 +141,24 @@ for _name in ("__repr__", "__reversed__", "__ror__", "copy", "get", "items", "ke
     setattr(MarkedObject, _name, _reading(_name))
 
 
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace` in templates. It has no names such as `__self__`: Python would believe them."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may set `self`
+        given = dict(*args[1:], **kwargs)
+        any(map(_check_name, given))
+        jinja2.utils.Namespace.__init__(args[0], given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        jinja2.utils.Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace must not have the name {name!r:.40}")
+
+
 def _raise(message: str) -> None:
     raise jinja2.exceptions.TemplateError(message)
 
@@ -150,7 +169,8 @@ _OF_DICT = frozenset(dir(dict))
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, faster at `message.role`: a plain dict has no attributes but those of dict.
 
-    `strftime_now` is missing: a data set must not depend on the day it was made.
+    `strftime_now`, `lipsum` and the filter `random` are missing: the same command makes the same
+    data set.
     """
 
     def __init__(self) -> None:
@@ -158,7 +178,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         self.filters["tojson"] = to_json
-        self.globals |= {"raise_exception": _raise, "dict": _dict}
+        self.globals |= {"raise_exception": _raise, "dict": _dict, "namespace": _Namespace}
+        del self.globals["lipsum"], self.filters["random"]
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) in (dict, MarkedObject) and attribute not in _OF_DICT:
@@ -208,6 +229,11 @@ def _filled(value: Any, contents: list[str]) -> Any:
     return "".join(contents[each] if isinstance(each, int) else each for each in value)
 
 
+_TEXT_METHODS = {"capitalize", "count", "endswith", "find", "index", "isalpha", "isdigit"}
+_TEXT_METHODS |= {"join", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace"}
+_TEXT_METHODS |= {"rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines"}
+_TEXT_METHODS |= {"isspace", "startswith", "strip", "title", "upper"}
+"""Methods of `str` that a watch may call itself. `format` must go through the sandbox."""
 _KEEPING_FILTERS = {"default", "d", "string"}
 """Filters that return a content as it is."""
 _LIST_FILTERS = {"default", "d", "length", "count", "list", "first", "last", "map", "select"}
@@ -405,9 +431,12 @@ class _WatchedEnvironment(_Environment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """See `SandboxedEnvironment`."""
-        watch, owner = __self._watch, getattr(__obj, "__self__", None)
+        watch = __self._watch
         named = {key: kwargs[key] for key in kwargs if key not in ("_loop_vars", "_block_vars")}
-        if type(owner) is str and watch.is_marked(owner) and not named:
+        # Only Python makes objects of this type, so `__self__` and `__name__` are true.
+        owner: Any = __obj.__self__ if type(__obj) is types.BuiltinMethodType else None
+        is_known = type(owner) is str and __obj.__name__ in _TEXT_METHODS and not named
+        if is_known and watch.is_marked(owner):
             return watch.ask(owner, __obj.__name__, *args)
         if __self._may_read(__obj, args, named):
             watch.give_up()
@@ -417,7 +446,7 @@ class _WatchedEnvironment(_Environment):
         """Return whether a function may read contents, in its owner or in its arguments."""
         if isinstance(function, jinja2.runtime.Macro):
             return False  # its body is watched
-        if function in (_dict, jinja2.utils.Namespace):
+        if function in (_dict, _Namespace):
             # A dict copies its keys, which have no marks. The keys of pairs may have some.
             return self._watch.has_marks([each for each in args if not isinstance(each, dict)])
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)

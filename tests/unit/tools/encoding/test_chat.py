@@ -367,6 +367,33 @@ def test_templates_cannot_reach_the_interpreter() -> None:
         assert samples.unusable[0]
 
 
+_READ = (
+    "{0.__globals__[functools].__dict__[namedtuple].__globals__[_sys].modules[os].environ[HOME]}"
+)
+GADGETS = {
+    "__self__": "namespace(__self__=text, __name__='__getattribute__')('__class__')",
+    "__name__": "namespace({'__self__': text, '__name__': 'format'})(raise_exception)",
+    "__call__": "namespace(__call__=text.strip)()",
+    "__html__": "namespace([('__html__', text.strip)]) | e",
+    "__wrapped__": "namespace(__wrapped__=namespace(__self__='a'))(text)",
+    "format": "text.format(raise_exception)",
+    "format_map": "text.format_map({'0': raise_exception})",
+    "filter": "([text] | map('attr', 'format') | first)(raise_exception)",
+}
+
+
+@pytest.mark.parametrize("gadget", GADGETS)
+def test_gadgets_of_templates_are_refused(gadget: str) -> None:
+    """A template reaches the interpreter neither in the plain nor in the watched rendering."""
+    source = f"{{% set text = messages[0].content %}}{{{{ {GADGETS[gadget]} }}}}" + CHATML
+    samples = encode(source, [[{"role": "user", "content": _READ}, *SHORT[0][1:]]])
+    written = samples.unusable.get(0) or text_of(rendered(source, dialogue(_READ, "a")))
+    assert ("a namespace must not have the name '_" in written) == gadget.startswith("__")
+    assert str(Path.home()) not in written
+    samples = encode("{% set n = namespace(a=1) %}{% set n." + gadget + " = 1 %}" + CHATML, SHORT)
+    assert bool(samples.unusable) == gadget.startswith("__")
+
+
 # The command
 
 
@@ -601,6 +628,15 @@ def test_a_tokenizer_without_template_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(tokenizer_json())
     made = make([{"messages": SHORT[0]}], tmp_path / "out", tmp_path, expect=1)
     assert "has no chat template" in made.stderr
+
+
+def test_templates_that_depend_on_chance_are_rejected(tmp_path: Path, tokenizer: Path) -> None:
+    template = tmp_path / "chance.jinja"
+    template.write_text("{{ ['a', 'b'] | random }}" + CHATML)
+    given = ("--chat-template", template)
+    done = make([{"messages": SHORT[0]}], tmp_path / "out", tokenizer, *given, expect=1)
+    assert "the chat template is not valid: No filter named 'random'" in done.stderr
+    assert text_of(rendered("{{ lipsum is defined }}" + CHATML, SHORT[0])).startswith("False")
 
 
 def test_a_template_with_unknown_tokens_is_named(tmp_path: Path, tokenizer: Path) -> None:
