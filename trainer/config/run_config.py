@@ -213,7 +213,7 @@ class TrainConfig:
     """End the run after N evaluations without a better result. 0: never. For rows with labels,
     `train` sets 8 by itself."""
     save_every: Positive = 100
-    """Steps between checkpoints."""
+    """Steps between checkpoints. A step with the best evaluation so far is saved too."""
     keep: Positive = 2
     """Number of latest checkpoints to keep. The best one is always kept."""
     log_every: Positive = 10

@@ -160,7 +160,7 @@ def schedule_defaults(
         train = manifest.split("train")
         trained = config.steps * config.step_rows * train.tokens / train.rows
     every, reason = _evaluation_steps(manifest, config.steps, trained), f"{config.steps:,} steps"
-    # A checkpoint can be the best one only if its step is both evaluated and saved.
+    # Evaluations share the steps of checkpoints, so that a best step rarely needs one of its own.
     save_every, is_paced = config.save_every, bool(data_defaults(manifest, given))
     if is_paced and "save_every" not in given:
         save_every = every

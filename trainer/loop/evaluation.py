@@ -178,11 +178,15 @@ class Evaluator:
             _log.info("step %d | %s %s", step, split, shown)
         return metrics
 
-    def note_best(self, step: int, metrics: Metrics) -> None:
-        """Note a step that will be saved as the best one, unless an earlier step is as good."""
+    def note_best(self, step: int, metrics: Metrics) -> bool:
+        """Note a step as the best one and return True, unless an earlier step is as good."""
         lack, before = self._best_by.lack(metrics), self.best
-        if math.isfinite(lack) and (before is None or lack < self._best_by.lack(before.metrics)):
+        is_best = math.isfinite(lack) and (
+            before is None or lack < self._best_by.lack(before.metrics)
+        )
+        if is_best:
             self.best = Best(step=step, metric=self._best_by.metric, metrics=metrics)
+        return is_best
 
     def metrics_of(self, split: str) -> Metrics:
         """Return the metrics of a split over all data sets that have it; empty if stopped."""

@@ -332,13 +332,14 @@ class Trainer:
         if saving and stops:  # the process may be killed within seconds
             self._save()
         try:
-            if self._is_due(config.eval_every):
-                self._evaluate()
+            improves = self._is_due(config.eval_every) and self._evaluate()
         except Exception:
             if saving and not stops and not config.shard_model:  # sharded ranks must save together
                 self._save()
             raise
-        if saving and not stops:
+        if improves and self.progress_log.is_behind:  # a resumed run begins a new line there too
+            self._write_log(saving=True)
+        if (saving or improves) and not stops:
             self._save()
 
     def _is_due(self, every: int) -> bool:
@@ -378,12 +379,13 @@ class Trainer:
         if self.world.size > 1:
             self.stall.gather(self.world.all_gather)
 
-    def _evaluate(self) -> None:
-        """Evaluate the validation split, if there is one, and note the best step.
+    def _evaluate(self) -> bool:
+        """Evaluate the validation split, if there is one. Return whether this step is the best one
+        so far: its weights are then saved, whether or not a checkpoint is due.
 
-        A resumed run reuses the metrics in metrics.jsonl. Only a step that is due to be saved can
-        become the best one. The evaluation comes before the checkpoint, which records the best
-        step. If the run is to stop, it saves first, and the resumed run evaluates. Then the last
+        A resumed run reuses the metrics in metrics.jsonl. The weights before the first step cannot
+        be the best ones. The evaluation comes before the checkpoint, which records the best step.
+        If the run is to stop, it saves first, and the resumed run evaluates. Then the last
         checkpoint does not record its own step as the best one.
         """
         is_again = self.step == self.began_at
@@ -393,11 +395,11 @@ class Trainer:
                 metrics = self.evaluator.evaluate("validation", self.step, self.metrics)
                 if metrics and self.sampler:
                     self._sample(self.sampler)
-        is_saved = self._is_due(self.config.save_every) and self.step > 0
-        if metrics and is_saved and self._is_due(self.config.eval_every):
-            self.evaluator.note_best(self.step, metrics)
-        if metrics:
-            self._end_without_gain()
+        if not metrics or not self.step:
+            return False
+        improves = self.evaluator.note_best(self.step, metrics)
+        self._end_without_gain()
+        return improves
 
     def _sample(self, sampler: Sampler) -> None:
         found = sampler.samples()

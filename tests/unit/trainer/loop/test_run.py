@@ -483,3 +483,27 @@ def test_resume_warns_where_the_best_checkpoint_is_gone(
     resumed = run(make_config(counting, tmp_path, steps=8, **settings, resume=True))
     assert f"{lost}: the best checkpoint so far is gone" in caplog.text
     assert resumed.best_step in (6, 8)
+
+
+def test_patience_counts_evaluations_between_checkpoints(counting: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"eval_every": 1, "save_every": 5, "patience": 2}
+    report = run(make_config(counting, tmp_path, steps=12, **settings))
+    losses = read_metrics(tmp_path, "validation_loss")
+    assert all(losses[step] < losses[step - 1] for step in range(1, 13)), "no run that improves"
+    assert (report.steps, report.best_step) == (12, 12)
+
+
+def test_best_step_between_checkpoints_is_saved(counting: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"eval_every": 1, "save_every": 50, "keep": 1, "steps": 6}
+    settings |= WORSENING
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    report = run(make_config(counting, whole, **settings))
+    losses = read_metrics(whole, "validation_loss")
+    best = min(range(1, 7), key=losses.__getitem__)
+    assert best < 6, "the last step is the best one"
+    assert report.best_step == best
+    assert report.metrics["validation"]["loss"] == losses[best]
+    assert load_weights(whole, best)
+    run(make_config(counting, again, **settings), stop_after=best + 1)
+    assert run(make_config(counting, again, **settings, resume=True)).best_step == best
+    assert_same_run(whole, again, 6)
