@@ -19,7 +19,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.progress_lines import (
     MOST_SKIPPED,
+    NO_TARGET,
     ProgressLog,
     Skips,
     device_name,
@@ -65,6 +66,8 @@ from tokenfeed.trainer.tasks.task import Metrics
 
 _BAD_STEP_FILE = "bad-step.jsonl"
 """Files and records of the first step that was skipped."""
+_LARGEST_JUMP = 0.1
+"""Relative change of the learning rate on a resume that needs no warning."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt, as in malloc.h."""
@@ -188,7 +191,21 @@ class Trainer:
         if self.world.is_main:
             report.write(self.config.run_dir)
             write_page(self.config.run_dir)
+            self._check_targets()
         return report
+
+    def _check_targets(self) -> None:
+        """Raise if no step of the run had a target: neither a loss nor a skip is known.
+
+        Raises:
+            ConfigError: The run has learnt nothing.
+        """
+        lines = [line for line in self.metrics.read() if "learning_rate" in line]  # type: ignore[union-attr]
+        if lines and not any("loss" in line or "skipped_steps" in line for line in lines):
+            raise ConfigError(
+                f"{self.config.run_dir}: no step of the training had a target, so the model has "
+                f"learnt nothing. {NO_TARGET}"
+            )
 
     def _report_of_finished(self) -> Report | None:
         """Return the report of a finished run that was started again. It has the stall of the part
@@ -285,6 +302,7 @@ class Trainer:
             self.checkpoints.delete_unfinished()
             self.metrics.keep(until_step=self.step if config.resume else -1)
             self._write_config()
+            self._warn_of_jump(self.metrics.read())
         self.stall = StallMeter(
             self.device,
             skipped_steps=warmup_steps(config.steps - self.step),
@@ -313,6 +331,24 @@ class Trainer:
             for line in self.config.changes(begun) if begun else ():
                 _log.info("%s", line)
         self.config.write()
+
+    def _warn_of_jump(self, lines: list[dict[str, Any]]) -> None:
+        """Warn if changed settings of a resumed run make the learning rate jump."""
+        rates = [line["learning_rate"] for line in lines if line.get("learning_rate")]
+        now = self.learner.rate(self.step) if self.step else 0.0
+        if not rates or self.step == self.config.steps:
+            return
+        if abs(now - rates[-1]) > _LARGEST_JUMP * rates[-1]:
+            _log.warning(
+                "the learning rate jumps from %.2e in step %d to %.2e in step %d: --schedule %s "
+                "follows --steps, --warmup-steps and --learning-rate, which changed. constant, and "
+                "wsd before its last fifth, take more --steps without a jump",
+                rates[-1],
+                self.step,
+                self.learner.rate(self.step + 1),
+                self.step + 1,
+                self.config.schedule,
+            )
 
     def _open_metrics(self) -> MetricsFile:
         trackers = Trackers(self.config)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.feeding.devices import cuda
+from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.config.run_config import PAGE_FILE, TrainConfig
 from tokenfeed.trainer.data.datasets import epoch_of, is_packed, knows_steps, shown
 from tokenfeed.trainer.optim.optimizer import is_embedding
@@ -33,6 +34,11 @@ _LEAST_FALL = 0.05
 
 MOST_SKIPPED = 20
 """A run ends after this many steps in a row whose loss or gradients are not finite."""
+NO_TARGET = (
+    "Targets are missing if rows longer than --sequence-length lose their completions, if "
+    "--targets or `skip` selects none, or if all labels are ignored."
+)
+"""What explains steps without a target."""
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +102,8 @@ class ProgressLog:
         self._device = learner.device
         self._interval, self._first_skipped = self._empty_interval()
         self._skipped = skipped
+        self._without_target = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._has_warned = False
         self.is_behind = False
         """Whether steps were added since the last line."""
         self._reading = stall.read()
@@ -111,6 +119,7 @@ class ProgressLog:
         is_finite = tally.loss.isfinite()
         self._interval.loss += torch.where(is_finite, tally.loss, 0.0)
         self._interval.targets += torch.where(is_finite, tally.targets, 0)
+        self._without_target += tally.targets == 0
         is_first = ~norm.isfinite() & (self._first_skipped == 0)
         self._first_skipped = torch.where(is_first, step, self._first_skipped)
         self.is_behind = True
@@ -128,9 +137,10 @@ class ProgressLog:
             line is written.
         """
         device, sums, skips = self._device, self._interval, self._learner.precision.skips
-        values = (norm, *skips, sums.loss, sums.targets, self._first_skipped)
+        counts = sums.targets, self._first_skipped, self._without_target
+        values = (norm, *skips, sums.loss, *counts)
         fetched = torch.stack([value.double() for value in values]).tolist()  # the only wait
-        latest_norm, skipped, in_a_row, total, targets, first = fetched
+        latest_norm, skipped, in_a_row, total, targets, first, without_target = fetched
         self._interval, self._first_skipped = self._empty_interval()
         self.is_behind = False
         before, self._skipped = self._skipped, int(skipped)
@@ -154,6 +164,10 @@ class ProgressLog:
         if self._metrics:
             self._metrics.write(line)
         _log.info("%s", console_line(line, self._steps))
+        if without_target and self._metrics and not self._has_warned:
+            self._has_warned = True
+            counted = count_of(int(without_target), "step")
+            _log.warning("%s up to step %d had no target to train on. %s", counted, step, NO_TARGET)
         return Skips(int(first), int(in_a_row)) if first else None
 
     def _empty_interval(self) -> tuple[Tally, Tensor]:

@@ -507,3 +507,51 @@ def test_best_step_between_checkpoints_is_saved(counting: Path, tmp_path: Path) 
     run(make_config(counting, again, **settings), stop_after=best + 1)
     assert run(make_config(counting, again, **settings, resume=True)).best_step == best
     assert_same_run(whole, again, 6)
+
+
+def test_resume_warns_of_a_learning_rate_that_jumps(
+    counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(make_config(counting, tmp_path, steps=8))
+    run(make_config(counting, tmp_path, steps=16, resume=True))
+    rates = read_metrics(tmp_path, "learning_rate")
+    assert rates[9] > 5 * rates[8]
+    figures = f"jumps from {rates[8]:.2e} in step 8 to {rates[9]:.2e} in step 9"
+    assert figures in caplog.text
+    assert "--schedule cosine follows --steps" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes", [{"schedule": "constant"}, {"schedule": "wsd", "steps": 40}, {"steps": 8}]
+)
+def test_resume_without_a_jump_of_the_rate_warns_of_none(
+    counting: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
+) -> None:
+    run(make_config(counting, tmp_path, **changes), stop_after=4)
+    more = {"steps": 48} if "schedule" in changes else {}
+    run(make_config(counting, tmp_path, **changes | more, resume=True), stop_after=2)
+    assert "jumps" not in caplog.text
+
+
+def test_a_run_without_targets_ends_with_an_error_and_no_export(
+    tmp_path: Path, write_dataset: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    ones = (np.arange(300) % VOCABULARY, np.ones(300, np.int64))  # a first token is no target
+    folder = write_dataset(tmp_path / "shards", {"train": ones}, VOCABULARY)
+    config = make_config(folder, tmp_path / "run", batching="padded", steps=4)
+    with pytest.raises(ConfigError, match="no step of the training had a target"):
+        run(config)
+    assert "1 step up to step 1 had no target to train on" in caplog.text
+    with pytest.raises(ConfigError, match="no step of the training had a target"):
+        run(dataclasses.replace(config, resume=True))
+
+
+def test_a_step_without_targets_is_a_warning_once(
+    tmp_path: Path, write_dataset: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    few = (np.arange(308) % VOCABULARY, np.array([1] * 300 + [8]))
+    folder = write_dataset(tmp_path / "shards", {"train": few}, VOCABULARY)
+    report = run(make_config(folder, tmp_path / "run", batching="padded", steps=8))
+    assert report.finished
+    assert report.steps == 8
+    assert caplog.text.count("had no target to train on") == 1
