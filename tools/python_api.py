@@ -258,6 +258,7 @@ def _spooled(
     name: str, records: object, split: str | None, options: Options, stack: ExitStack
 ) -> Spooled:
     """Write records to a temporary file, which is deleted when `stack` ends."""
+    from tokenfeed.tools.corpus.field_paths import possible_columns
     from tokenfeed.tools.corpus.spool import json_lines, spool
     from tokenfeed.tools.encoding.tasks import ChatEncoder
     from tokenfeed.tools.jobs.progress_bar import bytes_read
@@ -266,7 +267,7 @@ def _spooled(
     fields = ChatEncoder.usual_fields() if is_any_layout else options.make_task().fields
     folder = None if "://" in options.paths[-1] else Path(options.paths[-1])
     with bytes_read(name) as advance:
-        blocks = json_lines(name, records, fields)
+        blocks = json_lines(name, records, possible_columns(fields))
         file = spool(name, blocks, folder, split=split, advance=advance)
     stack.callback(file.file.close)
     return file

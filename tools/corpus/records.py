@@ -35,6 +35,8 @@ class FieldKind(Enum):
     """Any JSON value except null. A list or object may also be a text with JSON."""
     OPTIONAL_JSON = "a text, a list or an object, or nothing"
     """Like `JSON`, or None. In JSON Lines, the field may be absent."""
+    ANY = "any value"
+    """Any JSON value. In JSON Lines, the field may not be absent."""
     IDS = "a list of token ids from 0"
     """A list of whole numbers, as int64 of shape (N,)."""
     NUMBERS = "a list of finite numbers"
@@ -215,6 +217,7 @@ _SCALARS: dict[FieldKind, _Scalar] = {
     FieldKind.NUMBERS: _Scalar(list[float | bool], (_holds_numbers,), _numbers),
     FieldKind.JSON: _Scalar(Any, (_holds_json,), _json),
     FieldKind.OPTIONAL_JSON: _Scalar(Any, (_holds_json,), _optional_json),
+    FieldKind.ANY: _Scalar(Any, (_holds_json,), _optional_json),
     FieldKind.TEXT: _Scalar(str, (), _text),
     FieldKind.LABEL: _Scalar(str | int | bool, (pa.types.is_integer, pa.types.is_boolean), _label),
     FieldKind.NUMBER: _Scalar(float | str, (pa.types.is_integer, pa.types.is_floating), _number),
@@ -225,6 +228,9 @@ _ITEMS: dict[FieldKind, FieldKind] = {
 }
 """What lists hold."""
 
+
+RAW_KINDS = (FieldKind.JSON, FieldKind.OPTIONAL_JSON, FieldKind.ANY)
+"""Kinds of values that are not converted."""
 
 _LONGEST_NAMES = 200
 """Characters."""

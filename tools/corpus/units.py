@@ -16,6 +16,7 @@ from itertools import chain, groupby
 
 from tokenfeed.pipeline.remote.retrying import few_threads, results_of
 from tokenfeed.tools.corpus.blocks import DAMAGE, READ_ERRORS, damage_reason
+from tokenfeed.tools.corpus.field_paths import columns_of, computed, is_formula
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile
 from tokenfeed.tools.corpus.locations import RemoteFile
@@ -120,7 +121,8 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
         return
     has_given = False
     try:
-        for records in format_.read(part, fields):
+        read = format_.read(part, columns_of(fields))
+        for records in computed(read, fields) if any(map(is_formula, fields)) else read:
             last = records.rejects[-1].record if records.rejects else -1
             last = max(last, int(records.numbers[-1]) if len(records) else -1)
             behind = max(behind, last + 1)

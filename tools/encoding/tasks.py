@@ -136,7 +136,7 @@ class TaskEncoder(ABC):
         """Return the option to give, if records are rejected for lack of a field."""
         found = re.match("no (?:field|column) `(.*)`; it has: (.*)", reason)
         if not found:
-            return ""
+            return self._name_inside(reason)
         missing, present = found[1], {*found[2].split(", ")}
         if self.named.keys() <= present:  # another field was named
             return self._name_field(missing)
@@ -146,6 +146,15 @@ class TaskEncoder(ABC):
         if present == {"text"} and "text" not in self.kinds:
             return " Records with `text` alone need `--task lm`."
         return self._name_field(missing)
+
+    def _name_inside(self, reason: str) -> str:
+        """Return the option that names a text inside an object or a list; empty without one."""
+        found = re.match("(?:field|column) `(.*)` is (dict|list|struct|large_list)", reason)
+        own = next((own for own, name in self.named.items() if found and name == found[1]), None)
+        if not found or not own:
+            return ""
+        inside = "[0]" if "list" in found[2] else ".KEY"
+        return f" Name the value inside: `--field {own}={found[1]}{inside}`."
 
     def _name_field(self, missing: str) -> str:
         """Return the option that names a missing field; empty if no option does."""

@@ -17,6 +17,7 @@ from typing import Any, Self
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.store import LocalStore
+from tokenfeed.tools.corpus.field_paths import nested, possible_columns
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Records
@@ -85,16 +86,20 @@ class Inputs:
         corpus = find_corpus(
             () if spooled else options.corpus,
             out=output.folder if isinstance(output, LocalStore) else None,
-            field=next(iter(task.fields)),
+            field=next(iter(possible_columns(task.fields))),
             exclude=options.exclude,
             splits=options.splits,
             max_record_bytes=options.max_record_bytes,
             known=[Known(*file) for file in plan["files"]] if plan else (),
             spooled=spooled,
         )
+        for own, name in task.named.items():
+            if nested(name) and not _can_read(corpus.sources, {name: FieldKind.ANY}):
+                inside: dict[str, Any] = {own: nested(name)}
+                task = dataclasses.replace(task, **inside)
         if isinstance(task, ChatEncoder) and options.field:
             for own in task.extras.keys() & options.fields.keys():
-                name = options.fields[own]
+                name = task.named[own]
                 if not _can_read(corpus.sources, {name: FieldKind.JSON}):
                     logger.warning(
                         "`--field` %s=%s: the first records have no field `%s`", own, name, name

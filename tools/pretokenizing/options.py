@@ -15,6 +15,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.format.schema import RESERVED_NAMES, Column
 from tokenfeed.pipeline.format.store import Place, open_place
+from tokenfeed.tools.corpus.field_paths import check_name
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, STANDARD_INPUT
 from tokenfeed.tools.corpus.sources import is_split_name
@@ -77,7 +78,9 @@ class Options:
     """What a record is."""
     field: tuple[tuple[Annotated[str, text("NAME=FIELD ...")], ...], ...] = ()
     """The field or column of your records to read for each field NAME of the task, like
-    text=review. Optional fields are in brackets. Labels and tags may be names or whole numbers."""
+    text=review. A FIELD may be inside another (answers.text[0]), or a text made of several
+    ('{context}\\n{question}'). Optional fields are in brackets. Labels and tags may be names or
+    whole numbers."""
     keep: tuple[Annotated[str, text("NAME[=TYPE]")], ...] = ()
     """Also store the field NAME: a number for each token id (--task ids) or message (--task chat).
     TYPE: float32 (the default), int8, int16 or int32. Can be given several times."""
@@ -257,6 +260,7 @@ class Options:
             if own in seen:
                 raise ConfigError(f"`--field` {given!r}: {own} is named twice. Name one field.")
             seen.add(own)
+            check_name(name)
         task = self.make_task()
         if self.keep and not task.keeps:
             able = [f"`--task {name}`" for name, task in TASK_CLASSES.items() if task.keeps]

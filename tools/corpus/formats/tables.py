@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile, whole
 from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.records import (
+    RAW_KINDS,
     FieldKind,
     Fields,
     Records,
@@ -88,7 +89,7 @@ def without_long(records: Records, fields: Fields, most_bytes: int) -> Records:
     long: dict[int, Reject] = {}
     for name, kind in fields.items():
         values = records.fields[name]
-        if (kind.item or kind) not in (FieldKind.TEXT, FieldKind.JSON, FieldKind.OPTIONAL_JSON):
+        if (kind.item or kind) not in (FieldKind.TEXT, *RAW_KINDS):
             continue
         for place, value in enumerate(values):
             num_bytes = _text_bytes(value)
@@ -271,7 +272,7 @@ def _listed(column: pa.Array, kind: FieldKind) -> list[Any]:
         values: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
         return [_value(scalar) for scalar in column]
-    if kind in (FieldKind.JSON, FieldKind.OPTIONAL_JSON):
+    if kind in RAW_KINDS:
         return [_without_nulls(value) for value in values]
     return values
 
