@@ -7,6 +7,7 @@ edit raises an error instead of changing the plan. Torch-free; used by the loade
 
 import dataclasses
 import json
+import posixpath
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, error_line
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
+from tokenfeed.pipeline.format.stitched import STITCHED_SUFFIX
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import Store, StorePath, keep, once, open_store
 
@@ -386,6 +388,12 @@ class Manifest:
                     f"{path}: {name!r} is not a file below the folder of the data set. Run "
                     "`pretokenize` again."
                 )
+            if _is_own(name):
+                raise ManifestError(
+                    f"{path}: lists {name!r}, a name that tokenfeed uses for files of its own. The "
+                    "manifest was forged: use the data set only if you know who made it, and run "
+                    "`pretokenize` again."
+                )
         for shard in shards:
             most = min(shard.rows, shard.bytes // _LEAST_BATCH_BYTES)
             if not min(shard.rows, 1) <= shard.batches <= most or shard.rows > shard.tokens:
@@ -399,6 +407,18 @@ class Manifest:
                 f"{path}: {unnamed[0].file} has `first_source` {unnamed[0].first_source} without "
                 "another name in `named`. Run `shards merge` again."
             )
+
+
+def _is_own(name: str) -> bool:
+    """Return whether a manifest would list a file that tokenfeed reads without it.
+
+    A file that ends with `.stitched` is read in place of the shard beside it, and may name any file
+    of the machine. File systems may ignore case.
+    """
+    parts = posixpath.normpath(name).casefold().split("/")
+    return parts[0] in (MANIFEST_FILE, MADE_BY_FILE, PARTS_FOLDER) or any(
+        part.endswith(STITCHED_SUFFIX) for part in parts
+    )
 
 
 def length_histogram(lengths: np.ndarray) -> np.ndarray:

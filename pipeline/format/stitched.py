@@ -8,7 +8,6 @@ bytes, which the checksums of record batches detect, as in any shard.
 """
 
 import errno
-import io
 import os
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from typing import IO, NamedTuple
 import msgspec
 import numpy as np
 
+from tokenfeed.pipeline.format.storage import open_regular
 from tokenfeed.pipeline.remote.object_file import SeekableFile
 
 STITCHED_SUFFIX = ".stitched"
@@ -74,7 +74,7 @@ def stitched_size(path: str) -> int:
     Raises:
         OSError: It cannot be read.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return _read_header(file, path)[0].bytes
 
 
@@ -98,7 +98,7 @@ class StitchedFile(SeekableFile):
         """
         self._descriptors: list[int] = []
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 header, first = _read_header(file, path)
                 pieces = np.frombuffer(file.read(24 * header.pieces), "<i8").reshape(-1, 3)
                 if not 0 < len(pieces) == header.pieces:
@@ -154,7 +154,8 @@ class StitchedFile(SeekableFile):
 def _opened(other: OtherFile, path: str) -> int:
     """Open another file, which must have the size that it had."""
     try:
-        descriptor = os.open(other.path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_regular(other.path) as file:
+            descriptor = os.dup(file.fileno())
     except OSError as error:
         reason = f"the adopted file {other.path} cannot be opened: {error.strerror}"
         raise OSError(errno.EINVAL, reason, path) from None
@@ -165,7 +166,7 @@ def _opened(other: OtherFile, path: str) -> int:
     return descriptor
 
 
-def _read_header(file: io.BufferedReader, path: str) -> tuple[_Header, int]:
+def _read_header(file: IO[bytes], path: str) -> tuple[_Header, int]:
     """Return the header, and where the pieces begin."""
     beginning = file.read(len(_MAGIC) + 4)
     length = int.from_bytes(beginning[-4:], "little")

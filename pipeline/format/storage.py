@@ -9,8 +9,10 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import shutil
+import stat
 import struct
 import time
 from collections.abc import Iterator
@@ -111,9 +113,35 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Open a file of a data set for reading.
+
+    Raises:
+        OSError: The file is missing, or it is not a regular file. A pipe would block the process,
+            and a device could have no end.
+    """
+    return open(path, "rb", opener=_regular)
+
+
+def _regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    try:
+        check_regular(path, os.fstat(descriptor))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_regular(path: str, status: os.stat_result) -> None:
+    """Raise an OSError for a pipe, a socket or a device. `open` rejects folders itself."""
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file", path)
+
+
 def file_xxh3(path: Path) -> str:
     """Return the xxh3-64 of a file's bytes, 16 hex digits."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 

@@ -34,7 +34,14 @@ from tokenfeed.pipeline.format.stitched import (
     is_stitched,
     stitched_size,
 )
-from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file, atomic_write, file_xxh3
+from tokenfeed.pipeline.format.storage import (
+    TEMPORARY_SUFFIX,
+    atomic_file,
+    atomic_write,
+    check_regular,
+    file_xxh3,
+    open_regular,
+)
 from tokenfeed.pipeline.remote.address import SCHEMES, object_address
 from tokenfeed.pipeline.remote.object_file import FileFacts, Ranges, VersionedBytes
 from tokenfeed.pipeline.remote.retrying import Traffic
@@ -231,15 +238,12 @@ class LocalStore:
             return pa.PythonFile(StitchedFile(path + STITCHED_SUFFIX, _ranges_of), "r")
         if size <= _SMALL_BYTES:
             return pa.BufferReader(self.read(name))
+        check_regular(path, os.stat(path))
         return pa.OSFile(os.fsencode(path))
 
     def read(self, name: str) -> bytes:
-        """Return the whole of a small file."""
-        path = os.path.join(self.root, name)
-        if is_stitched(path):
-            with StitchedFile(path + STITCHED_SUFFIX, _ranges_of) as stitched:
-                return stitched.read()
-        with open(path, "rb") as file:
+        """Return the whole of a small file, which is never a stitched one."""
+        with open_regular(os.path.join(self.root, name)) as file:
             return file.read()
 
     def absolute(self) -> Self:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from support.delivery import MakeDataset, open_loader
 from support.processes import open_files, opened_since
 
 from tokenfeed import Manifest, Padded
-from tokenfeed.pipeline.errors import ShardFormatError
+from tokenfeed.pipeline.errors import ShardFormatError, TokenfeedError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import ShardInfo
 from tokenfeed.pipeline.format.schema import Rows, task_columns
@@ -176,3 +177,25 @@ def test_small_shards_hold_no_descriptor(make_dataset: MakeDataset) -> None:
     reader = WindowReader(open_splits([folder], "train"))
     reader.read(np.arange(60))
     assert opened_since(before) == []
+
+
+@pytest.mark.parametrize("name", ["manifest.json", NAME, f"{NAME}.stitched"])
+def test_pipe_in_place_of_file_is_refused(make_dataset: MakeDataset, name: str) -> None:
+    """An archive can hold named pipes. Opening one without a writer would block for ever."""
+    folder = make_dataset([3, 5, 700])
+    shard = replace(Manifest.read(folder).split("train").shards[0], bytes=0)
+
+    def read() -> None:
+        Manifest.read(folder)
+        ShardReader(folder, shard, 1000)
+
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    previous = signal.signal(signal.SIGALRM, raising(AssertionError("blocked for 10 s")))
+    signal.alarm(10)
+    try:
+        with pytest.raises(TokenfeedError, match="is not a regular file"):
+            read()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
