@@ -66,6 +66,27 @@ class Best:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """How a run performed until a checkpoint. Nothing that follows depends on it.
+
+    Speed and stall are those of the measured steps since the start or the latest resume.
+    """
+
+    seconds: float
+    """Wall time of the run so far, in all its sessions."""
+    real_tokens_per_s: float | None
+    """None during warm-up, as the stall."""
+    stall: float | None
+    """Fraction of the wall time, 0 to 1."""
+    stall_causes: dict[str, float]
+    """Share of the wall time by cause, without causes of 0."""
+    peak_memory_bytes: int
+    """Memory of the GPU that torch has used at most, on rank 0; on a CPU that of the process."""
+    versions: dict[str, str]
+    """Versions of the software that made the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMeta:
     """The progress of a run, and its settings."""
 
@@ -81,6 +102,8 @@ class CheckpointMeta:
     """The best step so far, this one included."""
     config: dict[str, Any] = field(default_factory=dict)
     """The settings of the run."""
+    figures: Figures | None = None
+    """None in checkpoints of earlier versions."""
 
     def check(self, config: TrainConfig) -> None:
         """Reject a resumed run with another model, or with fewer steps than were trained.

@@ -33,7 +33,12 @@ from tokenfeed.pipeline.planning.stages import paths_of
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.pipeline.windows.origins import origins_of
 from tokenfeed.trainer.checkpoints.async_saver import Saver
-from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoint, CheckpointMeta, Checkpoints
+from tokenfeed.trainer.checkpoints.checkpoint_files import (
+    Checkpoint,
+    CheckpointMeta,
+    Checkpoints,
+    Figures,
+)
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import separation
 from tokenfeed.trainer.data.datasets import is_packed, training_source
@@ -50,6 +55,7 @@ from tokenfeed.trainer.report.progress_lines import (
     device_name,
     log_beginning,
     notes_on,
+    peak_memory,
     remedies,
 )
 from tokenfeed.trainer.report.run_files import (
@@ -109,6 +115,8 @@ class Trainer:
             gather = self.world.slow_gather() if config.shard_model else lambda value: [value]
             self.saver = Saver(self.checkpoints, config.keep, self.device, self.world.rank, gather)
         self.step = self.saved_step = self.began_at = self.skipped = 0
+        self.earlier_s = 0.0
+        """Wall time of the run's earlier sessions, until the checkpoint that this one resumes."""
         self.rows_of_steps = deque[tuple[int, np.ndarray]](
             maxlen=config.accumulation * (MOST_SKIPPED + config.log_every)
         )
@@ -491,9 +499,21 @@ class Trainer:
                     loader=self.loader.state_dict(),
                     best=self.evaluator.best,
                     config=self.config.as_dict(),
+                    figures=self._figures(),
                 )
                 self.saver.save(meta, self.learner.state_dict())
         self.saved_step = self.step
+
+    def _figures(self) -> Figures:
+        stall = self.stall.report()
+        return Figures(
+            seconds=self.earlier_s + time.perf_counter() - self.started_s,
+            real_tokens_per_s=stall.real_tokens_per_s,
+            stall=stall.stall,
+            stall_causes={k: part.fraction for k, part in stall.causes.items() if part.fraction},
+            peak_memory_bytes=peak_memory(self.device),
+            versions=versions(),
+        )
 
     def _wait_for_save(self) -> None:
         """Wait until the previous checkpoint is on the disk, on all ranks."""
@@ -552,6 +572,7 @@ class Trainer:
         self.loader.load_state_dict(progress.loader)
         self.learner.load(checkpoint)
         self.skipped = int(self.learner.precision.skips[0])
+        self.earlier_s = progress.figures.seconds if progress.figures else 0.0
         self.step = self.saved_step = self.began_at = progress.step
         self.evaluator.best = self.world.from_rank_0(self.checkpoints.best)
         self.step_sync.begin(progress.tokens, progress.slots)

@@ -7,9 +7,11 @@ always agree.
 
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -68,6 +70,18 @@ def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return device.type
     return str(cuda.get_device_name(device))
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the bytes that torch has used at most on a GPU; on a CPU those of this process."""
+    if device.type != "cpu":
+        return int(cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return int(psutil.Process().memory_info().peak_wset)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Skips(NamedTuple):
