@@ -55,7 +55,7 @@ GROUPS = {
     "device": ("device", "precision", "compile", "recompute", "shard_model"),
     "evaluation and checkpoint": (
         *("eval_every", "eval_tokens", "patience", "samples", "save_every", "keep"),
-        *("log_every", "track"),
+        *("compress_checkpoints", "log_every", "track"),
     ),
     "output": ("run_dir", "resume", "export", "json"),
     "configuration and planning": (

@@ -84,6 +84,7 @@ def runs_in(folder: Path, every_task: Path) -> dict[str, Run]:
     resumed: dict[str, Any] = {"resume": True}
     dropping = {"model": "support.training:dropping_double_model"}
     often = SHARES | {"save_every": 1}
+    small = {"compress_checkpoints": True}
     runs: dict[str, Run] = {
         "1": (1, of("1")),
         "2": (2, of("2", late=(1, LATE_S))),
@@ -91,9 +92,9 @@ def runs_in(folder: Path, every_task: Path) -> dict[str, Run]:
         "classes 3": (3, of("classes 3", "classify padded")),
         "classes shares": (2, of("classes shares", "classify padded", **SHARES)),
         "shares": (2, of("shares", late=(1, LATE_S), **SHARES)),
-        "other shares, stopped": (2, of("other shares", ends=("stop", 1, 2), **SHARES)),
+        "other shares, stopped": (2, of("other shares", ends=("stop", 1, 2), **SHARES, **small)),
         "other shares, whole": (1, of("other shares", ends=("stop", 0, 1), **resumed)),
-        "other shares": (3, of("other shares", **SHARES, **resumed)),
+        "other shares": (3, of("other shares", **SHARES, **resumed, **small)),
         "dropping": (1, of("dropping", **dropping)),
         "changing, stopped": (2, of("changing", ends=("stop", 1, 1), **dropping)),
         "changing, on three": (3, of("changing", ends=("stop", 2, 2), **dropping, **resumed)),

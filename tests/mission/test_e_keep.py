@@ -1,7 +1,123 @@
 """The mission, keep: a test for each row of docs/mission.md, by public commands and API."""
 
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zstandard
+from safetensors.torch import load_file
+from support.commands import call
+
+from tokenfeed.tools import train
+from tokenfeed.trainer.loop.model_export import load_exported
+
+SETTINGS: dict[str, Any] = {
+    "model": "support.training:small_model",
+    "steps": 4,
+    "save_every": 2,
+    "eval_every": 2,
+    "log_every": 1,
+    "sequence_length": 32,
+    "micro_batch_tokens": 128,
+    "step_tokens": 128,
+    "warmup_steps": 1,
+    "schedule": "constant",  # so that rates do not depend on --steps
+    "device": "cpu",
+}
+
+
+def words_of(shards: Path, run_dir: Path, settings: dict[str, Any]) -> list[str]:
+    """Return the command line of a small run."""
+    words = ["--shards", str(shards), "--run-dir", str(run_dir)]
+    for name, value in (SETTINGS | settings).items():
+        flag = f"--{name.replace('_', '-')}"
+        words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def train_run(
+    shards: Path, run_dir: Path, *, expect: int = 0, **settings: Any
+) -> subprocess.CompletedProcess[str]:
+    return call(train.main, *words_of(shards, run_dir, settings), expect=expect)
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def losses_of(run_dir: Path) -> dict[int, float]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
 # ---------- m28 ----------
 
+
+def test_m28_checkpoints_with_metadata_and_figures(few_rows: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    train_run(few_rows, run_dir, steps=6)
+    assert {path.name for path in checkpoint(run_dir, 6).iterdir()} == {
+        "checkpoint.json",
+        "state-0.safetensors",
+    }
+    meta = json.loads((checkpoint(run_dir, 6) / "checkpoint.json").read_bytes())["meta"]
+    assert (meta["step"], meta["config"]["save_every"]) == (6, 2)
+    report, figures = json.loads((run_dir / "report.json").read_bytes()), meta["figures"]
+    assert figures["versions"] == report["versions"]
+    assert 0 < figures["seconds"] < report["seconds"]
+    assert figures["real_tokens_per_s"] > 0
+    assert figures["peak_memory_bytes"] > 50_000_000  # more than torch alone
+    assert 0 < figures["stall"] < 1
+    assert figures["stall"] == pytest.approx(sum(figures["stall_causes"].values()))
+    assert "checkpoint" in figures["stall_causes"]
+
+    call(train.main, "--run-dir", run_dir, "--resume", "--steps", 8)
+    later = json.loads((checkpoint(run_dir, 8) / "checkpoint.json").read_bytes())["meta"]["figures"]
+    assert later["seconds"] > figures["seconds"]  # of both sessions
+
+    damaged = checkpoint(run_dir, 8) / "state-0.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    refused = call(train.main, "--run-dir", run_dir, "--resume", "--steps", 9, expect=1)
+    error = refused.stderr.splitlines()[-1]
+    assert error.startswith(f"error: {checkpoint(run_dir, 8)}: the checkpoint is damaged")
+
+
 # ---------- m29 ----------
+
+
+def test_m29_compressed_checkpoints(every_task: Path, tmp_path: Path) -> None:
+    shards = every_task / "lm"
+    plain, small, export = tmp_path / "plain", tmp_path / "small", tmp_path / "export"
+    train_run(shards, plain, steps=6)
+    train_run(shards, small, compress_checkpoints=True)
+    assert not list(plain.rglob("*.zst"))  # off by default
+    call(train.main, "--run-dir", small, "--resume", "--steps", 6, "--export", export)
+    whole = checkpoint(plain, 6) / "state-0.safetensors"
+    file = checkpoint(small, 6) / "state-0.safetensors.zst"
+    assert file.stat().st_size < 0.97 * whole.stat().st_size
+    content = bytearray(file.read_bytes())
+    (tmp_path / "again.safetensors").write_bytes(
+        zstandard.ZstdDecompressor().decompressobj(read_across_frames=True).decompress(content)
+    )
+    saved, expected = load_file(tmp_path / "again.safetensors"), load_file(whole)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)  # through a resume
+    assert {path.name for path in (small / "checkpoints").iterdir()} == {
+        path.name for path in (plain / "checkpoints").iterdir()
+    }
+    assert not list(export.rglob("*.zst"))
+    load_exported(export)
+
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    refused = call(train.main, "--run-dir", small, "--resume", "--steps", 7, expect=1)
+    error = refused.stderr.splitlines()[-1]
+    assert error.startswith(f"error: {file.parent}: the checkpoint is damaged ({file.name} fails")
+
 
 # ---------- m30 ----------

@@ -44,9 +44,16 @@ def open_saver(folder: Path, keep: int = 2) -> Iterator[Saver]:
     saver.wait_after_error()
 
 
-def save(folder: Path, step: int, state: State | None = None, keep: int = 2) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    state: State | None = None,
+    keep: int = 2,
+    *,
+    compress: bool = False,
+) -> Path:
     """A checkpoint that is whole."""
-    saver = Saver(Checkpoints(folder), keep, CPU)
+    saver = Saver(Checkpoints(folder), keep, CPU, compress=compress)
     saver.save(make_meta(step), make_state(step) if state is None else state)
     saver.wait()
     return Checkpoints(folder).path(step)

@@ -5,6 +5,8 @@
     state-0.safetensors        tensors: weights, optimizer moments, skipped steps
     checkpoint.json            everything else, and all checksums
 
+With --compress-checkpoints, the first file is state-0.safetensors.zst.
+
 If weights are sharded, rank 1 writes its shards to state-1.safetensors, and so on.
 
 All files are written and synced in a folder with a temporary name. One rename makes the folder a

@@ -6,7 +6,7 @@ host does not (`Saver.before_update`). The memory is allocated, and page-locked,
 
 safetensors writes the file without another copy, while other threads run. The file has the same
 form as those of `torch.distributed.checkpoint.HuggingFaceStorageWriter`: its metadata say where
-each shard begins in its tensor.
+each shard begins in its tensor. A compressed file has a zstd frame for each 64 MiB of that file.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import zstandard
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,6 +30,7 @@ from torch import Tensor
 from tokenfeed.pipeline.feeding.devices import cuda, page_lock, page_unlock
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.trainer.checkpoints.checkpoint_files import (
+    ZSTD_SUFFIX,
     CheckpointMeta,
     Checkpoints,
     unshared,
@@ -37,6 +39,11 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import (
 from tokenfeed.trainer.distributed.world import Gather, State, is_sharded_tensor
 
 Result = TypeVar("Result")
+
+_FRAME_BYTES = 64 << 20
+"""Bytes of a zstd frame before compression."""
+_ZSTD_LEVEL = 1
+"""Higher levels take longer, and hardly shorten weights."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +63,7 @@ class Saver:
         device: The device of the tensors.
         rank: The number of this rank, if several ranks save together.
         gather: Returns the values of all ranks that save, by rank.
+        compress: Whether to compress the files of tensors.
     """
 
     def __init__(
@@ -65,8 +73,10 @@ class Saver:
         device: torch.device,
         rank: int = 0,
         gather: Gather = lambda value: [value],
+        *,
+        compress: bool = False,
     ) -> None:
-        self._checkpoints, self._keep = checkpoints, keep
+        self._checkpoints, self._keep, self._compress = checkpoints, keep, compress
         self._rank, self._gather = rank, gather
         self._copy = HostCopy(device, rank)
         self._thread: threading.Thread | None = None
@@ -140,7 +150,7 @@ class Saver:
         """
         checkpoints, is_main = self._checkpoints, self._rank == 0
         folder = checkpoints.temporary(meta.step)
-        name = f"state-{self._rank}.safetensors"
+        name = f"state-{self._rank}.safetensors{ZSTD_SUFFIX * self._compress}"
         try:
             with contextlib.ExitStack() as made:
                 new = checkpoints.new(meta.step)
@@ -300,7 +310,9 @@ class HostCopy:
 
 
 def write_tensors(path: Path, copy: HostCopy) -> str:
-    """Wait for a copy. Write it to a file and sync the file. Return the xxh3-64 of its bytes.
+    """Wait for a copy. Write it to a file, compressed if its name ends in .zst, and sync the file.
+
+    Return the xxh3-64 of the file's bytes.
 
     Raises:
         OSError: The file cannot be written.
@@ -308,10 +320,18 @@ def write_tensors(path: Path, copy: HostCopy) -> str:
     copy.wait()
     tensors = {name: place.view(copy.memory) for name, place in copy.places.items()}
     sharding = {name: {"saved_offsets": place.offsets} for name, place in copy.places.items()}
+    is_compressed = path.suffix == ZSTD_SUFFIX
+    plain = path.with_suffix("") if is_compressed else path
     try:
-        save_file(tensors, path, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)})
+        save_file(tensors, plain, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)})
     except SafetensorError as error:  # such as a full disk
         raise OSError(errno.EIO, str(error)) from error
+    if is_compressed:
+        compressor = zstandard.ZstdCompressor(_ZSTD_LEVEL, write_checksum=True)
+        with plain.open("rb") as source, path.open("wb") as made:
+            while part := source.read(_FRAME_BYTES):
+                made.write(compressor.compress(part))
+        plain.unlink()
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return file_xxh3(path)

@@ -16,7 +16,9 @@ import logging
 import math
 import re
 import shutil
+import tempfile
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -26,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch
 import xxhash
+import zstandard
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -38,9 +41,10 @@ _log = logging.getLogger(__name__)
 
 _VERSION = 4
 CONTENT_FILE = "checkpoint.json"
+ZSTD_SUFFIX = ".zst"
 _READERS = 4
 _NAME = re.compile(r"step-(\d{8})")
-_FILE_NAME = re.compile(r"state-\d+\.safetensors")
+_FILE_NAME = re.compile(r"state-\d+\.safetensors(\.zst)?")
 _STORED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -48,6 +52,7 @@ _STORED = {
 DAMAGE = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError),
     SafetensorError,
+    zstandard.ZstdError,
 )
 """Errors that reading a damaged checkpoint may raise."""
 _KEPT = ("model", "optimizer")
@@ -177,11 +182,13 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Checkpoint:
     """A verified checkpoint. Its tensors are still on disk."""
 
     folder: Path
+    """A folder with the files of tensors. If they are compressed, this folder is temporary, and
+    deleted with this object in the process that has opened the checkpoint."""
     meta: CheckpointMeta
     tensors: dict[str, TensorInfo]
 
@@ -195,7 +202,7 @@ class Checkpoint:
         content = _content((folder / CONTENT_FILE).read_bytes())
         if wrong := [name for name in content.files if not _FILE_NAME.fullmatch(name)]:
             raise ValueError(f"{CONTENT_FILE} lists {wrong[0]!r}, expected state-0.safetensors")
-        others = {path.name for path in folder.glob("*.safetensors")} - content.files.keys()
+        others = {path.name for path in folder.glob("*.safetensors*")} - content.files.keys()
         if others:  # the reader would take tensors from these files too
             raise ValueError(f"{min(others)} is not listed in {CONTENT_FILE}")
         with ThreadPoolExecutor(_READERS) as pool:
@@ -203,15 +210,20 @@ class Checkpoint:
         for (name, checksum), actual in zip(content.files.items(), found, strict=True):
             if actual != checksum:
                 raise ValueError(f"{name} fails its checksum: {actual}, expected {checksum}")
-        num_bytes = sum((folder / name).stat().st_size for name in content.files)
-        tensors = _kinds_in(folder)
-        for name, kind in tensors.items():
-            if min(kind.shape, default=0) < 0 or math.prod(kind.shape) > num_bytes:
-                raise ValueError(
-                    f"the files have the shape {kind.shape} of {name}, but all files together have "
-                    f"{num_bytes:,} bytes"
-                )
-        return cls(folder, content.meta, tensors)
+        with contextlib.ExitStack() as made:
+            if any(name.endswith(ZSTD_SUFFIX) for name in content.files):
+                folder = made.enter_context(_unpacked(folder, [*content.files]))
+            num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+            tensors = _kinds_in(folder)
+            for name, kind in tensors.items():
+                if min(kind.shape, default=0) < 0 or math.prod(kind.shape) > num_bytes:
+                    raise ValueError(
+                        f"the files have the shape {kind.shape} of {name}, but all files together "
+                        f"have {num_bytes:,} bytes"
+                    )
+            opened = cls(folder, content.meta, tensors)
+            weakref.finalize(opened, made.pop_all().close)
+        return opened
 
     def read(
         self, live: State | None = None, world: World | None = None, *, prefix: str = ""
@@ -261,6 +273,44 @@ class Checkpoint:
                 )
             except CheckpointException as error:  # no Exception
                 raise ValueError(" ".join(str(error).split())) from error
+
+
+@contextlib.contextmanager
+def _unpacked(folder: Path, names: list[str]) -> Iterator[Path]:
+    """Yield a temporary folder with the files of tensors, not compressed.
+
+    It is beside the checkpoint, where all ranks see it and a killed process is cleaned up after, or
+    in the system's temporary folder if nothing can be written there.
+
+    Raises:
+        ResumeError: The disk is full.
+        ZstdError, ValueError: A file is damaged.
+    """
+    own: dict[str, Any] = {"prefix": f"{folder.name}.", "suffix": TEMPORARY_SUFFIX}
+    try:
+        plain = Path(tempfile.mkdtemp(dir=folder.parent, **own))
+    except OSError:
+        plain = Path(tempfile.mkdtemp(**own))
+    try:
+        with ThreadPoolExecutor(_READERS) as pool:
+            jobs = [pool.submit(_unpack, folder / name, plain) for name in names]
+            for job in jobs:
+                job.result()
+        yield plain
+    finally:
+        shutil.rmtree(plain, ignore_errors=True)
+
+
+def _unpack(path: Path, plain: Path) -> None:
+    """Decompress a file, whose checksum is right, into a folder."""
+    try:
+        with path.open("rb") as file, (plain / path.stem).open("wb") as made:
+            zstandard.ZstdDecompressor().copy_stream(file, made)
+    except OSError as error:
+        raise ResumeError(
+            f"{path}: cannot be decompressed into {plain} ({error.strerror}). Free space there; "
+            "TMPDIR sets the folder for checkpoints on a read-only disk."
+        ) from error
 
 
 def _kinds_in(folder: Path) -> dict[str, TensorInfo]:

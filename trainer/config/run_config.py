@@ -216,6 +216,9 @@ class TrainConfig:
     """Steps between checkpoints. A step with the best evaluation so far is saved too."""
     keep: Positive = 2
     """Number of latest checkpoints to keep. The best one is always kept."""
+    compress_checkpoints: bool = False
+    """Compress checkpoints with zstd: smaller files, more processor time. Exports are not
+    compressed."""
     log_every: Positive = 10
     """Steps between progress lines."""
     track: tuple[TrackerName, ...] = ()

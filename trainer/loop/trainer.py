@@ -113,7 +113,14 @@ class Trainer:
         self.saver: Saver | None = None
         if config.shard_model or self.world.is_main:
             gather = self.world.slow_gather() if config.shard_model else lambda value: [value]
-            self.saver = Saver(self.checkpoints, config.keep, self.device, self.world.rank, gather)
+            self.saver = Saver(
+                self.checkpoints,
+                config.keep,
+                self.device,
+                self.world.rank,
+                gather,
+                compress=config.compress_checkpoints,
+            )
         self.step = self.saved_step = self.began_at = self.skipped = 0
         self.earlier_s = 0.0
         """Wall time of the run's earlier sessions, until the checkpoint that this one resumes."""

@@ -2,17 +2,20 @@
 
 import json
 import math
+import os
 import random
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 import xxhash
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import (
@@ -27,6 +30,8 @@ from support.checkpoints import (
 )
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.trainer.checkpoints import async_saver
 from tokenfeed.trainer.checkpoints.checkpoint_files import Best, Checkpoints
 from tokenfeed.trainer.distributed.world import State
 
@@ -85,15 +90,64 @@ STATES = st.dictionaries(st.text("abc.", min_size=1, max_size=4), tensors(), max
 
 
 @settings(max_examples=10)
-@given(state=STATES)
+@given(state=STATES, compress=st.booleans())
 def test_any_state_comes_back_bit_for_bit(
-    state: State, tmp_path_factory: pytest.TempPathFactory
+    state: State, compress: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("state")
-    save(folder, 1, state)
+    save(folder, 1, state, compress=compress)
     live = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     assert_same(state, Checkpoints(folder).open().read(live))
+    assert names_in(folder) == ["step-00000001"]
     shutil.rmtree(folder)
+
+
+def test_read_joins_many_frames(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_saver, "_FRAME_BYTES", 100)
+    state = {"model.a": torch.rand(99, 7), "model.b": torch.zeros(5000)}
+    path = save(folder, 1, state, compress=True)
+    assert_same(state, Checkpoints(folder).open().read())
+    assert (path / "state-0.safetensors.zst").read_bytes().count(b"\x28\xb5\x2f\xfd") > 200
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_open_rejects_damaged_frames_whose_checksum_was_forged(folder: Path, cut: bool) -> None:
+    path = save(folder, 1, compress=True)
+    file = path / "state-0.safetensors.zst"
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content[:-20] if cut else content)
+    described = json.loads((path / "checkpoint.json").read_bytes())
+    described["files"][file.name] = file_xxh3(file)
+    (path / "checkpoint.json").write_bytes(sealed_content(described))
+    with pytest.raises(ResumeError, match="the checkpoint is damaged") as error:
+        Checkpoints(folder).open()
+    assert "\n" not in str(error.value)
+    assert names_in(folder) == ["step-00000001"]
+
+
+def test_open_of_compressed_checkpoint_on_full_disk_names_the_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(folder, 1, compress=True)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", lambda: SimpleNamespace(copy_stream=refuse))
+    with pytest.raises(ResumeError, match=r"No space left on device.* Free space there"):
+        Checkpoints(folder).open()
+    assert names_in(folder) == [path.name]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_compressed_checkpoint_on_read_only_disk_is_read(folder: Path) -> None:
+    save(folder, 1, compress=True)
+    folder.chmod(0o555)
+    try:
+        assert_same(make_state(1), Checkpoints(folder).open().read())
+    finally:
+        folder.chmod(0o755)
 
 
 def test_read_overwrites_live_tensors_in_place(folder: Path) -> None:
