@@ -321,7 +321,7 @@ def _said_after(
 ) -> list[Range] | None:
     """Find messages after the beginning of the prompt, or all of it."""
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    own = [part for part in parts if part.message >= 0]
+    own = [part for part in _first_said(parts) if part.message >= 0]
     heads, whole = _ends(head, blank), {*_ends(prompt, blank)}
     if len(heads) != len(turns):
         return None
@@ -358,6 +358,13 @@ def _said_after(
     return said
 
 
+def _first_said(parts: list[Part]) -> list[Part]:
+    """Return contents without what a template repeats of the assistant, such as the name of a
+    function in the header of the tool's answer."""
+    firsts = {part.content: part for part in reversed(parts)}
+    return [part for part in parts if part.kind < Kind.TEXT or firsts[part.content] is part]
+
+
 def _ends(prompt: str, text: str) -> list[int]:
     """Return where each prompt in a text ends."""
     return [match.end() for match in re.finditer(re.escape(prompt), text)]
@@ -383,7 +390,8 @@ def laid_out(
         missing: The counts that are known, after `no_stop` and `unmarked`.
         special: Matches a special token.
     """
-    blank, own = blanked(text, parts), [part for part in parts if part.kind is not Kind.TEMPLATE]
+    blank = blanked(text, parts)
+    own = [part for part in _first_said(parts) if part.kind is not Kind.TEMPLATE]
     spans: list[Range] = []
     owners: list[int] = []
     turns = turns if len(turns) == len(said) else [-1] * len(said)

@@ -1111,6 +1111,32 @@ def test_conversations_with_tools_take_their_own_template(tmp_path: Path, place:
     assert with_tools == "1 tools\n" + without
 
 
+def test_a_name_in_the_header_of_an_answer_is_not_learnt() -> None:
+    """As with Solar: the header of the tool's answer repeats the name of the function."""
+    source = """{% set ns = namespace(name='') %}{% for m in messages %}{% if m.role == 'tool' %}\
+tool<|start_header_id|>{{ ns.name }}<|end_header_id|>{{ m.content }}<|im_end|>\
+{% elif m.role == 'user' %}{{ m.content }}<|im_end|>{% else %}<|im_start|>{{ m.content }}\
+{% for c in m.tool_calls or [] %}{% set ns.name = c.function.name %}<|start_header_id|>\
+{{ ns.name }}<|end_header_id|>{% endfor %}{% if not m.tool_calls %}<|im_end|>{% endif %}\
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"""
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+    messages: list[Message] = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "there"},
+    ]
+    assert "<|end_header_id|>tool<|start_header_id|>weather<" in text_of(rendered(source, messages))
+    assert pieces_of(source, messages) == [
+        ("user", "hello"),
+        ("call", "<|start_header_id|>weather"),
+        ("stop", "<|end_header_id|>"),
+        ("tool", "42"),
+        ("text", "there"),
+        ("stop", "<|im_end|>"),
+    ]
+
+
 def test_append_finds_the_end_token_of_the_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     template = tmp_path / "two ends.jinja"
     ends = CALLING.replace("<|im_end|>", "<|im_end|>{{ '</s>' if m.role == 'assistant' else '' }}")
