@@ -60,6 +60,9 @@ _TRIED = 500
 """Conversations before layouts are given up, if most of them had a layout of their own."""
 _MOST_ALTERNATIVES = 8
 """Layouts of conversations that differ only in contents."""
+_MOST_WORK = 1_000_000_000
+"""Characters to render of one conversation up to each message. A message costs `_MESSAGE_COST`."""
+_MESSAGE_COST = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,9 +281,17 @@ class ChatTemplate:
         """Find what the assistant says by rendering the conversation up to each message.
 
         Raises:
-            Unusable: A shorter conversation is not rendered as a prefix of the whole.
+            Unusable: A shorter conversation is not rendered as a prefix of the whole, or there are
+                too many.
         """
         messages, said = conversation.messages, []
+        turns = sum(message["role"] == "assistant" for message in messages)
+        if turns * (len(text) + _MESSAGE_COST * len(messages)) > _MOST_WORK:
+            raise Unusable(
+                f"has {len(messages):,} messages of {len(text):,} characters: to render the "
+                "conversation up to each of them takes too long. Use a template with "
+                "{% generation %}"
+            )
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue

@@ -1137,6 +1137,14 @@ tool<|start_header_id|>{{ ns.name }}<|end_header_id|>{{ m.content }}<|im_end|>\
     ]
 
 
+def test_very_many_messages_without_a_prompt_are_rejected() -> None:
+    """Each would be rendered up to each message, which takes hours."""
+    messages = [*SHORT[0], *SHORT[1]] * 1000
+    with pytest.raises(Unusable, match="4,000 messages of [0-9,]+ characters.*takes too long"):
+        rendered(CHATML.replace("{% if add_generation_prompt", "{% if false"), messages)
+    assert rendered(CHATML, messages).pieces
+
+
 def test_append_finds_the_end_token_of_the_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     template = tmp_path / "two ends.jinja"
     ends = CALLING.replace("<|im_end|>", "<|im_end|>{{ '</s>' if m.role == 'assistant' else '' }}")
