@@ -179,6 +179,22 @@ class ChatTemplate:
         """Matches a special token."""
         return any_of(self.special_tokens)
 
+    @functools.cached_property
+    def _halves(self) -> tuple[set[str], ...]:
+        tokens = [(token, cut) for token in self.special_tokens for cut in range(1, len(token))]
+        begins, ends = (
+            {token[:cut] for token, cut in tokens},
+            {token[cut:] for token, cut in tokens},
+        )
+        return tuple({half for half in halves if len(half) > 1} for halves in (begins, ends))
+
+    def has_half(self, text: str) -> bool:
+        """Return whether a text ends with the beginning of a special token, or begins with the
+        end of one. One character does not count."""
+        (begins, ends), text = self._halves, text.strip()
+        most = max(map(len, begins), default=0)
+        return any(text[-n:] in begins or text[:n] in ends for n in range(2, most + 1))
+
     def _render(
         self, conversation: Conversation, *, prompt: bool = False, watch: Watch | None = None
     ) -> tuple[str, list[Range]]:

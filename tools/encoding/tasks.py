@@ -50,6 +50,7 @@ from tokenfeed.tools.encoding.chat import ChatTemplate
 from tokenfeed.tools.encoding.chat_messages import Conversation, asks, read_messages
 from tokenfeed.tools.encoding.chat_parts import COUNTS, EMPTY, Rendered, TokensOfPieces
 from tokenfeed.tools.encoding.fim import FIM_ROWS, FillInMiddle
+from tokenfeed.tools.encoding.jinja_sandbox import MARK
 from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, TokenPlaces
@@ -778,6 +779,8 @@ class ChatEncoder(TaskEncoder):
                 of_messages = self._numbers(conversation)
                 made = self.chat_template.render(conversation)
                 is_proved = not made.layout.counts[COUNTS.index("unproved")]
+                if not (is_proved or self.splits_special):
+                    self._check_joined(conversation, made)
                 if of_messages and not (is_proved and -1 not in made.layout.owners):
                     raise Unusable("it is not certain which tokens belong to which message")
                 rendered[-1], numbers[-1] = made, of_messages
@@ -893,6 +896,24 @@ class ChatEncoder(TaskEncoder):
         for name, part in parts:
             if problem := self._problem(part):
                 raise Unusable(f"{name} {problem}")
+
+    def _check_joined(self, conversation: Conversation, rendered: Rendered) -> None:
+        """Reject contents that may form a special token together, if their places are unknown.
+
+        Raises:
+            Unusable: A content is a list of parts, has the character of a mark, or has a part of a
+                special token at its beginning or end.
+        """
+        assert self.chat_template
+        if mark := MARK.search(b"".join(rendered.pieces).decode()):
+            raise Unusable(f"has the character U+{ord(mark[0]):X}; see --special-tokens-in-text")
+        for number, message in enumerate(conversation.messages, 1):
+            content = message.get("content") or ""
+            if isinstance(content, list) or self.chat_template.has_half(content):
+                raise Unusable(
+                    f"message {number} may form a special token with other texts, because its "
+                    "place in the rendered text is not certain; see --special-tokens-in-text"
+                )
 
     def _problem(self, part: Any) -> str:
         """Return why a value of JSON cannot be rendered; empty if it can."""

@@ -966,6 +966,35 @@ def test_special_text_over_several_contents_is_rejected(seen: str) -> None:
     assert not encode(source, [asked(pieces)]).unusable
 
 
+CHANGING = "{{ messages[0].content | string | length }}" + JOINING
+"""With marks, a content is longer, so the places of contents are not certain."""
+
+
+@pytest.mark.parametrize(
+    ("source", "texts", "reason"),
+    [
+        (JOINING, ["\U00100000x<|im_", "end|>"], "has the character U+100000; see"),
+        (JOINING, ["a", "b", "c\U0010fffd"], "has the character U+10FFFD; see"),
+        (CHANGING, ["a"], "message 1 may form a special token"),
+        (CHANGING, ["<|im_"], "message 1 may form a special token"),
+        (CHANGING, "<| ", "message 1 may form a special token"),
+        (CHANGING, "\n|>", "message 1 may form a special token"),
+        (CHANGING, "a", None),
+        (CHANGING, "<", None),
+        (JOINING, "<|im_", None),
+    ],
+)
+def test_contents_of_unknown_place_form_no_special_token(
+    source: str, texts: Any, reason: str | None
+) -> None:
+    parts = [{"type": "text", "text": text} for text in texts]
+    content = texts if isinstance(texts, str) else parts
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]
+    found = encode(source, [messages], splits=False).unusable.get(0)
+    assert found == reason or (reason and str(found).startswith(reason))
+    assert not encode(source, [messages]).unusable
+
+
 @pytest.mark.parametrize("content", ["a</", "a"])
 def test_special_text_of_content_and_template_is_rejected(content: str) -> None:
     source = CHATML.replace("message.content + '<", "message.content + 's><")
@@ -1140,7 +1169,7 @@ tool<|start_header_id|>{{ ns.name }}<|end_header_id|>{{ m.content }}<|im_end|>\
 def test_very_many_messages_without_a_prompt_are_rejected() -> None:
     """Each would be rendered up to each message, which takes hours."""
     messages = [*SHORT[0], *SHORT[1]] * 1000
-    with pytest.raises(Unusable, match="4,000 messages of [0-9,]+ characters.*takes too long"):
+    with pytest.raises(Unusable, match=r"4,000 messages of [0-9,]+ characters.*takes too long"):
         rendered(CHATML.replace("{% if add_generation_prompt", "{% if false"), messages)
     assert rendered(CHATML, messages).pieces
 
