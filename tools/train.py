@@ -21,6 +21,7 @@ from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.text import facts
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.tools.train_settings import read_command
+from tokenfeed.trainer.config.allocator import set_allocator
 
 
 class SignalRequests:
@@ -73,6 +74,7 @@ def main() -> None:
 def _run() -> int:
     if "--monitor-only" in sys.argv[1:]:
         return monitor()
+    set_allocator(os.environ)
     is_main = os.environ.get("RANK", "0") == "0"
     if not is_main:
         logging.getLogger("tokenfeed").setLevel(logging.WARNING)

@@ -19,7 +19,7 @@ from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.shell.command_line import read_command_line
 from tokenfeed.trainer.config.run_config import BY_NUMBERS, MODEL_NUMBERS, TrainConfig
-from tokenfeed.trainer.config.values import Positive, Tokens, flag_of, read_settings
+from tokenfeed.trainer.config.values import Positive, Tokens, flag_of, kinds_of, read_settings
 from tokenfeed.trainer.data.datasets import is_packed, read_manifest
 from tokenfeed.trainer.data.recommended import (
     Choice,
@@ -205,7 +205,7 @@ def _given() -> dict[str, Any]:
         "train",
         _DESCRIPTION,
         groups=GROUPS,
-        reversible=[name for name, kind in FILE_KINDS.items() if kind is bool],
+        reversible=[name for name, kind in FILE_KINDS.items() if bool in kinds_of(kind)],
         other_names=_OTHER_NAMES,
     )
     _check_pairs(options, {name: flag_of(name) for name in options})

@@ -151,6 +151,9 @@ def read_command_line(
         for name in names:
             how = _reading(kinds[name], is_reversible=name in reversible)
             group.add_argument(optional[name], dest=name, help=help_of.get(name), **how)
+            if name in reversible and kinds[name] is not bool:  # a switch that may have a word
+                no, hidden = f"--no-{optional[name][2:]}", argparse.SUPPRESS
+                group.add_argument(no, dest=name, help=hidden, action="store_const", const=False)
             parser.placeholders[optional[name]] = how.get("metavar", "")
     found, others = parser.parse_known_args([_with_hyphens(word) for word in words])
     _check_others(

@@ -43,6 +43,7 @@ AttentionName = Literal["auto", "documents", "rows"]
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 PrecisionName = Literal["auto", "fp32", "bf16"]
+CompileMode = Literal["reduce-overhead", "max-autotune"]
 TrackerName = Literal["wandb", "trackio"]
 
 CONFIG_FILE = "config.yaml"
@@ -194,8 +195,10 @@ class TrainConfig:
     """Under torchrun: divide weights and optimizer state among the ranks (FSDP2)."""
     recompute: bool = False
     """Compute the layers again in the backward pass, to save memory."""
-    compile: bool = False
-    """Compile the model with torch.compile: a slow start, then faster steps on cuda."""
+    compile: bool | CompileMode = False
+    """Compile the model with torch.compile: a slow start, then faster steps on cuda.
+    reduce-overhead: with CUDA graphs, for small models. max-autotune: also try several kernels for
+    each matrix product, which takes minutes longer."""
     num_workers: NotNegative | None = None
     """Loader processes. Default: 2 on cuda, 0 on cpu."""
     cache_dir: Path | None = None
@@ -255,6 +258,11 @@ class TrainConfig:
                 "or until_step."
             )
         lengths = [stage.sequence_length for stage in self.mixing if stage.sequence_length]
+        if self.compile and self.compile is not True and self.shard_model:
+            raise ConfigError(
+                f"`--compile`={self.compile}: CUDA graphs need weights that stay in place, and "
+                "--shard-model moves them. Use --compile without a mode."
+            )
         if lengths and self.step_rows is not None:
             raise ConfigError(
                 "`mixing`: a stage with sequence_length needs steps of a number of tokens. Give "

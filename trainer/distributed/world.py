@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.feeding.devices import cuda, default_device, resolve_device
+from tokenfeed.trainer.distributed.gpu import why_unusable
 
 State = dict[str, Tensor]
 """Tensors by name."""
@@ -216,8 +217,17 @@ def join_world(device: str) -> World:
 
 
 def device_named(name: str) -> torch.device:
-    """Return the device that --device names: cpu, cuda or auto."""
-    return default_device() if name == "auto" else resolve_device(name)
+    """Return the device that --device names: cpu, cuda or auto.
+
+    Raises:
+        ConfigError: torch cannot use the GPU, and `name` is not auto.
+    """
+    reason = why_unusable() if name != "cpu" else None
+    if reason and name != "auto":
+        raise ConfigError(f"`--device`={name}: {reason}")
+    if name == "auto":
+        return torch.device("cpu") if reason else default_device()
+    return resolve_device(name)
 
 
 class StepSync:

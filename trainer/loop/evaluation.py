@@ -70,6 +70,7 @@ def evaluate(
     answers: list[tuple[Tensor, Tensor]] = []
     model.eval()
     for micro_batch in micro_batches:
+        task.begin_pass()
         with precision.autocast():
             if task.kind == "vocabulary":
                 loss = task.loss(model, micro_batch)
@@ -276,6 +277,7 @@ class Sampler:
             ids_NT[number, : len(prompt)] = torch.tensor(prompt, device=device)
         model.eval()
         for _ in range(_NEW):
+            self._learner.task.begin_pass()
             with self._learner.precision.autocast():
                 logits_NTV = model(MicroBatch.of_ids(ids_NT, causal=True))
             ids_NT[rows_N, ends_N] = logits_NTV[rows_N, ends_N - 1, :vocabulary_size].argmax(-1)

@@ -76,7 +76,7 @@ class SplitLoaders:
             causal=task.head.causal,
             apart=is_apart(config, task),
             separation=separation,
-            compiled=config.compile,
+            compiled=bool(config.compile),
         )
         """Makes micro-batches from the batches of the loaders."""
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError, TokenfeedError
@@ -10,6 +11,7 @@ from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, Manifest
 from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.planning.state import SavedState
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
+from tokenfeed.trainer.config.allocator import allocator
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import weights_of
 from tokenfeed.trainer.distributed.world import RankError, join_world
@@ -72,6 +74,7 @@ def announce(config: TrainConfig) -> None:
     """
     with contextlib.closing(Trainer(config)) as trainer:
         log_beginning(trainer.config, trainer.learner, 0)
+        _log.info("allocator of a GPU: %s", allocator(os.environ))
         if trainer.device.type == "cpu":
             return
         peak = peak_of_step(trainer.learner, trainer.loaders)

@@ -140,7 +140,7 @@ class Trainer:
     def loaders_of(self, config: TrainConfig) -> SplitLoaders:
         """Return the loaders of the run with some settings."""
         dtype = self.learner.precision.dtype
-        apart_by = separation(self.device, dtype, compiled=config.compile)
+        apart_by = separation(self.device, dtype, compiled=bool(config.compile))
         return SplitLoaders(config, self.task, self.device, separation=apart_by)
 
     def train(

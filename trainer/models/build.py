@@ -12,7 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.config.run_config import ALL_LINEAR, BY_NUMBERS, MOST_SHAPES, TrainConfig
+from tokenfeed.trainer.config.run_config import (
+    ALL_LINEAR,
+    BY_NUMBERS,
+    MOST_SHAPES,
+    CompileMode,
+    TrainConfig,
+)
 from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.data.datasets import first_of
 from tokenfeed.trainer.data.micro_batch import Head
@@ -45,9 +51,9 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     return model
 
 
-def compile_model(model: nn.Module) -> None:
+def compile_model(model: nn.Module, mode: CompileMode | None = None) -> None:
     """Compile a model in place when it is first used: a block once for all layers, and the parts
-    around the blocks. A model without blocks is compiled as a whole."""
+    around the blocks. A model without blocks is compiled as a whole. `mode` is torch.compile's."""
     from torch._dynamo import config as limits  # over a second, which only --compile pays
 
     # Every shape is compiled twice: to train, and to evaluate. Beyond either limit the compiler
@@ -56,22 +62,22 @@ def compile_model(model: nn.Module) -> None:
     limits.accumulated_recompile_limit = max(_MOST_GRAPHS, limits.accumulated_recompile_limit)
     blocks: set[nn.Module] = set(getattr(model, "repeated_blocks", tuple)())
     if blocks:
-        _compile_parts(model, blocks)
+        _compile_parts(model, blocks, mode)
         return
-    model.compile(dynamic=False)
+    model.compile(dynamic=False, mode=mode)
     if has_hidden(model):
-        model.__dict__["hidden"] = torch.compile(cast(Any, model).hidden, dynamic=False)
+        model.__dict__["hidden"] = torch.compile(cast(Any, model).hidden, dynamic=False, mode=mode)
 
 
-def _compile_parts(module: nn.Module, blocks: set[nn.Module]) -> None:
+def _compile_parts(module: nn.Module, blocks: set[nn.Module], mode: CompileMode | None) -> None:
     """Compile the blocks below a module, and the largest parts without a block. Layers of torch are
     one kernel each, which a compiler does not improve."""
     for part in module.children():
         is_layer = type(part).__module__.startswith("torch.nn.")
         if part in blocks or not (is_layer or blocks.intersection(part.modules())):
-            part.compile(dynamic=False)
+            part.compile(dynamic=False, mode=mode)
         else:
-            _compile_parts(part, blocks)
+            _compile_parts(part, blocks, mode)
 
 
 def recompute_layers(model: nn.Module) -> None:

@@ -262,14 +262,14 @@ class Precision:
         return skip
 
 
-def tune_convolutions(model: nn.Module) -> None:
+def tune_convolutions(model: nn.Module, *, repeats: bool) -> None:
     """Let cuDNN choose its kernels by trial, once for each shape of a batch, if the model has
-    convolutions.
+    convolutions and few shapes of batches repeat.
 
     Which one is fastest may differ between runs, and the last bits of their results with it.
     """
     convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
-    torch.backends.cudnn.benchmark = convolves
+    torch.backends.cudnn.benchmark = convolves and repeats
 
 
 def allow_tf32(device: torch.device) -> None:

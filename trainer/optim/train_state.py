@@ -8,6 +8,7 @@ change.
 import contextlib
 import functools
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import (
 )
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import choose_flash_attention
+from tokenfeed.trainer.data.datasets import is_packed
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import State, World
 from tokenfeed.trainer.models.build import compile_model, make_model, recompute_layers
@@ -103,7 +105,8 @@ class Learner:
         choose_flash_attention(self.device, self.precision.dtype, drops=drops)
         if config.recompute:
             recompute_layers(self.model)
-        tune_convolutions(self.model)
+        repeats = bool(config.compile) or is_packed(config, task.manifest)
+        tune_convolutions(self.model, repeats=repeats)
         if world.size > 1:
             from tokenfeed.trainer.distributed import parallel  # a second, with ranks only
         if is_sharded:
@@ -122,7 +125,7 @@ class Learner:
             world,
             betas=(config.beta1, config.beta2),
             epsilon=config.epsilon,
-            compiled=config.compile,
+            compiled=bool(config.compile),
         )
 
     @property
@@ -144,10 +147,11 @@ class Learner:
     def compile(self, micro_batches: list[MicroBatch]) -> None:
         """Compile the model for the shapes of some micro-batches, for training and evaluation,
         without training on them."""
-        compile_model(self.model)
-        self.task.is_compiled = True
+        mode = None if self._config.compile is True else self._config.compile or None
+        compile_model(self.model, mode)
+        self.task.is_compiled, self.task.has_graphs = True, mode is not None
         listed = ", ".join(" x ".join(map(str, shown.ids_BT.shape)) for shown in micro_batches)
-        _log.info("compiles micro-batches of %s tokens", listed)
+        _log.info("compiles micro-batches of %s tokens%s", listed, f", {mode}" if mode else "")
         for shown in micro_batches:
             shown.scope.mark_dynamic()
         self.rehearse(micro_batches)
@@ -164,13 +168,16 @@ class Learner:
         try:
             spare = torch.empty(spare_bytes, dtype=torch.uint8, device=self.device)
             for shown in micro_batches:
+                self.task.begin_pass()
                 with self.precision.autocast():
                     loss = self.task.loss(self.model, shown)
-                loss.sum.backward()  # type: ignore[no-untyped-call]
+                with self._own_gradients():
+                    loss.sum.backward()  # type: ignore[no-untyped-call]
             self.model.zero_grad(set_to_none=True)
             self.model.eval()
             with torch.no_grad(), self.precision.autocast():
                 for shown in micro_batches:
+                    self.task.begin_pass()
                     self.task.loss(self.model, shown)
             del spare
         finally:
@@ -209,12 +216,24 @@ class Learner:
             sums = replicas.with_sums(waiting or contextlib.nullcontext())
         elif replicas is not None:
             sums = replicas.without_sums()
-        with sums:
+        self.task.begin_pass()
+        with sums, self._own_gradients():
             with self.precision.autocast():
                 compute = replicas or functools.partial(self.task.loss, self.model)
                 loss: Loss = compute(micro_batch)
             (loss.sum / self._config.step_slots).backward()  # type: ignore[no-untyped-call]
         return loss
+
+    @contextlib.contextmanager
+    def _own_gradients(self) -> Iterator[None]:
+        """Move gradients that a CUDA graph allocates out of its memory, which the next replay
+        overwrites. Later micro-batches of the step then add to the copies."""
+        weights = [*self.model.parameters()] if self.task.has_graphs else []
+        weights = [weight for weight in weights if weight.grad is None]
+        yield
+        for weight in weights:
+            if weight.grad is not None:
+                weight.grad = weight.grad.clone()
 
     def step(self, number: int, loss: Tensor, targets: Tensor) -> Tensor:
         """Update the weights from the gradients of a step.

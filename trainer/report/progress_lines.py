@@ -19,6 +19,7 @@ from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.config.run_config import PAGE_FILE, TrainConfig
 from tokenfeed.trainer.data.datasets import epoch_of, is_packed, knows_steps, shown
+from tokenfeed.trainer.distributed.gpu import why_unusable
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.run_files import MetricsFile, MetricsLine
@@ -251,6 +252,8 @@ def log_beginning(config: TrainConfig, learner: Learner, step: int) -> None:
     model, manifest, device = learner.model, learner.task.manifest, learner.device
     train = manifest.split("train")
     epoch = epoch_of(config, manifest, on_gpu=device.type != "cpu")
+    if config.device == "auto" and (reason := why_unusable()):
+        _log.warning("training on the CPU: %s", reason)
     embeddings = {p for part in model.modules() if is_embedding(part) for p in part.parameters()}
     parameters = sum(weight.numel() for weight in model.parameters())
     without = parameters - sum(weight.numel() for weight in embeddings)

@@ -62,7 +62,7 @@ class Score(Task):
 
     def predict(self, logits: Tensor) -> Tensor:
         """Return the number of each row."""
-        return logits.squeeze(-1).float()
+        return logits.squeeze(-1).to(torch.float32, copy=True)  # of a CUDA graph
 
     def scores(self, answers: Answers) -> dict[str, float]:
         """Return rmse, mean_rmse and pearson."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -80,6 +81,8 @@ class Task:
 
     is_compiled = False
     """Whether the loss of chunks is compiled."""
+    has_graphs = False
+    """Whether the model runs as CUDA graphs."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -105,6 +108,11 @@ class Task:
         if self.kind == "vocabulary":
             return self.manifest.tokenizer.vocabulary_size
         return len(self.manifest.label_names)
+
+    def begin_pass(self) -> None:
+        """Prepare a forward pass. With CUDA graphs, it may overwrite what the pass before made."""
+        if self.has_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
     def bytes_of_targets(self, micro_batch: MicroBatch) -> Tensor | int:
         """Return the bytes of text that the targets stand for; 0 if the task does not know."""

@@ -158,7 +158,7 @@ def test_a_switch_of_a_file_can_be_turned_off(shards: Path, tmp_path: Path) -> N
         ("stepps: 3", r"unknown setting stepps\. Did you mean steps\?"),
         ("steps: many", r"steps: expected a whole number of at least 1, got many\."),
         ("dropout: 1", r"dropout: expected a number of at least 0 and below 1, got 1\."),
-        ("compile: perhaps", r"compile: expected true or false, got perhaps\."),
+        ("compile: perhaps", r"compile: expected true or false or one of reduce-.*, got perhaps\."),
         ("schedule: step", r"schedule: expected one of cosine, linear, wsd, constant, got step\."),
         ("run_dir: ''", r"run_dir is empty: expected a path"),
         ("shards: {}", r"shards is empty: expected a folder"),
@@ -202,7 +202,7 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
             "nowhere.yaml: No such file or directory. Give a YAML",
         ),
         (["--export", ""], r"`--export` is empty: expected a path\. Is a shell variable unset"),
-        (["--compile=yes"], r"`--compile`: takes no value\. See train --help"),
+        (["--recompute=yes"], r"`--recompute`: takes no value\. See train --help"),
         (["--resume", "perhaps"], "`--resume`: expected true or false or auto, got perhaps"),
         (["--shards"], "`--shards` is empty"),
         (["--track", "x"], "`--track`: expected a list of one of wandb, trackio"),
@@ -331,7 +331,8 @@ def test_help_shows_every_option_with_its_default(
         if field.name not in OF_FILES:
             assert f" --{field.name.replace('_', '-')}" in shown
     assert all(f" {title} options: " in shown for title in GROUPS)
-    assert " --compile, --no-compile " in shown
+    assert " --recompute, --no-recompute " in shown
+    assert " --compile [reduce-overhead|max-autotune] " in shown
     assert " --print-config, " not in shown  # a file cannot turn it on
     assert "Tokens of one optimizer step, padding included. Default: 2048." in shown
     assert len(printed.splitlines()) <= 130

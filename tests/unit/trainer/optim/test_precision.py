@@ -245,15 +245,46 @@ def restored_benchmark() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("restored_benchmark")
-@pytest.mark.parametrize(("model", "convolves"), [("convolving", True), ("small", False)])
-def test_learner_lets_cudnn_choose_kernels_for_convolutions(
-    model: str, convolves: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("model", "batching", "tunes"),
+    [("convolving", "packed", True), ("convolving", "padded", False), ("small", "packed", False)],
+)
+def test_learner_lets_cudnn_choose_kernels_for_convolutions_of_shapes_that_repeat(
+    model: str, batching: Any, tunes: bool, tmp_path: Path
 ) -> None:
-    torch.backends.cudnn.benchmark = not convolves
+    torch.backends.cudnn.benchmark = not tunes
     shards = write_labelled(tmp_path / "shards", "lm", count=30)
-    config = make_config(shards, tmp_path / "run", model=f"support.training:{model}_model")
+    model = f"support.training:{model}_model"
+    config = make_config(shards, tmp_path / "run", model=model, batching=batching)
     Learner(config, task_of(config, CPU), World(CPU))
-    assert torch.backends.cudnn.benchmark == convolves
+    assert torch.backends.cudnn.benchmark == tunes
+
+
+def test_gradients_that_a_graph_overwrites_are_copied_first(tmp_path: Path) -> None:
+    """The second replay of a CUDA graph writes into the memory of the first one's gradients."""
+    shards = write_labelled(tmp_path / "shards", "lm", count=30)
+    config = make_config(shards, tmp_path / "run", model="support.training:one_layer_model")
+    sums, in_memory_of_graph = [], list[torch.Tensor]()
+
+    def remember(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        in_memory_of_graph.append(weight.grad)
+
+    for has_graphs in (False, True):
+        learner = Learner(config, task_of(config, CPU), World(CPU))
+        micro_batch = one_document_a_row(torch.arange(64).view(2, 32))
+        if has_graphs:
+            learner.task.has_graphs = True
+            learner.task.begin_pass = lambda: None  # type: ignore[method-assign]
+            for weight in learner.model.parameters():
+                weight.register_post_accumulate_grad_hook(remember)
+        learner.add_gradients(micro_batch, last=False)
+        for gradient in in_memory_of_graph:
+            gradient.fill_(torch.nan)
+        in_memory_of_graph.clear()
+        learner.add_gradients(micro_batch)
+        sums.append([weight.grad for weight in learner.model.parameters()])
+    assert all(map(torch.equal, *sums))
 
 
 TASK = LanguageModelling(None)  # type: ignore[arg-type] - the loss needs no data set
