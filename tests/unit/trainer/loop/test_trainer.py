@@ -67,7 +67,7 @@ def test_skipped_steps_are_counted_and_the_checkpoints_stay_finite(
         return plain(precision, optimizer, *rest, **options)
 
     monkeypatch.setattr(Precision, "step", spoiled)
-    report = run(make_config(counting, tmp_path, steps=6, log_every=2, save_every=3))
+    report = run(make_config(counting, tmp_path, steps=6, log_every=2, save_every=3, eval_every=3))
     assert read_metrics(tmp_path, "skipped_steps") == {3: 1, 6: 1}
     assert [*read_metrics(tmp_path, "gradient_norm")] == [1, 2, 4, 6]
     assert report.skipped_steps == 2
