@@ -14,6 +14,7 @@ from tokenfeed.tools.shell.command_line import parse_command
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.trainer.config.run_config import PAGE_FILE
 from tokenfeed.trainer.report.page import RunData, write_page
+from tokenfeed.trainer.report.phases import PhasesReport
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ class Show:
 
     def run(self) -> int:
         """Print the report, then write the page. A page that cannot be written is a warning."""
+        if phases := PhasesReport.of_run(self.run_dir):
+            return self._show_phases(phases)
         found = RunData.of_folder(self.run_dir)
         if self.json:
             print_json(dataclasses.asdict(found.report or found.stall))
@@ -41,6 +44,20 @@ class Show:
             return 0
         if not self.json:
             print(facts({"page": str(page)}))
+        return 0
+
+    def _show_phases(self, found: PhasesReport) -> int:
+        """Print the reports of the phases and of the run. Write the page of the run."""
+        if self.json:
+            print_json(dataclasses.asdict(found))
+        for name, report in found.phases.items() if not self.json else ():
+            print(f"{name}\n{report.summary() if report else 'not begun'}\n")
+        if not self.json:
+            print(found.summary(), flush=True)
+        try:
+            found.write()
+        except OSError as error:
+            log.warning("%s: not written: %s", self.run_dir / PAGE_FILE, error.strerror)
         return 0
 
 

@@ -20,7 +20,8 @@ import psutil
 from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.text import facts
 from tokenfeed.tools.shell.console import print_json, run_command
-from tokenfeed.tools.train_settings import read_command
+from tokenfeed.tools.train_phases import as_yaml, read_phases, run_phases
+from tokenfeed.tools.train_settings import Command, read_command
 from tokenfeed.trainer.config.allocator import set_allocator
 
 
@@ -79,6 +80,8 @@ def _run() -> int:
     if not is_main:
         logging.getLogger("tokenfeed").setLevel(logging.WARNING)
     command = read_command()
+    if command.phases:
+        return _run_phases(command)
     config = command.settings()
     if command.print_config:
         print(command.as_yaml(), end="")
@@ -97,6 +100,21 @@ def _run() -> int:
         print_json(dataclasses.asdict(report))
     else:
         print(report.summary())
+    return 0 if requests.ended_by is None else 128 + requests.ended_by
+
+
+def _run_phases(command: Command) -> int:
+    if command.print_config:
+        print(as_yaml(command, read_phases(command)), end="")
+        return 0
+    if command.dry_run:
+        from tokenfeed.trainer.loop.run import announce
+
+        for phase in read_phases(command):
+            announce(phase.config)
+        return 0
+    requests = SignalRequests()
+    run_phases(command, requests.should_stop, requests.should_save)
     return 0 if requests.ended_by is None else 128 + requests.ended_by
 
 

@@ -6,20 +6,35 @@ settings instead of the defaults.
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
+from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.shell.command_line import read_command_line
-from tokenfeed.trainer.config.run_config import BY_NUMBERS, MODEL_NUMBERS, TrainConfig
-from tokenfeed.trainer.config.values import Positive, Tokens, flag_of, kinds_of, read_settings
+from tokenfeed.trainer.config.run_config import (
+    BY_NUMBERS,
+    CONFIG_FILE,
+    MODEL_NUMBERS,
+    TrainConfig,
+    phase_folders,
+)
+from tokenfeed.trainer.config.values import (
+    Positive,
+    Tokens,
+    checked_settings,
+    flag_of,
+    kinds_of,
+    read_settings,
+)
 from tokenfeed.trainer.data.datasets import is_packed, read_manifest
 from tokenfeed.trainer.data.recommended import (
     Choice,
@@ -43,7 +58,7 @@ GROUPS = {
     "data": ("shards", "sequence_length", "seed"),
     "model": (
         *("model", "layers", "width", "heads", "kv_heads"),
-        *("dropout", "from_scratch", "lora"),
+        *("dropout", "from_scratch", "lora", "trainable", "init_from"),
     ),
     "duration and batch size": (
         *("epochs", "tokens", "steps", "step_tokens", "step_rows", "micro_batch_tokens"),
@@ -59,7 +74,7 @@ GROUPS = {
     ),
     "output": ("run_dir", "resume", "export", "json"),
     "configuration and planning": (
-        *("config", "preset", "print_config", "dry_run", "monitor_only"),
+        *("config", "phase", "preset", "print_config", "dry_run", "monitor_only"),
     ),
     "rarely needed": (
         *("targets", "batching", "attention", "balance_attention"),
@@ -69,6 +84,7 @@ GROUPS = {
 }
 """The options by the title of their group in the help."""
 
+Phases = tuple[Annotated[dict[str, Any], Meta(description="settings")], ...]
 PresetName = Literal["quick", "rtx4090", "h100"]
 
 PRESETS: dict[PresetName, dict[str, Any]] = {
@@ -108,6 +124,7 @@ The presets for GPUs train on documents for one epoch, with a warm-up of 3.7 % o
 700. Their micro-batches fit according to `benchmarks/gpu/memory.py`.
 """
 
+_OF_ADAPTERS = ("lora_alpha", "lora_target")
 _BUDGETS = ("steps", "epochs", "tokens")
 _PAIRS = (
     ("steps", "epochs", "how long to train"),
@@ -148,6 +165,10 @@ class Command(TrainConfig):
     """Print the model, memory, steps and epochs of the run, and exit."""
     monitor_only: bool = False
     """Show the load of GPUs and host, live. Needs no shards."""
+    phases: Phases = ()
+    """Only in a file: runs one after the other, each with a name and the settings in which it
+    differs, like trainable, lora, learning_rate or steps. A phase starts from the weights of the
+    one before."""
 
     def settings(self) -> TrainConfig:
         """The settings alone."""
@@ -158,6 +179,8 @@ class Command(TrainConfig):
         return yaml.safe_dump(self.settings().as_dict(), sort_keys=False)
 
 
+Start = Literal["last", "best"]
+"""The weights of the phase before from which a phase starts."""
 _ACTIONS = ("config", "preset", "print_config", "dry_run", "monitor_only")
 FILE_KINDS = {
     name: kind
@@ -165,6 +188,13 @@ FILE_KINDS = {
     if name not in _ACTIONS
 }
 """The types of the settings that a file may have."""
+_OF_THE_RUN = ("phases", "phase", "run_dir", "resume", "json", "device", "init_from")
+PHASE_KINDS = {name: kind for name, kind in FILE_KINDS.items() if name not in _OF_THE_RUN} | {
+    "name": Annotated[str, Meta(description="text")],
+    "from": Start,
+}
+"""The types of the settings that a phase may have."""
+_PHASE_NAME = re.compile(r"(?!\d+$)[\w.-]+")
 
 
 def parse_config() -> TrainConfig:
@@ -173,8 +203,15 @@ def parse_config() -> TrainConfig:
 
 
 def read_command() -> Command:
-    """Read the command line and the files that it names, and choose what they leave open."""
+    """Read the command line and the files that it names, and choose what they leave open. The
+    phases of a run are left as they are given."""
     given = _given()
+    return Command(**{"shards": ""} | given) if "phases" in given else chosen_command(given)
+
+
+def chosen_command(given: dict[str, Any]) -> Command:
+    """Return given settings and, for those that are left open, settings that suit the data."""
+    given = dict(given)
     if given.get("resume") == "auto":
         given["resume"] = _finds_run(given)
     begun = TrainConfig.of_run(given["run_dir"]) if _resumes(given) else None
@@ -209,13 +246,59 @@ def _given() -> dict[str, Any]:
         other_names=_OTHER_NAMES,
     )
     _check_pairs(options, {name: flag_of(name) for name in options})
-    path = options.get("config")
+    path = options.get("config") or _config_of_phases(options)
     file = read_settings(path, FILE_KINDS) if path else {}
+    phases = file.pop("phases", ())
     _check_pairs(file, {name: name for name in file}, f"{path}: ")
     given = layered(PRESETS[options["preset"]] if "preset" in options else {}, file, options)
     if any(given.get(name) is not None for name in MODEL_NUMBERS):
         given.setdefault("model", BY_NUMBERS)
+    if phases:
+        given["phases"] = tuple(_phases(phases, given, options, f"{path}: phases"))
+    elif "phase" in options and not given.get("resume"):
+        raise ConfigError(
+            f"`--phase`={options['phase']}: needs a file with a list `phases` for --config."
+        )
     return given
+
+
+def _config_of_phases(options: dict[str, Any]) -> Path | None:
+    """Return config.yaml of a run with phases that is to be resumed."""
+    folder = options.get("run_dir") if options.get("resume") else None
+    return folder / CONFIG_FILE if folder and phase_folders(folder) else None
+
+
+def _phases(
+    phases: Phases, given: dict[str, Any], options: dict[str, Any], where: str
+) -> Iterator[dict[str, Any]]:
+    """Yield all given settings of each phase, with its `name` and `from`.
+
+    Settings of a phase override those of the file, and the command line overrides both.
+    """
+    names: set[str] = set()
+    for number, content in enumerate(phases, 1):
+        phase = checked_settings(content, PHASE_KINDS, f"{where} {number}:")
+        written = {name: name for name in phase}
+        _check_pairs(phase, written, f"{where} {number}: ")
+        name = phase.get("name", "")
+        if not _PHASE_NAME.fullmatch(name) or name in names:
+            raise ConfigError(
+                f"{where} {number}: expected a name of its own, of letters, digits, dots, hyphens "
+                f"and underscores, got {name!r}."
+            )
+        names.add(name)
+        if number == 1 and "from" in phase:
+            raise ConfigError(f"{where} 1: has no phase before it. Leave `from` out.")
+        for option in ("init_from",) if number > 1 else ():  # of the first phase
+            given = {key: value for key, value in given.items() if key != option}
+        if number < len(phases):  # that of the run is of the last phase
+            phase.setdefault("export", None)
+        found = layered(given, phase, options) | {
+            "export": phase.get("export", given.get("export"))
+        }
+        if found.get("lora") is None:  # of phases with adapters
+            found = {k: v for k, v in found.items() if k in phase or k not in _OF_ADAPTERS}
+        yield found
 
 
 def _check_pairs(settings: Mapping[str, Any], written: Mapping[str, str], where: str = "") -> None:

@@ -109,6 +109,8 @@ class CheckpointMeta:
     """The settings of the run."""
     figures: Figures | None = None
     """None in checkpoints of earlier versions."""
+    tokenizer: str = ""
+    """Checksum of the tokenizer.json of the data."""
 
     def check(self, config: TrainConfig) -> None:
         """Reject a resumed run with another model, or with fewer steps than were trained.
@@ -402,7 +404,7 @@ class Checkpoints:
         latest = self.latest()
         if latest is None:
             return None
-        with _reading(latest):
+        with reading(latest):
             return _content((latest / CONTENT_FILE).read_bytes()).meta
 
     def best(self) -> Best | None:
@@ -430,7 +432,7 @@ class Checkpoints:
             ResumeError: The checkpoint is missing or damaged.
         """
         path = self.to_resume() if step is None else self.path(step)
-        with _reading(path):
+        with reading(path):
             checkpoint = Checkpoint.open(path)
             if self.path(checkpoint.meta.step) != path:
                 raise ValueError(f"its checkpoint.json is of step {checkpoint.meta.step}")
@@ -467,7 +469,8 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
+    """Turn errors of a damaged checkpoint into a ResumeError of one line."""
     try:
         yield
     except DAMAGE as error:

@@ -133,6 +133,12 @@ class TrainConfig:
     """LoRA alpha: adapters are scaled by alpha / rank. Default: twice the rank."""
     lora_target: Annotated[str, _shown("NAMES")] = ALL_LINEAR
     """Layers that get adapters: all-linear, or names like q_proj,v_proj."""
+    trainable: Annotated[str, _shown("PATTERNS")] | None = None
+    """Train only the parameters whose names match, like 'head.*,blocks.5.*', and freeze the others.
+    With --lora: train these besides the adapters."""
+    init_from: Path | None = None
+    """Start from the weights of another run, of one of its checkpoints, or of a folder of --export.
+    Nothing else is taken over."""
 
     steps: Positive = 200
     """Optimizer steps, including those before a resume. Default: 200 for documents on a CPU, one
@@ -226,6 +232,9 @@ class TrainConfig:
     """Steps between progress lines."""
     track: tuple[TrackerName, ...] = ()
     """Tracker that receives every record of metrics.jsonl. Can be given several times."""
+    phase: Annotated[str, _shown("N|NAME")] | None = None
+    """Run only this phase of the list `phases` in --config: its number, from 1, or its name. The
+    phase before must be finished."""
     run_dir: Path = field(default_factory=_new_run_dir)
     """Folder of the run. Default: a new one in runs/."""
     export: Path | None = None
@@ -351,7 +360,7 @@ class TrainConfig:
     def reads_again(self) -> bool:
         """Whether a resumed run reads its frozen weights from the hf: model again. Otherwise the
         checkpoint has them."""
-        return self.model.startswith("hf:") and self.lora is not None
+        return self.model.startswith("hf:") and self.lora is not None and self.init_from is None
 
     @property
     def all_shards(self) -> list[Shards]:
@@ -385,6 +394,19 @@ class TrainConfig:
         """Token slots of a step at most."""
         rows = self.step_rows
         return self.step_tokens if rows is None else rows * self.sequence_length
+
+
+def phase_folders(run_dir: Path) -> list[Path]:
+    """Return the folder of each phase of a run, in order, from its config.yaml. Empty for a run
+    without phases."""
+    try:
+        names = [
+            phase["name"]
+            for phase in yaml.safe_load((run_dir / CONFIG_FILE).read_bytes())["phases"]
+        ]
+    except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError):
+        return []
+    return [run_dir / f"phase-{number}-{name}" for number, name in enumerate(names, 1)]
 
 
 def check_multiple(config: Any, name: str, divisor_name: str) -> None:

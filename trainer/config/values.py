@@ -154,7 +154,7 @@ def _part(kind: Any, content: Any, where: str) -> Any:
     """Build a dataclass from a mapping of its settings."""
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: expected settings like `steps: 200`, got {content}.")
-    values = _settings(content, get_type_hints(kind, include_extras=True), f"{where}:")
+    values = checked_settings(content, get_type_hints(kind, include_extras=True), f"{where}:")
     for field in dataclasses.fields(kind):
         if field.name not in values and field.default is dataclasses.MISSING:
             raise ConfigError(f"{where}: has no {field.name}. Add it.")
@@ -175,10 +175,17 @@ def read_settings(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: The file is missing or invalid YAML, or has an unknown name or a wrong value.
     """
-    return _settings(_read_yaml(path), kinds, f"{path}:")
+    return checked_settings(_read_yaml(path), kinds, f"{path}:")
 
 
-def _settings(content: Mapping[Any, Any], kinds: Mapping[str, Any], where: str) -> dict[str, Any]:
+def checked_settings(
+    content: Mapping[Any, Any], kinds: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """Return settings by field, converted to the types of their fields.
+
+    Raises:
+        ConfigError: A name is unknown, or a value is wrong. The message begins with `where`.
+    """
     found: dict[str, Any] = {}
     for written, value in content.items():
         name = str(written).replace("-", "_")

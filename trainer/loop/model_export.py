@@ -86,6 +86,13 @@ class Exported:
     """Metrics of the validation split at that step."""
     shards: str
     """Fingerprint of the data set."""
+    tokenizer: str = ""
+    """Checksum of the tokenizer.json of the data set."""
+
+    @property
+    def has_hub_names(self) -> bool:
+        """Whether the weights have their names in `transformers`."""
+        return self.model == _HUB or _is_starcoder2(self.size, self.head)
 
     @classmethod
     def of(cls, folder: Path) -> "Exported | None":
@@ -146,6 +153,7 @@ def export_run(config: TrainConfig, folder: Path, best: Best | None) -> None:
         step=checkpoint.meta.step,
         metrics=best.metrics if best else {},
         shards=manifest.fingerprint,
+        tokenizer=manifest.tokenizer.xxh3,
     )
     torch.manual_seed(config.seed)
     config = dataclasses.replace(config, resume=True)
@@ -173,7 +181,7 @@ def load_exported(folder: Path | str) -> nn.Module:
         raise ConfigError(
             f"{folder}: not a folder written by `train --export`. Give such a folder."
         )
-    if about.model == _HUB or _is_starcoder2(about.size, about.head):
+    if about.has_hub_names:
         settings = TrainConfig(shards="", model=f"{_HUB}{folder}", sequence_length=2)
         return make_model(settings, about.head).eval()
     if about.size is not None:
@@ -305,6 +313,16 @@ def _to_starcoder2(model: Transformer) -> State:
         for ours, theirs in _INSIDE.items():
             found |= _norm(prefix + theirs, block.get_submodule(ours))
     return {name: value.detach() for name, value in found.items()}
+
+
+def hub_names_of(model: nn.Module, head: Head) -> State:
+    """Return the weights of a live model by their names in `transformers`, where it has the model.
+    They share the memory of the model."""
+    if isinstance(model, Transformer) and head.causal:
+        return _to_starcoder2(model)
+    if hasattr(model, "adapters"):  # a model of transformers in its wrapper
+        model = model.get_submodule("model")
+    return model.state_dict()
 
 
 def _norm(name: str, module: nn.Module) -> State:

@@ -12,9 +12,9 @@ from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.planning.state import SavedState
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.allocator import allocator
-from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.run_config import TrainConfig, phase_folders
 from tokenfeed.trainer.data.datasets import weights_of
-from tokenfeed.trainer.distributed.world import RankError, join_world
+from tokenfeed.trainer.distributed.world import RankError, World, join_world
 from tokenfeed.trainer.loop.loaders import peak_of_step
 from tokenfeed.trainer.loop.model_export import check_export, export_run
 from tokenfeed.trainer.loop.trainer import Trainer
@@ -27,7 +27,10 @@ _log = logging.getLogger(__name__)
 
 @reading_once()
 def train(
-    config: TrainConfig, should_stop: Callable[[], bool], should_save: Callable[[], bool] = bool
+    config: TrainConfig,
+    should_stop: Callable[[], bool],
+    should_save: Callable[[], bool] = bool,
+    world: World | None = None,
 ) -> Report:
     """Train a run from start to end.
 
@@ -38,11 +41,12 @@ def train(
         config: The settings.
         should_stop: Returns whether to stop. Called after each step.
         should_save: Returns whether to save. Called after each step.
+        world: The ranks, which stay joined. Default: those that a launcher started, until the end.
 
     Raises:
         TokenfeedError: Settings, shards, checkpoint or memory do not allow the run.
     """
-    world = join_world(config.device)
+    joined, world = world, world or join_world(config.device)
     try:
         config = world.from_rank_0(lambda: _begin(config))
         if config.resume:
@@ -52,7 +56,8 @@ def train(
         if world.is_main and config.export and report.finished and not config.export.exists():
             export_run(config, config.export, trainer.evaluator.best)
             _log.info("exported to %s", config.export)
-        world.close()
+        if joined is None:
+            world.close()
         return report
     except TokenfeedError:  # first, since some of these are RuntimeErrors
         raise
@@ -133,6 +138,11 @@ def _check_folder(config: TrainConfig) -> None:
             f"`--run-dir`: {config.run_dir} holds shards, and a run would mix its files with them. "
             "Give another folder."
         )
+    if phases := phase_folders(config.run_dir):
+        raise ConfigError(
+            f"`--run-dir`: {config.run_dir} holds a run with phases, {phases[0].name} and others. "
+            "Go on with it by `train --resume` and this folder alone, or give another folder."
+        )
     checkpoints = Checkpoints.of_run(config.run_dir)
     if config.resume:
         checkpoints.to_resume()
@@ -150,6 +160,12 @@ def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
             f"`--micro-batch-tokens`={config.micro_batch_tokens} needs more memory than there is. "
             "Start a new run with half of it: training on packed rows, or with --step-rows, is the "
             "same. A run that has saved cannot change it, and resumes where more memory is free."
+        )
+
+    if "does not require grad" in str(error):
+        return (
+            f"`--trainable`={config.trainable}: the loss does not depend on any of these weights. "
+            "Use patterns that match weights that the model computes with."
         )
 
     if config.compile:

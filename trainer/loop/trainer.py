@@ -263,6 +263,7 @@ class Trainer:
             best_step=self.evaluator.best.step if self.evaluator.best else None,
             model=self.config.model,
             parameters=sum(parameter.numel() for parameter in self.learner.model.parameters()),
+            trained_parameters=self.learner.trained_parameters,
             vocabulary_size=manifest.tokenizer.vocabulary_size,
             device=device_name(self.device),
             precision=self.learner.precision.name,
@@ -507,6 +508,7 @@ class Trainer:
                     best=self.evaluator.best,
                     config=self.config.as_dict(),
                     figures=self._figures(),
+                    tokenizer=self.task.manifest.tokenizer.xxh3,
                 )
                 self.saver.save(meta, self.learner.state_dict())
         self.saved_step = self.step

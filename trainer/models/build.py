@@ -1,6 +1,8 @@
 """Build the model of a run from its name."""
 
 import contextlib
+import difflib
+import fnmatch
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -29,12 +31,16 @@ _MOST_GRAPHS = 12 * MOST_SHAPES
 """Compiled variants of a block: for training and evaluation, packed or padded, before and behind
 the first trained weight."""
 
+_TRAINED_COPY = ".modules_to_save.default."
+"""Where `peft` holds a module that it trains as a whole."""
+
 
 def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return a model on the host. Weights that are not given are drawn from torch's random state.
 
     Args:
         config: Names it. With `resume` no weights are read where a checkpoint has them all.
+            `init_from` names a run, a checkpoint or an exported folder with its weights.
         head: What it has to give.
         dtype: Of weights that are never trained: those beside adapters.
 
@@ -43,12 +49,63 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     """
     _check_adapters(config)
     model = _hub_model(config, head, dtype) if config.is_hub else _named_model(config, head)
-    if config.lora is not None:
+    if config.init_from is not None and not config.resume:
+        from tokenfeed.trainer.models.initial_weights import read_initial_weights
+
+        read_initial_weights(model, head, config)
+    if config.lora is not None and not getattr(model, "adapters", ()):
+        add_adapters(model, head, config)
+    choose_trainable(model, config)
+    return model
+
+
+def add_adapters(model: nn.Module, head: Head, config: TrainConfig) -> None:
+    """Freeze an hf: model and add the adapters of --lora.
+
+    Raises:
+        ConfigError: `peft` is missing, or the model lacks the layers of --lora-target.
+    """
+    with _needs_extra(f"`--lora`={config.lora}", "lora"):
         from tokenfeed.trainer.models import hf_model
 
-        with _needs_extra(f"`--lora`={config.lora}", "lora"):
-            hf_model.add_adapters(model, head, config)  # type: ignore[arg-type]
-    return model
+        hf_model.add_adapters(model, head, config)  # type: ignore[arg-type]
+
+
+def choose_trainable(model: nn.Module, config: TrainConfig) -> None:
+    """Freeze all weights that --trainable does not match, besides adapters.
+
+    Raises:
+        ConfigError: A pattern matches no weight.
+    """
+    if config.trainable is None:
+        return
+    named = weights_by_name(model)
+    matching: set[nn.Parameter] = set()
+    for pattern in config.trainable.replace(" ", "").split(","):
+        found = fnmatch.filter(named, pattern)
+        if not found:
+            close = difflib.get_close_matches(pattern.strip("*."), named, n=3, cutoff=0.0)
+            raise ConfigError(
+                f"`--trainable`: no parameter of {config.model} matches {pattern!r}. The closest "
+                f"names are {', '.join(close)}."
+            )
+        matching.update(named[name] for name in found)
+    adapts = config.lora is not None
+    for weight in model.parameters():
+        if adapts and weight in matching:  # weights beside adapters may be in half precision
+            weight.data = weight.data.float()
+        weight.requires_grad_(weight in matching or (adapts and weight.requires_grad))
+
+
+def weights_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by the names that --trainable matches: for models of transformers,
+    their names there, whether or not the model has adapters."""
+    wrapper = "model." if hasattr(model, "adapters") else ""
+    return {
+        name.removeprefix(wrapper).replace(".base_layer.", ".").replace(_TRAINED_COPY, "."): weight
+        for name, weight in model.named_parameters(remove_duplicate=False)
+        if ".original_module." not in name
+    }
 
 
 def compile_model(model: nn.Module, mode: CompileMode | None = None) -> None:

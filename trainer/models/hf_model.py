@@ -134,12 +134,19 @@ class HubModel(nn.Module):
         names = set(self.model._no_split_modules or ())
         return [part for part in self.model.modules() if type(part).__name__ in names]
 
+    def merge(self) -> None:
+        """Merge the adapters into the weights, and train all weights."""
+        for adapted in self.adapters:
+            adapted.merge_and_unload()
+        self.adapters = ()
+        self.requires_grad_(True)
+
     def save(self, folder: Path) -> None:
         """Write what `from_pretrained` loads, with adapters merged into the weights, and the
-        adapters alone into adapter/, for `peft`. The model cannot be trained afterwards."""
+        adapters alone into adapter/, for `peft`."""
         for adapted in self.adapters:
             adapted.save_pretrained(folder / "adapter", save_embedding_layers=False)
-            adapted.merge_and_unload()
+        self.merge()
         self.model.config.use_cache = True
         with _quiet():
             self.model.to(self.saved_dtype).save_pretrained(folder)
@@ -176,11 +183,14 @@ def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubMo
         described = _describe(source, config, head)
         saved_dtype = described.dtype or torch.float32
         auto = getattr(transformers, f"AutoModelFor{_PURPOSES[head.kind]}")
-        if is_new or (config.resume and not config.reads_again):
+        # Adapters are beside the modules that the source lacks, so it is read again.
+        if is_new or (config.resume and config.lora is None):
             model = auto.from_config(described, dtype=dtype, attn_implementation=ATTENTION_NAME)
             fresh: frozenset[str] = frozenset()
         else:
             model, fresh = _from_weights(auto, source, described, dtype)
+            if fresh and config.init_from is None:
+                _log.info("%s: starts fresh: %s", source, ", ".join(sorted(fresh)))
         added = _add_rows(model, config, head)
     _check_sizes(model, config, head)
     hub_model = HubModel(model, head, fresh)
@@ -278,8 +288,6 @@ def _from_weights(
         **_where(source),
     )
     fresh = {*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])}
-    if fresh:
-        _log.info("%s: starts fresh: %s", source, ", ".join(sorted(fresh)))
     return model, frozenset(fresh)
 
 

@@ -129,6 +129,11 @@ class Learner:
         )
 
     @property
+    def trained_parameters(self) -> int:
+        """Number of parameters that the run trains."""
+        return sum(each.numel() for each in self.model.parameters() if each.requires_grad)
+
+    @property
     def moment_bytes(self) -> int:
         """Bytes of the optimizer's moments, over all ranks that share them."""
         trained = [group["params"] for group in self.optimizer.param_groups]
@@ -268,12 +273,15 @@ class Learner:
     def operations_per_token(self, length: float) -> float:
         """Return the floating-point operations to train on a token in rows of a length.
 
-        A weight in a matrix product takes 2 forward and 4 backward, or 2 if it is frozen. Attention
-        takes 12 per layer, width and length. A model of one's own counts without attention, unless
-        it has `attention_width`.
+        A weight in a matrix product takes 2 forward and 4 backward. A frozen weight takes 2
+        backward, or 0 before the first trained one. Attention takes 12 per layer, width and length.
+        A model of one's own counts without attention, unless it has `attention_width`.
         """
-        weights = _product_weights(self.model)
-        products = sum((6 if each.requires_grad else 4) * each.numel() for each in weights)
+        weights, products = _product_weights(self.model), 0
+        first = next((n for n, each in enumerate(weights) if each.requires_grad), len(weights))
+        for number, weight in enumerate(weights):  # in about the order of the forward pass
+            backward = 4 if weight.requires_grad else 2 if number > first else 0
+            products += (2 + backward) * weight.numel()
         return products + 12.0 * getattr(self.model, "attention_width", 0) * length
 
     def state_dict(self) -> State:
@@ -306,12 +314,16 @@ class Learner:
 
 
 def _product_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights in matrix products: the weight of an embedding only if the head shares
-    it."""
-    tables = [part for part in model.modules() if is_embedding(part)]
-    outside = {id(weight) for table in tables for weight in table.parameters()}
-    outside.discard(id(getattr(model, "head_weight", None)))
-    return [w for w in model.parameters() if w.dim() >= 2 and id(w) not in outside]
+    """Return the weights in matrix products, the head's last: the weight of an embedding only if
+    the head shares it."""
+    tables, head = [part for part in model.modules() if is_embedding(part)], _head_weight(model)
+    outside = {weight for table in tables for weight in table.parameters()} | {head}
+    found = [w for w in model.parameters() if w.dim() >= 2 and w not in outside]
+    return found if head is None else [*found, head]
+
+
+def _head_weight(model: nn.Module) -> nn.Parameter | None:
+    return getattr(model, "head_weight", None)
 
 
 def kept_state(model: nn.Module, config: TrainConfig) -> State:
@@ -383,7 +395,8 @@ def make_moments(
         if weight not in weights:
             raise ResumeError(
                 f"cannot resume: the checkpoint's optimizer trains {weight}, and this run does "
-                "not. Use the same model, or start a new run in another --run-dir."
+                "not. Use the same --model, --lora and --trainable, or start a new run in another "
+                "--run-dir."
             )
         like = weights[weight]
         optimizer.state[like][key] = (

@@ -258,10 +258,11 @@ def log_beginning(config: TrainConfig, learner: Learner, step: int) -> None:
     parameters = sum(weight.numel() for weight in model.parameters())
     without = parameters - sum(weight.numel() for weight in embeddings)
     _log.info(
-        "model: %s, %s parameters (%s without the embedding), %s on %s",
+        "model: %s, %s parameters (%s without the embedding), %s trained, %s on %s",
         config.model,
         f"{parameters:,}",
         f"{without:,}",
+        "all" if learner.trained_parameters == parameters else f"{learner.trained_parameters:,}",
         learner.precision.name,
         device_name(device),
     )

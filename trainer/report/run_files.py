@@ -95,6 +95,8 @@ class Report:
     """The step of the best weights; None if nothing was evaluated."""
     model: str
     parameters: int
+    trained_parameters: int | None = None
+    """Parameters that the run trained; None in reports of earlier versions."""
     vocabulary_size: int
     device: str
     precision: str
@@ -142,6 +144,8 @@ class Report:
             change = _change(self.validation_loss_first, self.validation_loss_last)
             loss += f", validation {change}"
         end = "" if self.finished else f", {self._way_on()}"
+        is_whole = self.trained_parameters in (None, self.parameters)
+        trained = "" if is_whole else f", {self.trained_parameters:,} of them trained"
         skipped = f" ({self.skipped_steps:,} skipped)" if self.skipped_steps else ""
         folder = Path(self.run_dir)
         files = [name for name in (PAGE_FILE, REPORT_FILE) if (folder / name).exists()]
@@ -150,7 +154,7 @@ class Report:
             speed = ["not measured", *speed]
         return facts(
             {
-                "model": f"{self.model}, {self.parameters / 1e6:.1f} M parameters, "
+                "model": f"{self.model}, {self.parameters / 1e6:.1f} M parameters{trained}, "
                 f"{self.precision} on {self.device}",
                 "trained": f"{count_of(self.steps, 'step')}{skipped}, "
                 f"{self.tokens:,} real tokens{end}",

@@ -310,7 +310,7 @@ def render_page(
         config: The settings of the run, as YAML.
     """
     return (
-        _environment()
+        page_templates()
         .get_template("page.html")
         .render(
             folder=str(folder),
@@ -352,7 +352,7 @@ def share_of(value: float | None) -> str:
 
 
 @cache
-def _environment() -> "Environment":
+def page_templates() -> "Environment":
     """Return the templates of this folder and the functions that they call. Escapes values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # only for pages: slow to import
 

@@ -282,7 +282,7 @@ def test_step_that_rows_do_not_divide_is_named(size: object, tmp_path: Path) -> 
         Trainer(parsed("--shards", shards, "--steps", 2, *words))
 
 
-OF_FILES = ("mixing", "skip")
+OF_FILES = ("mixing", "skip", "phases")
 """Settings that only files have."""
 SIZES = [("50GB", 50 * 10**9), ("512 MiB", 2**29), ("10000", 10_000), ("0", 0), (10_000, 10_000)]
 

@@ -179,7 +179,7 @@ def test_run_says_what_it_trains_before_the_first_step(
     assert f"run: {tmp_path / 'run'}, with the report in report.html" in caplog.messages
     beginnings = [line.split(":")[0] for line in caplog.messages]
     assert beginnings[:5] == ["model", "memory", "data", "steps", "run"]
-    assert "without the embedding), fp32 on cpu" in caplog.messages[0]
+    assert "without the embedding), all trained, fp32 on cpu" in caplog.messages[0]
     epochs = float(caplog.messages[3].split("; ")[1].removesuffix(" epochs"))
     assert epochs == pytest.approx(100 * 256 / size, rel=0.05)
 

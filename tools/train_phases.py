@@ -1,0 +1,217 @@
+"""Run the phases of a training, one after the other: the list `phases` of a file for --config.
+
+A phase is a run of its own in `run-dir/phase-N-NAME`, which starts from weights of the phase before
+as --init-from does. A finished phase is skipped, and an unfinished phase is resumed.
+"""
+
+import dataclasses
+import functools
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.tools.shell.console import print_json
+from tokenfeed.tools.train_settings import FILE_KINDS, Command, chosen_command
+from tokenfeed.trainer.config.run_config import CONFIG_FILE, OF_ONE_COMMAND, TrainConfig
+from tokenfeed.trainer.config.values import nearest
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase of a run."""
+
+    number: int
+    name: str
+    start: str
+    """`last` or `best`: the weights of the phase before from which this phase starts."""
+    given: dict[str, Any]
+    """Its settings without those that `train` chooses."""
+    config: TrainConfig
+    """Its settings, for a new run."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the phase."""
+        return self.config.run_dir
+
+    def __str__(self) -> str:
+        return f"phase {self.number} ({self.name})"
+
+
+def read_phases(command: Command) -> list[Phase]:
+    """Return the phases of a command line. Log the settings that are chosen for each.
+
+    Raises:
+        ConfigError: The settings of a phase are wrong.
+    """
+    phases = []
+    for number, content in enumerate(command.phases, 1):
+        given = dict(content)
+        name, start = given.pop("name"), given.pop("from", "last")
+        given |= {"run_dir": command.run_dir / f"phase-{number}-{name}", "phase": name}
+        given["resume"] = False
+        _log.info("phase %d of %d: %s", number, len(command.phases), name)
+        config = chosen_command(given).settings()
+        config.check()
+        phases.append(Phase(number, name, start, given, config))
+    return phases
+
+
+def as_yaml(command: Command, phases: list[Phase]) -> str:
+    """Return the settings of all phases as --config takes them: those that all have in common, and
+    those in which each differs."""
+    found = [phase.config.as_dict() for phase in phases]
+    common = {
+        name: value
+        for name, value in found[0].items()
+        if name in FILE_KINDS and all(name in each and each[name] == value for each in found)
+    }
+    own = {"phase", "init_from", "run_dir", *OF_ONE_COMMAND} - {"export"}
+    parts = [
+        {"name": phase.name, **({"from": phase.start} if phase.number > 1 else {})}
+        | {k: v for k, v in each.items() if k not in common and k not in own}
+        for phase, each in zip(phases, found, strict=True)
+    ]
+    common |= {"run_dir": str(command.run_dir), "init_from": found[0]["init_from"]}
+    return yaml.safe_dump(
+        {k: v for k, v in common.items() if k not in OF_ONE_COMMAND} | {"phases": parts},
+        sort_keys=False,
+    )
+
+
+def run_phases(
+    command: Command, should_stop: Callable[[], bool], should_save: Callable[[], bool]
+) -> None:
+    """Run the phases that are not finished, or the one that --phase names. Print their reports.
+
+    Raises:
+        TokenfeedError: Settings, shards, checkpoints or memory do not allow a phase.
+    """
+    from tokenfeed.trainer.distributed.world import join_world  # torch takes seconds to load
+    from tokenfeed.trainer.loop.run import train
+    from tokenfeed.trainer.report.phases import PhasesReport
+
+    world = join_world(command.device)
+    # Without --run-dir each rank has chosen a folder of its own.
+    command = dataclasses.replace(command, run_dir=world.from_rank_0(lambda: command.run_dir))
+    phases = read_phases(command)
+    chosen = _chosen(phases, command.phase)
+    world.from_rank_0(lambda: _write_config(command, phases))
+    for phase in chosen:
+        before = phases[phase.number - 2] if phase.number > 1 else None
+        due = functools.partial(_due, phase, before, is_named=command.phase is not None)
+        config = world.from_rank_0(due)
+        if config is None:
+            continue
+        _log.info("phase %d of %d: %s, in %s", phase.number, len(phases), phase.name, phase.folder)
+        report = train(config, should_stop, should_save, world)
+        gc.collect()  # the model is in reference cycles
+        found = PhasesReport.of_run(command.run_dir)
+        if world.is_main and found:
+            found.write()
+            if not command.json:
+                print(report.summary(), flush=True)
+        if not report.finished:
+            break
+    world.close()
+    found = PhasesReport.of_run(command.run_dir)
+    if not world.is_main or found is None:
+        return
+    if command.json:
+        print_json(dataclasses.asdict(found))
+    else:
+        print(found.summary())
+
+
+def _chosen(phases: list[Phase], named: str | None) -> list[Phase]:
+    """Return the phase that --phase names, or all phases."""
+    if named is None:
+        return phases
+    found = [phase for phase in phases if named in (str(phase.number), phase.name)]
+    if not found:
+        names = [phase.name for phase in phases]
+        raise ConfigError(
+            f"`--phase`={named}: expected a number from 1 to {len(phases)}, or a name: "
+            f"{', '.join(names)}.{nearest(named, names)}"
+        )
+    return found
+
+
+def _write_config(command: Command, phases: list[Phase]) -> None:
+    """Write config.yaml of the run, from which --resume reads the phases."""
+    if (command.run_dir / "checkpoints").is_dir():
+        raise ConfigError(
+            f"`--run-dir`: {command.run_dir} holds a run without phases. Give another folder."
+        )
+    command.run_dir.mkdir(parents=True, exist_ok=True)
+    atomic_write(command.run_dir / CONFIG_FILE, as_yaml(command, phases).encode())
+
+
+def _due(phase: Phase, before: Phase | None, *, is_named: bool) -> TrainConfig | None:
+    """Return the settings with which a phase starts or is resumed; None if it is skipped.
+
+    Raises:
+        ConfigError: The phase before is not finished, or has no best weights.
+    """
+    from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
+
+    if before and not _is_finished(before):
+        raise ConfigError(
+            f"`--phase`: {phase} starts from {before}, which is not finished in {before.folder}. "
+            f"Run --phase {before.number} first, or all phases without --phase."
+        )
+    exports = phase.config.export is not None and not phase.config.export.exists()
+    if _is_finished(phase) and not is_named and not exports:
+        _skip(phase)
+        return None
+    given: dict[str, Any] = phase.given | {"resume": "auto"}
+    if before:
+        given["init_from"] = before.folder
+        checkpoints = Checkpoints.of_run(before.folder)
+        if phase.start == "best":
+            best = checkpoints.best()
+            if best is None:
+                raise ConfigError(
+                    f"{phase}: `from: best` needs a result of {before} on a split validation. Take "
+                    "`from: last`, or `pretokenize --validation`."
+                )
+            given["init_from"] = checkpoints.path(best.step)
+    if Checkpoints.of_run(phase.folder).latest() is None:
+        return dataclasses.replace(phase.config, init_from=given.get("init_from"))
+    return chosen_command(given).settings()
+
+
+def _is_finished(phase: Phase) -> bool:
+    from tokenfeed.trainer.report.run_files import Report
+
+    report = Report.of_run(phase.folder)
+    return report is not None and report.finished
+
+
+def _skip(phase: Phase) -> None:
+    """Log that a phase is finished, and which of its given settings it was not trained with."""
+    begun = TrainConfig.of_run(phase.folder)
+    saved = begun.as_dict() if begun else {}
+    now = phase.config.as_dict()
+    changed = [
+        f"{name} was {saved[name]}, not {now[name]}"
+        for name in phase.given
+        if name in saved and name in now and name not in OF_ONE_COMMAND and saved[name] != now[name]
+    ]
+    _log.info("%s is finished, in %s", phase, phase.folder)
+    if changed:
+        _log.warning(
+            "%s is finished, so its changed settings are not used: %s. Train it on by --phase %d",
+            phase,
+            "; ".join(changed),
+            phase.number,
+        )
