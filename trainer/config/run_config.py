@@ -134,11 +134,10 @@ class TrainConfig:
     lora_target: Annotated[str, _shown("NAMES")] = ALL_LINEAR
     """Layers that get adapters: all-linear, or names like q_proj,v_proj."""
     trainable: Annotated[str, _shown("PATTERNS")] | None = None
-    """Train only the parameters whose names match, like 'head.*,blocks.5.*', and freeze the others.
-    With --lora: train these besides the adapters."""
+    """Train only parameters whose names match, like 'head.*,blocks.5.*'. With --lora: besides the
+    adapters."""
     init_from: Path | None = None
-    """Start from the weights of another run, of one of its checkpoints, or of a folder of --export.
-    Nothing else is taken over."""
+    """Start from the weights of a run, a checkpoint, or an exported folder."""
 
     steps: Positive = 200
     """Optimizer steps, including those before a resume. Default: 200 for documents on a CPU, one
@@ -233,8 +232,7 @@ class TrainConfig:
     track: tuple[TrackerName, ...] = ()
     """Tracker that receives every record of metrics.jsonl. Can be given several times."""
     phase: Annotated[str, _shown("N|NAME")] | None = None
-    """Run only this phase of the list `phases` in --config: its number, from 1, or its name. The
-    phase before must be finished."""
+    """Run only this phase of --config: its number, from 1, or its name."""
     run_dir: Path = field(default_factory=_new_run_dir)
     """Folder of the run. Default: a new one in runs/."""
     export: Path | None = None
