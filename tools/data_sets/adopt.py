@@ -50,7 +50,7 @@ from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.tools.data_sets.derived import Files, new_data_set
 from tokenfeed.tools.data_sets.foreign import TokenFile, open_tokens
 from tokenfeed.tools.data_sets.inspection import Inspect
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
+from tokenfeed.tools.encoding.tokenizer import ModelFiles, TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.jobs.crew import Progress
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.shell.command_line import text
@@ -75,8 +75,7 @@ class Adopt:
     """Put the files whose names match GLOB into the split NAME. Default: val.bin and files named
     like `validation` or `val` into `validation`, the others into `train`."""
     end_token: Annotated[str, text("TOKEN")] | None = None
-    """Token that ends each document, in formats without an index. Default: found by its usual
-    names."""
+    """Token that ends each document, in formats without an index. Default: the model's."""
     json: bool = False
     """Print the manifest as JSON."""
 
@@ -88,8 +87,13 @@ class Adopt:
                 "--tokenizer gpt2`."
             )
         tokenizer = TextTokenizer.load(
-            fetch_tokenizer_json(self.tokenizer), origin=self.tokenizer, end_token=self.end_token
+            fetch_tokenizer_json(self.tokenizer),
+            origin=self.tokenizer,
+            end_token=self.end_token,
+            files=ModelFiles.read(self.tokenizer),
         )
+        if tokenizer.end_problem:
+            _log.warning("%s", tokenizer.end_problem)
         parted = (given.partition("=") for given in self.split)
         splits = tuple((name, glob) for name, _, glob in parted)
         adopt(self.paths[:-1], self.paths[-1], tokenizer, splits)

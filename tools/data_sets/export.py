@@ -260,7 +260,8 @@ class _Olmo(_Ids):
     def begin(self) -> None:
         super().begin()
         sources = read_checked(self.store, self.manifest.sources).splitlines()
-        self.names = pa.array([json.loads(line)["path"] for line in sources])
+        paths = (json.loads(line)["path"] for line in sources)
+        self.names = pa.array([path.encode(errors="backslashreplace").decode() for path in paths])
         sink = pa.CompressedOutputStream(self.folder / f"{self.split}.csv.gz", "gzip")
         self.sink = self.files.enter_context(sink)
         self.end = self.row = 0

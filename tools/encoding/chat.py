@@ -146,6 +146,8 @@ class ChatTemplate:
         """Render a conversation, and return it with its contents, if they are certain."""
         messages = conversation.messages
         text, generated = self._render(conversation)
+        with _named("the template fails"):
+            text.encode()
         found = self._found(conversation, text)
         said: list[Range] | None = None
         if self._has_generation:
@@ -385,8 +387,11 @@ def tokens_set_by(source: str) -> dict[str, str]:
     """Return the special tokens that the first lines of a stored template set, by name."""
     lines = re.match(r"(\{% set \w+ =.*%\}\n)*", source)
     assert lines
-    found = re.findall(r"\{% set (\w+_token) = (\".*\") %\}\n", lines[0])
-    return {name: json.loads(literal) for name, literal in found}
+    tokens = {}
+    for name, literal in re.findall(r"\{% set (\w+_token) = (\".*\") %\}\n", lines[0]):
+        with suppress(ValueError):  # not written by this program
+            tokens[name] = json.loads(literal).encode().decode()
+    return tokens
 
 
 @functools.cache
@@ -449,7 +454,7 @@ def _named(problem: str) -> Iterator[None]:
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise Unusable(f"{problem}: {reason[:200]}") from None
-    except (AssertionError, AttributeError, RecursionError) as error:
+    except (AssertionError, AttributeError, RecursionError, SyntaxError) as error:
         raise Unusable(f"{problem}: {type(error).__name__}") from None
 
 

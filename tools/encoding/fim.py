@@ -68,7 +68,8 @@ class FillInMiddle:
             TokenizerError: The tokenizer lacks the tokens, or puts a space before every text.
         """
         tokenizer = Tokenizer.from_buffer(json_bytes)
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        added = tokenizer.get_added_tokens_decoder()  # other words are text
+        vocabulary = {token.content: id_ for id_, token in added.items()}
         names = next((names for names in _TOKENS if vocabulary.keys() >= {*names}), None)
         if names is None:
             raise TokenizerError(

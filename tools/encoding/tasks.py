@@ -188,8 +188,13 @@ class TaskEncoder(ABC):
             tokenizer,
             num_texts=self.num_texts,
             special=self.add_special_tokens,
-            end_id=tokenizer.end_id if self.name in ENDED_TASKS else None,
+            end_id=tokenizer.end_id if self.has_end else None,
         )
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the end token of the tokenizer ends each row."""
+        return self.name in ENDED_TASKS and self.option != "ids"
 
     @abstractmethod
     def texts(self, values: FieldValues) -> list[bytes]:

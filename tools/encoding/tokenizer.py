@@ -25,6 +25,7 @@ from tokenfeed.pipeline.arithmetic import Ragged, offsets_of
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.data_set import decode_tokenizer
 from tokenfeed.pipeline.format.manifest import (
+    CHAT_TEMPLATE_FILE,
     CHECKSUM_KEY,
     MANIFEST_FILE,
     TOKENIZER_FILE,
@@ -45,7 +46,8 @@ _END_TOKENS = (
     "[EOS]",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
 )
-"""Usual names of the token that ends a document. [SEP] is not one: it joins the parts of a pair."""
+"""Usual names of the token that ends a document. [SEP] is not one: it joins the parts of a pair.
+Only special tokens count: `</s>` of Gemma is a tag of HTML."""
 _PAD_TOKENS = (
     "<pad>",
     "[PAD]",
@@ -54,8 +56,92 @@ _PAD_TOKENS = (
     "<|finetune_right_pad_id|>",
     "<\uff5c\u2581pad\u2581\uff5c>",
 )
+_TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
+"""The template of transformers for conversations with tools, beside a tokenizer."""
 _ENDINGS = (".json", ".tiktoken", "tokenizer.model")
 """Endings of the addresses of tokenizers. Any other address is the address of a folder."""
+
+
+class _Content(msgspec.Struct):
+    """A token as `AddedToken` of transformers stores it."""
+
+    content: str
+
+
+class _NamedTemplate(msgspec.Struct):
+    """A chat template, if a tokenizer has several."""
+
+    name: str
+    template: str
+
+
+_Token = _Content | str | bool | int | float | list[Any] | None
+"""A value of a key that ends with `_token`. Keys such as `add_bos_token` have no token."""
+_Templates = str | list[_NamedTemplate] | None
+_Ids = int | list[int] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFiles:
+    """The facts about a model in the files beside its tokenizer.json."""
+
+    tokens: dict[str, str] = field(default_factory=dict)
+    """Special tokens by name, such as `eos_token`."""
+    chat_templates: dict[str, str] = field(default_factory=dict)
+    """Chat templates by name: `default`, and `tool_use` for conversations with tools."""
+    end_ids: tuple[int, ...] = ()
+    """The ids that end what the model generates."""
+
+    @classmethod
+    def read(cls, name: str) -> "ModelFiles":
+        """Read the files from the place of a tokenizer. Missing files are left out.
+
+        Raises:
+            TokenizerError: A file is not valid.
+        """
+        tokens: dict[str, Any] = {}
+        config: dict[str, Any] = {}
+        for file in ("special_tokens_map.json", "tokenizer_config.json"):
+            with _valid(name, file):
+                config = msgspec.convert(_json_beside(name, file), dict[str, Any])
+                named = {key: value for key, value in config.items() if key.endswith("_token")}
+                tokens |= msgspec.convert(named, dict[str, _Token])
+        with _valid(name, file):
+            given = msgspec.convert(config.get("chat_template"), _Templates)
+        listed = given if isinstance(given, list) else []
+        templates = {each.name: each.template for each in listed}
+        templates |= {"default": given} if isinstance(given, str) else {}
+        files = {"default": CHAT_TEMPLATE_FILE, "tool_use": _TOOL_TEMPLATE_FILE}
+        for template, file in files.items():
+            with _valid(name, file):
+                if found := fetch_beside(name, file):
+                    templates[template] = found.decode()
+        with _valid(name, "generation_config.json"):
+            generation = _json_beside(name, "generation_config.json")
+            ids = msgspec.convert(
+                msgspec.convert(generation, dict[str, Any]).get("eos_token_id"), _Ids
+            )
+        texts = {k: v.content if isinstance(v, _Content) else v for k, v in tokens.items()}
+        return cls(
+            tokens={k: v for k, v in texts.items() if v and isinstance(v, str)},
+            chat_templates=templates,
+            end_ids=tuple([ids] if isinstance(ids, int) else ids or ()),
+        )
+
+
+@contextlib.contextmanager
+def _valid(name: str, file: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise TokenizerError(f"{name}: {file} is not valid ({reason}). Restore it.") from None
+
+
+def _json_beside(name: str, file: str) -> Any:
+    value = json.loads(fetch_beside(name, file) or b"{}")
+    msgspec.json.encode(value)  # raises an error for a lone surrogate
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +156,8 @@ class TextTokenizer:
     pad_id: int
     splits_special: bool = False
     """Whether special tokens in a document become their ids. If not, they are plain text."""
+    end_problem: str = ""
+    """What users should know about `end_token`, unless they gave it; empty if nothing."""
 
     @classmethod
     def load(
@@ -79,14 +167,17 @@ class TextTokenizer:
         origin: object,
         end_token: str | None = None,
         splits_special: bool = False,
+        files: ModelFiles | None = None,
     ) -> "TextTokenizer":
         """Load a tokenizer from the bytes of a tokenizer.json.
 
         Args:
             json_bytes: Content of the file.
             origin: Name of the file, for errors.
-            end_token: The token that ends a document. None: the first usual name in the vocabulary.
+            end_token: The token that ends a document. None: the special token with a usual name,
+                or the token that `files` name.
             splits_special: Whether special tokens in a document become their ids.
+            files: The files beside it; None if there are none.
 
         Raises:
             TokenizerError: The file is not a tokenizer, or has no vocabulary.
@@ -101,16 +192,20 @@ class TextTokenizer:
             raise TokenizerError(f"{origin}: has an empty vocabulary. Give another tokenizer.")
         if end_token is not None and end_token not in vocabulary:
             raise ConfigError(f"`--end-token` {end_token!r} is not in the vocabulary of {origin}.")
-        end_token = end_token or next((name for name in _END_TOKENS if name in vocabulary), None)
+        files, problem = files or ModelFiles(), ""
+        if end_token is None:
+            end_token, problem = _end_token(tokenizer, vocabulary, files)
         end_id = vocabulary[end_token] if end_token else 0
-        pad_id = next((vocabulary[name] for name in _PAD_TOKENS if name in vocabulary), end_id)
+        special = _special_tokens(tokenizer)
+        pads = [files.tokens.get("pad_token"), *(name for name in _PAD_TOKENS if name in special)]
+        pad_id = next((vocabulary[name] for name in pads if name in vocabulary), end_id)
         size = max(vocabulary.values()) + 1
         if size > ID_LIMIT:
             raise TokenizerError(
                 f"{origin}: has the id {size - 1:,}, but ids are below {ID_LIMIT:,}. Give another "
                 "tokenizer."
             )
-        return cls(json_bytes, tokenizer, size, end_token, pad_id, splits_special)
+        return cls(json_bytes, tokenizer, size, end_token, pad_id, splits_special, problem)
 
     @property
     def end_id(self) -> int | None:
@@ -142,6 +237,40 @@ class TextTokenizer:
     def xxh3(self) -> str:
         """xxh3-64 of tokenizer.json, 16 hex digits."""
         return xxhash.xxh3_64_hexdigest(self.json_bytes)
+
+
+def _special_tokens(tokenizer: Tokenizer) -> set[str]:
+    added = tokenizer.get_added_tokens_decoder().values()
+    return {token.content for token in added if token.special}
+
+
+def _end_token(
+    tokenizer: Tokenizer, vocabulary: dict[str, int], files: ModelFiles
+) -> tuple[str | None, str]:
+    """Return the token that ends a document, and what users should know about it.
+
+    The end token of a chat model ends a message, and another one may end a document. So a special
+    token with a usual name is preferred, and the model's own token among several of these.
+    """
+    special = _special_tokens(tokenizer)
+    usual = [name for name in _END_TOKENS if name in special]
+    ids = {tokenizer.id_to_token(each) for each in files.end_ids if 0 <= each < 1 << 32}
+    own = [files.tokens.get("eos_token"), *sorted(each for each in ids if each)]
+    own = [name for name in own if name in vocabulary]
+    token = next((name for name in own if name in usual), None) or next(iter([*usual, *own]), None)
+    if token is None:
+        similar = [name for name in _END_TOKENS if name in vocabulary]
+        named = f" ({similar[0]} is in the vocabulary, but not special)" if similar else ""
+        return None, (
+            f"the tokenizer has no end token{named}: documents follow one another without a "
+            "separator. Name one by --end-token"
+        )
+    if own and token not in own:
+        return token, (
+            f"documents end with {token}, but the end token of the model is {own[0]}. If this is "
+            f"wrong, give --end-token '{own[0]}'"
+        )
+    return token, ""
 
 
 def fetch_beside(name: str, file: str) -> bytes | None:

@@ -18,7 +18,6 @@ import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import (
-    CHAT_TEMPLATE_FILE,
     TOKENIZER_FILE,
     Manifest,
     read_checked,
@@ -35,8 +34,8 @@ from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, preloa
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tasks import ChatEncoder, CompleteEncoder
 from tokenfeed.tools.encoding.tokenizer import (
+    ModelFiles,
     TextTokenizer,
-    fetch_beside,
     fetch_tokenizer_json,
 )
 from tokenfeed.tools.encoding.training import train_tokenizer_json
@@ -60,8 +59,6 @@ from tokenfeed.tools.pretokenizing.summary import Figures, PartSummary, Summary
 
 _TOKEN = re.compile(r"<\|\w+\|>")
 """Matches special tokens as most chat templates write them."""
-_TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
-"""The template of transformers for conversations with tools, beside a tokenizer."""
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +95,11 @@ class Listed:
             spool: Returns records of this process, instead of the files of the options.
             onto: The data set that the rows are for.
         """
-        tokenizer = None
+        tokenizer, files = None, ModelFiles()
         if options.tokenizer:
             json_bytes = fetch_tokenizer_json(options.tokenizer)
-            tokenizer = _load(options, json_bytes, public(options.tokenizer))
+            files = ModelFiles.read(options.tokenizer)
+            tokenizer = _load(options, json_bytes, public(options.tokenizer), files)
             special = tokenizer.splits_special
             vocabulary = tokenizer.vocabulary_size
             prepare_early(partial(preload, options.tokenizer, vocabulary, splits_special=special))
@@ -109,7 +107,7 @@ class Listed:
         inputs = Inputs.listed(options, plan, spool(), onto)
         if isinstance(inputs.task, ChatEncoder):
             assert tokenizer, "`Options.check` asks for one"
-            task = replace(inputs.task, chat_template=_chat_template(options, tokenizer))
+            task = replace(inputs.task, chat_template=_chat_template(options, tokenizer, files))
             inputs = replace(inputs, task=task)
         return cls(
             options=options,
@@ -147,6 +145,8 @@ def prepared(listed: Listed) -> Run:
     started = time.perf_counter()
     tokenizer = listed.tokenizer or _trained_tokenizer(options, inputs, output, kept)
     tokenizer_seconds = time.perf_counter() - started
+    if inputs.task.has_end and tokenizer.end_problem:
+        logger.warning("%s", tokenizer.end_problem)
     if _lacks_separator(inputs):
         logger.warning(
             "nothing separates prompts from completions: no white space, and no end that all "
@@ -235,52 +235,37 @@ def _trained_tokenizer(
     return tokenizer
 
 
-def _load(options: Options, json_bytes: bytes, origin: object) -> TextTokenizer:
+def _load(
+    options: Options, json_bytes: bytes, origin: object, files: ModelFiles | None = None
+) -> TextTokenizer:
     return TextTokenizer.load(
         json_bytes,
         origin=origin,
         end_token=options.end_token,
         splits_special=options.special_tokens_in_text == "split" or options.task == "chat",
+        files=files,
     )
 
 
-def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
+def _chat_template(options: Options, tokenizer: TextTokenizer, files: ModelFiles) -> ChatTemplate:
     """Return the chat template with its variables.
 
     Raises:
         TokenizerError: There is no template, or the template is invalid.
     """
-    assert options.tokenizer
-    beside = partial(fetch_beside, options.tokenizer)
-    try:
-        config = json.loads(beside("tokenizer_config.json") or b"{}")
-        more = json.loads(beside("special_tokens_map.json") or b"{}")
-    except ValueError as error:
-        raise TokenizerError(
-            f"{options.tokenizer}: tokenizer_config.json or special_tokens_map.json beside the "
-            f"tokenizer is not JSON ({error}). Restore it."
-        ) from None
+    source = files.chat_templates.get("default")
     if options.chat_template:
         path = local_path(options.chat_template)
         try:
-            source: Any = path.read_text(encoding="utf-8")
+            source = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"`--chat-template` {options.chat_template}: cannot be read ({error})."
             ) from None
-    else:
-        found = beside(CHAT_TEMPLATE_FILE)
-        source = found.decode() if found else config.get("chat_template")
-        named_sources = {}
-        if isinstance(source, list):
-            named_sources = {each["name"]: each["template"] for each in source}
-            source = named_sources.get("default")
-        with_tools = beside(_TOOL_TEMPLATE_FILE) or named_sources.get("tool_use")
-        if isinstance(source, str) and with_tools:  # as in transformers
-            text = with_tools.decode() if isinstance(with_tools, bytes) else with_tools
-            text, other = (each.removesuffix("\n") for each in (text, source))  # as Jinja does
-            source = f"{{% if tools is not none %}}{text}{{% else %}}{other}{{% endif %}}"
-    if not isinstance(source, str):
+    elif source is not None and (with_tools := files.chat_templates.get("tool_use")):
+        text, other = (each.removesuffix("\n") for each in (with_tools, source))  # as Jinja does
+        source = f"{{% if tools is not none %}}{text}{{% else %}}{other}{{% endif %}}"
+    if source is None:
         raise TokenizerError(
             f"{options.tokenizer}: has no chat template. Give a folder with tokenizer_config.json "
             "or chat_template.jinja beside tokenizer.json, or --chat-template FILE."
@@ -288,9 +273,7 @@ def _chat_template(options: Options, tokenizer: TextTokenizer) -> ChatTemplate:
     arguments = options.template_arguments
     if (date := arguments.pop("strftime_now", None)) is not None:
         source = f"{{% macro strftime_now(format) %}}{date}{{% endmacro %}}\n{source}"
-    named = {k: v for k, v in {**more, **config}.items() if k.endswith("_token")}
-    variables = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items() if v}
-    variables = {k: v for k, v in variables.items() if isinstance(v, str)}
+    variables: dict[str, Any] = dict(files.tokens)
     variables |= tokens_set_by(source)
     added = tokenizer.tokenizer.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special} | {*variables.values()}
@@ -341,7 +324,7 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -
         "--max-record": options.max_record_bytes,
         "--tokenizer": options.tokenizer and public(options.tokenizer),
         "--vocab-size and --seed": training,
-        "--end-token": options.end_token,
+        "--end-token": tokenizer.end_token if tokenizer else options.end_token,
         "--add-special-tokens": options.add_special_tokens,
         "--special-tokens-in-text": options.special_tokens_in_text,
         "the tokenizer's checksum": tokenizer.xxh3 if tokenizer else None,

@@ -42,6 +42,7 @@ ENDINGS: dict[Format, str] = {
 def tokenizer_of(size: int) -> TextTokenizer:
     vocabulary = {"first": 0, "</s>": END, "last": size - 1}
     made = Tokenizer(WordLevel(vocabulary, unk_token="first"))
+    made.add_special_tokens(["</s>"])
     return TextTokenizer.load(made.to_str().encode(), origin="test")
 
 

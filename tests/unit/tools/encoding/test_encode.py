@@ -1,22 +1,27 @@
 """Ids are those of `tokenizers`, whatever the tokenizer; training is deterministic."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from pyarrow import feather
+from support.commands import call
 from support.corpora import ODD_TEXTS
 from support.object_server import as_own_process, remote_store
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from tokenfeed import pretokenize
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.training import train_tokenizer_json
+from tokenfeed.tools.pretokenize import main
 
 
 def word_piece_that_cuts_and_pads() -> Tokenizer:
@@ -59,21 +64,107 @@ def test_validation_is_chosen_by_the_text_alone(tokenizer: Path, tmp_path: Path)
     assert 30 <= len(chosen[0]) <= 90
 
 
-def test_special_ids_are_found_by_usual_names_or_as_said() -> None:
-    def of_words(*words: str) -> Tokenizer:
-        return Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, words[0]))
+def _of_words(*words: str, special: tuple[str, ...] = ()) -> Tokenizer:
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, words[0]))
+    made.add_special_tokens([AddedToken(word, normalized=False) for word in special])
+    return made
 
-    gpt = of_words("<|endoftext|>", "<pad>")
-    assert (loaded(gpt).end_token, loaded(gpt).end_id, loaded(gpt).pad_id) == (
-        "<|endoftext|>",
-        0,
-        1,
-    )
+
+def test_special_ids_are_found_by_usual_names_or_as_said() -> None:
+    gpt = _of_words("<|endoftext|>", "<pad>", special=("<|endoftext|>", "<pad>"))
+    found = loaded(gpt)
+    assert (found.end_token, found.end_id, found.pad_id) == ("<|endoftext|>", 0, 1)
     assert loaded(gpt, end_token="<pad>").end_id == 1
-    bert = loaded(of_words("[UNK]", "[PAD]", "[SEP]"))
+    bert = loaded(_of_words("[UNK]", "[PAD]", "[SEP]", special=("[PAD]", "[SEP]")))
     assert (bert.end_token, bert.end_id, bert.pad_id) == (None, None, 1)
     with pytest.raises(ConfigError, match="'<nope>' is not in the vocabulary of test"):
         loaded(gpt, end_token="<nope>")
+
+
+GEMMA = (("<eos>", "<bos>", "<pad>"), ("</s>", "[PAD]"))
+QWEN = (("<|endoftext|>", "<|im_end|>"), ())
+NO_END = "has no end token: documents follow one another without a separator"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "config", "generation", "expected", "said"),
+    [
+        (GEMMA, {}, {}, ("<eos>", "<pad>"), ""),
+        (GEMMA, {"eos_token": "<eos>"}, {}, ("<eos>", "<pad>"), ""),
+        (GEMMA, {"eos_token": {"content": "<bos>"}}, {}, ("<eos>", "<pad>"), "model is <bos>"),
+        (
+            QWEN,
+            {"eos_token": "<|im_end|>"},
+            {},
+            ("<|endoftext|>", "<|endoftext|>"),
+            "is <|im_end|>",
+        ),
+        (QWEN, {"eos_token": "<|im_end|>"}, {"eos_token_id": [1, 0]}, ("<|endoftext|>",) * 2, ""),
+        ((("</s>", "<eos>"), ()), {"eos_token": "<eos>"}, {}, ("<eos>", "<eos>"), ""),
+        ((("</s>", "<eos>"), ()), {}, {"eos_token_id": 1}, ("<eos>", "<eos>"), ""),
+        ((("<|END|>",), ()), {"eos_token": "<|END|>"}, {}, ("<|END|>", "<|END|>"), ""),
+        ((("<|END|>", "b"), ()), {}, {"eos_token_id": 0}, ("<|END|>", "<|END|>"), ""),
+        (
+            (("[PAD]",), ()),
+            {"eos_token": "<gone>", "pad_token": "[PAD]"},
+            {},
+            (None, "[PAD]"),
+            NO_END,
+        ),
+        (((), ("</s>",)), {}, {}, (None, "</s>"), "(</s> is in the vocabulary, but not special)"),
+        (QWEN, {"pad_token": "<|im_end|>"}, {}, ("<|endoftext|>", "<|im_end|>"), ""),
+    ],
+)
+def test_end_and_pad_token_are_those_of_the_model(
+    tokens: tuple[tuple[str, ...], tuple[str, ...]],
+    config: dict[str, Any],
+    generation: dict[str, Any],
+    expected: tuple[str | None, str],
+    said: str,
+    tmp_path: Path,
+) -> None:
+    special, plain = tokens
+    made = _of_words(*special, *plain, "a", special=special)
+    made.add_tokens([AddedToken(word, normalized=False) for word in plain])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    out = str(tmp_path / "out")
+    warned = call(main, tmp_path / "a.jsonl", out, "--tokenizer", tmp_path).stderr
+    info = Manifest.read(out).tokenizer
+    end = None if info.end_id is None else made.id_to_token(info.end_id)
+    assert (end, made.id_to_token(info.pad_id)) == expected
+    assert said in warned
+    assert bool(said) == ("end token" in warned)
+
+
+MALFORMED = {
+    "tokenizer_config.json": (
+        *(b"[]", b"{", b'{"eos_token": {"a": 1}}', b'{"chat_template": ["x"]}', b"\xff"),
+        *(b'{"chat_template": [{"template": "x"}]}', b'{"chat_template": 1}', b"[" * 99_999),
+        *(b'{"eos_token": "\\ud800"}', b'{"chat_template": "\\ud800"}'),
+    ),
+    "special_tokens_map.json": (b"[1]", b"null", b'{"eos_token": {"content": 1}}'),
+    "chat_template.jinja": (b"\xff{{ 1 }}", b"{% for a in [1] %}" * 25 + b"{% endfor %}" * 25),
+    "generation_config.json": (b"[1]", b'{"eos_token_id": "a"}', b'{"eos_token_id": [null]}'),
+    "additional_chat_templates/tool_use.jinja": (b"\xff",),
+}
+
+
+@pytest.mark.parametrize("file", MALFORMED)
+def test_a_malformed_file_beside_a_tokenizer_is_one_line(file: str, tmp_path: Path) -> None:
+    _of_words("a", "<eos>", special=("<eos>",)).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text('{% set x_token = "\\q" %}\n{{ messages }}')
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    words = (tmp_path / "a.jsonl", tmp_path / "out", "--tokenizer", tmp_path, "--task", "chat")
+    for content in MALFORMED[file]:
+        (tmp_path / file).write_bytes(content)
+        error = call(main, *words, expect=1).stderr.strip()
+        assert error.startswith("error: ")
+        assert "\n" not in error
+        assert "not valid" in error
 
 
 def test_a_vocabulary_with_holes_counts_to_its_largest_id() -> None:
