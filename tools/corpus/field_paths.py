@@ -61,14 +61,15 @@ class _Path:
                 shown = "null" if value is None else type(value).__name__
                 has = "an object" if expected is dict else "a list"
                 raise Unusable(f"`{self.name}` needs {has} before {step!r}, got {shown}")
+            held: Any = value
             try:
-                value = value[step]
+                value = held[step]
             except KeyError:
                 raise Unusable(
                     f"`{self.name}`: no `{step}`; it has: {shown_names(value)}"
                 ) from None
             except IndexError:
-                raise Unusable(f"`{self.name}`: the list has {len(value):,} item(s)") from None
+                raise Unusable(f"`{self.name}`: the list has {len(held):,} item(s)") from None
         return value
 
 
