@@ -75,6 +75,7 @@ def pretokenize(
     fim_spm_rate: float = 0.5,
     chat_template: str | os.PathLike[str] | None = None,
     template_argument: Mapping[str, object] | None = None,
+    limit: int | None = None,
     split: Mapping[str, str] | None = None,
     validation: float | None = None,
     exclude: Sequence[str] = (),

@@ -193,7 +193,7 @@ class TokenizerInfo(FileInfo):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordCounts:
-    """Counts of input records. read = written + empty + rejected + removed, always."""
+    """Counts of input records. read = written + empty + rejected + left_out + removed, always."""
 
     files: Count
     bytes: Count
@@ -204,14 +204,19 @@ class RecordCounts:
     rejected: Count
     removed: Count | None = None
     """Records that `shards select` removed; None if it removed none."""
+    left_out: Count | None = None
+    """Records beyond `--limit`; None if there were none."""
 
     @classmethod
     def of(cls, sources: Sequence[dict[str, Any]]) -> "RecordCounts":
         """Return the sums of the lines of sources.jsonl."""
         names = ("bytes", "read", "written", "empty", "rejected")
         totals = {name: sum(source[name] for source in sources) for name in names}
-        removed = sum(source.get("removed", 0) for source in sources)
-        return cls(files=len(sources), **totals, removed=removed or None)
+        more: dict[str, Any] = {
+            name: sum(source.get(name, 0) for source in sources) or None
+            for name in ("removed", "left_out")
+        }
+        return cls(files=len(sources), **totals, **more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,13 +375,17 @@ class Manifest:
         written = sum(split.rows for split in self.splits.values())
         ledger = self.ledger
         if written != ledger.written or ledger.read != (
-            ledger.written + ledger.empty + ledger.rejected + (ledger.removed or 0)
+            ledger.written
+            + ledger.empty
+            + ledger.rejected
+            + (ledger.removed or 0)
+            + (ledger.left_out or 0)
         ):
             raise ManifestError(
                 f"{path}: the counts of records do not match: read {ledger.read:,}, written "
                 f"{ledger.written:,}, empty {ledger.empty:,}, rejected {ledger.rejected:,}, "
-                f"removed {ledger.removed or 0:,}, rows in shards {written:,}. Run `pretokenize` "
-                "again."
+                f"removed {ledger.removed or 0:,}, left out {ledger.left_out or 0:,}, rows in "
+                f"shards {written:,}. Run `pretokenize` again."
             )
 
     def _check_files(self, path: str) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pyarrow as pa
@@ -13,10 +14,12 @@ from support import warm
 from support.commands import COMMAND, call, error_of, run, run_json
 from support.corpora import texts, write_ballast, write_long_corpus
 from support.data_sets import files_of
+from support.pretokenizing import make
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools import shards
+from tokenfeed.tools.pretokenizing import inputs
 
 
 def test_output_is_the_same_bytes_with_one_and_two_workers(
@@ -132,3 +135,14 @@ def test_of_two_that_start_at_once_one_is_refused(
     (refusal,) = (stderr for stderr, code in ended if code == 2)
     assert "another run is writing here" in refusal or "already holds a finished" in refusal
     call(shards.main, "verify", tmp_path / "out")
+
+
+def test_limit_found_by_workers_is_the_same(
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"limit": 20, "shard_size": "20KB", "workers": 2}
+    make(corpus, tmp_path / "alone", tokenizer, **options)
+    monkeypatch.setattr(inputs, "COUNTED_ALONE_BYTES", 0)
+    make(corpus, tmp_path / "out", tokenizer, **options)
+    assert Manifest.read(tmp_path / "out").splits["train"].rows == 20
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "alone")

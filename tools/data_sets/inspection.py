@@ -80,6 +80,7 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         "ids": _ids(manifest),
         "documents": f"{ledger.read:,} read = {ledger.written:,} written + {ledger.empty:,} empty "
         f"+ {ledger.rejected:,} rejected"
+        + (f" + {ledger.left_out:,} left out by --limit" if ledger.left_out else "")
         + (f" + {ledger.removed:,} removed" if ledger.removed else ""),
         "input": f"{count_of(ledger.files, 'file')}, {_text(ledger, tokens)}",
         "shards": f"{num_bytes / 1e6:,.1f} MB, compressed to {num_bytes / tokens:.2f} bytes per "

@@ -471,7 +471,8 @@ def _sources(
         removed = line.get("removed", 0) + line["written"] - written + fewer
         new = {**line, "written": written, "rejected": line["rejected"] - fewer}
         if gone:
-            new = {"path": "", "bytes": 0} | {key: new[key] for key in _KEPT_COUNTS}
+            kept = (key for key in (*_KEPT_COUNTS, "left_out") if key in new)
+            new = {"path": "", "bytes": 0} | {key: new[key] for key in kept}
         lines.append(new | ({"removed": removed} if removed else {}))
     return lines
 

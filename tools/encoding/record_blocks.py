@@ -41,6 +41,8 @@ class SourceCounts:
     written: int
     empty: int
     rejected: int
+    left_out: int = 0
+    """Records beyond `--limit`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,14 +99,18 @@ class UnitCounts:
         self._histograms: dict[str, np.ndarray] = {}
         self._first = unit.parts[0].source.index
         num_sources = unit.parts[-1].source.index - self._first + 1
-        self._by_source = np.zeros((num_sources, 3), np.int64)
-        """Bytes of text, written and empty records of each input file."""
+        self._by_source = np.zeros((num_sources, 4), np.int64)
+        """Bytes of text, and written, empty and left out records of each input file."""
 
     def count(self, sources: np.ndarray, num_bytes: np.ndarray, has_text: np.ndarray) -> None:
         """Count encoded records: source, bytes of text, and whether it has tokens; (R,) each."""
         for column, weights in enumerate((num_bytes, has_text, ~has_text)):
             counts = np.bincount(sources - self._first, weights, len(self._by_source))
             self._by_source[:, column] += counts.astype(np.int64)
+
+    def leave_out(self, sources: np.ndarray) -> None:
+        """Count records beyond `--limit` by their source, shape (R,)."""
+        self._by_source[:, 3] += np.bincount(sources - self._first, None, len(self._by_source))
 
     def count_lengths(self, split: str, lengths: np.ndarray) -> None:
         """Count the rows that were written to a split."""
@@ -148,8 +154,9 @@ class UnitCounts:
                     written=written,
                     empty=empty,
                     rejected=self._rejected[source],
+                    left_out=left_out,
                 )
-                for source, (num_bytes, written, empty) in enumerate(
+                for source, (num_bytes, written, empty, left_out) in enumerate(
                     self._by_source.tolist(), self._first
                 )
                 if source in mine

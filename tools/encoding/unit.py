@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
@@ -30,6 +29,14 @@ from tokenfeed.tools.encoding.engines import (
     Unencodable,
     load_engine,
 )
+from tokenfeed.tools.encoding.limit import (
+    TRAIN,
+    VALIDATION,
+    Mark,
+    hashes_of,
+    marks_of,
+    may_train,
+)
 from tokenfeed.tools.encoding.record_blocks import (
     RecordBlock,
     RejectFile,
@@ -40,7 +47,6 @@ from tokenfeed.tools.encoding.record_blocks import (
 from tokenfeed.tools.encoding.tasks import Samples, TaskEncoder
 from tokenfeed.tools.encoding.template import Template
 
-TRAIN, VALIDATION = "train", "validation"
 Report = Callable[[float, int, str], None]
 """Takes the weight, the tokens and the last record of a finished part of a unit."""
 _SAMPLED_PART = 1000
@@ -65,6 +71,8 @@ class EncodeSettings:
     splits_special: bool
     """Whether special tokens in a document become their ids."""
     max_rejects: int | None
+    last: Mark | None = None
+    """The last record of `--limit`; None without a limit."""
     audits: bool = False
     """Whether the fast engine encodes a sample for the comparison, for any `engine`."""
 
@@ -178,12 +186,22 @@ class UnitEncoder:
         if not len(batch):
             self._on_progress(batch.weight_bytes, 0, self._at)
             return {}
+        texts = self._settings.task.texts(batch.values)
+        hashes = hashes_of(texts)
+        if self._settings.last is not None:
+            is_left_out = may_train(batch, hashes, self._settings.validation)
+            is_left_out &= ~marks_of(batch, hashes).until(self._settings.last)
+            ledger.leave_out(batch.sources[is_left_out])
+            kept = np.flatnonzero(~is_left_out)
+            batch, texts, hashes = batch.take(kept), [texts[place] for place in kept], hashes[kept]
+            if not len(batch):
+                self._on_progress(batch.weight_bytes, 0, self._at)
+                return {}
         try:
             encode = partial(self._encode, ledger)
             samples = self._task.encode(batch.values, encode, self._settings.template)
         except Unencodable:
             return self._encode_batch(self._encodable(batch, ledger), ledger)
-        texts = self._settings.task.texts(batch.values)
         num_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         for index, reason in samples.unusable.items():
             ledger.reject(int(batch.sources[index]), Reject(int(batch.records[index]), reason))
@@ -191,7 +209,6 @@ class UnitEncoder:
         ledger.count(batch.sources[usable], num_bytes[usable], samples.has_text[usable])
         for name, counts in samples.counts.items():
             ledger.counts[name] += int(counts[samples.has_text].sum())
-        hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
         if self._fast:
             ledger.sample |= self._sampled(batch.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))
         chosen = {TRAIN if batch.split is None else batch.split: samples.has_text}

@@ -1,19 +1,28 @@
 """The progress bar of a run.
 
 The bar shows the encoded share of the input, in bytes of the files, so compression and unused
-fields do not make it jump or stall. It is shown in terminals and notebooks.
+fields do not make it jump or stall. It is shown in terminals and notebooks. In other output, such
+as the log of a job, a line a minute shows the same.
 """
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Self
 
 from tokenfeed.tools.jobs.crew import Progress
 
 if TYPE_CHECKING:
     import rich.progress
+
+
+logger = logging.getLogger(__name__)
+
+_LINE_SECONDS = 60
+"""Seconds between two lines in output that is not a terminal."""
 
 
 class Bar:
@@ -23,11 +32,12 @@ class Bar:
         """Begin with the size of each unit, in bytes."""
         self._num_units = len(sizes)
         self._units_done = self._tokens = 0
-        self._started = time.perf_counter()
+        self._total, self._done = sum(sizes), 0.0
+        self._started = self._said = time.perf_counter()
         self._shown: rich.progress.Progress | None = None
         if _is_seen():
             self._shown = _make()
-            self._shown.add_task("starting", total=sum(sizes), speed="")
+            self._shown.add_task("starting", total=self._total, speed="")
 
     def __enter__(self) -> Self:
         if self._shown:
@@ -41,14 +51,23 @@ class Bar:
     def advance(self, progress: Progress) -> None:
         """Add an encoded part of a unit."""
         self._tokens += progress.num_tokens
+        self._done = min(self._done + progress.weight_bytes, self._total)
+        now = time.perf_counter()
+        units = f"{self._units_done:,}/{self._num_units:,} units"
+        speed = f"{self._tokens / (now - self._started) / 1e6:.2f} M tokens/s"
         if self._shown:
             (task,) = self._shown.tasks
-            tokens_per_s = self._tokens / (time.perf_counter() - self._started)
-            self._shown.update(
-                task.id,
-                completed=min(task.completed + progress.weight_bytes, task.total or 0),
-                description=f"{self._units_done:,}/{self._num_units:,} units",
-                speed=f"{tokens_per_s / 1e6:.2f} M tokens/s",
+            self._shown.update(task.id, completed=self._done, description=units, speed=speed)
+        elif now - self._said >= _LINE_SECONDS and self._done:
+            self._said, seconds = now, now - self._started
+            left = timedelta(seconds=round(seconds * (self._total - self._done) / self._done))
+            logger.info(
+                "%s, %.0f%%, %.1f MB/s, %s, %s left",
+                units,
+                100 * self._done / self._total,
+                self._done / 1e6 / seconds,
+                speed,
+                left,
             )
 
     def count_unit(self) -> None:
@@ -65,7 +84,16 @@ def bytes_read(name: str) -> Iterator[Callable[[int], None]]:
         A function that is called with the number of further bytes.
     """
     if not _is_seen():
-        yield lambda num_bytes: None
+        said, total = time.perf_counter(), 0
+
+        def say(num_bytes: int) -> None:
+            nonlocal said, total
+            total += num_bytes
+            if time.perf_counter() - said >= _LINE_SECONDS:
+                said = time.perf_counter()
+                logger.info("reading %s: %.1f MB", name, total / 1e6)
+
+        yield say
         return
     with _make() as shown:
         task = shown.add_task(f"reading {name}", total=None, speed="")

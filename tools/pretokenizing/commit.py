@@ -35,14 +35,15 @@ from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.input_files import InputFile
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engines import ReferenceEngine
+from tokenfeed.tools.encoding.limit import TRAIN
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tasks import ChatEncoder
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.encoding.unit import TRAIN, EncodeSettings
+from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs.claim import changed_file
 from tokenfeed.tools.jobs.crew import PROBES
 
-_COUNTS = ("bytes", "written", "empty", "rejected")
+_COUNTS = ("bytes", "written", "empty", "rejected", "left_out")
 
 
 def commit(
@@ -139,13 +140,14 @@ def _source_ledgers(
         {
             "path": source.name,
             "bytes": num_bytes,
-            "read": written + empty + rejected,
+            "read": written + empty + rejected + left_out,
             "written": written,
             "empty": empty,
             "rejected": rejected,
         }
+        | ({"left_out": left_out} if left_out else {})
         | ({"xxh3": source.xxh3} if source.xxh3 else {})
-        for source, (num_bytes, written, empty, rejected) in zip(
+        for source, (num_bytes, written, empty, rejected, left_out) in zip(
             sources, counts.tolist(), strict=True
         )
     ]

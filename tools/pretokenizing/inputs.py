@@ -7,7 +7,6 @@ parts, and the same command after a kill, read the plan instead of the corpus.
 import contextlib
 import dataclasses
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,9 +30,9 @@ from tokenfeed.tools.corpus.units import (
     read_records,
 )
 from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
+from tokenfeed.tools.encoding.limit import TRAIN, VALIDATION
 from tokenfeed.tools.encoding.tasks import ChatEncoder, Labelled, TaskEncoder
-from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
-from tokenfeed.tools.jobs.crew import local_crew
+from tokenfeed.tools.jobs.crew import Work, local_crew
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.pretokenizing.append_target import Onto
 from tokenfeed.tools.pretokenizing.options import Options
@@ -46,7 +45,7 @@ _LABELLED_VALIDATION, _LABELLED_BYTES = 0.1, 4_000_000
 """The same for rows with labels. Their validation decides when a training ends, so it is larger."""
 _PROBED_RECORDS, _PROBED_FILES, _PROBED_BYTES = 10_000, 16, 1 << 24
 COUNTED_ALONE_BYTES = 32_000_000
-"""Largest input in bytes whose labels this process counts before workers would start."""
+"""Largest input in bytes that this process reads alone before workers would start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +136,7 @@ class Inputs:
         task, units = self.task, cut_units(self.corpus.sources, self.shard_bytes)
         if isinstance(task, Labelled):
             work = CountLabels(task.fields, task.label_field, task.unusable)
-            counted = _counted(work, units, options.num_workers)
+            counted = done_by(work, units, options.num_workers)
             labels = find_labels(
                 units, work, own=task.own_label_field, remedy=task.remedy, counted=counted
             )
@@ -264,16 +263,14 @@ def _can_read(sources: Sequence[InputFile], fields: Fields) -> bool:
     return False
 
 
-def _counted(
-    work: CountLabels, units: tuple[Unit, ...], num_workers: int
-) -> Iterator[Counter[str]]:
-    """Count the labels of units, by workers if there is much to read."""
+def done_by(work: Work, units: tuple[Unit, ...], num_workers: int) -> Iterator[Any]:
+    """Do work on all units, in any order, by workers if there is much to read."""
     num_workers = min(num_workers, len(units))
     sizes = [unit.weight_bytes for unit in units]
     if num_workers < 2 or sum(sizes) <= COUNTED_ALONE_BYTES:
-        yield from map(work.of_unit, units)
+        yield from map(work.begin(lambda *_: None), units)
         return
     with Bar(sizes) as bar, local_crew(work, units, num_workers, bar.advance) as crew:
-        for counts in crew:
+        for result in crew:
             bar.count_unit()
-            yield counts
+            yield result

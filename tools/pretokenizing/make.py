@@ -31,8 +31,10 @@ from tokenfeed.tools.data_sets.merge import Opened, grow
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.chat import ChatTemplate, tokens_set_by
 from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, preload
+from tokenfeed.tools.encoding.limit import FindLeast, Mark, find_last
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tasks import ChatEncoder, CompleteEncoder
+from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import (
     ModelFiles,
     TextTokenizer,
@@ -52,7 +54,7 @@ from tokenfeed.tools.jobs.run_records import (
 )
 from tokenfeed.tools.pretokenizing.append_target import NothingNew, Onto
 from tokenfeed.tools.pretokenizing.commit import commit, described
-from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.inputs import Inputs, done_by
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.runner import Run, is_small, run_units
 from tokenfeed.tools.pretokenizing.summary import Figures, PartSummary, Summary
@@ -161,13 +163,16 @@ def prepared(listed: Listed) -> Run:
     is_reference = (
         options.engine == ReferenceEngine.name or options.task == "ids" or is_small(inputs.units)
     )
+    template = inputs.task.template(tokenizer)
+    last = _last(options, inputs, tokenizer, template, kept)
     settings = EncodeSettings(
         output=output,
         task=inputs.task,
         engine=ReferenceEngine.name if is_reference else FastEngine.name,
         vocabulary_size=tokenizer.vocabulary_size,
-        template=inputs.task.template(tokenizer),
+        template=template,
         validation=inputs.validation,
+        last=last,
         splits=inputs.splits,
         splits_special=tokenizer.splits_special,
         max_rejects=options.allowed_rejects,
@@ -182,10 +187,35 @@ def prepared(listed: Listed) -> Run:
         settings=settings,
         tokenizer=tokenizer,
         audit=Audit(tokenizer, inputs.units, inputs.task.fields, sample_seed),
-        plan=kept or inputs.plan | {"tokenizer": tokenizer.xxh3},
+        plan=kept or inputs.plan | {"tokenizer": tokenizer.xxh3, "last": last},
         has_kept_plan=kept is not None,
         tokenizer_seconds=tokenizer_seconds,
     )
+
+
+def _last(
+    options: Options,
+    inputs: Inputs,
+    tokenizer: TextTokenizer,
+    template: Template,
+    kept: dict[str, Any] | None,
+) -> Mark | None:
+    """Return the last record of `--limit`; None if all records are kept."""
+    if kept:
+        return Mark(*kept["last"]) if kept.get("last") else None
+    if options.limit is None:
+        return None
+    work = FindLeast(
+        task=inputs.task,
+        template=template,
+        json_bytes=tokenizer.json_bytes,
+        vocabulary_size=tokenizer.vocabulary_size,
+        splits_special=tokenizer.splits_special,
+        validation=inputs.validation,
+        most=options.limit,
+    )
+    workers = options.num_workers
+    return find_last(work, options.limit, lambda work: done_by(work, inputs.units, workers))
 
 
 def _lacks_separator(inputs: Inputs) -> bool:
@@ -320,6 +350,7 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -
             [options.fim_rate, options.fim_spm_rate, options.seed] if options.fim_rate else None
         ),
         "--validation": inputs.validation,
+        "--limit": options.limit,
         "--shard-size": inputs.shard_bytes,
         "--max-record": options.max_record_bytes,
         "--tokenizer": options.tokenizer and public(options.tokenizer),

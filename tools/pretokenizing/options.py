@@ -33,7 +33,7 @@ _GROUPS = {
         *("fim_rate", "fim_spm_rate"),
         *("chat_template", "template_argument"),
     ),
-    "input": ("split", "validation", "exclude", "strict", "max_rejects"),
+    "input": ("limit", "split", "validation", "exclude", "strict", "max_rejects"),
     "speed and output": ("workers", "engine", "append", "json"),
     "cluster and job array": ("runner", "part", "finish"),
     "rarely needed": (*("special_tokens_in_text", "shard_size", "max_record", "seed"),),
@@ -111,6 +111,9 @@ class Options:
     """Share of the records that go to the validation split, chosen by a hash of their text, among
     records without a --split. Default without labels: 0.01, but at most about 10 M tokens; 0 with
     --split. Default with labels: 0.1, but at most 4 MB; 0 with --split validation=GLOB."""
+    limit: Positive | None = None
+    """Keep N usable records of the split train, for a smaller first run: those whose texts have the
+    least hashes. All records of other splits are kept. Default: all records."""
     exclude: tuple[Annotated[str, text("GLOB")], ...] = ()
     """Leave out files whose names or paths match GLOB. Can be given several times."""
     strict: bool = False
@@ -289,6 +292,8 @@ class Options:
                     "and `--tokenizer` names one. Leave one of them out."
                 )
         self._check_chat(given)
+        if self.limit and self.append:
+            raise ConfigError("`--limit` and `--append`: leave one of them out.")
         if self.strict and self.max_rejects is not None:
             raise ConfigError(
                 f"`--max-rejects` {self.max_rejects} and `--strict`: leave one of them out."
