@@ -52,6 +52,18 @@ HUB = {
     for name, run in (("Qwen3", "complete packed"), ("Gemma3Text", "complete packed"))
 }
 """Models of transformers: norms of queries give fp32 under autocast; windows."""
+T4 = {
+    f"t4 {name}": settings | {"capability": (7, 5)}
+    for name, settings in {
+        "lm packed": RUNS["lm packed"],
+        "complete packed": RUNS["complete packed"],
+        "classify padded": RUNS["classify padded"],
+        "muon": RUNS["lm packed"] | {"optimizer": "muon"},
+        "hub Qwen3": HUB["hub Qwen3"] | {"precision": "auto"},
+        "lora GPT2": HUB["hub Qwen3"]
+        | {"hub": "GPT2", "precision": "auto", "from_scratch": False, "lora": 4},
+    }.items()
+}
 FAULTS = {
     fault: RUNS["lm packed"] | ONE_MICRO_BATCH | {"fault": fault} for fault in ("wait", "device")
 }
@@ -84,10 +96,10 @@ def seen(
     wanted = " ".join(item.name.replace("-", " ") for item in request.session.items)
     cases = {
         name: settings | {"shards": str(every_task / settings["shards"])}
-        for name, settings in (CASES | HUB | FAULTS).items()
+        for name, settings in (CASES | HUB | T4 | FAULTS).items()
         if not name.startswith(tuple(LIKE_OTHERS)) or f"[{name}]" in wanted
     }
-    for name in HUB.keys() & cases.keys():
+    for name in [name for name in cases if "hub" in cases[name]]:
         hub = cases[name].pop("hub")
         cases[name]["model"] = f"hf:{save_model(folder / hub, 'CausalLM', hub)}"
     assert request.config.cache
@@ -114,7 +126,7 @@ def dtypes(seen: Seen, *operators: str) -> set[str]:
     return {kind for kinds in found for kind in kinds}
 
 
-@pytest.mark.parametrize("case", cases(CASES | HUB))
+@pytest.mark.parametrize("case", cases(CASES | HUB | T4))
 def test_steps_run_on_a_gpu_and_wait_for_nothing(seen: dict[str, Seen], case: str) -> None:
     assert "error" not in seen[case], seen[case]["error"]
     assert waits_of_steps(seen[case]) == []
@@ -150,6 +162,23 @@ def test_a_gpu_of_today_computes_in_bf16_and_the_rest_of_fp32_as_tf32(
     assert seen["lm packed bf16"]["precision"] == "bf16"
     assert seen["fp32"]["matmul"] == "high"
     assert dtypes(seen["fp32"], "mm", "addmm", "bmm") == {"float32"}
+
+
+@pytest.mark.parametrize("case", T4)
+def test_a_t4_computes_in_fp16_and_adds_layers_in_fp32(seen: dict[str, Seen], case: str) -> None:
+    found = seen[case]
+    assert found["precision"] == "fp16"
+    assert dtypes(found, "mm", "addmm", "bmm", "baddbmm") == {"float16"}
+    assert dtypes(found, "_log_softmax", "_fused_adamw") == {"float32"}
+    assert "_amp_update_scale_" in found["operators"]
+    kernels = (name for name in found["operators"] if name.endswith("_backward"))
+    assert {name for name in kernels if "att" in name} == {f"{MASKED}_backward"}
+    assert found["moments"] == ["cuda:0 float32"]
+    assert found["sums"] == ["float32"]
+
+
+def test_bf16_has_no_scale(seen: dict[str, Seen]) -> None:
+    assert "_amp_update_scale_" not in seen["lm packed bf16"]["operators"]
 
 
 @pytest.mark.parametrize("case", cases(case for case in CASES if case != "fp32"))

@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.commands import call
-from support.training import write_labelled
+from support.simulated_gpu import simulated_gpu
+from support.training import (
+    OVERFLOWS,
+    SEEN,
+    load_state,
+    make_head,
+    overflowing_model,
+    write_labelled,
+)
 
 from tokenfeed.tools import train
 
@@ -30,7 +39,95 @@ def report_of(*words: object) -> dict[str, Any]:
     return report
 
 
+def trained(shards: Path, run_dir: Path, *words: object) -> list[dict[str, Any]]:
+    """Train with a progress line for each step. Return these lines of metrics.jsonl."""
+    SEEN.clear()
+    own = ("--log-every", 1, "--num-workers", 0, "--warmup-steps", 0, "--seed", 0)
+    call(train.main, "--shards", shards, "--run-dir", run_dir, *own, *words)
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "learning_rate" in line]
+
+
 # ---------- m07 ----------
+
+T4 = ("Tesla T4", (7, 5))
+
+
+def scaled_loop(batches: list[Any]) -> list[tuple[float, float, bool]]:
+    """The loss, the scale and whether the step was skipped, for each step of the loop in torch's
+    documentation of `GradScaler`."""
+    SEEN.clear()
+    torch.manual_seed(0)
+    model = overflowing_model(make_head())
+    weights = [*model.parameters()]
+    wide, narrow = ([w for w in weights if (w.dim() >= 2) == is_wide] for is_wide in (True, False))
+    groups = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
+    scaler, found = torch.amp.GradScaler("cpu"), []
+    for batch in batches:
+        targets = int((batch.targets != -100).sum())
+        with torch.autocast("cpu", torch.float16):
+            logits_BTV = model(batch)
+            loss = F.cross_entropy(
+                logits_BTV.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum"
+            )
+        before, first = scaler.get_scale(), weights[0].detach().clone()
+        scaler.scale(loss / 512).backward()
+        scaler.unscale_(optimizer)
+        for weight in weights:
+            assert weight.grad is not None
+            weight.grad *= 512 / targets
+        torch.nn.utils.clip_grad_norm_(weights, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skipped = torch.equal(first, weights[0])
+        assert skipped == (scaler.get_scale() < before)
+        found.append((loss.item() / targets, scaler.get_scale(), skipped))
+    return found
+
+
+def test_m07_fp16_where_bf16_is_not_native(tmp_path: Path) -> None:
+    shards = write_labelled(tmp_path / "shards", "lm", count=300)
+    chosen = {(6, 1): "fp32", (7, 0): "fp16", (7, 5): "fp16", (8, 0): "bf16", (9, 0): "bf16"}
+    small = ("--model", "support.training:one_layer_model", "--dry-run", "--num-workers", 0)
+    for capability, name in chosen.items():
+        with simulated_gpu("a GPU", capability):
+            said = call(train.main, "--shards", shards, *small).stderr
+        reason = "compute capability " + ".".join(map(str, capability))
+        assert f"precision: {name} ({reason}" in said
+        assert ("TF32" in said) == (capability >= (8, 0))
+    assert "precision: fp32 (cpu)" in call(train.main, "--shards", shards, *small).stderr
+
+    steps = ("--steps", 200, "--schedule", "constant", "--clip-norm", 0.5, "--learning-rate", 1e-4)
+    sizes = ("--sequence-length", 32, "--micro-batch-tokens", 512, "--step-tokens", 512)
+    own = ("--model", "support.training:overflowing_model", *steps, *sizes, "--save-every", 200)
+    lines = trained(shards, tmp_path / "cpu", *own, "--device", "cpu", "--precision", "fp16")
+    batches = [*SEEN]
+    with simulated_gpu(*T4):
+        on_t4 = trained(shards, tmp_path / "t4", *own)
+    expected = scaled_loop(batches)
+    assert len(expected) == 200
+    for run in (lines, on_t4):
+        for line, (loss, scale, skipped) in zip(run, expected, strict=True):
+            assert line["loss_scale"] == scale
+            assert bool(line.get("skipped_steps")) == skipped == (line["step"] in OVERFLOWS)
+            assert skipped or line["loss"] == pytest.approx(loss, rel=1e-5)
+    report = json.loads((tmp_path / "t4" / "report.json").read_text())
+    assert (report["skipped_steps"], report["loss_scale"]) == (7, 65536 / 2**7)
+
+    own = ("--model", "support.training:overflowing_model", "--schedule", "constant", *sizes)
+    own += ("--precision", "fp16", "--device", "cpu")
+    whole = trained(shards, tmp_path / "whole", *own, "--steps", 12)
+    trained(shards, tmp_path / "parts", *own, "--steps", 8)
+    said = call(train.main, "--resume", "--run-dir", tmp_path / "parts", "--steps", 12)
+    assert "1 skipped | loss scale 4,096" in said.stderr
+    states = [load_state(tmp_path / name, 12) for name in ("whole", "parts")]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert {"precision.scale", "precision.growth", "precision.skips"} <= states[0].keys()
+    assert whole[-1]["loss_scale"] == 4096
+
 
 # ---------- m08 ----------
 

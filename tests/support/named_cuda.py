@@ -26,6 +26,7 @@ import xxhash
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _CAPABILITY = (9, 0)
+"""Asked for at each call, so that a program may change it."""
 
 
 def why_not() -> str | None:
@@ -163,7 +164,7 @@ def _runtime(torch: ModuleType) -> dict[str, Any]:
         "get_device_properties": lambda device=None: properties,
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
         "is_available": lambda: True,
-        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_bf16_supported": lambda including_emulation=True: _CAPABILITY >= (8, 0),
         "is_initialized": lambda: True,
         "manual_seed": lambda seed: None,
         "set_rng_state": lambda state, device="cuda": None,
@@ -264,8 +265,11 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Flash attention, or where there is a mask, the memory-efficient one."""
+    """Flash attention, or where there is a mask or an old GPU, the memory-efficient one."""
     assert not enable_gqa, "as many heads of keys as of queries"
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    if attn_mask is None and _CAPABILITY < (8, 0):
+        return efficient(query, key, value, None, True, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
@@ -273,5 +277,4 @@ def _fused_attention(
     if attn_mask.dtype == torch.bool:
         bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
     bias = bias.expand(*query.shape[:-1], key.shape[-2])
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]

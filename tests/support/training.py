@@ -282,3 +282,25 @@ def frozen_model(head: Head) -> Transformer:
     for part in (model.embedding, model.blocks[0]):
         part.requires_grad_(False)
     return model
+
+
+OVERFLOWS = {3, 4, 5, 10, 60, 120, 121}
+"""Backward passes of `overflowing_model` whose gradients are infinite, counted from 1."""
+SEEN: list[MicroBatch] = []
+"""Micro-batches that `overflowing_model` was trained on, in order, since a test cleared this."""
+
+
+def overflowing_model(head: Head) -> Transformer:
+    """The model of one layer, whose gradients overflow in some backward passes."""
+    model = one_layer_model(head)
+
+    def note(_: object, given: tuple[MicroBatch]) -> None:
+        if model.training:
+            SEEN.append(given[0])
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.inf if len(SEEN) in OVERFLOWS else gradient
+
+    model.register_forward_pre_hook(note)
+    model.norm.weight.register_hook(spoil)
+    return model

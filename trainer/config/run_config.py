@@ -42,7 +42,7 @@ OrderName = Literal["shuffled", "file"]
 AttentionName = Literal["auto", "documents", "rows"]
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
-PrecisionName = Literal["auto", "fp32", "bf16"]
+PrecisionName = Literal["auto", "bf16", "fp16", "fp32"]
 CompileMode = Literal["reduce-overhead", "max-autotune"]
 TrackerName = Literal["wandb", "trackio"]
 
@@ -195,7 +195,8 @@ class TrainConfig:
     device: Annotated[str, _shown("NAME")] = "auto"
     """Where to train: cpu, cuda, or auto: cuda if available."""
     precision: PrecisionName = "auto"
-    """Number format of the computation. auto: bf16 where a GPU has it, else fp32."""
+    """Number format of the computation. fp16 scales the loss. auto: bf16 on GPUs of compute
+    capability 8.0 and later, fp16 from 7.0 (V100, T4, RTX 20), fp32 on older GPUs and CPUs."""
     shard_model: bool = False
     """Under torchrun: divide weights and optimizer state among the ranks (FSDP2)."""
     recompute: bool = False

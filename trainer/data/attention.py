@@ -153,14 +153,55 @@ def choose_flash_attention(device: torch.device, dtype: torch.dtype, *, drops: b
         attention.restore_flash_attention_impl()
     if not _has_varlen(device, dtype) or torch.cuda.get_device_capability(device)[0] != _HOPPER:
         return
-    version = 2
     if not drops and importlib.util.find_spec(_FLASH_3) is not None:
         try:
             attention.activate_flash_attention_impl("FA3")
-            version = 3
         except (ImportError, OSError, RuntimeError) as error:  # made for another torch or CUDA
             _log.warning("FlashAttention 3 is installed, but does not load: %s", error)
-    _log.info("flash attention: version %d", version)
+
+
+def kernel_line(
+    device: torch.device, dtype: torch.dtype, by: Separation | None, *, packed: bool, drops: bool
+) -> str:
+    """Return which kernel computes attention, and why no better one does.
+
+    Args:
+        device: Where the model computes.
+        dtype: Of its products.
+        by: What separates documents, or tokens from padding; None if nothing has to.
+        packed: Whether rows hold several documents.
+        drops: Whether the model may set attention weights to 0.
+    """
+    masked = " with a mask" if by is not None else ""
+    if device.type == "cpu":
+        calls = ", one call for each document" if by == "calls" and packed else masked
+        return f"attention: the CPU kernel of torch{calls} (flash attention needs a GPU)"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        why = (
+            "flash and variable-length attention need compute capability {}.{}, this GPU has {}.{}"
+        )
+        why = why.format(*_LEAST_CAPABILITY, *capability)
+    elif dtype == torch.float32:
+        why = "flash attention needs --precision bf16 or fp16"
+    elif by is None:
+        cudnn = " or cuDNN's, as torch prefers" if capability[0] >= _HOPPER else ""
+        return f"attention: flash attention{cudnn}, over whole rows"
+    elif drops:
+        why = "the model drops attention weights, which variable-length attention cannot"
+    elif by != "ends":
+        why = "variable-length attention needs torch 2.11"
+    else:
+        return f"attention: variable-length flash attention, {_flash_version(capability[0])}"
+    return f"attention: the memory-efficient kernel of torch{masked} ({why})"
+
+
+def _flash_version(major: int) -> str:
+    from torch.nn import attention
+
+    if getattr(attention, "current_flash_attention_impl", lambda: None)() == "FA3":
+        return "version 3"
+    return f"version 2 (version 3 needs the module {_FLASH_3})" if major == _HOPPER else "version 2"
 
 
 def attend(
@@ -205,7 +246,7 @@ def _takes_groups(query_BHTK: Tensor, scope: Scope) -> bool:
     """Return whether one key serves several queries in the kernel that torch chooses.
 
     The flash kernels do this. On a GPU they take half precision and no mask, and need an Ampere:
-    there, half precision is bf16. Other kernels of a GPU leave the work to the slowest one.
+    there, half precision is usually bf16. Other kernels of a GPU leave the work to the slowest one.
     """
     if query_BHTK.device.type != "cuda":
         return True

@@ -16,6 +16,7 @@ torch.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -358,6 +359,14 @@ def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> Epoch:
         steps=split.rows / sampled * (len(plan.step_offsets) - 1),
         tokens=split.tokens * int(plan.cut.lengths[plan.pieces].sum()) / int(lengths.sum()),
     )
+
+
+def expected_targets(config: TrainConfig, manifest: Manifest, *, per_row: bool) -> float:
+    """Estimate the targets of a step: its rows if each has one, else its tokens. Rounded to a power
+    of two, so that dividing by it rounds nothing."""
+    epoch = epoch_of(config, manifest, on_gpu=False)
+    of_epoch = manifest.split("train").rows if per_row else epoch.tokens
+    return float(2.0 ** round(math.log2(max(1.0, of_epoch / epoch.steps))))
 
 
 def knows_steps(config: TrainConfig, manifest: Manifest) -> bool:

@@ -78,7 +78,7 @@ def announce(config: TrainConfig) -> None:
         TokenfeedError: Settings or shards do not allow the run.
     """
     with contextlib.closing(Trainer(config)) as trainer:
-        log_beginning(trainer.config, trainer.learner, 0)
+        log_beginning(trainer.config, trainer.learner, trainer.loaders.shape, 0)
         _log.info("allocator of a GPU: %s", allocator(os.environ))
         if trainer.device.type == "cpu":
             return

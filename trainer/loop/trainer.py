@@ -236,9 +236,9 @@ class Trainer:
         On ranks other than 0, which have no metrics.jsonl, the report has no losses.
         """
         lines = self.metrics.read() if self.metrics else []
-        losses, validation, skipped = (
+        losses, validation, skipped, scales = (
             [line[name] for line in lines if name in line]
-            for name in ("loss", "validation_loss", "skipped_steps")
+            for name in ("loss", "validation_loss", "skipped_steps", "loss_scale")
         )
         step_sync, manifest, stall = self.step_sync, self.task.manifest, self.stall.report()
         delivered = self.loader.stats().epoch_tokens if self.config.mixing else {}
@@ -247,6 +247,7 @@ class Trainer:
             finished=self.is_finished,
             steps=self.step,
             skipped_steps=sum(skipped),
+            loss_scale=scales[-1] if scales else None,
             tokens=step_sync.tokens,
             seconds=time.perf_counter() - self.started_s,
             real_tokens_per_s=stall.real_tokens_per_s,
@@ -311,7 +312,7 @@ class Trainer:
         self.metrics = self._open_metrics() if self.world.is_main else None
         if config.resume:
             self._resume()
-        log_beginning(config, self.learner, self.step)
+        log_beginning(config, self.learner, self.loaders.shape, self.step)
         if config.compile:
             self.learner.compile(self.loaders.blanks())
         if self.metrics:
@@ -551,10 +552,11 @@ class Trainer:
             return
         if self.saver:
             self.saver.wait_after_error()
+        other = "or take --precision fp32, " if self.learner.precision.is_scaled else ""
         again = "If the run fails again from there, delete that checkpoint to use the one before."
         raise ConfigError(
             f"loss or gradients are not finite, {count_of(skips.in_a_row, 'step')} in a row, from "
-            f"step {skips.first} on. Lower --learning-rate or raise --warmup-steps, and "
+            f"step {skips.first} on. Lower --learning-rate or raise --warmup-steps, {other}and "
             f"{self.checkpoints.way_on()}. {f'{again} ' if self.checkpoints.latest() else ''}"
             f"Step {step}: {named}."
         )

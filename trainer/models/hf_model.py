@@ -29,7 +29,7 @@ from transformers.utils.hub import cached_file
 from tokenfeed.pipeline.arithmetic import ceil_div, round_up
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.trainer.config.run_config import ALL_LINEAR, BY_NUMBERS, TrainConfig
-from tokenfeed.trainer.data.attention import Reach, Scope
+from tokenfeed.trainer.data.attention import Reach, Scope, product_dtype
 from tokenfeed.trainer.data.datasets import first_of, open_tokenizer, shown
 from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
 from tokenfeed.trainer.models.hf_attention import ATTENTION_NAME, irreplaceable
@@ -86,6 +86,7 @@ class HubModel(nn.Module):
         """The dtype of the weights in their source, in which `save` writes them."""
         self.adapters: tuple[Any, ...] = ()
         """The model again, by `peft`, where it has adapters; no part of this module."""
+        model.get_input_embeddings().register_forward_hook(_widen)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Logits: (B, T, V), (B, T, C), or (B, C) for a head of rows."""
@@ -164,6 +165,13 @@ class HubModel(nn.Module):
         if self._takes_types and "token_type_ids" in self._parameters_of_call:
             inputs["token_type_ids"] = micro_batch.token_types_BT
         return inputs
+
+
+def _widen(module: nn.Module, given: Any, embedded: Tensor) -> Tensor:
+    """Let layers be added in fp32 on a GPU with fp16, whose range a sum could leave, also if the
+    weights are fp16. On a CPU, norms need the dtype of their weights."""
+    is_narrow = embedded.device.type != "cpu" and product_dtype(embedded) == torch.float16
+    return embedded.float() if is_narrow else embedded
 
 
 def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubModel:

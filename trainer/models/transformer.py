@@ -158,7 +158,7 @@ class Transformer(nn.Module):
         x_BTD = self.embedding(micro_batch.ids_BT)
         if self.type_embedding is not None:
             x_BTD = x_BTD + self.type_embedding(micro_batch.token_types_BT)
-        x_BTD = self.token_dropout(x_BTD.to(product_dtype(x_BTD)))
+        x_BTD = self.token_dropout(x_BTD.to(_sum_dtype(x_BTD)))
         x_BTD = self.dropout(x_BTD) if self.window is None else self.window(x_BTD, micro_batch)
         rotary = self.rotary(micro_batch.positions_BT)
         for block in self.blocks:
@@ -181,6 +181,13 @@ class Transformer(nn.Module):
             nn.init.normal_(parameter, std=std)
         if self.pick is not None:
             nn.init.zeros_(self.pick.interest.weight)
+
+
+def _sum_dtype(x_BTD: Tensor) -> torch.dtype:
+    """Return the dtype in which layers are added: that of products, but fp32 with fp16, whose range
+    a sum could leave."""
+    dtype = product_dtype(x_BTD)
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 class _Words(nn.Module):

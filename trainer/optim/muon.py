@@ -52,6 +52,7 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: Weight decay of the matrices.
         world: The ranks of the run. They share the work, and all of them get all updates.
         compiled: Whether to compile the update of a stack, when a shape is first met.
+        dtype: Half precision of the matrix products.
     """
 
     found_inf: Tensor | None = None
@@ -67,10 +68,11 @@ class MuonAdamW(torch.optim.Optimizer):
         world: World,
         *,
         compiled: bool,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         own = {"params": list(matrices), "weight_decay": weight_decay, "lr": 1e-3}
         self._matrices, self._adamw = matrices, adamw
-        self._world, self._compiled = world, compiled
+        self._world, self._compiled, self._dtype = world, compiled, dtype
         super().__init__([*adamw.param_groups, own], {})
         adamw.param_groups, adamw.state = self.param_groups[:-1], self.state
 
@@ -90,9 +92,9 @@ class MuonAdamW(torch.optim.Optimizer):
         torch._foreach_mul_(weights, 1 - counts * (group["lr"] * group["weight_decay"]))  # pyright: ignore[reportPrivateImportUsage]
         rate = counts * (-_UPDATE_RMS * group["lr"])
         update: Any = _compiled_update() if self._compiled else _update
-        rank, size = self._world.rank, self._world.size
+        like = self._world.rank, self._world.size, self._dtype
         for weights_S, gradients_S, momenta_S in self._stacks(weights):
-            momentum_SMN, own = update(momenta_S, gradients_S, divisor, counts, rank, size)
+            momentum_SMN, own = update(momenta_S, gradients_S, divisor, counts, *like)
             torch._foreach_copy_(momenta_S, momentum_SMN.unbind())  # pyright: ignore[reportPrivateImportUsage]
             update_SMN = self._world.concatenate(own)[: len(weights_S)]
             torch._foreach_add_(weights_S, (update_SMN * rate).unbind())  # pyright: ignore[reportPrivateImportUsage]
@@ -122,6 +124,7 @@ def _update(
     counts: Tensor,
     rank: int,
     size: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return the next momentum of a stack, and the updates of this rank's share of it.
 
@@ -129,12 +132,12 @@ def _update(
     """
     gradient_SMN = torch.where(counts > 0, torch.stack(gradients_S) / divisor, 0.0)
     momentum_SMN = torch.stack(momenta_S).lerp(gradient_SMN, counts * (1 - _MOMENTUM))
-    nesterov_SMN = gradient_SMN.lerp(momentum_SMN, _MOMENTUM).bfloat16()
+    nesterov_SMN = gradient_SMN.lerp(momentum_SMN, _MOMENTUM)
     share = -(-len(nesterov_SMN) // size)
     if size > 1:
         nesterov_SMN = F.pad(nesterov_SMN, (0, 0, 0, 0, 0, share * size - len(nesterov_SMN)))
         nesterov_SMN = nesterov_SMN[share * rank : share * (rank + 1)]
-    return momentum_SMN, _orthogonal(nesterov_SMN)
+    return momentum_SMN, _orthogonal(nesterov_SMN, dtype)
 
 
 @cache
@@ -142,17 +145,20 @@ def _compiled_update() -> Any:
     return torch.compile(_update, dynamic=False)
 
 
-def _orthogonal(tall_SMN: Tensor) -> Tensor:
+def _orthogonal(tall_SMN: Tensor, dtype: torch.dtype) -> Tensor:
     """Return matrices with the same singular vectors, nearly equal singular values, and a root mean
     square of 1. Singular values near 0 stay smaller, so the root mean square would differ."""
     a, b, c = _COEFFICIENTS
+    if dtype == torch.float16:  # gradients may be too small for its range
+        tall_SMN = tall_SMN / _norm(tall_SMN)
+    tall_SMN = tall_SMN.to(dtype)
     tall_SMN = tall_SMN / _norm(tall_SMN)
     for _ in range(_ROUNDS):
         gram_SNN = torch.bmm(tall_SMN.mT, tall_SMN)
         gram_SNN = torch.baddbmm(gram_SNN, gram_SNN, gram_SNN, beta=b, alpha=c)
         tall_SMN = torch.baddbmm(tall_SMN, tall_SMN, gram_SNN, beta=a)
     rms = _norm(tall_SMN) / math.sqrt(tall_SMN.shape[1] * tall_SMN.shape[2])
-    return tall_SMN / rms
+    return tall_SMN / rms.clamp(min=_EPSILON)
 
 
 def _norm(tall_SMN: Tensor) -> Tensor:

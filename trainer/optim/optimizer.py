@@ -9,9 +9,9 @@ A checkpoint does not save the learning rate, a pure function of the step. If a 
 higher --steps, its rates are those of a run that had these --steps from the start. For `constant`,
 and for `wsd` before its decay, the rates of the steps already trained are the same too.
 
-The number format is bf16 on a device that has it; fp32 on older GPUs, and on the CPU, so that a
-resumed run repeats it bit for bit. Weights and optimizer state are fp32 always; on CUDA what is
-left of fp32 matrix products runs as TF32.
+The number format is bf16 on a GPU that has it, fp16 on Volta and Turing, and fp32 on older GPUs,
+and on the CPU, so that a resumed run repeats it bit for bit. Weights and optimizer state are fp32
+always. On Ampere and later, the remaining fp32 matrix products run as TF32.
 """
 
 import contextlib
@@ -49,12 +49,14 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     epsilon: float = 1e-8,
     compiled: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.optim.Optimizer:
     """Return an optimizer of the weights that are trainable now. `set_learning_rate` sets its rate.
 
     Only weights with two dimensions or more decay, so biases and gains of norms do not. A model
     without hidden matrices is trained by AdamW alone, also under the name muon. Modules with
     `by_gradient` are trained as by SGD with momentum. Their rate is so many times that of AdamW.
+    `dtype` is the half precision of Muon's products.
     """
     matrices = hidden_matrices(model) if name == "muon" else {}
     by_gradient = [module for module in model.modules() if getattr(module, "by_gradient", None)]
@@ -72,7 +74,7 @@ def make_optimizer(
     if not matrices:
         return adamw
     world = world or World(torch.device("cpu"))
-    return MuonAdamW(matrices, adamw, weight_decay, world, compiled=compiled)
+    return MuonAdamW(matrices, adamw, weight_decay, world, compiled=compiled, dtype=dtype)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -185,24 +187,55 @@ def _ids(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
 
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FIRST_SCALE, _GROWTH, _BACKOFF, _GROWTH_STEPS = 2.0**16, 2.0, 0.5, 2000
+"""The defaults of `torch.amp.GradScaler`."""
+
+
+def choose_precision(name: PrecisionName, device: torch.device) -> tuple[PrecisionName, str]:
+    """Return the number format of a run, and the reason in words."""
+    if device.type == "cpu":
+        return ("fp32", "cpu") if name == "auto" else (name, "as set")
+    capability = tuple(cuda.get_device_capability(device))
+    shown = f"compute capability {capability[0]}.{capability[1]}"
+    if name != "auto":
+        is_slow = name == "bf16" and capability < (8, 0)
+        return name, f"as set; {shown} only emulates bf16" if is_slow else "as set"
+    if capability >= (8, 0):
+        return "bf16", f"{shown} has bf16"
+    if capability >= (7, 0):
+        return "fp16", f"{shown} has no bf16, but fast fp16"
+    return "fp32", f"{shown} has neither bf16 nor fast fp16"
 
 
 class Precision:
-    """Autocast, and the optimizer's step.
+    """Autocast, the scale of the loss, and the optimizer's step.
 
     A step whose gradients are not finite is skipped on the device, without a wait: weights, moments
     and step count stay, and the skip is counted.
+
+    With fp16, the loss is scaled up before the backward pass, so that small gradients do not become
+    0. The scale follows the rules of `torch.amp.GradScaler`: it halves when gradients overflow, and
+    doubles after 2,000 steps without an overflow. `GradScaler` itself would read values of the
+    device to save its state, or to step an optimizer that is not fused.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
-        # Older GPUs emulate bf16, and are not faster with it.
-        native = device.type != "cpu" and cuda.is_bf16_supported(including_emulation=False)
-        self.name = name if name != "auto" else "bf16" if native else "fp32"
+        self.name, self.reason = choose_precision(name, device)
+        self.is_scaled = self.name == "fp16"
         self._device = device
         self.dtype = _DTYPES[self.name]
         self._skips = torch.zeros(2, device=device)
+        self._scale = torch.full((), _FIRST_SCALE, device=device)
+        self._growth = torch.zeros((), dtype=torch.int32, device=device)
         allow_tf32(device)
+
+    def line(self) -> str:
+        """Return the number format in words, and the reason for it."""
+        scaled = f", the loss scaled by {_FIRST_SCALE:,.0f} at first" if self.is_scaled else ""
+        is_tf32 = self._device.type == "cuda" and cuda.get_device_capability(self._device)[0] >= 8
+        rest = ", the rest of fp32 products in TF32" if is_tf32 else ""
+        return f"precision: {self.name} ({self.reason}){scaled}{rest}"
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of forward and loss."""
@@ -210,16 +243,15 @@ class Precision:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self.dtype)
 
+    def factor(self, divisor: float) -> Tensor | float:
+        """Return what to multiply a loss by before its backward pass, instead of a division."""
+        return self._scale / divisor if self.is_scaled else 1 / divisor
+
     def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scale: Tensor | float,
-        clip_norm: float,
-        *,
-        keeps_gradients: bool = False,
+        self, optimizer: torch.optim.Optimizer, scale: Tensor | float, clip_norm: float
     ) -> Tensor:
-        """Scale and clip the gradients, update the weights, clear the gradients; return the norm
-        before clipping.
+        """Scale and clip the gradients, update the weights, free the gradients; return the norm
+        before clipping. With fp16, also take back the scale of the loss, and update it.
 
         The norm stays on the device; where it is not finite, nothing was updated.
 
@@ -227,39 +259,57 @@ class Precision:
             optimizer: From `make_optimizer`: one that heeds `grad_scale` and `found_inf`.
             scale: A number, or a tensor without dimensions that nobody has waited for.
             clip_norm: Longer gradients, after scaling, are shortened to this.
-            keeps_gradients: Whether to set gradients to 0 rather than to free them.
         """
+        if self.is_scaled:
+            scale = scale / self._scale
         parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
         gradients = [weight.grad for weight in parameters if weight.grad is not None]
         norm = _whole(nn.utils.get_total_norm(gradients)) * scale
         # One divisor scales and clips. The optimizer's kernel applies it to what it reads anyway.
         divisor = ((norm + 1e-6) / clip_norm).clamp(min=1.0) / scale
+        skip = (~norm.isfinite()).float()
         optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
-        optimizer.found_inf = self._count(norm)  # type: ignore[attr-defined]
+        optimizer.found_inf = skip  # type: ignore[attr-defined]
         with _replicated_scalars(gradients):
             optimizer.step()
-        optimizer.zero_grad(set_to_none=not keeps_gradients)
+        optimizer.zero_grad()
+        self._count(skip, scale)
         return norm
 
     @property
     def skips(self) -> Tensor:
-        """Skipped steps so far, and skipped steps in a row until now: two numbers on the device."""
+        """Skipped steps so far, and skipped steps in a row until now: two numbers on the device.
+
+        With fp16, the number in a row leaves out overflows of gradients while the scale is at least
+        1: a smaller scale cures these.
+        """
         return self._skips.clone()
 
+    @property
+    def scale(self) -> Tensor:
+        """The scale of the loss of the next step, on the device. Only fp16 uses it."""
+        return self._scale.clone()
+
     def state_dict(self) -> State:
-        """Return the skipped steps."""
-        return {"skips": self.skips}
+        """Return the skipped steps, the scale, and the steps since it changed: of every precision,
+        so that a run can go on with another one."""
+        return {"skips": self.skips, "scale": self.scale, "growth": self._growth.clone()}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue with saved skips."""
+        """Continue with a saved state."""
         self._skips.copy_(state["skips"])
+        self._scale.copy_(state["scale"])
+        self._growth.copy_(state["growth"])
 
-    def _count(self, norm: Tensor) -> Tensor:
-        """Count and return whether to skip this step: 1 or 0, on the device."""
-        skip = (~norm.isfinite()).float()
-        self._skips += skip
-        self._skips[1] *= skip
-        return skip
+    def _count(self, skip: Tensor, scale: Tensor | float) -> None:
+        """Count a step that was skipped or not, and update the scale, on the device."""
+        hopeless = skip
+        if self.is_scaled:  # `scale` is not finite if the loss was not
+            hopeless = skip * (~torch.as_tensor(scale).isfinite() | (self._scale < 1))
+            settings = _GROWTH, _BACKOFF, _GROWTH_STEPS
+            torch._amp_update_scale_(self._scale, self._growth, skip, *settings)  # pyright: ignore[reportPrivateImportUsage]
+        self._skips[0] += skip
+        self._skips[1] = (self._skips[1] + hopeless) * skip
 
 
 def tune_convolutions(model: nn.Module, *, repeats: bool) -> None:

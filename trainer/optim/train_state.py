@@ -26,7 +26,7 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import (
 )
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import choose_flash_attention
-from tokenfeed.trainer.data.datasets import is_packed
+from tokenfeed.trainer.data.datasets import expected_targets, is_packed
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import State, World
 from tokenfeed.trainer.models.build import compile_model, make_model, recompute_layers
@@ -126,7 +126,11 @@ class Learner:
             betas=(config.beta1, config.beta2),
             epsilon=config.epsilon,
             compiled=bool(config.compile),
+            dtype=torch.float16 if self.precision.is_scaled else torch.bfloat16,
         )
+        self._divisor: float = config.step_slots
+        if self.precision.is_scaled:
+            self._divisor = expected_targets(config, task.manifest, per_row=task.kind == "row")
 
     @property
     def trained_parameters(self) -> int:
@@ -208,7 +212,8 @@ class Learner:
     ) -> Loss:
         """Compute the loss of a micro-batch and add its gradients.
 
-        The loss is divided by a constant, so that gradients are about those of a mean.
+        The loss is divided by a constant, so that gradients are about those of a mean. With fp16,
+        it is multiplied by the scale of the loss too.
 
         Args:
             micro_batch: The micro-batch.
@@ -221,12 +226,14 @@ class Learner:
             sums = replicas.with_sums(waiting or contextlib.nullcontext())
         elif replicas is not None:
             sums = replicas.without_sums()
+        factor = self.precision.factor(self._divisor)
+        self.task.factor = factor if isinstance(factor, Tensor) else None
         self.task.begin_pass()
         with sums, self._own_gradients():
             with self.precision.autocast():
                 compute = replicas or functools.partial(self.task.loss, self.model)
                 loss: Loss = compute(micro_batch)
-            (loss.sum / self._config.step_slots).backward()  # type: ignore[no-untyped-call]
+            (loss.sum * factor).backward()  # type: ignore[no-untyped-call]
         return loss
 
     @contextlib.contextmanager
@@ -252,11 +259,9 @@ class Learner:
             The gradient's norm; not finite if the step was skipped.
         """
         set_learning_rate(self.optimizer, self.rate(number))
-        correction = self._config.step_slots / targets.clamp(min=1)
+        correction = self._divisor / targets.clamp(min=1)
         correction = torch.where(loss.isfinite(), correction, torch.nan)
-        keeps = self._replicas is not None  # gradients are views of the buckets that are summed
-        clip_norm = self._config.clip_norm
-        return self.precision.step(self.optimizer, correction, clip_norm, keeps_gradients=keeps)
+        return self.precision.step(self.optimizer, correction, self._config.clip_norm)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""

@@ -18,7 +18,9 @@ from torch import Tensor
 from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.config.run_config import PAGE_FILE, TrainConfig
+from tokenfeed.trainer.data.attention import kernel_line
 from tokenfeed.trainer.data.datasets import epoch_of, is_packed, knows_steps, shown
+from tokenfeed.trainer.data.micro_batch import Shaper
 from tokenfeed.trainer.distributed.gpu import why_unusable
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
@@ -63,6 +65,8 @@ def console_line(line: MetricsLine, steps: int) -> str:
         parts.append(f"gpu {line.gpu_bytes / 1e9:.1f} GB")
     if line.skipped_steps:
         parts.append(f"{line.skipped_steps} skipped")
+    if line.loss_scale is not None:
+        parts.append(f"loss scale {line.loss_scale:,.6g}")
     return " | ".join(parts)
 
 
@@ -135,6 +139,8 @@ class ProgressLog:
         self._interval.loss += torch.where(is_finite, tally.loss, 0.0)
         self._interval.targets += torch.where(is_finite, tally.targets, 0)
         self._without_target += tally.targets == 0
+        if self._learner.precision.is_scaled:  # a smaller scale cures what overflows in gradients
+            norm = tally.loss
         is_first = ~norm.isfinite() & (self._first_skipped == 0)
         self._first_skipped = torch.where(is_first, step, self._first_skipped)
         self.is_behind = True
@@ -151,11 +157,11 @@ class ProgressLog:
             The skipped steps since the previous line; None without any. If they end the run, no
             line is written.
         """
-        device, sums, skips = self._device, self._interval, self._learner.precision.skips
-        counts = sums.targets, self._first_skipped, self._without_target
-        values = (norm, *skips, sums.loss, *counts)
+        device, sums, precision = self._device, self._interval, self._learner.precision
+        own = (norm, *precision.skips, precision.scale)
+        values = (*own, sums.loss, sums.targets, self._first_skipped, self._without_target)
         fetched = torch.stack([value.double() for value in values]).tolist()  # the only wait
-        latest_norm, skipped, in_a_row, total, targets, first, without_target = fetched
+        latest_norm, skipped, in_a_row, scale, total, targets, first, without_target = fetched
         self._interval, self._first_skipped = self._empty_interval()
         self.is_behind = False
         before, self._skipped = self._skipped, int(skipped)
@@ -169,6 +175,7 @@ class ProgressLog:
             learning_rate=self._learner.rate(step),
             gradient_norm=latest_norm if math.isfinite(latest_norm) else None,
             skipped_steps=self._skipped - before,
+            loss_scale=scale if precision.is_scaled else None,
             tokens=tokens,
             real_tokens_per_s=window.tokens_per_s if window.steps else None,
             stall=window.fraction if window.steps else None,
@@ -247,7 +254,19 @@ def padding_remedy(config: TrainConfig, task: Task) -> str:
     )
 
 
-def log_beginning(config: TrainConfig, learner: Learner, step: int) -> None:
+def _attention_line(config: TrainConfig, learner: Learner, shape: Shaper) -> str:
+    model, packed = learner.model, is_packed(config, learner.task.manifest)
+    if not getattr(model, "attention_width", 1):
+        return "attention: none, the model has no layers that attend"
+    if not hasattr(model, "attention_width"):
+        return f"attention: as the code of {config.model} computes it"
+    is_separated = shape.apart if packed else not shape.causal
+    by, drops = shape.separation if is_separated else None, getattr(model, "drops_attention", True)
+    dtype = learner.precision.dtype
+    return kernel_line(learner.device, dtype, by, packed=packed, drops=drops)
+
+
+def log_beginning(config: TrainConfig, learner: Learner, shape: Shaper, step: int) -> None:
     """Log the model, the data, the steps and the folder of a run that goes on after a step."""
     model, manifest, device = learner.model, learner.task.manifest, learner.device
     train = manifest.split("train")
@@ -266,6 +285,8 @@ def log_beginning(config: TrainConfig, learner: Learner, step: int) -> None:
         learner.precision.name,
         device_name(device),
     )
+    _log.info("%s", learner.precision.line())
+    _log.info("%s", _attention_line(config, learner, shape))
     _log.info(
         "memory: %.2f GB for weights, gradients and moments%s, besides activations",
         learner.state_bytes / 1e9,

@@ -66,6 +66,8 @@ class Report:
     """Steps trained, those before a resume included."""
     skipped_steps: int
     """Steps that changed nothing, because their gradients were not finite."""
+    loss_scale: float | None = None
+    """Scale of the loss in the next step; None unless the precision is fp16."""
     tokens: int
     """Real tokens trained, those before a resume included."""
     seconds: float
@@ -255,6 +257,8 @@ class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Norm of this step, before clipping; None if it was not finite and the step was skipped."""
     skipped_steps: int = 0
     """Steps since the previous line that changed nothing: their gradients were not finite."""
+    loss_scale: float | None = None
+    """Scale of the loss in the next step; None unless the precision is fp16."""
     tokens: int = 0
     """Real tokens trained since the first step."""
     real_tokens_per_s: float | None = None

@@ -89,7 +89,13 @@ class LanguageModelling(Task):
             return super().loss(model, micro_batch)
         hidden_ND = model.hidden(micro_batch).flatten(0, 1)
         targets_N = micro_batch.targets.flatten()
-        summed = vocabulary_loss(hidden_ND, model.head_weight, targets_N, compiled=self.is_compiled)
+        summed = vocabulary_loss(
+            hidden_ND,
+            model.head_weight,
+            targets_N,
+            compiled=self.is_compiled,
+            factor=self.factor,
+        )
         return Loss(summed, (targets_N != IGNORED).sum())
 
     def bytes_of_targets(self, micro_batch: MicroBatch) -> Tensor | int:
@@ -145,23 +151,33 @@ def chunk_tokens(tokens: int, vocabulary_size: int, *, compiled: bool = False) -
 
 
 def vocabulary_loss(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, compiled: bool = False
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    compiled: bool = False,
+    factor: Tensor | None = None,
 ) -> Tensor:
     """Return the fp32 sum of the cross-entropy of `hidden_ND @ weight_VD.T` over all targets that
     are not `IGNORED`.
 
     Matrix products are computed in autocast's dtype. The weight's gradient is summed over chunks
-    in the weight's own dtype. Gradients cannot be differentiated again.
+    in the weight's own dtype. Gradients cannot be differentiated again. They are computed as those
+    of the loss times `factor`, so that a scale of the loss keeps them in the range of fp16.
     """
     chunk = chunk_tokens(len(targets_N), len(weight_VD), compiled=compiled)
-    loss: Tensor = _ChunkedLoss.apply(hidden_ND, weight_VD, targets_N, chunk, compiled)  # type: ignore[no-untyped-call]
+    learns = torch.is_grad_enabled()  # `apply` turns it off
+    loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden_ND, weight_VD, targets_N, chunk, compiled, factor, learns
+    )
     return loss
 
 
 def loss_and_error(
-    logits_CV: Tensor, targets_C: Tensor, *, wants_error: bool
+    logits_CV: Tensor, targets_C: Tensor, *, wants_error: bool, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of a chunk, and its gradient by the logits in their dtype."""
+    """Return the summed loss of a chunk, and the gradient by the logits, times `factor`, in their
+    dtype."""
     counted_C1 = (targets_C != IGNORED)[:, None]
     targets_C1 = targets_C.clamp(min=0)[:, None]
     log_shares_CV = logits_CV.float().log_softmax(-1)
@@ -174,6 +190,8 @@ def loss_and_error(
     else:
         minus_one = log_shares_CV.new_full((), -1).expand_as(targets_C1)
         error_CV = log_shares_CV.exp_().scatter_add_(1, targets_C1, minus_one)
+    if factor is not None:
+        error_CV = error_CV * factor
     return loss, error_CV.to(logits_CV.dtype).mul_(counted_C1)
 
 
@@ -192,9 +210,12 @@ class _ChunkedLoss(torch.autograd.Function):
         targets_N: Tensor,
         chunk: int,
         compiled: bool,
+        factor: Tensor | None,
+        learns: bool,
     ) -> Tensor:
         narrow_VD = weight_VD.to(product_dtype(hidden_ND))
-        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        # An input needs a gradient even under `no_grad` if it is a weight.
+        of_hidden, of_weight = (learns and needs for needs in ctx.needs_input_grad[:2])
         grad_ND = torch.empty_like(hidden_ND) if of_hidden else None
         grad_VD = torch.zeros_like(weight_VD) if of_weight else None
         loss = torch.zeros((), device=hidden_ND.device)
@@ -203,7 +224,10 @@ class _ChunkedLoss(torch.autograd.Function):
             part = slice(start, start + chunk)
             narrow_CD = hidden_ND[part].to(narrow_VD.dtype)
             summed, error_CV = compute(
-                F.linear(narrow_CD, narrow_VD), targets_N[part], wants_error=of_hidden or of_weight
+                F.linear(narrow_CD, narrow_VD),
+                targets_N[part],
+                wants_error=of_hidden or of_weight,
+                factor=factor,
             )
             loss = loss + summed
             if grad_ND is not None and grad_ND.dtype == narrow_VD.dtype:
@@ -213,9 +237,11 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad_VD is not None:
                 grad_VD += error_CV.t() @ narrow_CD
         ctx.save_for_backward(grad_ND, grad_VD)
+        ctx.factor = factor
         return loss
 
     @staticmethod
     def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (None if grad is None else grad.mul_(factors[0]) for grad in ctx.saved_tensors)
-        return (*grads, None, None, None)
+        left = factors[0] if ctx.factor is None else factors[0] / ctx.factor
+        grads = (None if grad is None else grad.mul_(left) for grad in ctx.saved_tensors)
+        return (*grads, None, None, None, None, None)

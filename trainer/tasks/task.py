@@ -83,6 +83,8 @@ class Task:
     """Whether the loss of chunks is compiled."""
     has_graphs = False
     """Whether the model runs as CUDA graphs."""
+    factor: Tensor | None = None
+    """Factor of the loss before its backward pass, if the scale for fp16 is part of it."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest

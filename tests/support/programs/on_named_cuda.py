@@ -70,6 +70,7 @@ FAULTS = {"wait": _wait, "device": _mix}
 def train(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """What some steps of the real loop did."""
     fault = FAULTS.get(settings.pop("fault", ""))
+    capability = tuple(settings.pop("capability", named_cuda._CAPABILITY))
     shards, defaults = Path(settings.pop("shards")), {"num_workers": 0, "eval_tokens": 1}
     config = make_config(shards, folder, device="cuda", steps=100, **defaults | settings)
     steps = itertools.count(1)
@@ -89,8 +90,15 @@ def train(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         HostWaits(follow_brackets(patch)) as waits,
     ):
         patch.setitem(SIZES, "tiny", _SIZE)
+        patch.setattr(named_cuda, "_CAPABILITY", capability)
         trainer = Trainer(config)
         learner = trainer.learner
+        sums = set[str]()
+        for block in learner.model.repeated_blocks():
+            block.register_forward_pre_hook(
+                lambda _, given, named: sums.add(_short((*given, *named.values())[0].dtype)),
+                with_kwargs=True,
+            )
         if fault:
             learner.model.register_forward_hook(fault)
         before = len(waits.seen)  # making the model may wait
@@ -98,6 +106,7 @@ def train(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         trainer.close()
         return {
             "waits": [(str(wait), wait.cause) for wait in waits.seen[before:]],
+            "sums": sorted(sums),
             "operators": {name: sorted(kinds) for name, kinds in journal.operators.items()},
             "precision": learner.precision.name,
             "optimizer": type(learner.optimizer).__name__,

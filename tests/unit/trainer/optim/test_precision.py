@@ -26,7 +26,7 @@ from tokenfeed.trainer.tasks.registry import task_of
 CPU = torch.device("cpu")
 NO_LIMIT = 1e9
 
-every_precision = pytest.mark.parametrize("precision_name", ["fp32", "bf16"])
+every_precision = pytest.mark.parametrize("precision_name", ["fp32", "bf16", "fp16"])
 every_optimizer = pytest.mark.parametrize("optimizer_name", ["adamw", "muon"])
 
 
@@ -48,7 +48,7 @@ class Training:
         ids_BT = torch.randint(0, 16, (3, 5), generator=torch.Generator().manual_seed(number))
         with self.precision.autocast():
             loss = self.model(ids_BT).float().square().mean()
-        loss.backward()
+        (loss * self.precision.factor(1.0)).backward()
 
     def step(self, scale: torch.Tensor | float = 1.0, clip_norm: float = NO_LIMIT) -> torch.Tensor:
         return self.precision.step(self.optimizer, scale, clip_norm)
