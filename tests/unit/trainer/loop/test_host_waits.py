@@ -42,6 +42,17 @@ def test_steps_and_saves_of_every_task_wait_for_nothing_and_log_lines_and_evalua
     assert {wait.cause for wait in waits.seen} == {"log", "evaluation"}
 
 
+def test_fp16_waits_as_often_as_fp32(
+    every_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits(precision: str) -> list[tuple[str, str | None]]:
+        folder, own = tmp_path / precision, RUNS["lm packed"] | {"precision": precision}
+        seen = trained(every_task, folder, monkeypatch, **own).seen
+        return [(str(wait), wait.cause) for wait in seen]
+
+    assert waits("fp16") == waits("fp32")
+
+
 def test_a_wait_planted_in_a_step_is_found_and_located(
     every_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
