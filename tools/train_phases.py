@@ -19,7 +19,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.tools.shell.console import print_json
 from tokenfeed.tools.train_settings import FILE_KINDS, Command, chosen_command
-from tokenfeed.trainer.config.run_config import CONFIG_FILE, OF_ONE_COMMAND, TrainConfig
+from tokenfeed.trainer.config.run_config import CONFIG_FILE, OF_ONE_COMMAND, PAGE_FILE, TrainConfig
 from tokenfeed.trainer.config.values import nearest
 
 _log = logging.getLogger(__name__)
@@ -191,10 +191,11 @@ def _due(phase: Phase, before: Phase | None, *, is_named: bool) -> TrainConfig |
 
 
 def _is_finished(phase: Phase) -> bool:
+    """Return whether a phase has done all, its page included, which it writes last."""
     from tokenfeed.trainer.report.run_files import Report
 
     report = Report.of_run(phase.folder)
-    return report is not None and report.finished
+    return report is not None and report.finished and (phase.folder / PAGE_FILE).exists()
 
 
 def _skip(phase: Phase) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+import yaml
+from safetensors.torch import load_file
+from support import PROGRAMS, hub_models, warm
 from support.commands import call
+from support.processes import eventually
 from support.simulated_gpu import simulated_gpu
 from support.training import (
     OVERFLOWS,
@@ -22,6 +28,7 @@ from support.training import (
     write_labelled,
 )
 
+from tokenfeed import Manifest
 from tokenfeed.tools import train
 
 SMALL = ("--model", "support.training:one_layer_model", "--device", "cpu", "--log-every", 1)
@@ -208,9 +215,179 @@ def test_m14_memory_of_a_gpu_is_not_fragmented(lm: Path, tmp_path: Path) -> None
 
 # ---------- m17 ----------
 
+PHASES = """
+shards: {shards}
+model: hf:{model}
+steps: 4
+warmup_steps: 0
+sequence_length: 24
+micro_batch_tokens: 192
+step_rows: 8
+log_every: 1
+eval_every: 2
+save_every: 2
+patience: 0
+device: cpu
+phases:
+  - name: adapters
+    lora: 2
+    learning_rate: 1e-2
+  - name: head
+    trainable: 'score*'
+    schedule: constant
+    learning_rate: 5e-3
+  - name: all
+    from: best
+    learning_rate: 1e-4
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Rows with classes, and a model of transformers to learn them."""
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("hub")
+    model = hub_models.save_model(folder / "llama", "CausalLM", "Llama")
+    return {"shards": hub_models.write_shards(folder / "rows", "classify"), "model": model}
+
+
+def written_phases(folder: Path, hub: dict[str, Path]) -> Path:
+    path = folder / "phases.yaml"
+    path.write_text(PHASES.format(**hub))
+    return path
+
+
+def weights_in(phase: Path, step: int) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint, by their names in transformers."""
+    state = load_file(phase / f"checkpoints/step-{step:08d}/state-0.safetensors")
+    return {
+        name.removeprefix("model.model."): weight
+        for name, weight in state.items()
+        if name.startswith("model.")
+    }
+
+
+def test_m17_phases_of_one_training(hub: dict[str, Path], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = ("--config", written_phases(tmp_path, hub), "--run-dir", run_dir)
+    early = call(train.main, *words, "--phase", "head", expect=2).stderr.splitlines()[-1]
+    assert "phase 2 (head) starts from phase 1 (adapters), which is not finished" in early
+    unknown = call(train.main, *words, "--phase", "4", expect=2).stderr.splitlines()[-1]
+    assert "expected a number from 1 to 3, or a name: adapters, head, all" in unknown
+    call(train.main, *words, "--phase", 1, "--export", tmp_path / "unused")
+    assert not (tmp_path / "unused").exists()  # the last phase exports
+    printed = call(train.main, *words, "--json", "--export", tmp_path / "model")
+    assert "phase 1 (adapters) is finished" in printed.stderr
+    folders = [run_dir / name for name in ("phase-1-adapters", "phase-2-head", "phase-3-all")]
+    for phase, folder in zip(("adapters", "head", "all"), folders, strict=True):
+        assert f"phase: {phase}\n" in (folder / "config.yaml").read_text()
+    assert all("lora_" in name or "score" in name for name in weights_in(folders[0], 4))
+    head, everything = weights_in(folders[1], 4), weights_in(folders[2], 4)
+    earlier = weights_in(folders[1], 2)
+    moved = {name for name in head if not torch.equal(head[name], earlier[name])}
+    assert moved == {"score.weight"}
+    merged = head["model.layers.0.self_attn.q_proj.weight"]
+    given = load_file(hub["model"] / "model.safetensors")
+    assert not torch.equal(merged, given["model.layers.0.self_attn.q_proj.weight"])
+    assert all(not torch.equal(everything[name], head[name]) for name in head)
+    begun = [lines_of(folder)[0]["validation_loss"] for folder in folders[1:]]
+    adapters = [line.get("validation_loss") for line in lines_of(folders[0])]
+    assert begun[0] == pytest.approx(adapters[-1], rel=1e-5)  # merged
+    reports = [json.loads((folder / "report.json").read_bytes()) for folder in folders]
+    assert begun[1] == reports[1]["metrics"]["validation"]["loss"]  # the best, not the last
+    whole = json.loads(printed.stdout)
+    assert whole["finished"]
+    assert whole["steps"] == 12
+    assert whole["seconds"] == pytest.approx(sum(report["seconds"] for report in reports))
+    page = (run_dir / "report.html").read_text()
+    assert all(f'href="{folder.name}/report.html"' in page for folder in folders)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert model.config.num_labels == 3
+    again = call(train.main, "--resume", "--run-dir", run_dir).stderr
+    assert [
+        f"phase {n} ({name}) is finished" in again
+        for n, name in enumerate(("adapters", "head", "all"), 1)
+    ] == [True] * 3
+    assert "step 1/4" not in again
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [*map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())]
+
+
+@pytest.mark.slow
+def test_m17_phases_killed_twelve_times_equal_an_undisturbed_run(
+    hub: dict[str, Path], tmp_path: Path
+) -> None:
+    program = PROGRAMS / "killed_phases.py"
+    done = warm.run([program, written_phases(tmp_path, hub), tmp_path], timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"kills": 12, "steps": [12, 12]}
+
+
 # ---------- m18 ----------
 
+
+def test_m18_part_of_a_model_is_trained(hub: dict[str, Path], tmp_path: Path) -> None:
+    words = ("--shards", hub["shards"], "--model", f"hf:{hub['model']}", "--steps", 3)
+    words += ("--save-every", 1, "--keep", 9, "--device", "cpu", "--learning-rate", 1e-2)
+    for name, options, moves in (
+        ("head", ("--trainable", "score*"), {"score.weight"}),
+        ("layer", ("--trainable", "model.layers.1.mlp.*, score.*"), None),
+    ):
+        printed = call(train.main, *words, "--run-dir", tmp_path / name, *options).stderr
+        before, after = weights_in(tmp_path / name, 1), weights_in(tmp_path / name, 3)
+        moved = {key for key in after if not torch.equal(before[key], after[key])}
+        wanted = {k for k in after if k.startswith(("model.layers.1.mlp.", "score."))}
+        assert moved == (moves or wanted)
+        trained = sum(after[key].numel() for key in moved)
+        assert f" {trained:,} trained," in printed
+        state = load_file(tmp_path / name / "checkpoints/step-00000003/state-0.safetensors")
+        assert not any("embed_tokens" in key for key in state if key.startswith("optimizer."))
+    both = ("--lora", 2, "--trainable", "score*,model.norm.*")
+    call(train.main, *words, "--run-dir", tmp_path / "both", *both)
+    named = {name for name in weights_in(tmp_path / "both", 3) if "lora_" not in name}
+    assert {name.partition(".modules")[0] for name in named} == {"score", "model.norm.weight"}
+    all_of_it = call(train.main, *words, "--run-dir", tmp_path / "all").stderr
+    assert "all trained" in all_of_it
+    wrong = ("--trainable", "socre*", "--run-dir", tmp_path / "wrong")
+    line = call(train.main, *words, *wrong, expect=2).stderr.splitlines()[-1]
+    assert "no parameter of hf:" in line
+    assert "score.weight" in line
+
+
 # ---------- m19 ----------
+
+
+def test_m19_a_run_starts_from_the_weights_of_another(
+    hub: dict[str, Path], lm: Path, tmp_path: Path
+) -> None:
+    words = ("--shards", hub["shards"], "--model", f"hf:{hub['model']}", "--device", "cpu")
+    words += ("--eval-every", 1, "--warmup-steps", 0)
+    lora = ("--lora", 2, "--learning-rate", 1e-2, "--steps", 2, "--export", tmp_path / "model")
+    call(train.main, *words, *lora, "--run-dir", tmp_path / "run")
+    last = [
+        line["validation_loss"] for line in lines_of(tmp_path / "run") if "validation_loss" in line
+    ]
+    exported = json.loads((tmp_path / "model" / "tokenfeed.json").read_bytes())
+    for source, loss in (("run", last[-1]), ("model", exported["metrics"]["loss"])):
+        new = ("--run-dir", tmp_path / f"from {source}", "--init-from", tmp_path / source)
+        printed = call(train.main, *words, *new, "--steps", 1).stderr
+        assert lines_of(tmp_path / f"from {source}")[0]["validation_loss"] == pytest.approx(loss)
+        assert "without a match" not in printed
+    small = ("--shards", lm, *SIZES, "--device", "cpu", "--steps", 1)
+    call(train.main, *small, "--model", "shallow", "--run-dir", tmp_path / "two layers")
+    deeper = (*small, "--model", "tiny", "--run-dir", tmp_path / "six layers")
+    printed = call(train.main, *deeper, "--init-from", tmp_path / "two layers").stderr
+    assert "start fresh: blocks.2.attention_in.weight, " in printed
+    none = (*small, *SMALL, "--run-dir", tmp_path / "none", "--init-from", tmp_path / "two layers")
+    assert "none of its 14 weights" in call(train.main, *none, expect=2).stderr.splitlines()[-1]
+    other = ("--run-dir", tmp_path / "other", "--init-from", tmp_path / "two layers")
+    line = call(train.main, *words, *other, expect=2).stderr.splitlines()[-1]
+    assert "was trained with another tokenizer" in line
+    for shards in (lm, hub["shards"]):
+        assert Manifest.read(shards).tokenizer.xxh3 in line
+
 
 # ---------- m20 ----------
 
@@ -221,6 +398,48 @@ def test_m14_memory_of_a_gpu_is_not_fragmented(lm: Path, tmp_path: Path) -> None
 # ---------- m37 ----------
 
 # ---------- m38 ----------
+
+
+def test_m38_a_run_is_one_yaml_file_that_the_command_line_overrides(
+    hub: dict[str, Path], tmp_path: Path
+) -> None:
+    begun = ("--shards", hub["shards"], "--model", f"hf:{hub['model']}", "--device", "cpu")
+    printed = call(train.main, *begun, "--sequence-length", 32, "--print-config").stdout
+    settings = yaml.safe_load(printed)
+    assert settings["sequence_length"] == 32
+    run_dir, cache = tmp_path / "run", tmp_path / "cache"
+    settings |= {"epsilon": 1e-6, "patience": 3, "eval_tokens": 100, "cache_dir": str(cache)}
+    settings |= {"run_dir": str(run_dir), "eval_every": 2, "save_every": 2, "log_every": 1}
+    settings |= {"schedule": "constant", "patience": 1_000}
+    file = tmp_path / "edited.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    words = ["--config", file, "--steps", 100_000, "--export", tmp_path / "model"]
+    with warm.Popen(["-m", "tokenfeed.tools.train", *words], stderr=subprocess.PIPE) as process:
+        eventually(lambda: (run_dir / "checkpoints/step-00000002").is_dir())
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    kept = yaml.safe_load((run_dir / "config.yaml").read_text())
+    overridden = {"steps", "export", "resume", "json"}
+    assert {k: v for k, v in kept.items() if k not in overridden} == {
+        k: v for k, v in settings.items() if k not in overridden
+    }
+    steps = json.loads((run_dir / "report.json").read_bytes())["steps"]
+    assert not (tmp_path / "model").exists()
+    end = ("--steps", steps + 4, "--patience", 1, "--export", tmp_path / "model")
+    report = report_of("--resume", "--run-dir", run_dir, *end)
+    assert report["finished"]
+    assert {"loss", "accuracy", "macro_f1"} <= report["metrics"]["validation"].keys()
+    losses = {line["step"]: line for line in lines_of(run_dir) if "validation_macro_f1" in line}
+    best = report["metrics"]["validation"]
+    assert best["macro_f1"] == max(line["validation_macro_f1"] for n, line in losses.items() if n)
+    exported = json.loads((tmp_path / "model/tokenfeed.json").read_bytes())
+    assert (exported["step"], exported["metrics"]) == (report["best_step"], best)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    weights = weights_in(run_dir, report["best_step"])
+    assert all(torch.equal(weights[name], w) for name, w in theirs.state_dict().items())
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model")("w5")["input_ids"] == [5]
+
 
 # ---------- m39 ----------
 

@@ -186,7 +186,7 @@ RUNS: list[dict[str, tuple[Any, Holds]]] = [
         "precision": ("bf16", lambda seen: seen.report["precision"] == "bf16"),
         "step_tokens": (512, lambda seen: {len(step) for step in seen.batches} == {4}),
         "attention": ("documents", lambda seen: seen.batches[0][0].scope.cu_seqlens is not None),
-        "eval_every": (2, lambda seen: [*seen.told("validation_loss")] == [0, 2, 4]),
+        "eval_every": (3, lambda seen: [*seen.told("validation_loss")] == [0, 3, 4]),
         "eval_tokens": (128, lambda seen: seen.evaluated == 1),
         "save_every": (3, lambda seen: seen.saved == [3, 4]),
         "log_every": (3, lambda seen: [*seen.told("loss")] == [1, 3, 4]),
