@@ -70,7 +70,7 @@ GROUPS = {
     "device": ("device", "precision", "compile", "recompute", "shard_model"),
     "evaluation and checkpoint": (
         *("eval_every", "eval_tokens", "patience", "samples", "save_every", "keep"),
-        *("compress_checkpoints", "log_every", "track"),
+        *("compress_checkpoints", "upload", "log_every", "track"),
     ),
     "output": ("run_dir", "resume", "export", "json"),
     "configuration and planning": (
@@ -212,9 +212,7 @@ def read_command() -> Command:
 def chosen_command(given: dict[str, Any]) -> Command:
     """Return given settings and, for those that are left open, settings that suit the data."""
     given = dict(given)
-    if given.get("resume") == "auto":
-        given["resume"] = _finds_run(given)
-    begun = TrainConfig.of_run(given["run_dir"]) if _resumes(given) else None
+    begun = _begun(given)
     if begun is None:
         manifest = _manifest(given)
         # Imports torch, and so comes after the manifest.
@@ -328,15 +326,24 @@ def layered(*sources: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _finds_run(given: dict[str, Any]) -> bool:
-    """Return whether there is a run to resume."""
-    if "run_dir" not in given:
+def _begun(given: dict[str, Any]) -> TrainConfig | None:
+    """Return the saved settings of the run that continues: of its copy if that is ahead. Replace
+    `auto` by whether there is a run."""
+    is_auto, address = given.get("resume") == "auto", given.get("upload")
+    if is_auto and "run_dir" not in given:
         raise ConfigError("`--resume` auto needs --run-dir: the folder of the run.")
-    from tokenfeed.trainer.checkpoints.checkpoint_files import (
-        Checkpoints,  # torch, as training needs it
-    )
+    if not _resumes(given):
+        return None
+    run_dir = given["run_dir"]
+    if is_auto or address:  # torch, as training needs it
+        from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
+        from tokenfeed.trainer.checkpoints.uploads import is_ahead, settings_there
 
-    return Checkpoints.of_run(given["run_dir"]).latest() is not None
+        if address and is_ahead(address, run_dir):
+            given["resume"] = True
+            return settings_there(address, run_dir)
+        given["resume"] = not is_auto or Checkpoints.of_run(run_dir).latest() is not None
+    return TrainConfig.of_run(run_dir) if given["resume"] else None
 
 
 def _resumes(given: dict[str, Any]) -> bool:

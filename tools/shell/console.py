@@ -73,6 +73,7 @@ def run_command(body: Callable[[], int | None]) -> NoReturn:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         code = _say(f"error: {where}{error.strerror or error}", _FAILED)
+    _leave_threads_behind(code, "upload")
     sys.exit(code)
 
 
@@ -121,13 +122,15 @@ def _insist_on_utf8() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _leave_threads_behind(code: int) -> None:
+def _leave_threads_behind(code: int, name: str = "") -> None:
     """End the process at once if a daemon thread runs, such as the one that writes a checkpoint.
+    With a name, only threads of this name count.
 
     Python cannot stop a thread in native code. If such a thread returns while Python ends, the
     process aborts.
     """
-    if any(thread.daemon for thread in threading.enumerate()):
+    threads = [thread for thread in threading.enumerate() if thread.daemon]
+    if any(thread.name == name or not name for thread in threads):
         with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads
             sys.stdout.flush()
         os._exit(code)

@@ -64,6 +64,7 @@ class Saver:
         rank: The number of this rank, if several ranks save together.
         gather: Returns the values of all ranks that save, by rank.
         compress: Whether to compress the files of tensors.
+        on_saved: Called on the thread after each checkpoint, on rank 0. It must not wait.
     """
 
     def __init__(
@@ -75,9 +76,10 @@ class Saver:
         gather: Gather = lambda value: [value],
         *,
         compress: bool = False,
+        on_saved: Callable[[], None] = lambda: None,
     ) -> None:
         self._checkpoints, self._keep, self._compress = checkpoints, keep, compress
-        self._rank, self._gather = rank, gather
+        self._rank, self._gather, self._on_saved = rank, gather, on_saved
         self._copy = HostCopy(device, rank)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -167,6 +169,7 @@ class Saver:
             reason = f"{error.strerror}. After fixing this, {checkpoints.way_on()}"
             raise OSError(error.errno, reason, str(checkpoints.path(meta.step))) from error
         checkpoints.delete_old(self._keep)
+        self._on_saved()
 
     def _on_all_ranks(self, job: Callable[[], Result]) -> list[Result]:
         """Run a job on each rank that saves; return its results, by rank.

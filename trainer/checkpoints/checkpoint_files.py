@@ -17,6 +17,7 @@ import math
 import re
 import shutil
 import tempfile
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -202,8 +203,6 @@ class Checkpoint:
             Errors of `DAMAGE`: The checkpoint is damaged.
         """
         content = _content((folder / CONTENT_FILE).read_bytes())
-        if wrong := [name for name in content.files if not _FILE_NAME.fullmatch(name)]:
-            raise ValueError(f"{CONTENT_FILE} lists {wrong[0]!r}, expected state-0.safetensors")
         others = {path.name for path in folder.glob("*.safetensors*")} - content.files.keys()
         if others:  # the reader would take tensors from these files too
             raise ValueError(f"{min(others)} is not listed in {CONTENT_FILE}")
@@ -341,35 +340,63 @@ def _content(data: bytes) -> _Content:
     return content
 
 
+def files_of(content: bytes) -> dict[str, str]:
+    """Return the files of tensors that a checkpoint.json lists, with their checksums.
+
+    Raises:
+        Errors of `DAMAGE`: It is damaged.
+    """
+    files = _content(content).files
+    if wrong := [name for name in files if not _FILE_NAME.fullmatch(name)]:
+        raise ValueError(f"{CONTENT_FILE} lists {wrong[0]!r}, expected state-0.safetensors")
+    return files
+
+
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint's folder; 0 for other names."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else 0
+
+
 def _as_json(content: dict[str, Any]) -> bytes:
     return json.dumps(content).encode() + b"\n"  # with an indent, json would hold the GIL
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run. Several threads may use one object."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._lock = threading.Lock()
+        self._pinned = 0
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "Checkpoints":
         """Return the checkpoints in a run's folder."""
         return cls(run_dir / CHECKPOINTS_FOLDER)
 
+    @staticmethod
+    def name_of(step: int) -> str:
+        """Return the name of the folder of a step's checkpoint."""
+        return f"step-{step:08d}"
+
     def path(self, step: int) -> Path:
         """Return the folder of a step's checkpoint, whether or not it exists."""
-        return self._folder / f"step-{step:08d}"
+        return self._folder / self.name_of(step)
 
     def temporary(self, step: int) -> Path:
         """Return the folder of a step's checkpoint while it is made or deleted."""
-        return self._folder / f"step-{step:08d}{TEMPORARY_SUFFIX}"
+        return self._folder / f"{self.name_of(step)}{TEMPORARY_SUFFIX}"
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in order."""
         if not self._folder.is_dir():
             return []
-        found = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
-        return sorted(int(name[1]) for name in found if name)
+        return sorted(filter(None, (step_of(path.name) for path in self._folder.iterdir())))
+
+    def num_bytes(self) -> int:
+        """Return the size of all checkpoints."""
+        return sum(path.stat().st_size for path in self._folder.glob("step-*/*"))
 
     def latest(self) -> Path | None:
         """Return the checkpoint of the highest step; None if there is no checkpoint."""
@@ -416,7 +443,8 @@ class Checkpoints:
         Raises:
             ResumeError: The latest checkpoint is damaged.
         """
-        meta = self.latest_meta()
+        with self._lock:  # else the latest may be deleted before it is read
+            meta = self.latest_meta()
         best = meta.best if meta else None
         if best is None or self.path(best.step).is_dir():
             return best
@@ -457,10 +485,25 @@ class Checkpoints:
             best = self.best()
         except ResumeError:
             return
-        old = [step for step in self.steps()[:-keep] if best is None or step != best.step]
-        unnamed = [self.path(step).rename(self.temporary(step)) for step in old]
+        with self._lock:
+            kept = {self._pinned, best.step if best else 0}
+            old = [step for step in self.steps()[:-keep] if step not in kept]
+            unnamed = [self.path(step).rename(self.temporary(step)) for step in old]
         for path in unnamed:  # renamed first: a kill half-way leaves no damaged checkpoint
             shutil.rmtree(path)
+
+    @contextlib.contextmanager
+    def pinned(self, step: int) -> Iterator[Path | None]:
+        """Yield the folder of a checkpoint, which `delete_old` keeps until the end of the block.
+
+        Yield None if it is gone already. One thread at a time may pin one checkpoint.
+        """
+        with self._lock:
+            self._pinned = step
+        try:
+            yield self.path(step) if self.path(step).is_dir() else None
+        finally:
+            self._pinned = 0
 
     def delete_unfinished(self) -> None:
         """Delete what a killed process left of checkpoints that it wrote or deleted."""
@@ -469,7 +512,7 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path | str) -> Iterator[None]:
     """Turn errors of a damaged checkpoint into a ResumeError of one line."""
     try:
         yield

@@ -59,7 +59,7 @@ MODEL_NUMBERS = ("layers", "width", "heads", "kv_heads")
 OF_ONE_COMMAND = ("resume", "json", "export")
 """Settings that config.yaml of a run leaves out: they are for one command, not for the run."""
 
-_ADDRESSES = ("shards", "to", "skip")
+_ADDRESSES = ("shards", "to", "skip", "upload")
 _LENGTHS = "a whole number of at least 2"
 _NotBelow0 = Annotated[float, Meta(ge=0, title="X", description="a number of at least 0")]
 _BelowOne = Annotated[
@@ -228,6 +228,9 @@ class TrainConfig:
     compress_checkpoints: bool = False
     """Compress checkpoints with zstd: smaller files, more processor time. Exports are not
     compressed."""
+    upload: Annotated[str, _shown("PLACE")] | None = None
+    """Copy checkpoints, metrics and report to this folder or bucket, like s3://BUCKET/RUN, while
+    training goes on. --resume auto also continues from there."""
     log_every: Positive = 10
     """Steps between progress lines."""
     track: tuple[TrackerName, ...] = ()
@@ -329,11 +332,14 @@ class TrainConfig:
             if name not in OF_ONE_COMMAND and before.get(name) != now.get(name)
         ]
 
+    def content(self) -> bytes:
+        """Return the settings as the config.yaml of the run."""
+        kept = {k: v for k, v in self.as_dict().items() if k not in OF_ONE_COMMAND}
+        return yaml.safe_dump(kept, sort_keys=False).encode()
+
     def write(self) -> None:
         """Write config.yaml into the run's folder, atomically."""
-        kept = {k: v for k, v in self.as_dict().items() if k not in OF_ONE_COMMAND}
-        content = yaml.safe_dump(kept, sort_keys=False)
-        atomic_write(self.run_dir / CONFIG_FILE, content.encode())
+        atomic_write(self.run_dir / CONFIG_FILE, self.content())
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "TrainConfig | None":

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, Manifest
 from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.planning.state import SavedState
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
+from tokenfeed.trainer.checkpoints.uploads import check_upload, fetch_newest
 from tokenfeed.trainer.config.allocator import allocator
 from tokenfeed.trainer.config.run_config import TrainConfig, phase_folders
 from tokenfeed.trainer.data.datasets import weights_of
@@ -48,7 +50,9 @@ def train(
     """
     joined, world = world, world or join_world(config.device)
     try:
-        config = world.from_rank_0(lambda: _begin(config))
+        begin = functools.partial(_begin, config) if world.is_main else lambda: config
+        begun = world.run_slow(begin)
+        config = world.from_rank_0(lambda: begun)
         if config.resume:
             _keep_versions(config)
         with contextlib.closing(Trainer(config, world)) as trainer:
@@ -99,7 +103,9 @@ def _keep_versions(config: TrainConfig) -> None:
 
 
 def _begin(config: TrainConfig) -> TrainConfig:
-    """Check the settings of the run, and return them with what `--resume auto` means."""
+    """Check the settings of the run, and return them with what `--resume auto` means. A checkpoint
+    that only the copy of the run has is downloaded."""
+    fetch_newest(config)
     if config.resume == "auto":
         latest = Checkpoints.of_run(config.run_dir).latest()
         config = dataclasses.replace(config, resume=latest is not None)
@@ -107,6 +113,7 @@ def _begin(config: TrainConfig) -> TrainConfig:
     config.check()
     check_trackers(config)
     check_export(config)
+    check_upload(config)
     return config
 
 
@@ -125,6 +132,8 @@ def _train(
             trainer.write_draft()
         if trainer.saver:
             trainer.saver.wait_after_error()
+        if trainer.uploads:
+            trainer.uploads.wait_after_error()
         raise
     except KeyboardInterrupt:
         if trainer.saver:

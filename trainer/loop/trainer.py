@@ -39,6 +39,7 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import (
     Checkpoints,
     Figures,
 )
+from tokenfeed.trainer.checkpoints.uploads import Uploads
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import separation
 from tokenfeed.trainer.data.datasets import is_packed, training_source
@@ -110,6 +111,8 @@ class Trainer:
         self.evaluator = Evaluator(config, self.loaders, self.learner, self.world, self._is_stopped)
         self.sampler = Sampler(config, self.learner, self.loaders) if config.samples else None
         self.checkpoints = Checkpoints.of_run(config.run_dir)
+        has_copy = config.upload and self.world.is_main
+        self.uploads = Uploads(config, self.checkpoints) if has_copy else None
         self.saver: Saver | None = None
         if config.shard_model or self.world.is_main:
             gather = self.world.slow_gather() if config.shard_model else lambda value: [value]
@@ -120,6 +123,7 @@ class Trainer:
                 self.world.rank,
                 gather,
                 compress=config.compress_checkpoints,
+                on_saved=self.uploads.start if self.uploads else lambda: None,
             )
         self.step = self.saved_step = self.began_at = self.skipped = 0
         self.earlier_s = 0.0
@@ -206,6 +210,8 @@ class Trainer:
         if self.world.is_main:
             report.write(self.config.run_dir)
             write_page(self.config.run_dir)
+        if self.config.upload:
+            self.world.run_slow(self.uploads.finish if self.uploads else lambda: None)
             self._check_targets()
         return report
 

@@ -84,7 +84,8 @@ def peak_memory(device: torch.device) -> int:
     try:
         import resource
     except ImportError:  # Windows
-        return int(psutil.Process().memory_info().peak_wset)
+        memory: Any = psutil.Process().memory_info()
+        return int(memory.peak_wset)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

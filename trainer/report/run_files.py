@@ -340,7 +340,7 @@ def decode_lines(content: bytes, kind: type[T]) -> list[T]:
     return found
 
 
-_TRACKED_FILE = "tracked"
+TRACKED_FILE = "tracked"
 """File in a run's folder with the id of the run at services, for resumed runs."""
 
 
@@ -408,7 +408,7 @@ def _numbers(line: dict[str, Any], prefix: str = "") -> dict[str, float]:
 
 def _id_of(run_dir: Path) -> str:
     """Return a unique id: the name of the folder and some random letters, drawn once."""
-    path = run_dir / _TRACKED_FILE
+    path = run_dir / TRACKED_FILE
     if not path.is_file():
         letters = "".join(c if c.isalnum() or c in "-_" else "-" for c in run_dir.resolve().name)
         atomic_write(path, f"{letters}-{secrets.token_hex(3)}".encode())

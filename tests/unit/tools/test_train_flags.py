@@ -35,6 +35,7 @@ SETTINGS: dict[str, Any] = {
 }
 PROVED_ELSEWHERE = {
     "compress_checkpoints": "test_e_keep.py",
+    "upload": "test_e_keep.py",
     "from_scratch": "test_hf_model.py",
     "balance_attention": "test_batch_policy.py",
     "cache_dir": "test_node_cache.py",  # of shards in a store
