@@ -1,6 +1,8 @@
 """The mission, keep: a test for each row of docs/mission.md, by public commands and API."""
 
+import functools
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,12 @@ import pytest
 import torch
 import zstandard
 from safetensors.torch import load_file
+from support import installed_servers, warm
 from support.commands import call
+from support.object_server import as_own_process, set_endpoint
+from support.processes import eventually
 
+from tokenfeed.pipeline.format.store import open_place
 from tokenfeed.tools import train
 from tokenfeed.trainer.loop.model_export import load_exported
 
@@ -121,3 +127,65 @@ def test_m29_compressed_checkpoints(every_task: Path, tmp_path: Path) -> None:
 
 
 # ---------- m30 ----------
+
+
+def files_in(run_dir: Path) -> dict[str, bytes]:
+    paths = [path for path in run_dir.rglob("*") if path.is_file()]
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in paths}
+
+
+def assert_same_run(one: Path, other: Path, step: int) -> None:
+    assert losses_of(one) == losses_of(other)
+    weights, expected = (
+        load_file(checkpoint(run_dir, step) / "state-0.safetensors") for run_dir in (one, other)
+    )
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_m30_copied_elsewhere_while_training_goes_on(few_rows: Path, tmp_path: Path) -> None:
+    whole, run_dir, copy = tmp_path / "whole", tmp_path / "run", tmp_path / "drive" / "copy"
+    train_run(few_rows, whole, steps=8)
+    settings: dict[str, Any] = {"upload": copy, "resume": "auto", "keep": 1}
+    train_run(few_rows, run_dir, **settings)
+    shutil.rmtree(run_dir)  # another machine
+    resumed = train_run(few_rows, run_dir, **settings, steps=8)
+    assert f"downloading step 4 from {copy}" in resumed.stderr
+    assert f"uploaded to {copy}" in resumed.stderr
+    assert_same_run(run_dir, whole, 8)
+    assert files_in(copy) == files_in(run_dir)  # keeps what --keep keeps, the best, and the report
+    best = json.loads((checkpoint(copy, 8) / "checkpoint.json").read_bytes())["meta"]["best"]
+    steps = {8, best["step"]}
+    assert {path.name for path in checkpoint(copy, 8).parent.iterdir()} == {
+        f"step-{step:08d}" for step in steps
+    }
+
+    shutil.rmtree(copy)
+    copy.write_text("nothing can be written here")
+    warned = train_run(few_rows, run_dir, **settings, steps=10)
+    assert f"the upload to {copy} failed (" in warned.stderr
+    assert checkpoint(run_dir, 10).is_dir()
+
+
+@pytest.mark.slow
+def test_m30_copied_to_a_bucket_and_killed(
+    few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    as_own_process(monkeypatch)
+    whole, run_dir, server = (tmp_path / name for name in ("whole", "run", "server"))
+    server.mkdir()
+    with installed_servers.seaweed(server) as port:
+        set_endpoint(monkeypatch, port)
+        address = f"s3://{installed_servers.BUCKET}/runs/1"
+        settings: dict[str, Any] = {"upload": address, "resume": "auto"}
+        words = words_of(few_rows, run_dir, settings | {"steps": 100_000})
+        with warm.Popen(["-m", "tokenfeed.tools.train", *words], stderr=subprocess.DEVNULL) as run:
+            names = functools.partial(open_place(address).names, "checkpoints")
+            assert eventually(lambda: len(names()) > 1)
+            run.kill()
+        shutil.rmtree(run_dir)
+        last = max(int(name.removeprefix("step-")) for name in names()) + 4
+        resumed = train_run(few_rows, run_dir, **settings, steps=last)
+        assert f"from {address}" in resumed.stderr
+        train_run(few_rows, whole, steps=last)
+        assert_same_run(run_dir, whole, last)
