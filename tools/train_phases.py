@@ -57,8 +57,10 @@ def read_phases(command: Command) -> list[Phase]:
     for number, content in enumerate(command.phases, 1):
         given = dict(content)
         name, start = given.pop("name"), given.pop("from", "last")
-        given |= {"run_dir": command.run_dir / f"phase-{number}-{name}", "phase": name}
-        given["resume"] = False
+        folder = f"phase-{number}-{name}"
+        given |= {"run_dir": command.run_dir / folder, "phase": name, "resume": False}
+        if given.get("upload"):
+            given["upload"] = f"{given['upload'].rstrip('/')}/{folder}"
         _log.info("phase %d of %d: %s", number, len(command.phases), name)
         config = chosen_command(given).settings()
         config.check()
@@ -75,13 +77,14 @@ def as_yaml(command: Command, phases: list[Phase]) -> str:
         for name, value in found[0].items()
         if name in FILE_KINDS and all(name in each and each[name] == value for each in found)
     }
-    own = {"phase", "init_from", "run_dir", *OF_ONE_COMMAND} - {"export"}
+    own = {"phase", "init_from", "run_dir", "upload", *OF_ONE_COMMAND} - {"export"}
     parts = [
         {"name": phase.name, **({"from": phase.start} if phase.number > 1 else {})}
         | {k: v for k, v in each.items() if k not in common and k not in own}
         for phase, each in zip(phases, found, strict=True)
     ]
     common |= {"run_dir": str(command.run_dir), "init_from": found[0]["init_from"]}
+    common["upload"] = command.upload
     return yaml.safe_dump(
         {k: v for k, v in common.items() if k not in OF_ONE_COMMAND} | {"phases": parts},
         sort_keys=False,
@@ -96,6 +99,7 @@ def run_phases(
     Raises:
         TokenfeedError: Settings, shards, checkpoints or memory do not allow a phase.
     """
+    from tokenfeed.trainer.checkpoints.uploads import upload_report
     from tokenfeed.trainer.distributed.world import join_world  # torch takes seconds to load
     from tokenfeed.trainer.loop.run import train
     from tokenfeed.trainer.report.phases import PhasesReport
@@ -109,7 +113,8 @@ def run_phases(
     for phase in chosen:
         before = phases[phase.number - 2] if phase.number > 1 else None
         due = functools.partial(_due, phase, before, is_named=command.phase is not None)
-        config = world.from_rank_0(due)
+        decided = world.run_slow(due if world.is_main else lambda: None)  # it may download
+        config = world.from_rank_0(lambda: decided)  # noqa: B023
         if config is None:
             continue
         _log.info("phase %d of %d: %s, in %s", phase.number, len(phases), phase.name, phase.folder)
@@ -118,6 +123,8 @@ def run_phases(
         found = PhasesReport.of_run(command.run_dir)
         if world.is_main and found:
             found.write()
+            if command.upload:
+                upload_report(command.upload, command.run_dir)
             if not command.json:
                 print(report.summary(), flush=True)
         if not report.finished:
@@ -163,7 +170,10 @@ def _due(phase: Phase, before: Phase | None, *, is_named: bool) -> TrainConfig |
         ConfigError: The phase before is not finished, or has no best weights.
     """
     from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
+    from tokenfeed.trainer.checkpoints.uploads import fetch_newest
 
+    for each in filter(None, (before, phase)):
+        fetch_newest(dataclasses.replace(each.config, resume="auto"))
     if before and not _is_finished(before):
         raise ConfigError(
             f"`--phase`: {phase} starts from {before}, which is not finished in {before.folder}. "

@@ -40,7 +40,8 @@ def words_of(shards: Path, run_dir: Path, settings: dict[str, Any]) -> list[str]
     words = ["--shards", str(shards), "--run-dir", str(run_dir)]
     for name, value in (SETTINGS | settings).items():
         flag = f"--{name.replace('_', '-')}"
-        words += [flag] if value is True else [flag, str(value)]
+        if value is not None:
+            words += [flag] if value is True else [flag, str(value)]
     return words
 
 
@@ -164,6 +165,30 @@ def test_m30_copied_elsewhere_while_training_goes_on(few_rows: Path, tmp_path: P
     warned = train_run(few_rows, run_dir, **settings, steps=10)
     assert f"the upload to {copy} failed (" in warned.stderr
     assert checkpoint(run_dir, 10).is_dir()
+
+
+def test_m30_phases_go_on_from_their_copies(few_rows: Path, tmp_path: Path) -> None:
+    run_dir, whole, copy = tmp_path / "run", tmp_path / "whole", tmp_path / "copy"
+    one: dict[str, Any] = {"name": "one", "steps": 4}
+    two: dict[str, Any] = {"name": "two", "steps": 2, "trainable": "blocks.*"}
+    file = tmp_path / "phases.yaml"
+
+    def train_phases(run_dir: Path, *words: str) -> str:
+        settings = {"steps": None, "config": file}
+        return call(train.main, *words_of(few_rows, run_dir, settings), *words).stderr
+
+    file.write_text(json.dumps({"phases": [one, two]}))
+    train_phases(whole)
+    train_phases(run_dir, "--upload", str(copy), "--phase", "one")
+    shutil.rmtree(run_dir)
+    resumed = train_phases(run_dir, "--upload", str(copy))
+    assert "phase 1 (one) is finished" in resumed
+    assert_same_run(run_dir / "phase-2-two", whole / "phase-2-two", 2)
+    copied, kept = files_in(copy), files_in(run_dir)
+    assert copied["report.json"] == kept["report.json"]
+    assert {name for name in copied if "phase-2-two" in name} == {
+        name for name in kept if "phase-2-two" in name
+    }
 
 
 @pytest.mark.slow

@@ -335,6 +335,17 @@ def fetch_newest(config: TrainConfig) -> None:
         raise ResumeError(f"{copy.name}: cannot be downloaded ({_reason(error)}).") from error
 
 
+def upload_report(address: str, run_dir: Path) -> None:
+    """Upload settings and report of a run with phases, whose phases are runs of their own. Log a
+    warning if that fails."""
+    copy = RunCopy(address)
+    try:
+        for name in (CONFIG_FILE, *_LAST):
+            copy.place.write(name, (run_dir / name).read_bytes())
+    except OSError as error:
+        _log.warning("the report was not uploaded to %s (%s)", copy.name, _reason(error))
+
+
 def check_upload(config: TrainConfig) -> None:
     """Reject --upload of a new run if its address has another run or shards, or cannot be written.
 
