@@ -99,9 +99,9 @@ def run_phases(
     Raises:
         TokenfeedError: Settings, shards, checkpoints or memory do not allow a phase.
     """
-    from tokenfeed.trainer.checkpoints.uploads import upload_report
     from tokenfeed.trainer.distributed.world import join_world  # torch takes seconds to load
     from tokenfeed.trainer.loop.run import train
+    from tokenfeed.trainer.loop.uploads import upload_report
     from tokenfeed.trainer.report.phases import PhasesReport
 
     world = join_world(command.device)
@@ -170,7 +170,7 @@ def _due(phase: Phase, before: Phase | None, *, is_named: bool) -> TrainConfig |
         ConfigError: The phase before is not finished, or has no best weights.
     """
     from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
-    from tokenfeed.trainer.checkpoints.uploads import fetch_newest
+    from tokenfeed.trainer.loop.uploads import fetch_newest
 
     for each in filter(None, (before, phase)):
         fetch_newest(dataclasses.replace(each.config, resume="auto"))

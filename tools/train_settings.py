@@ -337,7 +337,7 @@ def _begun(given: dict[str, Any]) -> TrainConfig | None:
     run_dir = given["run_dir"]
     if is_auto or address:  # torch, as training needs it
         from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
-        from tokenfeed.trainer.checkpoints.uploads import is_ahead, settings_there
+        from tokenfeed.trainer.loop.uploads import is_ahead, settings_there
 
         if address and is_ahead(address, run_dir):
             given["resume"] = True

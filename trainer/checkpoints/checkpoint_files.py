@@ -337,6 +337,8 @@ def _content(data: bytes) -> _Content:
     content = msgspec.convert(found, _Content)
     if content.version != _VERSION:
         raise ValueError(f"its version is {content.version}, expected {_VERSION}")
+    if wrong := [name for name in content.files if not _FILE_NAME.fullmatch(name)]:
+        raise ValueError(f"{CONTENT_FILE} lists {wrong[0]!r}, expected state-0.safetensors")
     return content
 
 
@@ -346,10 +348,7 @@ def files_of(content: bytes) -> dict[str, str]:
     Raises:
         Errors of `DAMAGE`: It is damaged.
     """
-    files = _content(content).files
-    if wrong := [name for name in files if not _FILE_NAME.fullmatch(name)]:
-        raise ValueError(f"{CONTENT_FILE} lists {wrong[0]!r}, expected state-0.safetensors")
-    return files
+    return _content(content).files
 
 
 def step_of(name: str) -> int:

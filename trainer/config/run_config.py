@@ -226,11 +226,10 @@ class TrainConfig:
     keep: Positive = 2
     """Number of latest checkpoints to keep. The best one is always kept."""
     compress_checkpoints: bool = False
-    """Compress checkpoints with zstd: smaller files, more processor time. Exports are not
-    compressed."""
+    """Compress checkpoints with zstd. Exports are not compressed."""
     upload: Annotated[str, _shown("PLACE")] | None = None
-    """Copy checkpoints, metrics and report to this folder or bucket, like s3://BUCKET/RUN, while
-    training goes on. --resume auto also continues from there."""
+    """Folder or bucket, like s3://BUCKET/RUN, that gets a copy of checkpoints and report during the
+    run. --resume auto continues from it if it is ahead."""
     log_every: Positive = 10
     """Steps between progress lines."""
     track: tuple[TrackerName, ...] = ()

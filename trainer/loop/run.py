@@ -12,7 +12,6 @@ from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, Manifest
 from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.planning.state import SavedState
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
-from tokenfeed.trainer.checkpoints.uploads import check_upload, fetch_newest
 from tokenfeed.trainer.config.allocator import allocator
 from tokenfeed.trainer.config.run_config import TrainConfig, phase_folders
 from tokenfeed.trainer.data.datasets import weights_of
@@ -20,6 +19,7 @@ from tokenfeed.trainer.distributed.world import RankError, World, join_world
 from tokenfeed.trainer.loop.loaders import peak_of_step
 from tokenfeed.trainer.loop.model_export import check_export, export_run
 from tokenfeed.trainer.loop.trainer import Trainer
+from tokenfeed.trainer.loop.uploads import check_upload, fetch_newest
 from tokenfeed.trainer.optim.train_state import is_out_of_memory
 from tokenfeed.trainer.report.progress_lines import log_beginning
 from tokenfeed.trainer.report.run_files import Report, check_trackers

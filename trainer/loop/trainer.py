@@ -39,13 +39,13 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import (
     Checkpoints,
     Figures,
 )
-from tokenfeed.trainer.checkpoints.uploads import Uploads
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import separation
 from tokenfeed.trainer.data.datasets import is_packed, training_source
 from tokenfeed.trainer.distributed.world import StepSync, World, device_named
 from tokenfeed.trainer.loop.evaluation import Evaluator, Sampler
 from tokenfeed.trainer.loop.loaders import SplitLoaders, choose_micro_batch
+from tokenfeed.trainer.loop.uploads import Uploads
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.progress_lines import (

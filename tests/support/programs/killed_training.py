@@ -36,7 +36,7 @@ from tokenfeed.pipeline.remote import client
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.trainer.checkpoints import async_saver
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
-from tokenfeed.trainer.checkpoints.uploads import RunCopy
+from tokenfeed.trainer.loop.uploads import RunCopy
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 
 STEPS = 16

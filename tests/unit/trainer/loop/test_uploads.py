@@ -24,10 +24,10 @@ from support.training import load_state, run
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.pipeline.remote.retrying import Timing
-from tokenfeed.trainer.checkpoints import uploads
 from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
-from tokenfeed.trainer.checkpoints.uploads import RunCopy, Uploads, fetch_newest, is_ahead
+from tokenfeed.trainer.loop import uploads
+from tokenfeed.trainer.loop.uploads import RunCopy, Uploads, fetch_newest, is_ahead
 
 QUICK = dataclasses.replace(FAST, give_up_s=0.2)
 
