@@ -212,6 +212,7 @@ class Trainer:
             write_page(self.config.run_dir)
         if self.config.upload:
             self.world.run_slow(self.uploads.finish if self.uploads else lambda: None)
+        if self.world.is_main:
             self._check_targets()
         return report
 
