@@ -76,6 +76,6 @@ def facts(values: Mapping[str, str]) -> str:
     )
 
 
-def count_of(number: int, noun: str) -> str:
-    """Return a number with its noun, as in "1 file" and "2 files"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def count_of(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, as in "1 file" and "2 files". Default plural: noun and "s"."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

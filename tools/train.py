@@ -12,17 +12,24 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import psutil
 
+from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.text import facts
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.tools.train_phases import as_yaml, read_phases, run_phases
-from tokenfeed.tools.train_settings import Command, read_command
+from tokenfeed.tools.train_settings import Command, read_command, read_options
 from tokenfeed.trainer.config.allocator import set_allocator
+from tokenfeed.trainer.report.machine import Gpu, Host
+from tokenfeed.trainer.report.recommendations import Readings, recommended
+from tokenfeed.trainer.report.run_files import Report
+
+_MOST_ADVICE = 5
+"""Most recommendations of the monitor."""
 
 
 class SignalRequests:
@@ -119,55 +126,49 @@ def _run_phases(command: Command) -> int:
 
 
 def monitor() -> int:
-    """Show the load of GPUs and host, once a second until Ctrl-C, or once if the output is not a
-    terminal."""
-    psutil.cpu_percent()  # a rate needs two readings
+    """Show the load of GPUs and host with recommendations, once a second until Ctrl-C, or once if
+    the output is not a terminal. With --run-dir, recommendations also use the report of that
+    run."""
+    run_dir = read_options().get("run_dir")
+    gpus, host = [*Gpu.all()], Host()
     time.sleep(0.25)
     if not sys.stdout.isatty():
-        print(view())
+        print(view(gpus, host, run_dir))
         return 0
     from rich.live import Live  # which only a terminal should cost
     from rich.text import Text
 
-    with contextlib.suppress(KeyboardInterrupt), Live(Text(view())) as live:
+    with contextlib.suppress(KeyboardInterrupt), Live(Text(view(gpus, host, run_dir))) as live:
         while True:
             time.sleep(1.0)
-            live.update(Text(view()))
+            live.update(Text(view(gpus, host, run_dir)))
     return 0
 
 
-def view() -> str:
-    """Return a reading as text: a line for each GPU, and the host."""
-    cores, memory = psutil.cpu_count() or 1, psutil.virtual_memory()
-    gpus = _gpus()
+def view(gpus: list[Gpu], host: Host, run_dir: Path | None) -> str:
+    """Return a reading as text: a line for each GPU, the host, and up to five recommendations."""
+    cores, memory, load = psutil.cpu_count() or 1, psutil.virtual_memory(), host.read()
+    report = Report.of_run(run_dir) if run_dir else None
+    readings = report.readings if report else Readings(cores=usable_cores())
+    readings, shown = dataclasses.replace(readings, **load), {}
+    advice: dict[str, str] = {} if gpus else recommended(readings)
+    for number, gpu in enumerate(gpus):
+        if (reading := gpu.read()) is None:
+            continue
+        shown[f"GPU {number}"] = gpu.describe(reading)
+        known = {k: v for k, v in dataclasses.asdict(reading).items() if v is not None}
+        found = recommended(dataclasses.replace(readings, **gpu.workers(), **known))
+        for name, text in found.items():  # the first GPU stands for others with the same advice
+            advice.setdefault(name, f"GPU {number}: {text}" if len(gpus) > 1 else text)
     return facts(
         {
-            **{f"GPU {number}": gpu for number, gpu in enumerate(gpus)},
-            "GPU": "" if gpus else "NVML finds none",
-            "host": f"{psutil.cpu_percent() / 100 * cores:.1f} of {cores} cores busy, "
+            **shown,
+            "GPU": "" if shown else "NVML finds none",
+            "host": f"{load['cpu_busy'] * cores:.1f} of {cores} cores busy, "
             f"{(memory.total - memory.available) / 1e9:.1f} of {memory.total / 1e9:.1f} GB",
+            "advice": "\n".join([*advice.values()][:_MOST_ADVICE]),
         }
     )
-
-
-def _gpus() -> list[str]:
-    """Return name, utilization, memory and power of each GPU; a GPU that NVML cannot read ends the
-    list."""
-    import pynvml
-
-    found = []
-    with contextlib.suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        for number in range(pynvml.nvmlDeviceGetCount()):
-            gpu = pynvml.nvmlDeviceGetHandleByIndex(number)
-            memory: Any = pynvml.nvmlDeviceGetMemoryInfo(gpu)
-            busy = pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu
-            found.append(
-                f"{pynvml.nvmlDeviceGetName(gpu)}, {busy} % busy, "
-                f"{memory.used / 1e9:.1f} of {memory.total / 1e9:.1f} GB, "
-                f"{pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3:.0f} W"
-            )
-    return found
 
 
 if __name__ == "__main__":

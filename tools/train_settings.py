@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 _DESCRIPTION = """Train a model on the shards of `pretokenize`: documents, conversations,
 completions, classes, scores or tags. Report metrics and how long the device waits for data.
 Options you leave out get values that suit the data and the GPU. `train` prints these values;
---print-config prints all settings. --dry-run prints what a run logs before its first step.
+--print-config prints all settings. --dry-run tries three steps and prints how long a run takes.
 --no-NAME turns off a switch that a file or a preset turned on."""
 
 GROUPS = {
@@ -70,7 +70,7 @@ GROUPS = {
     "device": ("device", "precision", "compile", "recompute", "shard_model"),
     "evaluation and checkpoint": (
         *("eval_every", "eval_tokens", "patience", "samples", "save_every", "keep"),
-        *("compress_checkpoints", "upload", "log_every", "track"),
+        *("compress_checkpoints", "upload", "log_every", "track", "profile"),
     ),
     "output": ("run_dir", "resume", "export", "json"),
     "configuration and planning": (
@@ -162,9 +162,11 @@ class Command(TrainConfig):
     print_config: bool = False
     """Print all settings as a file for --config, and exit."""
     dry_run: bool = False
-    """Print the model, memory, steps and epochs of the run, and exit."""
+    """Print the model, memory, steps and epochs of the run, try three steps, print the time of a
+    step, an epoch and the run, and exit."""
     monitor_only: bool = False
-    """Show the load of GPUs and host, live. Needs no shards."""
+    """Show the load of GPUs and host live, with recommendations. Needs no shards. With --run-dir,
+    recommendations also use the report of that run."""
     phases: Phases = ()
     """Only in a file: runs one after the other, each with a name and the settings in which it
     differs, like trainable, lora, learning_rate or steps. A phase starts from the weights of the
@@ -233,9 +235,9 @@ def _is_on_gpu(command: Command) -> bool:
     return device_named(command.device).type != "cpu"
 
 
-def _given() -> dict[str, Any]:
-    """Return the settings of the command line, which override its file and its preset."""
-    options = read_command_line(
+def read_options() -> dict[str, Any]:
+    """Return the options on the command line."""
+    return read_command_line(
         Command,
         "train",
         _DESCRIPTION,
@@ -243,6 +245,11 @@ def _given() -> dict[str, Any]:
         reversible=[name for name, kind in FILE_KINDS.items() if bool in kinds_of(kind)],
         other_names=_OTHER_NAMES,
     )
+
+
+def _given() -> dict[str, Any]:
+    """Return the settings of the command line, which override its file and its preset."""
+    options = read_options()
     _check_pairs(options, {name: flag_of(name) for name in options})
     path = options.get("config") or _config_of_phases(options)
     file = read_settings(path, FILE_KINDS) if path else {}

@@ -6,6 +6,7 @@ a run reads or writes any file.
 
 import dataclasses
 import datetime
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -44,7 +45,7 @@ OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 PrecisionName = Literal["auto", "bf16", "fp16", "fp32"]
 CompileMode = Literal["reduce-overhead", "max-autotune"]
-TrackerName = Literal["wandb", "trackio"]
+TrackerName = Literal["wandb", "trackio", "tensorboard"]
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -56,7 +57,7 @@ ALL_LINEAR = "all-linear"
 BY_NUMBERS = "qwen3"
 """The model that is described by `MODEL_NUMBERS`."""
 MODEL_NUMBERS = ("layers", "width", "heads", "kv_heads")
-OF_ONE_COMMAND = ("resume", "json", "export")
+OF_ONE_COMMAND = ("resume", "json", "export", "profile")
 """Settings that config.yaml of a run leaves out: they are for one command, not for the run."""
 
 _ADDRESSES = ("shards", "to", "skip", "upload")
@@ -234,6 +235,8 @@ class TrainConfig:
     """Steps between progress lines."""
     track: tuple[TrackerName, ...] = ()
     """Tracker that receives every record of metrics.jsonl. Can be given several times."""
+    profile: Annotated[str, _shown("A:B")] | None = None
+    """Trace the steps A to B with torch.profiler, into trace-A-B.json.gz in --run-dir."""
     phase: Annotated[str, _shown("N|NAME")] | None = None
     """Run only this phase of --config: its number, from 1, or its name."""
     run_dir: Path = field(default_factory=_new_run_dir)
@@ -260,6 +263,12 @@ class TrainConfig:
                 "or hf:ID for a model of the Hub."
             )
         self._check_numbers()
+        first, last = self.profiled or (1, 1)
+        if not 1 <= first <= last <= self.steps:
+            raise ConfigError(
+                f"`--profile`={self.profile}: expected steps A:B from 1 to --steps={self.steps}, "
+                "like 20:23."
+            )
         if self.step_rows is None and self.micro_batch_tokens != "auto":
             check_multiple(self, "step_tokens", "micro_batch_tokens")
         if self.mixing and (self.mixing[-1].until_tokens or self.mixing[-1].until_step):
@@ -371,6 +380,14 @@ class TrainConfig:
         """The shards of the run and of its mixing."""
         ends = (shards for stage in self.mixing for shards in (stage.shards, stage.to))
         return [self.shards, *(shards for shards in ends if shards is not None)]
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """The first and the last step to trace; zeros if the setting names no steps."""
+        if self.profile is None:
+            return None
+        found = re.fullmatch(r"(\d{1,18}):(\d{1,18})", self.profile, re.ASCII)
+        return (int(found[1]), int(found[2])) if found else (0, 0)
 
     @property
     def rows(self) -> int:

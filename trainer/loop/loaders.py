@@ -347,6 +347,7 @@ def peak_of_step(learner: Learner, loaders: SplitLoaders) -> int | None:
     finally:
         if on_gpu:
             cuda.empty_cache()
+            cuda.reset_peak_memory_stats(device)  # of the run, which begins after this trial
 
 
 def _with_size(config: TrainConfig, tokens: int, reason: str) -> TrainConfig:

@@ -5,12 +5,14 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, Manifest
 from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.planning.state import SavedState
+from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.allocator import allocator
 from tokenfeed.trainer.config.run_config import TrainConfig, phase_folders
@@ -22,7 +24,11 @@ from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.loop.uploads import check_upload, fetch_newest
 from tokenfeed.trainer.optim.train_state import is_out_of_memory
 from tokenfeed.trainer.report.progress_lines import log_beginning
-from tokenfeed.trainer.report.run_files import Report, check_trackers
+from tokenfeed.trainer.report.run_files import Report, check_trackers, duration
+
+_TRIED_STEPS = 3
+_EVALUATION_COST = 1 / 3
+"""Time to evaluate a token, divided by the time to train on it: only the forward pass."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,20 +81,58 @@ def train(
 
 
 def announce(config: TrainConfig) -> None:
-    """Log what a run logs before its first step, and on a GPU the memory of a step, which is tried.
-    Write nothing.
+    """Log what a run logs before its first step, and the memory and time of some steps, which are
+    tried. Write nothing.
 
     Raises:
-        TokenfeedError: Settings or shards do not allow the run.
+        TokenfeedError: Settings, shards or memory do not allow the run.
     """
-    with contextlib.closing(Trainer(config)) as trainer:
-        log_beginning(trainer.config, trainer.learner, trainer.loaders.shape, 0)
-        _log.info("allocator of a GPU: %s", allocator(os.environ))
-        if trainer.device.type == "cpu":
-            return
-        peak = peak_of_step(trainer.learner, trainer.loaders)
-        found = "more than there is" if peak is None else f"{peak / 1e9:.2f} GB"
-        _log.info("memory of a step, with activations: %s", found)
+    try:
+        with contextlib.closing(Trainer(config)) as trainer:
+            config, workers = trainer.config, trainer.loader.num_workers
+            log_beginning(config, trainer.learner, trainer.loaders.shape, trainer.epoch, workers, 0)
+            _log.info("allocator of a GPU: %s", allocator(os.environ))
+            if trainer.device.type != "cpu":
+                peak = peak_of_step(trainer.learner, trainer.loaders)
+                found = "more than there is" if peak is None else f"{peak / 1e9:.2f} GB"
+                _log.info("memory of a step, with activations: %s", found)
+                if peak is None:
+                    return
+            for line in _times(trainer, trainer.try_steps(_TRIED_STEPS)):
+                _log.info("%s", line)
+    except TokenfeedError:  # first, since some of these are RuntimeErrors
+        raise
+    except RuntimeError as error:
+        message = _explain(error, config)
+        if message is None:
+            raise
+        raise ConfigError(message) from error
+
+
+def _times(trainer: Trainer, seconds: list[float]) -> Iterator[str]:
+    """Yield the time of a step, of an epoch and of the run, each with a range.
+
+    Args:
+        trainer: The run.
+        seconds: The seconds of the steps that were tried.
+    """
+    config, epoch = trainer.config, trainer.epoch
+    validation, evaluated = trainer.task.manifest.splits.get("validation"), 0
+    if validation is not None:
+        tokens = min(config.eval_tokens or validation.tokens, validation.tokens)
+        evaluated = tokens * (1 + ceil_div(config.steps, config.eval_every))
+    evaluations = _EVALUATION_COST * evaluated * epoch.steps / epoch.tokens
+    ends = "at most " * bool(config.patience) + count_of(config.steps, "step")
+    for name, steps in (
+        ("a step", 1.0),
+        (f"an epoch of {epoch.steps:,.0f} steps", epoch.steps),
+        (f"the run of {ends}, with validation", config.steps + evaluations),
+    ):
+        mean, least, most = (
+            duration(each * steps)
+            for each in (sum(seconds) / len(seconds), min(seconds), max(seconds))
+        )
+        yield f"time of {name}: {mean} ({least} to {most})"
 
 
 def _keep_versions(config: TrainConfig) -> None:

@@ -11,6 +11,7 @@ sum is corrected once, there.
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import json
 import logging
@@ -25,7 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.feeding.devices import cuda
+from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import StorePath, open_store
@@ -41,10 +45,11 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import (
 )
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import separation
-from tokenfeed.trainer.data.datasets import is_packed, training_source
+from tokenfeed.trainer.data.datasets import Epoch, epoch_of, is_packed, training_source
 from tokenfeed.trainer.distributed.world import StepSync, World, device_named
 from tokenfeed.trainer.loop.evaluation import Evaluator, Sampler
 from tokenfeed.trainer.loop.loaders import SplitLoaders, choose_micro_batch
+from tokenfeed.trainer.loop.profile import open_profiler, trace_of
 from tokenfeed.trainer.loop.uploads import Uploads
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.page import write_page
@@ -54,11 +59,14 @@ from tokenfeed.trainer.report.progress_lines import (
     ProgressLog,
     Skips,
     device_name,
+    divergence,
     log_beginning,
+    machine_means,
     notes_on,
     peak_memory,
     remedies,
 )
+from tokenfeed.trainer.report.recommendations import Readings, recommended
 from tokenfeed.trainer.report.run_files import (
     MetricsFile,
     Report,
@@ -67,7 +75,7 @@ from tokenfeed.trainer.report.run_files import (
     planned_tokens,
     versions,
 )
-from tokenfeed.trainer.stall import StallMeter, warmup_steps
+from tokenfeed.trainer.stall import Cause, StallMeter, warmup_steps
 from tokenfeed.trainer.tasks.registry import task_of
 from tokenfeed.trainer.tasks.task import Metrics
 
@@ -133,6 +141,8 @@ class Trainer:
         )
         """Step and rows of the latest micro-batches, to name the records of a skipped step."""
         self.has_named_records = False
+        self.seconds_of = dict.fromkeys(("evaluation", "checkpoint"), 0.0)
+        """Seconds of the loop that were lost to each of them."""
         self.step_sync = StepSync(self.world)
         self._should_stop: Callable[[], bool] = bool
 
@@ -159,8 +169,9 @@ class Trainer:
         """
         self._should_stop = should_stop
         self._begin()
+        self._profiler = open_profiler(self.config, self.step) if self.world.is_main else None
         if not self.step_sync.stop:
-            with _collections_at_log_lines():
+            with self._profiler or contextlib.nullcontext(), _collections_at_log_lines():
                 self._train(should_save)
 
     def _train(self, should_save: Callable[[], bool]) -> None:
@@ -196,6 +207,29 @@ class Trainer:
             self._after_step(step, tally, norm)
             if step_sync.stop or step == self.config.steps:
                 break
+
+    def try_steps(self, count: int) -> list[float]:
+        """Train some steps, and return their seconds. Write nothing.
+
+        A step before them is not counted: it allocates memory and starts workers. The weights
+        change, so no run can follow.
+        """
+        learner, batches, seconds = self.learner, iter(self.loader), []
+        if self.config.compile:
+            learner.compile(self.loaders.blanks())
+        for step in range(1, count + 2):
+            began_s = time.perf_counter()
+            tally, ends_step = Tally.zero(self.device), False
+            while not ends_step:
+                batch = next(batches)
+                ends_step, micro_batch = batch.ends_step, self.loaders.shape(batch)
+                loss = learner.add_gradients(micro_batch, last=ends_step)
+                tally.add(loss, batch.num_tokens, micro_batch.num_slots)
+            learner.step(step, tally.loss, tally.targets)
+            if self.device.type != "cpu":
+                cuda.synchronize(self.device)
+            seconds.append(time.perf_counter() - began_s)
+        return seconds[1:]
 
     def finish(self) -> Report:
         """Save what a stop left unsaved, and write the report. Call this after `train`."""
@@ -249,7 +283,11 @@ class Trainer:
         )
         step_sync, manifest, stall = self.step_sync, self.task.manifest, self.stall.report()
         delivered = self.loader.stats().epoch_tokens if self.config.mixing else {}
-        return Report(
+        config, epoch, on_gpu = self.config, self.epoch, self.device.type != "cpu"
+        step_rows = manifest.split("train").rows / epoch.steps
+        speed = stall.steps / stall.seconds if stall.seconds else None
+        notes = notes_on(self.task, metrics, lines) if self.is_finished else []
+        report = Report(
             run_dir=str(self.config.run_dir),
             finished=self.is_finished,
             steps=self.step,
@@ -267,7 +305,7 @@ class Trainer:
             validation_loss_last=validation[-1] if validation else None,
             task=self.task.name,
             metrics={split: dict(found) for split, found in metrics.items()},
-            notes=notes_on(self.task, metrics, lines) if self.is_finished else [],
+            notes=notes if config.mixing else [*notes, *divergence(losses)],
             best_step=self.evaluator.best.step if self.evaluator.best else None,
             model=self.config.model,
             parameters=sum(parameter.numel() for parameter in self.learner.model.parameters()),
@@ -279,7 +317,39 @@ class Trainer:
             stages=self._stages(delivered),
             delivered=delivered,
             rows_by_length=list(manifest.split("train").length_histogram),
+            steps_per_s=speed,
+            rows_per_s=speed and speed * step_rows,
+            epoch_seconds=epoch.steps / speed if speed else None,
+            step_rows=step_rows,
+            step_tokens=step_sync.tokens / self.step if self.step else None,
+            accumulation=config.accumulation,
+            micro_batch_tokens=config.micro_batch_slots,
+            num_workers=self.loader.num_workers,
+            state_bytes=self.learner.state_bytes,
+            peak_gpu_bytes=peak_memory(self.device) if on_gpu else None,
+            evaluation_seconds=self.seconds_of["evaluation"],
+            checkpoint_seconds=self.seconds_of["checkpoint"],
+            machine=machine_means(lines),
+            trace=trace_of(config.run_dir),
         )
+        named = {advice.cause for advice in stall.advice}
+        found = recommended(report.readings).items()
+        texts = [text for name, text in found if name not in named]
+        return dataclasses.replace(report, recommendations=texts)
+
+    @functools.cached_property
+    def epoch(self) -> Epoch:
+        """Estimated figures of a pass over the train split."""
+        on_gpu = self.device.type != "cpu"
+        return epoch_of(self.config, self.task.manifest, on_gpu=on_gpu)
+
+    @contextlib.contextmanager
+    def _timed(self, cause: Cause) -> Iterator[None]:
+        """Charge a block to a cause of stall, and count its seconds."""
+        began_s = time.perf_counter()
+        with self.stall.cause(cause):
+            yield
+        self.seconds_of[cause] += time.perf_counter() - began_s
 
     def _stages(self, delivered: Mapping[str, int]) -> list[StageTokens]:
         """Return the stages of the data, which have delivered these tokens of each data set."""
@@ -319,7 +389,8 @@ class Trainer:
         self.metrics = self._open_metrics() if self.world.is_main else None
         if config.resume:
             self._resume()
-        log_beginning(config, self.learner, self.loaders.shape, self.step)
+        epoch, workers = self.epoch, self.loader.num_workers
+        log_beginning(config, self.learner, self.loaders.shape, epoch, workers, self.step)
         if config.compile:
             self.learner.compile(self.loaders.blanks())
         if self.metrics:
@@ -335,8 +406,16 @@ class Trainer:
             remedies=remedies(config, self.task),
         )
         self._resources.callback(self.stall.close)
+        ranks = self.world.size if config.shard_model else 1
+        readings = Readings(
+            workers=self.loader.num_workers,
+            cores=usable_cores(),
+            accumulation=ceil_div(config.accumulation, self.world.size),
+            micro_batch_tokens=config.micro_batch_slots,
+            state_bytes=self.learner.state_bytes / ranks,
+        )
         self.progress_log = ProgressLog(
-            self.metrics, self.stall, self.learner, config.steps, self.skipped
+            self.metrics, self.stall, self.learner, config.steps, self.skipped, readings
         )
         if self._is_due(config.eval_every):
             self._evaluate()
@@ -401,6 +480,9 @@ class Trainer:
             self._write_log(saving=True)
         if (saving or improves) and not stops:
             self._save()
+        if self._profiler:
+            with self.stall.cause("log"):
+                self._profiler.step()
 
     def _is_due(self, every: int) -> bool:
         return self.step == self.config.steps or self.step % every == 0
@@ -451,7 +533,7 @@ class Trainer:
         is_again = self.step == self.began_at
         metrics = self._known_metrics("validation") if is_again else {}
         if not metrics:
-            with self.stall.cause("evaluation"):
+            with self._timed("evaluation"):
                 metrics = self.evaluator.evaluate("validation", self.step, self.metrics)
                 if metrics and self.sampler:
                     self._sample(self.sampler)
@@ -505,7 +587,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Start to save a checkpoint."""
-        with self.stall.cause("checkpoint"):
+        with self._timed("checkpoint"):
             self._wait_for_save()
             if self.saver:
                 meta = CheckpointMeta(

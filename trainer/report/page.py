@@ -14,7 +14,7 @@ from markupsafe import Markup
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
-from tokenfeed.trainer.report.run_files import MetricsLine, Report, decode_lines
+from tokenfeed.trainer.report.run_files import MetricsLine, Report, decode_lines, duration
 from tokenfeed.trainer.stall.stall_report import (
     StallReport,
     render_page,
@@ -289,6 +289,12 @@ def _cards(report: Report) -> dict[str, str]:
         "loss": _figure(report.loss_last),
         "validation loss": _figure(report.validation_loss_last),
         "steps": f"{report.steps:,}",
+        "steps a second": "" if report.steps_per_s is None else f"{report.steps_per_s:,.3g}",
+        "rows a second": "" if report.rows_per_s is None else f"{report.rows_per_s:,.3g}",
+        "an epoch": "" if report.epoch_seconds is None else duration(report.epoch_seconds),
+        "peak GPU memory": ""
+        if report.peak_gpu_bytes is None
+        else f"{report.peak_gpu_bytes / 1e9:.2f} GB",
         "real tokens": short(report.tokens),
         **_metrics(report),
     }
@@ -360,9 +366,23 @@ def _plots(run: RunData) -> list[Plot]:
             format=lambda rate: f"{rate:.2g}",
         ),
         Plot(
+            "Load of the machine",
+            "Share of the time in which the GPU and the processors worked, and share of the "
+            "machine's memory in use. A GPU below 70 % waits: the table above lists what for.",
+            [
+                _series(run, "GPU busy", "gpu_busy"),
+                _series(run, "processors", "cpu_busy"),
+                _series(run, "memory of the machine", "ram_used"),
+            ],
+            format=lambda share: f"{share:.0%}",
+        ),
+        Plot(
             "GPU memory, GB",
-            "Held by torch. Near the size of the GPU, running out of memory is near too.",
-            [_series(run, "memory", "gpu_bytes", factor=1e-9)],
+            "In use by all processes. Near the size of the GPU, running out of memory is near too.",
+            [
+                _series(run, "in use", "gpu_bytes", factor=1e-9),
+                _series(run, "there is", "gpu_total_bytes", factor=1e-9),
+            ],
         ),
     ]
 

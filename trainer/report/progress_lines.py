@@ -5,12 +5,15 @@ A line on the console is made from the same `MetricsLine` as the line of metrics
 always agree.
 """
 
+import dataclasses
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -19,13 +22,15 @@ from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.config.run_config import PAGE_FILE, TrainConfig
 from tokenfeed.trainer.data.attention import kernel_line
-from tokenfeed.trainer.data.datasets import epoch_of, is_packed, knows_steps, shown
+from tokenfeed.trainer.data.datasets import Epoch, is_packed, knows_steps, shown
 from tokenfeed.trainer.data.micro_batch import Shaper
 from tokenfeed.trainer.distributed.gpu import why_unusable
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
-from tokenfeed.trainer.report.run_files import MetricsFile, MetricsLine
-from tokenfeed.trainer.stall import StallMeter
+from tokenfeed.trainer.report.machine import Gpu, GpuReading, Host
+from tokenfeed.trainer.report.recommendations import Readings, recommended
+from tokenfeed.trainer.report.run_files import MetricsFile, MetricsLine, duration
+from tokenfeed.trainer.stall import Cause, StallMeter
 from tokenfeed.trainer.stall.stall_report import main_cause
 from tokenfeed.trainer.tasks.task import Metrics, Task
 
@@ -45,6 +50,15 @@ NO_TARGET = (
 )
 """What explains steps without a target."""
 
+_LINES_IN_A_ROW = 3
+"""A recommendation is logged when it applies to this many progress lines in a row."""
+_SHARES: tuple[Cause, ...] = ("data", "checkpoint", "log")
+"""Causes of stall that recommendations are about."""
+_MEANS = ("gpu_busy", "cpu_busy", "core_busy", "ram_used")
+_DIVERGING = 1.2
+"""A run is diverging if its smoothed loss ends above its least smoothed loss times this."""
+_LEAST_LINES = 5
+
 _log = logging.getLogger(__name__)
 
 
@@ -61,8 +75,19 @@ def console_line(line: MetricsLine, steps: int) -> str:
         parts += [f"{line.real_tokens_per_s:,.0f} real tok/s", stall]
     else:
         parts.append("warming up")
-    if line.gpu_bytes is not None:
-        parts.append(f"gpu {line.gpu_bytes / 1e9:.1f} GB")
+    if line.gpu_bytes is not None and line.gpu_total_bytes:
+        used, total = line.gpu_bytes, line.gpu_total_bytes
+        gpu = f"gpu {used / 1e9:.1f}/{total / 1e9:.1f} GB ({used / total:.0%})"
+        parts.append(gpu if line.gpu_busy is None else f"{gpu}, {line.gpu_busy:.0%} busy")
+    if line.cpu_busy is not None and line.ram_used is not None:
+        parts += [f"cpu {line.cpu_busy:.0%}", f"ram {line.ram_used:.0%}"]
+    if line.steps_per_s is not None:
+        speed = line.steps_per_s
+        parts.append(f"{speed:.1f} it/s" if speed >= 1 else f"{speed:.2g} it/s")
+    if line.phase is not None:
+        parts.append(f"phase {line.phase}")
+    if line.remaining_seconds is not None:
+        parts.append(f"{duration(line.remaining_seconds)} left")
     if line.skipped_steps:
         parts.append(f"{line.skipped_steps} skipped")
     if line.loss_scale is not None:
@@ -108,6 +133,8 @@ class ProgressLog:
         learner: Its learning rate, skipped steps and the memory of its device are logged.
         steps: Last step of the run.
         skipped: Number of steps that earlier sessions skipped.
+        readings: What recommendations need besides the figures of a line.
+        phase: Name of the phase of the run; None without phases.
     """
 
     def __init__(
@@ -117,6 +144,8 @@ class ProgressLog:
         learner: Learner,
         steps: int,
         skipped: int,
+        readings: Readings | None = None,
+        phase: str | None = None,
     ) -> None:
         self._metrics, self._stall, self._learner, self._steps = metrics, stall, learner, steps
         self._device = learner.device
@@ -127,6 +156,14 @@ class ProgressLog:
         self.is_behind = False
         """Whether steps were added since the last line."""
         self._reading = stall.read()
+        self._of_run, self._phase = readings or Readings(), phase
+        self._lines_of = Counter[str]()
+        """Latest lines in a row at which a recommendation applied, by its name."""
+        self._recommended: set[str] = set()
+        self._host = Host()
+        self._gpu: Gpu | None = None
+        if self._device.type != "cpu":
+            self._gpu = Gpu.of_uuid(str(cuda.get_device_properties(self._device).uuid))
 
     def add(self, step: int, tally: Tally, norm: Tensor) -> None:
         """Add a step without waiting for the device.
@@ -158,7 +195,7 @@ class ProgressLog:
             The skipped steps since the previous line; None without any. If they end the run, no
             line is written.
         """
-        device, sums, precision = self._device, self._interval, self._learner.precision
+        sums, precision = self._interval, self._learner.precision
         own = (norm, *precision.skips, precision.scale)
         values = (*own, sums.loss, sums.targets, self._first_skipped, self._without_target)
         fetched = torch.stack([value.double() for value in values]).tolist()  # the only wait
@@ -170,6 +207,8 @@ class ProgressLog:
             return Skips(step - int(in_a_row) + 1, int(in_a_row))
         reading = self._stall.read()
         window, self._reading = reading.since(self._reading), reading
+        gpu, host = self._read_gpu(), self._host.read()
+        machine = {**(dataclasses.asdict(gpu) if gpu else {}), **host}
         line = MetricsLine(
             step=step,
             loss=total / targets if targets else None,
@@ -182,7 +221,12 @@ class ProgressLog:
             stall=window.fraction if window.steps else None,
             stall_causes={name: part for name, part in window.cause_fractions.items() if part},
             step_seconds=self._stall.latest_steps(),
-            gpu_bytes=None if device.type == "cpu" else cuda.memory_reserved(device),
+            steps_per_s=window.steps / window.seconds if window.seconds else None,
+            remaining_seconds=(self._steps - step) * reading.seconds / reading.steps
+            if reading.steps and step < self._steps
+            else None,
+            phase=self._phase,
+            **machine,
         )
         if self._metrics:
             self._metrics.write(line)
@@ -191,7 +235,35 @@ class ProgressLog:
             self._has_warned = True
             counted = count_of(int(without_target), "step")
             _log.warning("%s up to step %d had no target to train on. %s", counted, step, NO_TARGET)
+        if window.steps:
+            known = {name: value for name, value in machine.items() if value is not None}
+            shares = {name: line.stall_causes.get(name, 0.0) for name in _SHARES}
+            self._recommend(step, dataclasses.replace(self._of_run, **known, **shares))
         return Skips(int(first), int(in_a_row)) if first else None
+
+    def _read_gpu(self) -> GpuReading | None:
+        """Return the load of this rank's GPU; None on a CPU. Without NVML, of torch's memory."""
+        device = self._device
+        if device.type == "cpu":
+            return None
+        reading = self._gpu.read() if self._gpu else None
+        if reading is not None:
+            return reading
+        total = cuda.get_device_properties(device).total_memory
+        held = cuda.memory_reserved(device)
+        return GpuReading(gpu_bytes=held, gpu_total_bytes=total, gpu_busy=None)
+
+    def _recommend(self, step: int, readings: Readings) -> None:
+        """Log each recommendation once per session: when it applies to some lines in a row."""
+        if self._device.type != "cpu":
+            peak = peak_memory(self._device)
+            readings = dataclasses.replace(readings, peak_gpu_bytes=peak)
+        found = recommended(readings)
+        self._lines_of = Counter({name: self._lines_of[name] + 1 for name in found})
+        for name, text in found.items():
+            if self._lines_of[name] >= _LINES_IN_A_ROW and name not in self._recommended:
+                self._recommended.add(name)
+                _log.info("step %d | %s", step, text)
 
     def _empty_interval(self) -> tuple[Tally, Tensor]:
         """Return the sums of no step, and 0 for the first skipped step."""
@@ -221,6 +293,41 @@ def notes_on(
         before, after = sum(losses[-2 * last : -last]), sum(losses[-last:])
         if after < (1 - _LEAST_FALL) * before:
             found.append("the loss still fell when the run ended: raise --epochs")
+    return found
+
+
+def divergence(losses: Sequence[float | None]) -> list[str]:
+    """Return a note if the loss of a run ends above 1.2 times its least, both smoothed.
+
+    A value is smoothed over a tenth of the progress lines. A difference within the noise from line
+    to line does not count.
+
+    Args:
+        losses: The loss of each progress line; None if it was not finite.
+    """
+    known = np.array([loss for loss in losses if loss is not None])
+    size = max(1, len(known) // 10)
+    if len(known) < _LEAST_LINES:
+        return []
+    smoothed = np.convolve(known, np.full(size, 1 / size), "valid")
+    end, least = float(smoothed[-1]), float(smoothed.min())
+    noise = math.sqrt(np.square(np.diff(known)).mean() / 2 / size)
+    if end <= _DIVERGING * least or end - least <= 3 * noise:
+        return []
+    return [
+        f"the run is diverging: its smoothed loss ends at {end:.4g}, {end / least:.2g} times its "
+        f"least, {least:.4g}. Lower `--learning-rate` or raise `--warmup-steps`, raise the step "
+        "(`--step-tokens`, `--step-rows`), or lower `--clip-norm`"
+    ]
+
+
+def machine_means(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return means of the machine's readings over lines of metrics.jsonl, and the most memory."""
+    found = {}
+    for name in (*_MEANS, "gpu_bytes", "gpu_total_bytes"):
+        values = [line[name] for line in lines if line.get(name) is not None]
+        if values:
+            found[name] = sum(values) / len(values) if name in _MEANS else max(values)
     return found
 
 
@@ -267,11 +374,12 @@ def _attention_line(config: TrainConfig, learner: Learner, shape: Shaper) -> str
     return kernel_line(learner.device, dtype, by, packed=packed, drops=drops)
 
 
-def log_beginning(config: TrainConfig, learner: Learner, shape: Shaper, step: int) -> None:
+def log_beginning(
+    config: TrainConfig, learner: Learner, shape: Shaper, epoch: Epoch, workers: int, step: int
+) -> None:
     """Log the model, the data, the steps and the folder of a run that goes on after a step."""
     model, manifest, device = learner.model, learner.task.manifest, learner.device
     train = manifest.split("train")
-    epoch = epoch_of(config, manifest, on_gpu=device.type != "cpu")
     if config.device == "auto" and (reason := why_unusable()):
         _log.warning("training on the CPU: %s", reason)
     embeddings = {p for part in model.modules() if is_embedding(part) for p in part.parameters()}
@@ -312,6 +420,14 @@ def log_beginning(config: TrainConfig, learner: Learner, shape: Shaper, step: in
         f"{config.steps:,}",
         f"{round(epoch.tokens / epoch.steps):,}",
         epochs,
+    )
+    _log.info(
+        "batch: a step has about %s rows and %s tokens, in %s of at most %s tokens; %s",
+        f"{train.rows / epoch.steps:,.3g}",
+        f"{round(epoch.tokens / epoch.steps):,}",
+        count_of(config.accumulation, "micro-batch", "micro-batches"),
+        f"{config.micro_batch_slots:,}",
+        count_of(workers, "loader worker"),
     )
     if config.warmup_steps > config.steps:
         _log.warning(

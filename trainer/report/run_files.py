@@ -5,10 +5,11 @@ warm-up. Tokens, losses and padding are those of all steps. A run writes interim
 killed run keeps what it measured.
 
 metrics.jsonl has one object per progress line and per evaluation. Rank 0 forwards each line to
-Weights & Biases or trackio. A tracker that raises is logged once and disabled. The run continues.
+trackers. A tracker that raises is logged once and disabled. The run continues.
 """
 
 import contextlib
+import datetime
 import errno
 import functools
 import importlib.metadata
@@ -26,7 +27,9 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.format.storage import atomic_write, hold
 from tokenfeed.pipeline.text import count_of, facts
@@ -37,6 +40,7 @@ from tokenfeed.trainer.config.run_config import (
     REPORT_FILE,
     TrainConfig,
 )
+from tokenfeed.trainer.report.recommendations import Readings
 from tokenfeed.trainer.stall.reading import StepSeconds
 from tokenfeed.trainer.stall.stall_report import StallReport, advice, speed_parts, stall_facts
 
@@ -110,6 +114,51 @@ class Report:
     rows_by_length: RowsByLength = field(default_factory=list)
     """Rows of the split `train` by length in tokens: entry k counts those of 2**k up to
     2**(k+1) - 1."""
+    steps_per_s: float | None = None
+    """Of the measured steps, like the next two; evaluations and checkpoints are included."""
+    rows_per_s: float | None = None
+    epoch_seconds: float | None = None
+    """Seconds of a pass over the train split."""
+    step_rows: float | None = None
+    """Rows of a step on average, as the manifest predicts them. A document is a row."""
+    step_tokens: float | None = None
+    """Real tokens of a step on average."""
+    accumulation: int | None = None
+    """Micro-batches of a step, over all ranks."""
+    micro_batch_tokens: int | None = None
+    num_workers: int | None = None
+    """Loader processes of a rank."""
+    state_bytes: int | None = None
+    """Memory of weights, gradients and moments."""
+    peak_gpu_bytes: int | None = None
+    """Most memory of the GPU that torch held; None on a CPU."""
+    evaluation_seconds: float = 0.0
+    """Seconds of the loop in evaluations of the validation split."""
+    checkpoint_seconds: float = 0.0
+    """Seconds of the loop in checkpoints. Most of a checkpoint is written beside the next steps."""
+    machine: dict[str, float] = field(default_factory=dict)
+    """Means over the progress lines of `gpu_busy`, `cpu_busy`, `core_busy` and `ram_used`, and the
+    largest `gpu_bytes` and `gpu_total_bytes`."""
+    recommendations: list[str] = field(default_factory=list)
+    """What to change, besides the advice about the stall."""
+    trace: str | None = None
+    """File of the trace that --profile has written into the folder of the run."""
+
+    @property
+    def readings(self) -> Readings:
+        """What recommendations are made from."""
+        ranks, shares = self.stall.world_size, self.stall.causes
+        found = {
+            **self.machine,
+            "workers": self.num_workers,
+            "cores": usable_cores(),
+            **{name: shares[name].fraction for name in ("data", "checkpoint", "log")},
+            "accumulation": self.accumulation and ceil_div(self.accumulation, ranks),
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "state_bytes": self.state_bytes,
+            "peak_gpu_bytes": self.peak_gpu_bytes,
+        }
+        return Readings(**{name: value for name, value in found.items() if value is not None})
 
     @property
     def planned(self) -> Mapping[str, float]:
@@ -154,6 +203,9 @@ class Report:
         speed = speed_parts(self.stall, self.padding)
         if self.real_tokens_per_s is None:
             speed = ["not measured", *speed]
+        if self.steps_per_s and self.rows_per_s and self.epoch_seconds:
+            rates = f"{self.steps_per_s:,.3g} steps/s, {self.rows_per_s:,.3g} rows/s"
+            speed.insert(1, f"{rates}, {duration(self.epoch_seconds)} an epoch")
         return facts(
             {
                 "model": f"{self.model}, {self.parameters / 1e6:.1f} M parameters{trained}, "
@@ -163,12 +215,31 @@ class Report:
                 "loss": loss,
                 "metrics": "\n".join(self._metrics()),
                 "note": "\n".join(self.notes),
+                "batch": self._batch(),
                 "speed": ", ".join(speed),
+                "time": f"{self.evaluation_seconds:,.1f} s in evaluations and "
+                f"{self.checkpoint_seconds:,.1f} s in checkpoints, of {self.seconds:,.1f} s",
+                "memory": f"at most {self.peak_gpu_bytes / 1e9:.2f} GB of the GPU"
+                if self.peak_gpu_bytes
+                else "",
                 **stall_facts(self.stall),
                 "store": _store(self.remote),
-                "advice": advice(self.stall),
+                "advice": "\n".join(filter(None, [advice(self.stall), *self.recommendations])),
+                "trace": f"{folder / self.trace}, for https://ui.perfetto.dev"
+                if self.trace
+                else "",
                 "report": f"{folder / ', '.join(files)}" if files else "",
             }
+        )
+
+    def _batch(self) -> str:
+        """The size of a step, how it is divided, and the workers; empty if unknown."""
+        if self.step_rows is None or self.step_tokens is None:
+            return ""
+        return (
+            f"about {self.step_rows:,.3g} rows and {self.step_tokens:,.0f} real tokens a step, in "
+            f"{count_of(self.accumulation or 1, 'micro-batch', 'micro-batches')}; "
+            f"{count_of(self.num_workers or 0, 'loader worker')}"
         )
 
     def _way_on(self) -> str:
@@ -224,6 +295,13 @@ def planned_tokens(
     return found
 
 
+def duration(seconds: float) -> str:
+    """Return a time in hours, minutes and seconds, as in "0:02:40"; below 10 seconds as "2.5 s"."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    return str(datetime.timedelta(seconds=round(min(seconds, 1e12))))
+
+
 def _change(first: float | None, last: float | None) -> str:
     if first is None or last is None:
         return "not known"
@@ -269,8 +347,24 @@ class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Share of the wall time by cause, without causes of 0."""
     step_seconds: StepSeconds | None = None
     """None during warm-up."""
+    steps_per_s: float | None = None
+    """None during warm-up."""
+    remaining_seconds: float | None = None
+    """Seconds until the last step, at the average speed so far; None during warm-up."""
     gpu_bytes: int | None = None
-    """Memory of the GPU that torch holds; None on a CPU."""
+    """Memory in use on this rank's GPU, by all processes; without NVML, what torch holds. None on a
+    CPU."""
+    gpu_total_bytes: int | None = None
+    gpu_busy: float | None = None
+    """Share of the time in which the GPU ran some kernel; None if NVML does not report it."""
+    cpu_busy: float | None = None
+    """Share of the machine's processors that were busy."""
+    core_busy: float | None = None
+    """The same of the busiest processor."""
+    ram_used: float | None = None
+    """Share of the machine's memory in use."""
+    phase: str | None = None
+    """Name of the phase; None without phases."""
     samples: list[dict[str, str]] | None = None
 
 
@@ -365,7 +459,9 @@ class Trackers:
         self._open: dict[str, Any] = {}
         for name in config.track:
             with self._survived(name):
-                service, run_id = import_module(name), _id_of(config.run_dir)
+                is_file = name == "tensorboard"
+                service: Any = TensorBoard(config.run_dir) if is_file else import_module(name)
+                run_id = _id_of(config.run_dir)
                 named = {"id": run_id, "dir": str(config.run_dir)} if name == "wandb" else {}
                 project = os.environ.get(f"{name.upper()}_PROJECT", "tokenfeed")
                 settings = config.as_dict()
@@ -393,6 +489,30 @@ class Trackers:
             self._open.pop(name, None)
             reason = " ".join(str(error).split()) or type(error).__name__
             _log.warning("--track %s: %s. The run goes on without it", name, reason)
+
+
+class TensorBoard:
+    """Event files in the folder of the run, with the functions of the other trackers."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._open = functools.partial(SummaryWriter, run_dir / "tensorboard", flush_secs=10)
+        self._writer: Any = None
+
+    def init(self, **settings: Any) -> None:
+        """Do nothing: the folder names the run."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Write the values. The first line of a resumed run replaces later ones of a killed run."""
+        self._writer = self._writer or self._open(purge_step=step)
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        """Write what is left."""
+        if self._writer:
+            self._writer.close()
 
 
 def _numbers(line: dict[str, Any], prefix: str = "") -> dict[str, float]:

@@ -13,6 +13,10 @@ class NvmlError(Exception):
     pass
 
 
+def fail(*arguments: object) -> None:
+    raise NvmlError
+
+
 def driver(count: int) -> SimpleNamespace:
     return SimpleNamespace(
         NVMLError=NvmlError,
@@ -22,6 +26,9 @@ def driver(count: int) -> SimpleNamespace:
         nvmlDeviceGetName=lambda gpu: f"H{gpu}",
         nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=3e9, total=8e9),
         nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=75),
+        nvmlDeviceGetSamples=fail,
+        nvmlDeviceGetComputeRunningProcesses=fail,
+        NVML_GPU_UTILIZATION_SAMPLES=1,
         nvmlDeviceGetPowerUsage=lambda gpu: 200_000,
     )
 
@@ -29,7 +36,7 @@ def driver(count: int) -> SimpleNamespace:
 def test_monitor_shows_gpus_and_host_without_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", driver(2))
     shown = call(train.main, "--monitor-only").stdout
-    assert "H1, 75 % busy, 3.0 of 8.0 GB, 200 W" in shown
+    assert "H1, 75 % busy, 3.0 of 8.0 GB (38 %), 200 W" in shown
     assert "cores busy" in shown
     monkeypatch.setitem(sys.modules, "pynvml", driver(0))
     assert "NVML finds none" in call(train.main, "--monitor-only").stdout

@@ -59,6 +59,7 @@ PROVED_ELSEWHERE = {
     "compile": "test_compile.py",
     "export": "test_export.py",
     "track": "test_trackers.py",
+    "profile": "test_profile.py",
     "resume": "test_run.py",
     "targets": "test_run.py",
     "epochs": "test_recommended.py",

@@ -205,7 +205,7 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
         (["--recompute=yes"], r"`--recompute`: takes no value\. See train --help"),
         (["--resume", "perhaps"], "`--resume`: expected true or false or auto, got perhaps"),
         (["--shards"], "`--shards` is empty"),
-        (["--track", "x"], "`--track`: expected a list of one of wandb, trackio"),
+        (["--track", "x"], "`--track`: expected a list of one of wandb, trackio, tensorboard"),
         ([], "`--shards` is needed"),
     ],
 )

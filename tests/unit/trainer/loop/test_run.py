@@ -430,16 +430,28 @@ def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -
         stall_causes={"data": 0.0013, "evaluation": 0.011},
         step_seconds=None,
         gpu_bytes=12_300_000_000,
+        gpu_total_bytes=16_000_000_000,
+        gpu_busy=0.85,
+        cpu_busy=0.45,
+        ram_used=0.67,
+        steps_per_s=3.14,
+        phase="adapters",
+        remaining_seconds=312.0,
     )
     assert console_line(log, 1000) == (
         "step   20/1000 | loss 5.2500 | lr 1.00e-03 | 12,346 real tok/s "
-        "| stall 1.23% (evaluation 1.10) | gpu 12.3 GB"
+        "| stall 1.23% (evaluation 1.10) | gpu 12.3/16.0 GB (77%), 85% busy | cpu 45% | ram 67% "
+        "| 3.1 it/s | phase adapters | 0:05:12 left"
     )
-    skipped = msgspec.structs.replace(log, skipped_steps=3, gpu_bytes=None)
+    machine = ("gpu_bytes", "cpu_busy", "steps_per_s", "phase", "remaining_seconds")
+    alone = msgspec.structs.replace(log, **dict.fromkeys(machine))
+    skipped = msgspec.structs.replace(alone, skipped_steps=3)
     assert console_line(skipped, 1000).endswith("stall 1.23% (evaluation 1.10) | 3 skipped")
     causes = {"data": 0.0001}
-    hardly_any = msgspec.structs.replace(log, stall=0.0001, stall_causes=causes, gpu_bytes=None)
+    hardly_any = msgspec.structs.replace(alone, stall=0.0001, stall_causes=causes)
     assert console_line(hardly_any, 1000).endswith("| stall 0.01%")
+    slow = msgspec.structs.replace(alone, steps_per_s=0.0456)
+    assert console_line(slow, 1000).endswith("| 0.046 it/s")
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,10 @@ def full_lines(count: int = 30) -> list[dict[str, Any]]:
             "stall_causes": {"data": 0.04, "log": 0.01, "copy": 0.0},
             "step_seconds": {"p50": 0.01, "max": 0.05},
             "gpu_bytes": 8_000_000_000,
+            "gpu_total_bytes": 16_000_000_000,
+            "gpu_busy": 0.85,
+            "cpu_busy": 0.45,
+            "ram_used": 0.67,
         }
         for number in range(1, count + 1)
     ]
@@ -153,7 +157,7 @@ def test_a_page_is_well_formed_and_asks_nobody_for_anything() -> None:
     assert "url(" not in page
     assert "@import" not in page
     drawings = re.findall(r"(?s)<svg.*?</svg>", page)
-    assert len(drawings) == 7 + 6  # a plot each, and samples in three legends
+    assert len(drawings) == 8 + 11  # a plot each, and samples in five legends
     for drawing in drawings:
         ElementTree.fromstring(drawing)
 
@@ -161,12 +165,12 @@ def test_a_page_is_well_formed_and_asks_nobody_for_anything() -> None:
 def test_every_plot_can_be_read_without_eyes_and_without_a_mouse() -> None:
     page = page_of(run_of(report_of(rows_by_length=[4]), full_lines()))
     figures = re.findall(r"(?s)<figure.*?</figure>", page)
-    assert len(figures) == 7
+    assert len(figures) == 8
     for figure in figures:
         assert 'tabindex="0"' in figure
         assert 'role="img" aria-label="' in figure
         assert len(re.sub("<[^>]*>", "", figure.split("</svg>\n<p>")[1].split("</p>")[0])) > 15
-    assert page.count("<summary>values</summary>") == 7
+    assert page.count("<summary>values</summary>") == 8
 
 
 @pytest.mark.parametrize("missing", ["real_tokens_per_s", "loss_last", "validation_loss_last"])
