@@ -1,5 +1,6 @@
 """The mission, train: a test for each row of docs/mission.md, by public commands and API."""
 
+import gzip
 import json
 import os
 import signal
@@ -25,11 +26,12 @@ from support.training import (
     load_state,
     make_head,
     overflowing_model,
+    read_metrics,
     write_labelled,
 )
 
 from tokenfeed import Manifest
-from tokenfeed.tools import train
+from tokenfeed.tools import report, train
 
 SMALL = ("--model", "support.training:one_layer_model", "--device", "cpu", "--log-every", 1)
 SIZES = ("--sequence-length", 32, "--micro-batch-tokens", 128, "--step-tokens", 256)
@@ -211,7 +213,28 @@ def test_m14_memory_of_a_gpu_is_not_fragmented(lm: Path, tmp_path: Path) -> None
 
 # ---------- m15 ----------
 
+
 # ---------- m16 ----------
+def test_m16_profile_writes_a_trace_and_changes_no_loss(every_task: Path, tmp_path: Path) -> None:
+    model = ("--model", "support.training:one_layer_model", "--sequence-length", 32)
+    words = ("--shards", every_task / "lm", *model, "--micro-batch-tokens", 128)
+    words += ("--step-tokens", 256, "--steps", 6, "--log-every", 1)
+    plain, traced = tmp_path / "plain", tmp_path / "traced"
+    call(train.main, *words, "--run-dir", plain)
+    ended = call(train.main, *words, "--run-dir", traced, "--profile", "3:4")
+    for name in ("loss", "gradient_norm", "tokens"):
+        assert read_metrics(traced, name) == read_metrics(plain, name)
+
+    path = traced / "trace-3-4.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert sum(event["name"].startswith("Optimizer.step#") for event in events) == 2
+    assert any("aten::mm" in event["name"] for event in events)
+    for printed in (ended.stdout, call(report.main, traced).stdout):
+        assert f"{path}, for https://ui.perfetto.dev" in printed
+    assert json.loads((traced / "report.json").read_text())["trace"] == path.name
+    assert path.name in (traced / "report.html").read_text()
+    assert json.loads((plain / "report.json").read_text())["trace"] is None
+
 
 # ---------- m17 ----------
 
@@ -391,7 +414,26 @@ def test_m19_a_run_starts_from_the_weights_of_another(
 
 # ---------- m20 ----------
 
+
 # ---------- m21 ----------
+def test_m21_diverging_run_is_named_with_what_to_try(every_task: Path, tmp_path: Path) -> None:
+    model = ("--model", "support.training:one_layer_model", "--sequence-length", 32)
+    words = ("--shards", every_task / "lm", *model, "--micro-batch-tokens", 128, "--log-every", 1)
+    words += ("--step-tokens", 128, "--steps", 30, "--schedule", "constant")
+    rates = {"calm": 1e-3, "wild": 5.0}
+    for name, rate in rates.items():
+        settings = ("--learning-rate", rate, "--warmup-steps", 25, "--run-dir", tmp_path / name)
+        ended = call(train.main, *words, *settings)
+        losses = [*read_metrics(tmp_path / name, "loss").values()]
+        smoothed = [sum(losses[at : at + 3]) / 3 for at in range(len(losses) - 2)]
+        is_diverging = smoothed[-1] > 1.2 * min(smoothed)
+        assert is_diverging == (name == "wild")
+        notes = " ".join(json.loads((tmp_path / name / "report.json").read_text())["notes"])
+        for text in (ended.stdout, notes, call(report.main, tmp_path / name).stdout):
+            assert ("the run is diverging" in text) == is_diverging
+        for option in ("--learning-rate", "--step-tokens", "--clip-norm"):
+            assert (option in notes) == is_diverging
+
 
 # ---------- m36 ----------
 

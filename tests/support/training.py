@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,20 @@ def convolving_model(head: Head) -> Transformer:
     model = small_model(head)
     model.convolution = torch.nn.Conv1d(1, 1, 1)
     return model
+
+
+PAUSE_SECONDS = 0.05
+
+
+class _Pausing(Transformer):
+    def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
+        time.sleep(PAUSE_SECONDS)
+        return super().forward(micro_batch)
+
+
+def pausing_model(head: Head) -> Transformer:
+    """A model of one's own whose forward pass takes at least `PAUSE_SECONDS`."""
+    return _Pausing(ModelSize(layers=1, width=64, heads=2), head)
 
 
 class _Lost(Transformer):

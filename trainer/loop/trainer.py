@@ -29,7 +29,7 @@ from torch import Tensor
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.feeding.devices import cuda
-from tokenfeed.pipeline.feeding.placement import usable_cores
+from tokenfeed.pipeline.feeding.placement import cores_per_rank
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import StorePath, open_store
@@ -284,7 +284,7 @@ class Trainer:
         step_sync, manifest, stall = self.step_sync, self.task.manifest, self.stall.report()
         delivered = self.loader.stats().epoch_tokens if self.config.mixing else {}
         config, epoch, on_gpu = self.config, self.epoch, self.device.type != "cpu"
-        step_rows = manifest.split("train").rows / epoch.steps
+        mean_rows = manifest.split("train").rows / epoch.steps
         speed = stall.steps / stall.seconds if stall.seconds else None
         notes = notes_on(self.task, metrics, lines) if self.is_finished else []
         report = Report(
@@ -318,9 +318,9 @@ class Trainer:
             delivered=delivered,
             rows_by_length=list(manifest.split("train").length_histogram),
             steps_per_s=speed,
-            rows_per_s=speed and speed * step_rows,
+            rows_per_s=speed and speed * mean_rows,
             epoch_seconds=epoch.steps / speed if speed else None,
-            step_rows=step_rows,
+            step_rows=config.step_rows or mean_rows,
             step_tokens=step_sync.tokens / self.step if self.step else None,
             accumulation=config.accumulation,
             micro_batch_tokens=config.micro_batch_slots,
@@ -409,7 +409,7 @@ class Trainer:
         ranks = self.world.size if config.shard_model else 1
         readings = Readings(
             workers=self.loader.num_workers,
-            cores=usable_cores(),
+            cores=cores_per_rank(),
             accumulation=ceil_div(config.accumulation, self.world.size),
             micro_batch_tokens=config.micro_batch_slots,
             state_bytes=self.learner.state_bytes / ranks,

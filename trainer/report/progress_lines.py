@@ -29,7 +29,7 @@ from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.machine import Gpu, GpuReading, Host
 from tokenfeed.trainer.report.recommendations import Readings, recommended
-from tokenfeed.trainer.report.run_files import MetricsFile, MetricsLine, duration
+from tokenfeed.trainer.report.run_files import MetricsFile, MetricsLine, duration, rows_of
 from tokenfeed.trainer.stall import Cause, StallMeter
 from tokenfeed.trainer.stall.stall_report import main_cause
 from tokenfeed.trainer.tasks.task import Metrics, Task
@@ -315,7 +315,7 @@ def divergence(losses: Sequence[float | None]) -> list[str]:
     if end <= _DIVERGING * least or end - least <= 3 * noise:
         return []
     return [
-        f"the run is diverging: its smoothed loss ends at {end:.4g}, {end / least:.2g} times its "
+        f"the run is diverging: its smoothed loss ends at {end:.4g}, {end / least:.3g} times its "
         f"least, {least:.4g}. Lower `--learning-rate` or raise `--warmup-steps`, raise the step "
         "(`--step-tokens`, `--step-rows`), or lower `--clip-norm`"
     ]
@@ -422,8 +422,8 @@ def log_beginning(
         epochs,
     )
     _log.info(
-        "batch: a step has about %s rows and %s tokens, in %s of at most %s tokens; %s",
-        f"{train.rows / epoch.steps:,.3g}",
+        "batch: a step has %s and about %s tokens, in %s of at most %s tokens; %s",
+        rows_of(config.step_rows or train.rows / epoch.steps),
         f"{round(epoch.tokens / epoch.steps):,}",
         count_of(config.accumulation, "micro-batch", "micro-batches"),
         f"{config.micro_batch_slots:,}",

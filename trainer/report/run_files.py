@@ -29,7 +29,7 @@ import msgspec
 
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.placement import usable_cores
+from tokenfeed.pipeline.feeding.placement import cores_per_rank
 from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.format.storage import atomic_write, hold
 from tokenfeed.pipeline.text import count_of, facts
@@ -120,7 +120,7 @@ class Report:
     epoch_seconds: float | None = None
     """Seconds of a pass over the train split."""
     step_rows: float | None = None
-    """Rows of a step on average, as the manifest predicts them. A document is a row."""
+    """--step-rows, else the average that the manifest predicts. A document is a row."""
     step_tokens: float | None = None
     """Real tokens of a step on average."""
     accumulation: int | None = None
@@ -151,7 +151,7 @@ class Report:
         found = {
             **self.machine,
             "workers": self.num_workers,
-            "cores": usable_cores(),
+            "cores": cores_per_rank(),
             **{name: shares[name].fraction for name in ("data", "checkpoint", "log")},
             "accumulation": self.accumulation and ceil_div(self.accumulation, ranks),
             "micro_batch_tokens": self.micro_batch_tokens,
@@ -237,7 +237,7 @@ class Report:
         if self.step_rows is None or self.step_tokens is None:
             return ""
         return (
-            f"about {self.step_rows:,.3g} rows and {self.step_tokens:,.0f} real tokens a step, in "
+            f"{rows_of(self.step_rows)} and {self.step_tokens:,.0f} real tokens a step, in "
             f"{count_of(self.accumulation or 1, 'micro-batch', 'micro-batches')}; "
             f"{count_of(self.num_workers or 0, 'loader worker')}"
         )
@@ -293,6 +293,11 @@ def planned_tokens(
         found.append(StageTokens(until=until, planned=planned))
         begin = end
     return found
+
+
+def rows_of(rows: float) -> str:
+    """Return the rows of a step, as in "32 rows" and, if it is a mean, "about 19.3 rows"."""
+    return f"{rows:,.0f} rows" if rows == int(rows) else f"about {rows:,.3g} rows"
 
 
 def duration(seconds: float) -> str:
