@@ -162,11 +162,9 @@ class Command(TrainConfig):
     print_config: bool = False
     """Print all settings as a file for --config, and exit."""
     dry_run: bool = False
-    """Print the model, memory, steps and epochs of the run, try three steps, print the time of a
-    step, an epoch and the run, and exit."""
+    """Try three steps, and print the memory and time of the run."""
     monitor_only: bool = False
-    """Show the load of GPUs and host live, with recommendations. Needs no shards. With --run-dir,
-    recommendations also use the report of that run."""
+    """Show the load of GPUs and host live, and what to change. Takes --run-dir."""
     phases: Phases = ()
     """Only in a file: runs one after the other, each with a name and the settings in which it
     differs, like trainable, lora, learning_rate or steps. A phase starts from the weights of the

@@ -236,7 +236,7 @@ class TrainConfig:
     track: tuple[TrackerName, ...] = ()
     """Tracker that receives every record of metrics.jsonl. Can be given several times."""
     profile: Annotated[str, _shown("A:B")] | None = None
-    """Trace the steps A to B with torch.profiler, into trace-A-B.json.gz in --run-dir."""
+    """Trace the steps A to B with torch.profiler, into --run-dir."""
     phase: Annotated[str, _shown("N|NAME")] | None = None
     """Run only this phase of --config: its number, from 1, or its name."""
     run_dir: Path = field(default_factory=_new_run_dir)

@@ -415,7 +415,13 @@ class Trainer:
             state_bytes=self.learner.state_bytes / ranks,
         )
         self.progress_log = ProgressLog(
-            self.metrics, self.stall, self.learner, config.steps, self.skipped, readings
+            self.metrics,
+            self.stall,
+            self.learner,
+            config.steps,
+            self.skipped,
+            readings,
+            config.phase,
         )
         if self._is_due(config.eval_every):
             self._evaluate()
