@@ -143,8 +143,8 @@ def test_dry_run_announces_the_run_and_writes_nothing(
     sizes = ("--sequence-length", 32, "--micro-batch-tokens", "auto", "--step-tokens", 512)
     call(train.main, *words, *sizes, "--device", "cpu", "--steps", 50, "--dry-run")
     announced = [record.getMessage().partition(":")[0] for record in caplog.records]
-    expected = ["--micro-batch-tokens 512", "model", "attention", "memory", "data", "steps"]
-    expected += ["batch", "run", "allocator of a GPU"]
+    expected = ["--micro-batch-tokens 512", "model", "precision", "attention", "memory"]
+    expected += ["data", "steps", "batch", "run", "allocator of a GPU"]
     expected += ["time of a step", "time of an epoch of 4 steps", "time of the run of 50 steps"]
     found = [line.partition(",")[0] for line in announced[-len(expected) :]]
     assert found == expected
