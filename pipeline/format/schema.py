@@ -243,7 +243,7 @@ def record_batch(rows: Rows, schema: pa.Schema) -> tuple[pa.RecordBatch, dict[st
 
 
 def column_kinds(schema: pa.Schema) -> Kinds:
-    """Return the column kinds of a schema, computed once because Arrow is slow at it."""
+    """Return the column kinds of a schema."""
     return {
         field.name: (np.dtype(field.type.value_type.to_pandas_dtype()), True)
         if pa.types.is_list(field.type)
@@ -259,7 +259,7 @@ def batch_buffers(batch: pa.RecordBatch, kinds: Kinds) -> dict[str, np.ndarray]:
     It uses buffers, not Arrow values, because the batch may be damaged.
 
     Raises:
-        ValueError: A buffer is too small for the rows, or the offsets do not match the tokens.
+        ValueError: A buffer is too small for the rows, or columns have different offsets.
     """
     num_rows = batch.num_rows
     buffers: dict[str, np.ndarray] = {}
@@ -270,8 +270,6 @@ def batch_buffers(batch: pa.RecordBatch, kinds: Kinds) -> dict[str, np.ndarray]:
             continue
         offsets = np.frombuffer(parts[1], np.int32, num_rows + 1)
         if "" not in buffers:
-            if offsets[0] != 0 or (offsets[1:] <= offsets[:-1]).any():
-                raise ValueError("row offsets out of order")
             buffers[""] = offsets
         elif (buffers[""] != offsets).any():
             raise ValueError(f"`{name}` has other row offsets")
@@ -280,12 +278,19 @@ def batch_buffers(batch: pa.RecordBatch, kinds: Kinds) -> dict[str, np.ndarray]:
 
 
 def rows_of_buffers(buffers: dict[str, np.ndarray], kinds: Kinds) -> Rows:
-    """Return the rows of buffers from `batch_buffers`, without a copy."""
+    """Return the rows of buffers from `batch_buffers`, without a copy.
+
+    Raises:
+        ValueError: There is no row, a row is empty, or the offsets are out of order.
+    """
     offsets = buffers[""]
     lengths = np.subtract(offsets[1:], offsets[:-1], dtype=np.int64)
-    per_token = {name: buffers[name] for name, (_, is_per_token) in kinds.items() if is_per_token}
-    per_row = {name: buffers[name] for name in kinds if name not in per_token}
-    return Rows(lengths, per_token, per_row)
+    if offsets[0] != 0 or np.minimum.reduce(lengths) < 1:
+        raise ValueError("row offsets out of order")
+    rows = Rows(lengths, {}, {})
+    for name, (_, is_per_token) in kinds.items():
+        (rows.per_token if is_per_token else rows.per_row)[name] = buffers[name]
+    return rows
 
 
 def _array(values: np.ndarray, kind: pa.DataType) -> pa.Array:

@@ -11,10 +11,11 @@ Files are read by `pread`, not by a memory map: truncating a mapped file kills t
 docs/format.md is the specification. Torch-free; used by the loader and by `pretokenize`.
 """
 
+import functools
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +23,7 @@ import xxhash
 from pyarrow import ipc
 
 from tokenfeed.pipeline.errors import ShardFormatError, damaged, refused
+from tokenfeed.pipeline.format import arrow_file
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo
 from tokenfeed.pipeline.format.schema import (
     FORMAT_VERSION,
@@ -74,8 +76,22 @@ def batch_checksums(
     return checksums
 
 
-UNDECODABLE = (OSError, MemoryError, ValueError, KeyError, TypeError, pa.ArrowException)
+UNDECODABLE = (
+    *(OSError, MemoryError, ValueError, KeyError, TypeError, pa.ArrowException),
+    *arrow_file.UNREADABLE,
+)
 """Errors of Arrow and numpy for bytes that are not a valid record batch."""
+_REST = 1 << 12
+"""More bytes than the rest of a footer: the schema, with names and types of columns. Also the bytes
+of a record batch that are read first: its message, and mostly the begins of its buffers."""
+_SPARE_BYTES = 64
+"""Bytes that Arrow may add to a buffer."""
+
+
+def end_bytes(info: ShardInfo) -> int:
+    """Return the bytes at the end of a shard that usually include its footer; see
+    `arrow_file.missing_bytes`."""
+    return min(info.bytes, info.batches * arrow_file.BLOCK_BYTES + _REST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +109,10 @@ class ExpectedShard:
     whole_schema: pa.Schema
     """Schema of all columns."""
     kinds: Kinds
+    buffers: tuple[int, ...]
+    """Numbers of the Arrow buffers of the columns to read."""
+    most_bytes: int
+    """Bytes of the columns to read of the whole shard, after decompression."""
 
     @classmethod
     def of(
@@ -104,10 +124,14 @@ class ExpectedShard:
         only: Collection[str] | None,
     ) -> Self:
         """Return the expectations for a shard. `only` names the columns to read; None for all."""
-        schema = shard_schema(vocabulary_size, columns)
-        kept = [n for n, name in enumerate(schema.names) if only is None or name in only]
-        read = pa.schema([schema.field(n) for n in kept])
-        return cls(path, info, vocabulary_size, kept, read, schema, column_kinds(read))
+        read = _read_columns(vocabulary_size, columns, None if only is None else tuple(only))
+        most = _SPARE_BYTES * len(read.buffers) + sum(
+            (info.rows + 1) * _OFFSET_BYTES + info.tokens * dtype.itemsize
+            if is_per_token
+            else info.rows * dtype.itemsize
+            for dtype, is_per_token in read.kinds.values()
+        )
+        return cls(path, info, vocabulary_size, *read, most)
 
     def check(self, stored: pa.Schema, num_batches: int) -> None:
         """Compare the schema, the seal and the number of record batches of a shard.
@@ -129,6 +153,27 @@ class ExpectedShard:
             what = f"expected {self.info.batches} record batches, got {num_batches}"
             raise damaged(self.path, what)
 
+    def check_size(
+        self, message: bytes, body: int | None = None, read: Callable[[int], bytes] | None = None
+    ) -> None:
+        """Compare what a record batch becomes by decompression with the whole shard's size.
+
+        Args:
+            message: The first bytes of the record batch, with the whole message.
+            body: Where its buffers begin; by default right after the message.
+            read: Returns 8 bytes behind the end of `message`; None if it is the whole batch.
+
+        Raises:
+            ValueError: The record batch would be larger than the manifest allows.
+        """
+        if body is None:
+            body = arrow_file.message_bytes(message)
+        size = arrow_file.decoded_bytes(message, body, self.buffers, read)
+        if size > self.most_bytes:
+            raise ValueError(
+                f"it would take {size:,} bytes, but the manifest allows {self.most_bytes:,}"
+            )
+
     def rows(
         self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], batch_index: int
     ) -> tuple[Rows, int]:
@@ -139,19 +184,85 @@ class ExpectedShard:
         """
         try:
             buffers = batch_buffers(batch, self.kinds)
-            first_row, stored = int(metadata[FIRST_ROW_KEY]), dict(metadata.items())
+            rows = rows_of_buffers(buffers, self.kinds)
+            first_row = _row_number(metadata[FIRST_ROW_KEY])
+            actual = batch_checksums(self.info.stored_name, batch_index, first_row, buffers)
+            is_whole = True
+            for key, checksum in actual.items():
+                is_whole &= metadata[key] == checksum
         except UNDECODABLE as error:
             raise self.undecodable(batch_index, error) from error
-        actual = batch_checksums(self.info.stored_name, batch_index, first_row, buffers)
-        if not actual.items() <= stored.items():
+        if not is_whole:
             raise damaged(self.path, f"record batch {batch_index} fails its checksum")
+        if not self._fits(rows, first_row, batch_index):
+            info = self.info
+            raise damaged(
+                self.path,
+                f"record batch {batch_index} has {len(rows):,} rows from row {first_row:,} and "
+                f"{len(rows.ids):,} tokens, up to {int(rows.lengths.max()):,} in a row; the "
+                f"manifest allows {info.batches:,} record batches with {info.rows:,} rows and "
+                f"{info.tokens:,} tokens, up to {info.longest_row:,} in a row",
+            )
         if self.info.first_source and ORIGIN_FILE in buffers:
-            buffers[ORIGIN_FILE] = buffers[ORIGIN_FILE] + np.uint32(self.info.first_source)
-        return rows_of_buffers(buffers, self.kinds), first_row
+            rows.per_row[ORIGIN_FILE] = buffers[ORIGIN_FILE] + np.uint32(self.info.first_source)
+        return rows, first_row
+
+    def _fits(self, rows: Rows, first_row: int, batch_index: int) -> bool:
+        """Return whether a record batch can be one of the shard that the manifest describes.
+
+        Every other record batch has at least one row, and every row at least one token.
+        """
+        info, count, tokens = self.info, len(rows.lengths), len(rows.ids)
+        longest = np.maximum.reduce(rows.lengths)
+        before, after = batch_index, info.batches - 1 - batch_index
+        left = info.rows - first_row - count
+        return (
+            (first_row >= before if before else first_row == 0)
+            and (left >= after if after else left == 0)
+            and info.tokens - tokens >= info.rows - count
+            and longest <= info.longest_row
+            and (info.batches > 1 or (tokens, longest) == (info.tokens, info.longest_row))
+        )
 
     def undecodable(self, batch_index: int, cause: Exception) -> ShardFormatError:
         """Return the error for a record batch that cannot be decoded."""
         return refused(self.path, f"record batch {batch_index} cannot be decoded", cause)
+
+
+_OFFSET_BYTES = 4
+_MOST_DIGITS = 18
+
+
+class _Read(NamedTuple):
+    """The columns to read; see `ExpectedShard`."""
+
+    kept: list[int]
+    schema: pa.Schema
+    whole_schema: pa.Schema
+    kinds: Kinds
+    buffers: tuple[int, ...]
+
+
+@functools.cache
+def _read_columns(
+    vocabulary_size: int, columns: tuple[Column, ...], only: tuple[str, ...] | None
+) -> _Read:
+    """Return the columns to read, computed once because Arrow is slow at it."""
+    whole = shard_schema(vocabulary_size, columns)
+    kept = [n for n, name in enumerate(whole.names) if only is None or name in only]
+    read = pa.schema([whole.field(n) for n in kept])
+    buffers, end = list[int](), 0
+    for number, field in enumerate(whole):
+        first, end = end, end + (4 if pa.types.is_list(field.type) else 2)  # two of each array
+        if number in kept:
+            buffers += range(first, end)
+    return _Read(kept, read, whole, column_kinds(read), tuple(buffers))
+
+
+def _row_number(text: bytes) -> int:
+    if not text.isdigit() or len(text) > _MOST_DIGITS:
+        raise ValueError(f"its first row is {text[:40]!r}, expected a number")
+    return int(text)
 
 
 _CHECKED_BYTES = 1 << 20
@@ -190,7 +301,9 @@ class ShardReader:
         self.path = self._store.path(info.file)
         """The path of the file, for messages."""
         self._expected = ExpectedShard.of(self.path, info, vocabulary_size, columns, only)
-        self._reader = self._open(self._expected.kept)
+        self._file, self._reader, self._places = self._open(self._expected.kept)
+        # other files are slower, and may have the rest elsewhere
+        self._ahead = 0 if isinstance(self._file, pa.PythonFile) else _REST
         self._expected.check(self._reader.schema, self._reader.num_record_batches)
 
     @classmethod
@@ -217,6 +330,12 @@ class ShardReader:
             ShardFormatError: The batch cannot be read or decoded, or its checksum differs.
         """
         try:
+            offset, head, _ = self._places.item(batch_index)
+            self._expected.check_size(
+                self._file.read_at(min(max(head, self._ahead), self._info.bytes), offset),
+                head,
+                lambda at: self._file.read_at(8, offset + at),
+            )
             batch, metadata = self._reader.get_batch_with_custom_metadata(batch_index)
         except UNDECODABLE as error:
             raise self._expected.undecodable(batch_index, error) from error
@@ -239,8 +358,8 @@ class ShardReader:
                 digest.update(block)
         return digest.hexdigest()
 
-    def _open(self, kept: list[int]) -> ipc.RecordBatchFileReader:
-        """Open the file, to read some of its columns."""
+    def _open(self, kept: list[int]) -> tuple[pa.NativeFile, ipc.RecordBatchFileReader, np.ndarray]:
+        """Open the file, to read some of its columns. Return also where its record batches are."""
         options = ipc.IpcReadOptions(use_threads=False, included_fields=kept)
         try:
             size = self._store.size(self._info.file)
@@ -249,10 +368,16 @@ class ShardReader:
                     f"{self.path}: expected {self._info.bytes:,} bytes, got {size:,}: the file was "
                     "cut short or replaced. Copy it again, or run `pretokenize` again."
                 )
-            return ipc.open_file(self._store.open(self._info.file, size), options=options)
+            file = self._store.open(self._info.file, size)
+            reader = ipc.open_file(file, options=options)
+            end = file.read_at(arrow_file.AFTER_FOOTER, size - arrow_file.AFTER_FOOTER)
+            length = min(arrow_file.missing_bytes(end), size)
+            return file, reader, arrow_file.blocks(file.read_at(length, size - length))
         except FileNotFoundError as error:
             raise ShardFormatError(
                 f"{self.path}: not found, but the manifest names it. Copy it again."
             ) from error
-        except (OSError, MemoryError, pa.ArrowException) as error:
+        except ShardFormatError:
+            raise
+        except UNDECODABLE as error:
             raise refused(self.path, "its header or footer cannot be read", error) from error

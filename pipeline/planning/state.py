@@ -331,6 +331,7 @@ def _check_epoch(plan: Plan, epoch: int, tokens: tuple[int, ...]) -> None:
     for source, (had, due) in enumerate(zip(tokens, plan.epoch_tokens, strict=True)):
         if due is not None and had != due:
             raise LoaderError(
-                f"epoch {epoch} delivered {had:,} tokens of source {source}, but its manifest has "
-                f"{due:,}. This is a bug in tokenfeed: please report it."
+                f"epoch {epoch} delivered {had:,} tokens of source {source}, but its manifest says "
+                f"{due:,}: the shards are not those of the manifest. Run `shards verify` to see "
+                "which, and copy the data set again."
             )

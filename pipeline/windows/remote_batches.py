@@ -28,10 +28,11 @@ import xxhash
 from tokenfeed.pipeline.caching.node import Node, SharedPieces
 from tokenfeed.pipeline.caching.node_cache import FIRST_END, CacheSet
 from tokenfeed.pipeline.errors import ShardFormatError, TokenfeedError
+from tokenfeed.pipeline.format.arrow_file import missing_bytes
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.schema import Rows
-from tokenfeed.pipeline.format.shard import ExpectedShard
-from tokenfeed.pipeline.format.shard_ranges import RangedShard, end_bytes, missing_bytes
+from tokenfeed.pipeline.format.shard import ExpectedShard, end_bytes
+from tokenfeed.pipeline.format.shard_ranges import RangedShard
 from tokenfeed.pipeline.format.store import FetchingStore, RangedStore
 from tokenfeed.pipeline.remote.object_file import VersionedBytes
 

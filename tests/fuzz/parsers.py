@@ -28,7 +28,13 @@ from fuzz.mutations import Layer
 from pyarrow import ipc
 from support.checkpoints import assert_same, make_state, save, sealed_content
 from support.corpora import read_sources, texts
-from support.data_sets import byte_tokenizer, random_rows, sealed_manifest, write_rows
+from support.data_sets import (
+    byte_tokenizer,
+    random_rows,
+    rows_of_ids,
+    sealed_manifest,
+    write_rows,
+)
 from support.delivery import open_loader
 from support.token_rows import mds_shard, write_datatrove, write_litdata
 
@@ -36,10 +42,12 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format import shard
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo
 from tokenfeed.pipeline.format.schema import (
+    INPUT_IDS,
     Rows,
     batch_buffers,
     column_kinds,
     offsets_of,
+    record_batch,
     shard_schema,
 )
 from tokenfeed.pipeline.format.shard_ranges import RangedShard
@@ -166,11 +174,55 @@ def _read_shard(folder: Path, file: str) -> None:
             info = replace(info, bytes=size)
     ids, are_sealed = b"", True
     for number, (rows, first_row) in enumerate(_batches(folder / "set", manifest, info)):
+        if first_row + len(rows) > info.rows or rows.lengths.max() > info.longest_row:
+            raise Wrong("a shard gave rows that the manifest does not have")
         buffers = {"": offsets_of(rows.lengths).astype(np.int32), "input_ids": rows.ids}
         (checksum,) = shard.batch_checksums(info.file, number, first_row, buffers).values()
         ids, are_sealed = ids + rows.ids.tobytes(), are_sealed and checksum in data
     if ids not in (folder / "expected").read_bytes() and not are_sealed:
         raise Wrong("a damaged shard gave tokens without their checksums")
+
+
+_MOST_ZEROS = 60_000_000
+
+
+def _record_batches(data: bytes) -> dict[str, Any]:
+    """Return the seal of a shard, and what each of its record batches has."""
+    reader = ipc.open_file(data)
+    batches = map(reader.get_batch_with_custom_metadata, range(reader.num_record_batches))
+    return {
+        "seal": reader.schema.metadata[shard.SEAL_KEY].decode(),
+        "batches": [
+            {
+                "first_row": metadata[shard.FIRST_ROW_KEY].decode(),
+                "rows": batch.column(INPUT_IDS).to_pylist(),
+                "zeros": 0,
+            }
+            for batch, metadata in batches
+        ],
+    }
+
+
+def _sealed_shard(content: dict[str, Any]) -> bytes:
+    """Return a shard with right checksums. `zeros` is the number of tokens of one more row, which
+    takes hardly any room in the file."""
+    schema, name = shard_schema(_SIZE, ()), _SHARDS[0]
+    described = shard.shard_metadata(name, _SIZE) | {shard.SEAL_KEY: content["seal"]}
+    sink, options = io.BytesIO(), ipc.IpcWriteOptions(compression="zstd")
+    with ipc.new_file(sink, schema.with_metadata(described), options=options) as writer:
+        for number, batch in enumerate(content["batches"]):
+            zeros = min(abs(batch["zeros"]), _MOST_ZEROS)
+            parts = [*batch["rows"], *([np.zeros(zeros)] if zeros else ())]
+            ids = np.concatenate([np.array(part, np.uint16) for part in parts])
+            rows = rows_of_ids(ids, np.array([*map(len, parts)]), _SIZE)
+            made, buffers = record_batch(rows, schema)
+            first, row = str(batch["first_row"]), 0
+            with contextlib.suppress(ValueError):
+                row = int(first) % 2**64
+            checksums = shard.batch_checksums(name, number, row, buffers)
+            metadata = {shard.FIRST_ROW_KEY: first.encode("utf-8", "surrogatepass")} | checksums
+            writer.write_batch(made, custom_metadata=metadata)
+    return sink.getvalue()
 
 
 def _read_manifest(folder: Path, _: str) -> None:
@@ -421,6 +473,11 @@ PARSERS = {
         _make_shard,
         [_read_shard],
         {f"set/{name}": Layer(bytes, partial(_with_checksums, name)) for name in _SHARDS},
+    ),
+    "record batches": Parser(
+        lambda folder: _make_shard(folder)[:1],
+        [_read_shard],
+        {f"set/{_SHARDS[0]}": Layer(_record_batches, _sealed_shard)},
     ),
     "stitched": Parser(_make_stitched, [_read_shard]),
     "manifest": Parser(

@@ -27,7 +27,7 @@ from tokenfeed.pipeline.caching.node_cache import (
 )
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
 from tokenfeed.pipeline.format.data_set import open_splits
-from tokenfeed.pipeline.format.shard_ranges import end_bytes
+from tokenfeed.pipeline.format.shard import end_bytes
 from tokenfeed.pipeline.format.storage import exclusive, try_lock
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.windows.maker import WindowMaker

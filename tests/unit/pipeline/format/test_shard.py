@@ -1,8 +1,10 @@
 """Shards come back as written, read in other tools, and never give wrong tokens."""
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -10,11 +12,15 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.data_sets import write_rows
 
-from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
+from tokenfeed import Manifest, Padded, ShardLoader
+from tokenfeed.pipeline.errors import ConfigError, LoaderError, ShardFormatError
+from tokenfeed.pipeline.format import shard_writer
 from tokenfeed.pipeline.format.manifest import ShardInfo
 from tokenfeed.pipeline.format.schema import Rows
-from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.shard import ExpectedShard, ShardReader
+from tokenfeed.pipeline.format.shard_ranges import RangedShard
 from tokenfeed.pipeline.format.shard_writer import BATCH_ROWS, BATCH_TOKENS, ShardWriter
 from tokenfeed.pipeline.format.stitched import STITCHED_SUFFIX, OtherFile, write_stitched
 
@@ -217,3 +223,98 @@ def _block_positions(data: bytes, footer_start: int) -> list[int]:
         if offset > 8 and at >= 0:
             found.append(at)
     return found
+
+
+def _read_both_ways(folder: Path, info: ShardInfo) -> list[str]:
+    """The errors of reading a shard as a file, and by ranges as from a store."""
+    data = (folder / info.file).read_bytes()
+    expected = ExpectedShard.of(info.file, info, 1000, (), None)
+    ranged = RangedShard.from_end(expected, data)
+    errors = []
+    for number in range(info.batches):
+        start, length = ranged.span(number, 1)
+        for read in (
+            lambda number: ShardReader(folder, info, 1000).read(number),
+            lambda number, part=data[start : start + length]: ranged.rows(number, part),
+        ):
+            try:
+                read(number)
+            except ShardFormatError as error:
+                errors.append(str(error))
+    assert not any("\n" in error for error in errors)
+    return errors
+
+
+def test_shard_beyond_manifest_is_refused_before_decompression(tmp_path: Path) -> None:
+    """A shard of 7 kB that would take 100 MB."""
+    rows = rows_of([50_000_000])
+    rows.ids[:] = 0
+    info = write(tmp_path, rows)
+    assert info.bytes < 10_000
+    assert not _read_both_ways(tmp_path, info)
+    errors = _read_both_ways(tmp_path, replace(info, tokens=100, longest_row=100))
+    assert len(errors) == 2
+    for error in errors:
+        assert "record batch 0 cannot be decoded (it would take 100,0" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        ({"rows": 2000}, 1),
+        ({"rows": 600}, 2),
+        ({"tokens": 60_000}, 2),
+        ({"longest_row": 299}, 3),
+    ],
+)
+def test_record_batch_unlike_manifest_is_refused(
+    tmp_path: Path, change: dict[str, int], count: int
+) -> None:
+    info = write(tmp_path, rows_of([100, 200, 300] * 300))
+    assert info.batches == 3
+    assert not _read_both_ways(tmp_path, info)
+    errors = _read_both_ways(tmp_path, replace(info, **change))
+    assert len(errors) == 2 * count
+    assert all("the manifest allows" in error for error in errors)
+
+
+def test_only_record_batch_with_fewer_tokens_than_manifest_is_refused(tmp_path: Path) -> None:
+    info = write(tmp_path, rows_of([100, 200, 300]))
+    for change in ({"tokens": 700}, {"longest_row": 400}):
+        assert len(_read_both_ways(tmp_path, replace(info, **change))) == 2
+
+
+@pytest.mark.parametrize(
+    "first", ["-1", "1", " 0", "+0", "0_0", "x", "", str(2**64 - 1), str(2**65), "9" * 5000]
+)
+def test_record_batch_with_wrong_first_row_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Its checksums are right for this first row, if it is a number of 64 bits."""
+    checksums = shard_writer.batch_checksums
+
+    def of_first(name: str, index: int, row: int, buffers: Any) -> dict[bytes, bytes]:
+        with suppress(ValueError):
+            row = int(first) % 2**64 if len(first) < 30 else row
+        return checksums(name, index, row, buffers)
+
+    monkeypatch.setattr(shard_writer, "batch_checksums", of_first)
+    monkeypatch.setattr(shard_writer, "str", lambda number: first, raising=False)
+    info = write(tmp_path, rows_of([3, 5, 700]))
+    assert len(_read_both_ways(tmp_path, info)) == 2
+
+
+def test_loader_of_shards_unlike_manifest_blames_the_shards(tmp_path: Path) -> None:
+    """Two record batches have fewer tokens than the manifest says. No batch alone shows this."""
+    folder = write_rows(tmp_path / "set", {"train": rows_of([100] * 1000)}, 1000)
+    manifest = Manifest.read(folder)
+    (shard,) = manifest.split("train").shards
+    split = replace(manifest.split("train"), shards=(replace(shard, tokens=100_007),))
+    replace(manifest, splits={"train": split}).write(folder)
+    assert shard.batches == 2
+    with (
+        ShardLoader(folder, batching=Padded(4096), num_workers=0, epochs=1) as loader,
+        pytest.raises(LoaderError, match=r"shards are not those of the manifest.*shards verify"),
+    ):
+        for _ in loader:
+            pass

@@ -121,7 +121,8 @@ def test_verify_finds_wrong_counts_and_another_vocabulary(out: Path) -> None:
     tokenizer = replace_file(out, manifest.tokenizer, other)
     dataclasses.replace(manifest, splits=splits, tokenizer=tokenizer).write(out)
     found = " ".join(problems(out))
-    assert "train/00000.arrow: has (rows, tokens, longest row)" in found
+    assert "train/00000.arrow: record batch 0 has 26 rows" in found
+    assert "the manifest allows 1 record batches with 26 rows" in found
     assert "tokenizer.json: has 2 ids, the manifest says " in found
 
 
