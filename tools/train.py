@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
+import yaml
 
 from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.format.store import reading_once
@@ -86,21 +87,22 @@ def _run() -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     if not is_main:
         logging.getLogger("tokenfeed").setLevel(logging.WARNING)
-    command = read_command()
+    parsed = read_command()
+    command = parsed.command
     if command.phases:
         return _run_phases(command)
     config = command.settings()
     if command.print_config:
-        print(command.as_yaml(), end="")
+        print(yaml.safe_dump(parsed.as_dict(), sort_keys=False), end="")
         return 0
 
     from tokenfeed.trainer.loop.run import announce, train  # torch takes seconds to load
 
     if command.dry_run:
-        announce(config)
+        announce(config, parsed.settle)
         return 0
     requests = SignalRequests()
-    report = train(config, requests.should_stop, requests.should_save)
+    report = train(config, requests.should_stop, requests.should_save, settle=parsed.settle)
     if not is_main:
         pass  # rank 0 prints it
     elif config.json:
@@ -118,7 +120,7 @@ def _run_phases(command: Command) -> int:
         from tokenfeed.trainer.loop.run import announce
 
         for phase in read_phases(command):
-            announce(phase.config)
+            announce(phase.config, phase.parsed.settle)
         return 0
     requests = SignalRequests()
     run_phases(command, requests.should_stop, requests.should_save)

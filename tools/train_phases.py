@@ -18,7 +18,7 @@ import yaml
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.tools.shell.console import print_json
-from tokenfeed.tools.train_settings import FILE_KINDS, Command, chosen_command
+from tokenfeed.tools.train_settings import FILE_KINDS, Command, Parsed, chosen_command
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, OF_ONE_COMMAND, PAGE_FILE, TrainConfig
 from tokenfeed.trainer.config.values import nearest
 
@@ -35,8 +35,13 @@ class Phase:
     """`last` or `best`: the weights of the phase before from which this phase starts."""
     given: dict[str, Any]
     """Its settings without those that `train` chooses."""
-    config: TrainConfig
+    parsed: Parsed
     """Its settings, for a new run."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """Its settings, for a new run."""
+        return self.parsed.command.settings()
 
     @property
     def folder(self) -> Path:
@@ -62,16 +67,16 @@ def read_phases(command: Command) -> list[Phase]:
         if given.get("upload"):
             given["upload"] = f"{given['upload'].rstrip('/')}/{folder}"
         _log.info("phase %d of %d: %s", number, len(command.phases), name)
-        config = chosen_command(given).settings()
-        config.check()
-        phases.append(Phase(number, name, start, given, config))
+        parsed = chosen_command(given)
+        parsed.command.settings().check()
+        phases.append(Phase(number, name, start, given, parsed))
     return phases
 
 
 def as_yaml(command: Command, phases: list[Phase]) -> str:
     """Return the settings of all phases as --config takes them: those that all have in common, and
     those in which each differs."""
-    found = [phase.config.as_dict() for phase in phases]
+    found = [phase.parsed.as_dict() for phase in phases]
     common = {
         name: value
         for name, value in found[0].items()
@@ -118,7 +123,9 @@ def run_phases(
         if config is None:
             continue
         _log.info("phase %d of %d: %s, in %s", phase.number, len(phases), phase.name, phase.folder)
-        report = train(config, should_stop, should_save, world)
+        is_new = not config.resume
+        settle = phase.parsed.settle if is_new else None
+        report = train(config, should_stop, should_save, world, settle)
         gc.collect()  # the model is in reference cycles
         found = PhasesReport.of_run(command.run_dir)
         if world.is_main and found:
@@ -197,7 +204,7 @@ def _due(phase: Phase, before: Phase | None, *, is_named: bool) -> TrainConfig |
             given["init_from"] = checkpoints.path(best.step)
     if Checkpoints.of_run(phase.folder).latest() is None:
         return dataclasses.replace(phase.config, init_from=given.get("init_from"))
-    return chosen_command(given).settings()
+    return chosen_command(given).command.settings()
 
 
 def _is_finished(phase: Phase) -> bool:

@@ -10,20 +10,21 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
-import yaml
 from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.pipeline.text import count_of
-from tokenfeed.tools.shell.command_line import read_command_line
+from tokenfeed.tools.shell.command_line import read_command_line, text
+from tokenfeed.trainer.config.presets import OF_GPU, preset_of, read_preset
 from tokenfeed.trainer.config.run_config import (
     BY_NUMBERS,
     CONFIG_FILE,
     MODEL_NUMBERS,
+    Settle,
     TrainConfig,
     phase_folders,
 )
@@ -41,7 +42,9 @@ from tokenfeed.trainer.data.recommended import (
     data_defaults,
     default_epochs,
     gpu_default,
+    scaling,
     schedule_defaults,
+    step_bound,
     steps_of_epochs,
     tuning_defaults,
 )
@@ -64,8 +67,8 @@ GROUPS = {
         *("epochs", "tokens", "steps", "step_tokens", "step_rows", "micro_batch_tokens"),
     ),
     "optimizer": (
-        *("learning_rate", "min_learning_rate", "schedule", "warmup_steps", "weight_decay"),
-        "optimizer",
+        *("learning_rate", "scale_learning_rate", "reference_step_tokens", "reference_step_rows"),
+        *("min_learning_rate", "schedule", "warmup_steps", "weight_decay", "optimizer"),
     ),
     "device": ("device", "precision", "compile", "recompute", "shard_model"),
     "evaluation and checkpoint": (
@@ -85,45 +88,6 @@ GROUPS = {
 """The options by the title of their group in the help."""
 
 Phases = tuple[Annotated[dict[str, Any], Meta(description="settings")], ...]
-PresetName = Literal["quick", "rtx4090", "h100"]
-
-PRESETS: dict[PresetName, dict[str, Any]] = {
-    # A run in a minute, with evaluations, checkpoints and a report.
-    "quick": {
-        "steps": 20,
-        "warmup_steps": 2,
-        "eval_every": 10,
-        "save_every": 10,
-        "log_every": 2,
-    },
-    # 24 GB, bf16.
-    "rtx4090": {
-        "model": "gpt2",
-        "sequence_length": 1024,
-        "micro_batch_tokens": 16_384,
-        "step_tokens": 262_144,
-        "epochs": 1,
-        "learning_rate": 6e-4,
-        "compile": True,
-    },
-    # 80 GB, bf16: GPT-2 as its reproductions train it.
-    "h100": {
-        "model": "gpt2",
-        "sequence_length": 1024,
-        "micro_batch_tokens": 65_536,
-        "step_tokens": 524_288,
-        "epochs": 1,
-        "learning_rate": 6e-4,
-        "compile": True,
-    },
-}
-"""Settings for a purpose, by name. A preset overrides the defaults that suit the data. A file and
-the command line override a preset.
-
-The presets for GPUs train on documents for one epoch, with a warm-up of 3.7 % of the steps, at most
-700. Their micro-batches fit according to `benchmarks/gpu/memory.py`.
-"""
-
 _OF_ADAPTERS = ("lora_alpha", "lora_target")
 _BUDGETS = ("steps", "epochs", "tokens")
 _PAIRS = (
@@ -131,10 +95,16 @@ _PAIRS = (
     ("steps", "tokens", "how long to train"),
     ("epochs", "tokens", "how long to train"),
     ("step_tokens", "step_rows", "what a step is"),
+    ("reference_step_tokens", "reference_step_rows", "the step that the rate is for"),
 )
 """Two settings that exclude each other, and their common meaning."""
-_OF_GPUS = ("rtx4090", "h100")
-"""Presets for training on documents."""
+_STEPS = ("step_tokens", "step_rows")
+_OF_STEP = (
+    *("steps", "epochs", "tokens", "warmup_steps", "eval_every", "eval_tokens", "save_every"),
+    *("log_every", "learning_rate", "scale_learning_rate"),
+    *("reference_step_tokens", "reference_step_rows"),
+)
+"""Settings that depend on the size of a step."""
 _OTHER_NAMES = {
     "": "--shards",
     "--batch-size": "--step-rows (rows of a step) or --micro-batch-tokens (memory)",
@@ -156,9 +126,23 @@ class Command(TrainConfig):
     config: Path | None = None
     """YAML file whose keys are the names of options, like the config.yaml of a run. Options on the
     command line override the file."""
-    preset: PresetName | None = None
-    """Settings for a purpose. quick: a short run with evaluation, checkpoint and report; rtx4090,
-    h100: pre-training on that GPU. --config and options override the preset."""
+    preset: Annotated[str, text("NAME,...")] | None = None
+    """Settings for a GPU and a purpose, like t4,production; later ones override earlier ones. GPUs:
+    t4, v100, rtx4090, a100, h100, or auto for the GPU of this machine. Purposes: quick, test,
+    production, gpt2. --config and options override presets."""
+    step_tokens: Positive | Literal["auto"] = 2048  # type: ignore[assignment]
+    """Tokens of one optimizer step, padding included. auto: one micro-batch, as large as fits, up
+    to a bound. Default: 2048; auto for documents on a GPU."""
+    step_rows: Positive | Literal["auto"] | None = None  # type: ignore[assignment]
+    """Rows of one optimizer step, instead of --step-tokens. auto: one micro-batch, as large as
+    fits, up to a bound."""
+    scale_learning_rate: Literal["sqrt", "linear"] | None = None
+    """How a --learning-rate that you or a preset gave follows the size of the step. Rates that
+    `train` chooses are scaled already."""
+    reference_step_tokens: Positive | None = None
+    """Tokens of the step that --learning-rate is for."""
+    reference_step_rows: Positive | None = None
+    """Rows of the step that --learning-rate is for, instead of --reference-step-tokens."""
     print_config: bool = False
     """Print all settings as a file for --config, and exit."""
     dry_run: bool = False
@@ -173,10 +157,6 @@ class Command(TrainConfig):
     def settings(self) -> TrainConfig:
         """The settings alone."""
         return TrainConfig(**_values(self))
-
-    def as_yaml(self) -> str:
-        """The settings as --config takes them."""
-        return yaml.safe_dump(self.settings().as_dict(), sort_keys=False)
 
 
 Start = Literal["last", "best"]
@@ -199,31 +179,57 @@ _PHASE_NAME = re.compile(r"(?!\d+$)[\w.-]+")
 
 def parse_config() -> TrainConfig:
     """The settings in force."""
-    return read_command().settings()
+    return read_command().command.settings()
 
 
-def read_command() -> Command:
+class Parsed(NamedTuple):
+    """A command line."""
+
+    command: Command
+    settle: Settle | None = None
+    """Returns the settings for the size of a step that fits the GPU; None if the size is known."""
+    left_open: Mapping[str, Any] = {}
+    """Settings that depend on the GPU: their values as given, None for those that are not given."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the settings by name as --config takes them, without those that `train` chooses
+        when the size of a step is known."""
+        content = self.command.settings().as_dict() | dict(self.left_open)
+        return {k: v for k, v in content.items() if v is not None or k not in self.left_open}
+
+
+def read_command() -> Parsed:
     """Read the command line and the files that it names, and choose what they leave open. The
     phases of a run are left as they are given."""
     given = _given()
-    return Command(**{"shards": ""} | given) if "phases" in given else chosen_command(given)
+    if "phases" in given:
+        return Parsed(Command(**{"shards": ""} | given))
+    return chosen_command(given)
 
 
-def chosen_command(given: dict[str, Any]) -> Command:
+def chosen_command(given: dict[str, Any]) -> Parsed:
     """Return given settings and, for those that are left open, settings that suit the data."""
     given = dict(given)
     begun = _begun(given)
     if begun is None:
         manifest = _manifest(given)
         # Imports torch, and so comes after the manifest.
-        return _chosen(manifest, given, on_gpu=_is_on_gpu(Command(**given)))
+        on_gpu = _is_on_gpu(Command(**given))
+        if manifest is not None:
+            given = _with_auto_step(manifest, given, on_gpu=on_gpu)
+        auto = next((name for name in _STEPS if given.get(name) == "auto"), None)
+        if auto is None or manifest is None:
+            return Parsed(_chosen(manifest, given, on_gpu=on_gpu))
+        return _filling(auto, manifest, given, on_gpu=on_gpu)
+    given = {k: v for k, v in given.items() if not (k in _STEPS and v == "auto")}
     command = Command(**layered(_values(begun), given))
+    command = dataclasses.replace(command, **_scaled(command, given, None))
     if command.epochs is not None or command.tokens is not None:
         command.check()
         manifest, on_gpu = read_manifest(command.shards), _is_on_gpu(command)
         budget = _budget(command, command.epochs, manifest, on_gpu=on_gpu)
         command = dataclasses.replace(command, **budget.settings)
-    return command
+    return Parsed(command)
 
 
 def _is_on_gpu(command: Command) -> bool:
@@ -253,7 +259,10 @@ def _given() -> dict[str, Any]:
     file = read_settings(path, FILE_KINDS) if path else {}
     phases = file.pop("phases", ())
     _check_pairs(file, {name: name for name in file}, f"{path}: ")
-    given = layered(PRESETS[options["preset"]] if "preset" in options else {}, file, options)
+    names = _presets_of(options)
+    given = layered(*(read_preset(name, FILE_KINDS) for name in names), file, options)
+    if "preset" in options:
+        given["preset"] = ",".join(names)
     if any(given.get(name) is not None for name in MODEL_NUMBERS):
         given.setdefault("model", BY_NUMBERS)
     if phases:
@@ -302,6 +311,23 @@ def _phases(
         if found.get("lora") is None:  # of phases with adapters
             found = {k: v for k, v in found.items() if k in phase or k not in _OF_ADAPTERS}
         yield found
+
+
+def _presets_of(options: Mapping[str, Any]) -> list[str]:
+    """Return the names of presets, with the preset of this machine's GPU in place of auto."""
+    names = [name.strip() for name in options.get("preset", "").split(",") if name.strip()]
+    if OF_GPU not in names:
+        return names
+    from tokenfeed.pipeline.feeding.devices import cuda  # torch
+    from tokenfeed.trainer.distributed.world import device_named
+
+    found, reason = None, "there is no GPU"
+    if device_named(options.get("device", "auto")).type != "cpu":
+        gpu = cuda.get_device_properties(cuda.current_device())
+        found = preset_of(gpu.name, (gpu.major, gpu.minor), gpu.total_memory)
+        reason = f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 1e9:.1f} GB"
+    _log.info("--preset %s: %s (%s)", OF_GPU, found or "the defaults", reason)
+    return [each for name in names if (each := found if name == OF_GPU else name)]
 
 
 def _check_pairs(settings: Mapping[str, Any], written: Mapping[str, str], where: str = "") -> None:
@@ -373,17 +399,108 @@ def _manifest(given: dict[str, Any]) -> Manifest | None:
     return None
 
 
-def _chosen(manifest: Manifest | None, given: dict[str, Any], *, on_gpu: bool) -> Command:
+def _with_auto_step(manifest: Manifest, given: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+    """Return the given settings, with a step that fills the GPU for documents without a size."""
+    sizes = (*_STEPS, "micro_batch_tokens", "shard_model")
+    if not on_gpu or any(given.get(name) for name in sizes) or data_defaults(manifest, given):
+        return given
+    return given | {"step_tokens": "auto"}
+
+
+def _filling(name: str, manifest: Manifest, given: dict[str, Any], *, on_gpu: bool) -> Parsed:
+    """Return the settings of a run whose step is to fill the GPU, at first with the largest step
+    that suits the data. `name` is the setting that is auto."""
+    if given.get("shard_model"):
+        raise ConfigError(
+            f"`{flag_of(name)}`=auto does not work with --shard-model. Give a number."
+        )
+    fixed = {k: v for k, v in given.items() if k != name}
+    length = _chosen(manifest, fixed, on_gpu=on_gpu, quiet=True).sequence_length
+    bound, micro = step_bound(manifest, given, length), given.get("micro_batch_tokens", "auto")
+    if name == "step_tokens":
+        bound *= length
+        bound = max(1, bound // micro) * micro if isinstance(micro, int) else bound
+
+    def with_step(step: int, micro_batch_tokens: object, *, quiet: bool = False) -> Command:
+        sizes = {name: step, "micro_batch_tokens": micro_batch_tokens}
+        return _chosen(manifest, fixed | sizes, on_gpu=on_gpu, quiet=quiet)
+
+    command = with_step(bound, micro, quiet=True)
+
+    def settle(config: TrainConfig, step: int, micro_batch_tokens: int) -> TrainConfig:
+        found, before = _values(with_step(step, micro_batch_tokens)), _values(command)
+        of_step = {k: v for k, v in found.items() if v != before[k] and k != "run_dir"}
+        return dataclasses.replace(config, **of_step)
+
+    left_open = dict.fromkeys(_OF_STEP) | {k: given[k] for k in _OF_STEP if k in given}
+    return Parsed(
+        command,
+        settle,
+        left_open | {name: "auto", "micro_batch_tokens": micro},
+    )
+
+
+def _scaled(
+    command: Command, given: Mapping[str, Any], manifest: Manifest | None, *, quiet: bool = False
+) -> dict[str, Any]:
+    """Return the settings that --scale-learning-rate changes: a rate that is given follows the
+    size of the step."""
+    by, config = command.scale_learning_rate, command.settings()
+    tokens, rows = command.reference_step_tokens, command.reference_step_rows
+    reference = "reference_step_rows" if tokens is None else "reference_step_tokens"
+    size = tokens or rows
+    if by is None and size is None:
+        return {}
+    if by is None:
+        raise ConfigError(f"`{flag_of(reference)}`={size}: needs --scale-learning-rate.")
+    if size is None:
+        raise ConfigError(
+            f"`--scale-learning-rate`={by}: needs the size of the step that the rate is for. Give "
+            "--reference-step-tokens or --reference-step-rows."
+        )
+    done = dict.fromkeys(("scale_learning_rate", "reference_step_tokens", "reference_step_rows"))
+    rate = given.get("learning_rate")
+    if rate is None:
+        _log.info(
+            "--scale-learning-rate %s changes nothing: it is for a --learning-rate that you give",
+            by,
+        )
+        return done
+    of_rows = tokens is None
+    if is_packed(config, manifest or read_manifest(config.shards)):
+        step = config.step_slots // config.sequence_length if of_rows else config.step_slots
+    elif of_rows == (config.step_rows is None):
+        other = "tokens" if of_rows else "rows"
+        raise ConfigError(
+            f"`{flag_of(reference)}`={size}: the step is a number of {other}, and padded rows have "
+            f"any length. Give --reference-step-{other}."
+        )
+    else:
+        step = config.step_rows or config.step_tokens
+    power = 0.5 if by == "sqrt" else 1.0
+    if not quiet:
+        _log.info("--learning-rate: %s", scaling(rate, step, size, power))
+    return done | {"learning_rate": rate * (step / size) ** power}
+
+
+def _chosen(
+    manifest: Manifest | None, given: dict[str, Any], *, on_gpu: bool, quiet: bool = False
+) -> Command:
     """Return the settings of a new run: the given settings, and defaults that suit the data and the
-    device. Log the chosen defaults."""
+    device. Log the chosen defaults, unless `quiet`."""
     choices: list[Choice] = []
+    presets = given.get("preset") or ""
 
     def command() -> Command:
         return Command(**layered(*(choice.settings for choice in choices), given))
 
     if manifest is not None:
         longest_input = _longest_input(manifest, given.get("model", ""))
-        choices += [*data_defaults(manifest, given, longest_input), *tuning_defaults(given)]
+        choices += data_defaults(manifest, given, longest_input)
+        length = command().sequence_length
+        choices += tuning_defaults(manifest, given | {"sequence_length": length})
+    given = given | _scaled(command(), given, manifest, quiet=quiet)
+    if manifest is not None:
         suited = command()
         suited.check()
         epochs = suited.epochs
@@ -392,7 +509,7 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], *, on_gpu: bool) -
         if epochs is not None or suited.tokens is not None:
             choices.append(_budget(suited, epochs, manifest, on_gpu=on_gpu))
             given = {k: value for k, value in given.items() if k not in ("epochs", "tokens")}
-        for_gpu = given.get("preset") in _OF_GPUS or on_gpu
+        for_gpu = on_gpu or "gpt2" in presets
         choices += schedule_defaults(manifest, command(), given, for_gpu=for_gpu)
     packed = manifest is None or is_packed(command(), manifest)
     if on_gpu and packed and given.get("dropout") is None and _drops_attention(command().model):
@@ -400,9 +517,11 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], *, on_gpu: bool) -
     if on_gpu and "micro_batch_tokens" not in given:
         choices += filter(None, [gpu_default(command(), packed=packed)])
     found = command()
-    preset = [Choice(PRESETS[found.preset], f"preset {found.preset}")] if found.preset else []
-    for line in filter(None, (choice.line(found) for choice in [*preset, *choices])):
-        _log.info("%s", line)
+    names = [] if quiet else presets.split(",")
+    known = [Choice(read_preset(name, FILE_KINDS), f"preset {name}") for name in names if name]
+    for line in filter(None, (choice.line(found) for choice in [*known, *choices])):
+        if not quiet:
+            _log.info("%s", line)
     return found
 
 

@@ -1,6 +1,7 @@
 """The mission, train: a test for each row of docs/mission.md, by public commands and API."""
 
 import gzip
+import importlib.resources
 import json
 import os
 import signal
@@ -21,10 +22,12 @@ from support.commands import call
 from support.processes import eventually
 from support.simulated_gpu import simulated_gpu
 from support.training import (
+    LONGEST,
     OVERFLOWS,
     SEEN,
     load_state,
     make_head,
+    one_layer_model,
     overflowing_model,
     read_metrics,
     write_labelled,
@@ -40,6 +43,16 @@ SIZES = ("--sequence-length", 32, "--micro-batch-tokens", 128, "--step-tokens", 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_labelled(tmp_path_factory.mktemp("lm") / "shards", "lm", count=150)
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_labelled(tmp_path_factory.mktemp("classes") / "shards", "classify", count=150)
+
+
+@pytest.fixture(scope="module")
+def many_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_labelled(tmp_path_factory.mktemp("many") / "shards", "classify", count=13_000)
 
 
 def report_of(*words: object) -> dict[str, Any]:
@@ -178,7 +191,117 @@ def test_m10_compile_takes_the_modes_of_torch(
 
 # ---------- m12 ----------
 
+
+def printed_config(*words: object) -> tuple[dict[str, Any], str]:
+    """The settings that --print-config prints, and what is logged meanwhile."""
+    done = call(train.main, *words, "--print-config")
+    return yaml.safe_load(done.stdout), done.stderr
+
+
+def test_m12_learning_rate_follows_the_batch(lm: Path, classes: Path, tmp_path: Path) -> None:
+    labelled = ("--shards", classes, "--device", "cpu")
+    own = ("--learning-rate", "2e-5", "--scale-learning-rate")
+    config, log = printed_config(*labelled, *own, "sqrt", "--reference-step-rows", 8)
+    assert "2.0e-5 x sqrt(32/8) = 4.0e-5" in log
+    assert config["learning_rate"] == pytest.approx(4e-5)
+    packed = ("--shards", lm, *SMALL, *SIZES)
+    config, log = printed_config(*packed, *own, "linear", "--reference-step-tokens", 1024)
+    assert "2.0e-5 x 256/1024 = 5.0e-6" in log
+    assert config["learning_rate"] == pytest.approx(5e-6)
+    # A rate of a preset follows too, and what is printed is scaled once.
+    file = tmp_path / "printed.yaml"
+    scale = ("--scale-learning-rate", "sqrt", "--reference-step-tokens", 524_288)
+    config, log = printed_config(*packed, "--preset", "gpt2", *SIZES, "--model", "tiny", *scale)
+    assert config["learning_rate"] == pytest.approx(6e-4 * (256 / 524_288) ** 0.5)
+    file.write_text(yaml.safe_dump(config))
+    assert printed_config("--config", file)[0]["learning_rate"] == config["learning_rate"]
+    # Rates that `train` chooses are scaled already, also for rows that are given, and say so.
+    for rows in (8, 32, 512):
+        config, log = printed_config(*labelled, "--step-rows", rows, *own[2:], "linear", *scale[2:])
+        assert config["learning_rate"] == pytest.approx(1e-3 * (rows / 32) ** 0.5, rel=0.005)
+        assert f"1.0e-3 x sqrt({rows}/32)" in log
+        assert "--scale-learning-rate linear changes nothing" in log
+
+
 # ---------- m13 ----------
+
+OF_GPU_FILES = {
+    *("precision", "micro_batch_tokens", "step_rows", "num_workers", "prefetch"),
+    *("compile", "recompute"),
+}
+
+
+def files_of_presets() -> dict[str, dict[str, Any]]:
+    """The presets that are in the package, by name."""
+    folder = importlib.resources.files("tokenfeed") / "trainer" / "presets"
+    files = {Path(each.name).stem: each.read_text() for each in folder.iterdir()}
+    return {name: yaml.safe_load(content) for name, content in files.items()}
+
+
+def test_m13_settings_by_gpu_and_purpose(lm: Path, classes: Path) -> None:
+    files = files_of_presets()
+    gpus = {"t4", "v100", "rtx4090", "a100", "h100"}
+    assert {*gpus, "test", "production", "gpt2"} <= files.keys()
+    for name in gpus:
+        assert files[name].keys() <= OF_GPU_FILES
+    assert (files["test"]["save_every"], files["production"]["save_every"]) == (200, 500)
+    assert files["gpt2"]["model"] == "gpt2"
+    plain, _ = printed_config("--shards", classes, "--device", "cpu")
+    both, _ = printed_config("--shards", classes, "--device", "cpu", "--preset", "t4,production")
+    assert (both["save_every"], both["step_rows"]) == (500, 32)  # the later one wins
+    assert both["micro_batch_tokens"] == "auto"
+    assert both["num_workers"] == files["t4"]["num_workers"]
+    assert (both["model"], both["sequence_length"]) == (plain["model"], plain["sequence_length"])
+    turned, _ = printed_config("--shards", lm, "--device", "cpu", "--preset", "production,t4")
+    assert (turned["save_every"], turned["step_rows"]) == (500, "auto")
+
+
+GPUS = [
+    ("Tesla T4", (7, 5), 15.8e9, "t4"),
+    ("Tesla V100-SXM2-16GB", (7, 0), 16.9e9, "v100"),
+    ("NVIDIA GeForce RTX 4090", (8, 9), 25.4e9, "rtx4090"),
+    ("NVIDIA A100-SXM4-40GB", (8, 0), 42.3e9, "a100"),
+    ("NVIDIA H100 80GB HBM3", (9, 0), 85.0e9, "h100"),
+    ("NVIDIA A10", (8, 6), 24.0e9, "rtx4090"),
+    ("NVIDIA L4", (8, 9), 23.6e9, "rtx4090"),
+    ("NVIDIA GeForce RTX 3090", (8, 6), 25.3e9, "rtx4090"),
+    ("NVIDIA GeForce RTX 5090", (12, 0), 34.2e9, "rtx4090"),
+    ("NVIDIA H200", (9, 0), 150.0e9, "h100"),
+    ("NVIDIA RTX A1000", (8, 6), 8.6e9, "rtx4090"),
+    ("Quadro RTX 8000", (7, 5), 51.0e9, "t4"),
+    ("Tesla P100-PCIE-16GB", (6, 0), 17.1e9, None),
+    (None, None, None, None),
+]
+
+
+@pytest.mark.parametrize(("name", "capability", "memory", "preset"), GPUS)
+def test_m13_auto_finds_the_preset_of_the_gpu(
+    name: str | None,
+    capability: Any,
+    memory: Any,
+    preset: str | None,
+    classes: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if name is not None:
+        major, minor = capability
+        gpu = SimpleNamespace(name=name, major=major, minor=minor, total_memory=memory)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+    words = ("--shards", classes, "--seed", 3)
+    found, log = printed_config(*words, "--preset", "auto")
+    expected = preset or "the defaults"
+    reason = f"{name}, capability" if name else "there is no GPU"
+    assert f"--preset auto: {expected} ({reason}" in log
+    if preset:
+        settings = files_of_presets()[preset]
+        assert found.items() >= settings.items()
+    else:
+        assert found.get("step_rows") == 32
+
 
 # ---------- m14 ----------
 
@@ -436,6 +559,57 @@ def test_m21_diverging_run_is_named_with_what_to_try(every_task: Path, tmp_path:
 
 
 # ---------- m36 ----------
+
+
+def limited(head: Any) -> torch.nn.Module:
+    """A model on a device of `LIMIT["bytes"]`, of which each trained slot takes a part."""
+    model = one_layer_model(head)
+
+    def check(module: torch.nn.Module, given: Any) -> None:
+        if module.training and given[0].num_slots * _BYTES_PER_SLOT > LIMIT["bytes"]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    model.register_forward_pre_hook(check)
+    return model
+
+
+LIMIT = {"bytes": 80e9}
+_BYTES_PER_SLOT = 1.25e9 / LONGEST
+
+
+@pytest.mark.parametrize(
+    ("memory", "rows"), [(12e9, 8), (16e9, 8), (24e9, 16), (40e9, 32), (80e9, 64)]
+)
+@pytest.mark.parametrize("unit", ["rows", "tokens"])
+def test_m36_the_step_fills_the_gpu(
+    memory: float,
+    rows: int,
+    unit: str,
+    many_classes: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(LIMIT, "bytes", memory)
+    words = ("--shards", many_classes, "--run-dir", tmp_path / "run", "--device", "cpu")
+    size = (f"--step-{unit}", "auto", "--model", f"{__name__}:limited")
+    log = call(train.main, *words, *size, "--steps", 2).stderr
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    step = config[f"step_{unit}"]
+    slots = step if unit == "tokens" else step * LONGEST
+    assert slots * _BYTES_PER_SLOT <= memory
+    assert rows * LONGEST <= slots < 2 * rows * LONGEST
+    assert config["micro_batch_tokens"] == slots  # so accumulation is 1
+    bound = 256 * LONGEST if unit == "tokens" else 256
+    assert f"--step-{unit} {step}: a micro-batch on each device, at most {bound} in all" in log
+    in_step = rows if unit == "rows" else slots / mean_tokens(many_classes)
+    assert config["learning_rate"] == pytest.approx(1e-3 * (in_step / 32) ** 0.5, rel=0.03)
+    assert files_of_presets()["t4"]["step_rows"] == "auto"
+
+
+def mean_tokens(shards: Path) -> float:
+    train_split = json.loads((shards / "manifest.json").read_text())["splits"]["train"]["shards"]
+    return sum(s["tokens"] for s in train_split) / sum(s["rows"] for s in train_split)
+
 
 # ---------- m37 ----------
 

@@ -7,6 +7,7 @@ a run reads or writes any file.
 import dataclasses
 import datetime
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -415,6 +416,10 @@ class TrainConfig:
         """Token slots of a step at most."""
         rows = self.step_rows
         return self.step_tokens if rows is None else rows * self.sequence_length
+
+
+Settle = Callable[[TrainConfig, int, int], TrainConfig]
+"""Returns the settings of a run with another size of the step and of its micro-batches."""
 
 
 def phase_folders(run_dir: Path) -> list[Path]:

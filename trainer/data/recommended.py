@@ -5,6 +5,7 @@ and the budget of one epoch. Data with labels or completions gets as many epochs
 tokens, or with labels 500 steps, but at least 3 and at most 10. The numbers were measured on small
 data sets and two cores.
 
+Learning rates were measured for steps of 32 rows, and follow the square root of the rows of a step.
 A GPU gets a micro-batch that fits; a CPU changes no default. Does not import torch.
 """
 
@@ -19,7 +20,7 @@ from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import flag_of
-from tokenfeed.trainer.data.datasets import epoch_of, knows_steps
+from tokenfeed.trainer.data.datasets import epoch_of, is_packed, knows_steps
 
 _TOKENS = 2_000_000
 """Tokens to train on in all epochs. A data set of fewer tokens is small."""
@@ -30,6 +31,7 @@ _LEAST_STEPS = 500
 _PATIENCE = 8
 _RATE, _TAG_RATE = 1e-3, 3e-3
 """Learning rate for a step of 32 rows; for tags by the model `words`."""
+_RATE_ROWS = 32
 _FINE_RATE, _ADAPTER_RATE = 5e-5, 2e-4
 _FINE_ROWS, _FINE_STEPS = 32, 50
 """Most rows of a step of completions, and fewest steps of an epoch, for a pretrained model."""
@@ -40,6 +42,8 @@ _PACKED_LENGTH, _PACKED_SLOTS = (128, 8192), 2048
 _WARMUP, _LINES = 0.1, 50
 _LONG_WARMUP, _MOST_WARMUP = 0.037, 700
 """Warm-up in the presets for GPUs: 700 of 19,000 steps, as in reproductions of GPT-2."""
+_MOST_STEP_TOKENS, _LEAST_STEP_TOKENS = 524_288, 2048
+"""Bounds of a packed step that fills the GPU. The first is the step of GPT-2."""
 _EVALUATION_SHARE = 0.05 * 3
 """Tokens of all evaluations per trained token: 5 % of the time, as a forward pass is a third of a
 step."""
@@ -64,7 +68,7 @@ class Choice:
         flags = [
             flag_of(name) + ("" if value is True else f" {value}")
             for name, value in self.settings.items()
-            if getattr(config, name) == value
+            if getattr(config, name) == value and value is not False
         ]
         return f"chosen: {' '.join(flags)} ({self.reason})" if flags else ""
 
@@ -100,14 +104,75 @@ def data_defaults(
     return []
 
 
-def tuning_defaults(given: Mapping[str, Any]) -> list[Choice]:
+def tuning_defaults(manifest: Manifest | None, given: Mapping[str, Any]) -> list[Choice]:
     """Return the defaults that suit a pretrained model, or adapters beside one."""
     if not _finetunes(given):
         return []
-    if given.get("lora") is not None:
-        settings = {"learning_rate": _ADAPTER_RATE, "weight_decay": 0.0}
-        return [Choice(settings, "adapters start at zero, and must not decay to it")]
-    return [Choice({"learning_rate": _FINE_RATE}, "the model is pretrained")]
+    rows: float = _RATE_ROWS
+    train = manifest.splits.get("train") if manifest else None
+    if manifest is not None and train is not None and train.rows:
+        rows = _rows_of_step(manifest, train, given)
+    if given.get("lora") is None:
+        return [_rate(_FINE_RATE, rows, "the model is pretrained; ")]
+    decay = Choice({"weight_decay": 0.0}, "adapters start at zero, and must not decay to it")
+    return [_rate(_ADAPTER_RATE, rows), decay]
+
+
+def step_bound(manifest: Manifest, given: Mapping[str, Any], length: int) -> int:
+    """Return the most rows of a step that fills the GPU, a power of two. `length` is that of a
+    packed row.
+
+    With more rows, an epoch would have too few steps.
+    """
+    train = manifest.split("train")
+    if column_of(manifest.columns, "target") is not None:
+        least, most, rows = _ROWS[0], _ROWS[1], train.rows
+        steps = _FINE_STEPS
+    else:
+        least, most = _LEAST_STEP_TOKENS // length, _MOST_STEP_TOKENS // length
+        rows = train.tokens // length
+        is_read_often = column_of(manifest.columns, "context") is not None
+        steps = _FINE_STEPS if is_read_often or _finetunes(given) else _STEPS_OF_EPOCH
+    bounds = max(1, least), max(1, most)
+    return 1 << _between(bounds, rows // steps).bit_length() - 1
+
+
+def _rate(base: float, rows: float, reason: str = "") -> Choice:
+    """Choose the rate that suits a step of some rows."""
+    rate = float(f"{base * math.sqrt(rows / _RATE_ROWS):.3g}")
+    words = scaling(base, rows, _RATE_ROWS, 0.5)
+    return Choice({"learning_rate": rate}, f"{reason}scaled by rows a step: {words}")
+
+
+def scaling(base: float, size: float, reference: float, power: float) -> str:
+    """Return how a rate follows the size of a step, like 2.0e-5 x sqrt(32/8) = 4.0e-5."""
+    ratio = f"{size:.7g}/{reference:.7g}"
+    scaled = base * (size / reference) ** power
+    words = f"sqrt({ratio})" if power == 0.5 else ratio
+    return f"{_short(base)} x {words} = {_short(scaled)}"
+
+
+def _short(number: float) -> str:
+    digits, _, exponent = f"{number:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}"
+
+
+def _rows_of_step(manifest: Manifest, train: SplitInfo, given: Mapping[str, Any]) -> float:
+    """Return the rows of a step that are given or chosen for labelled rows. Otherwise return the
+    number that the rate was measured for."""
+    is_labelled = column_of(manifest.columns, "target") is not None
+    if is_labelled:
+        if given.get("step_rows") is not None:
+            return float(given["step_rows"])
+        if given.get("step_tokens") is not None:
+            return float(given["step_tokens"] * train.rows / train.tokens)
+        return _step_rows(train)
+    if column_of(manifest.columns, "context") is None:  # documents have any length
+        return _RATE_ROWS
+    tokens = given.get("step_tokens")
+    if given.get("step_rows") is not None and given.get("sequence_length") is not None:
+        tokens = given["step_rows"] * given["sequence_length"]
+    return float(tokens * train.rows / train.tokens) if tokens is not None else _RATE_ROWS
 
 
 def default_epochs(
@@ -158,7 +223,8 @@ def schedule_defaults(
     trained = float(config.steps * config.step_tokens)
     if config.step_rows is not None:
         train = manifest.split("train")
-        trained = config.steps * config.step_rows * train.tokens / train.rows
+        row = config.sequence_length if is_packed(config, manifest) else train.tokens / train.rows
+        trained = config.steps * config.step_rows * row
     every, reason = _evaluation_steps(manifest, config.steps, trained), f"{config.steps:,} steps"
     # Evaluations share the steps of checkpoints, so that a best step rarely needs one of its own.
     save_every, is_paced = config.save_every, bool(data_defaults(manifest, given))
@@ -215,16 +281,15 @@ def _padded(longest: int, train: SplitInfo, given: Mapping[str, Any], rate: floa
     length = max(2, round_up(longest, 8))
     reason = f"the longest row has {longest:,} tokens"
     if given.get("step_tokens") is not None and given.get("step_rows") is None:
-        return [Choice({"sequence_length": length}, reason)]
-    rows = _step_rows(train)
+        rows = max(1, round(given["step_tokens"] * train.rows / train.tokens))
+        return [Choice({"sequence_length": length}, reason), _rate(rate, rows)]
+    chosen = _step_rows(train)
+    rows = given.get("step_rows") or chosen
     slots = max(length, min(rows * length, _MOST_SLOTS))
-    rate = round(rate * math.sqrt(rows / _ROWS[0]), 5)
     return [
         Choice({"sequence_length": length, "micro_batch_tokens": slots}, reason),
-        Choice(
-            {"step_rows": rows, "learning_rate": rate},
-            f"{math.ceil(train.rows / rows):,} steps an epoch",
-        ),
+        Choice({"step_rows": chosen}, f"{math.ceil(train.rows / chosen):,} steps an epoch"),
+        _rate(rate, rows),
     ]
 
 
@@ -256,10 +321,9 @@ def _between(bounds: tuple[int, int], value: int) -> int:
 
 
 def gpu_default(config: TrainConfig, *, packed: bool) -> Choice | None:
-    """Return the micro-batch of a GPU, if a step of the run has several micro-batches, and has the
-    same rows with smaller ones."""
-    if not packed and config.step_rows is None:
-        return None
-    if config.micro_batch_tokens == "auto" or config.accumulation == 1:
+    """Return the micro-batch of a GPU, if a step has the same rows with a smaller one. Ranks that
+    share a model cannot try sizes: one rank that is out of memory would leave the others waiting.
+    """
+    if config.shard_model or (not packed and config.step_rows is None):
         return None
     return Choice({"micro_batch_tokens": "auto"}, "as many as fit the GPU")

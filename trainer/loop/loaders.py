@@ -8,6 +8,7 @@ device, found by trial.
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -20,7 +21,12 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.stages import Stage
-from tokenfeed.trainer.config.run_config import MOST_SHAPES, TrainConfig, check_multiple
+from tokenfeed.trainer.config.run_config import (
+    MOST_SHAPES,
+    Settle,
+    TrainConfig,
+    check_multiple,
+)
 from tokenfeed.trainer.data.attention import Separation
 from tokenfeed.trainer.data.datasets import (
     Policy,
@@ -285,8 +291,7 @@ def choose_micro_batch(
     All ranks get the same number, and each rank has at least one micro-batch of every step.
 
     Args:
-        config: The settings. A resumed run keeps its number, since its saved position counts
-            micro-batches.
+        config: The settings. A resumed run keeps its number.
         learner: The model of the run. It does not change.
         loaders_of: Returns the loaders of settings with a number.
         world: The ranks.
@@ -311,16 +316,52 @@ def choose_micro_batch(
     sized = [each for each in sized if each.accumulation >= world.size] or sized[:1]
     if world.device.type == "cpu":
         sized = [each for each in sized if each.micro_batch_slots <= _ON_CPU] or sized[:1]
-    for each in reversed(sized):
-        peak = peak_of_step(learner, loaders_of(each))
-        if all(fits is not None for fits in world.all_gather(peak)):
-            reason = f"a step takes {peak / 1e9:.1f} GB" if peak else "on a CPU, more gains nothing"
-            return _with_size(config, each.micro_batch_slots, reason)
+    peaks: dict[int, int | None] = {}
+
+    def fits(size: int) -> bool:
+        each = dataclasses.replace(config, micro_batch_tokens=size)
+        peaks[size] = peak_of_step(learner, loaders_of(each))
+        return all(peak is not None for peak in world.all_gather(peaks[size]))
+
+    sizes = [each.micro_batch_slots for each in sized]
+    found = largest_fitting(sizes, config.sequence_length, fits)
+    if found is not None:
+        peak = peaks[found]
+        reason = f"a step takes {peak / 1e9:.1f} GB" if peak else "on a CPU, more gains nothing"
+        return _with_size(config, found, reason)
     raise ConfigError(
         f"`--micro-batch-tokens`=auto: {sized[0].micro_batch_tokens} tokens, the fewest that "
         "divide a step, do not fit into memory. Try --recompute, a smaller --sequence-length or "
         "a smaller --model."
     )
+
+
+def largest_fitting(sizes: list[int], length: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the largest of some ascending sizes that fits: first among powers of two times the
+    length of a row, then among the others that are larger."""
+    best, too_large = None, math.inf
+    powers = [size for size in sizes if size % length == 0 and (size // length).bit_count() == 1]
+    for size in powers or sizes[:1]:
+        if not fits(size):
+            too_large = size
+            break
+        best = size
+    for size in reversed(sizes):
+        if (best or 0) < size < too_large and fits(size):
+            return size
+    return best
+
+
+def fill_step(config: TrainConfig, settle: Settle, world: World) -> TrainConfig:
+    """Return the settings of a run whose step has one micro-batch on each rank."""
+    if config.step_rows is None:
+        name, bound, step = "tokens", config.step_tokens, config.micro_batch_slots * world.size
+    else:
+        name, bound, step = "rows", config.step_rows, config.rows * world.size
+    _log.info("--step-%s %d: a micro-batch on each device, at most %d in all", name, step, bound)
+    found = settle(config, step, config.micro_batch_slots)
+    found.check()
+    return found
 
 
 def peak_of_step(learner: Learner, loaders: SplitLoaders) -> int | None:
@@ -362,7 +403,8 @@ def possible_sizes(config: TrainConfig, task: Task) -> list[int]:
     """
     length = config.sequence_length
     if config.step_rows is not None:
-        return [rows * length for rows in _divisors(config.step_rows)]
+        least = min(config.step_rows, 2 if config.compile else 1)
+        return [rows * length for rows in _divisors(config.step_rows) if rows >= least]
     found = _divisors(config.step_tokens)
     if task.head.causal or is_packed(config, task.manifest):
         check_multiple(config, "step_tokens", "sequence_length")

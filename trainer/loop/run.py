@@ -15,7 +15,7 @@ from tokenfeed.pipeline.planning.state import SavedState
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.allocator import allocator
-from tokenfeed.trainer.config.run_config import TrainConfig, phase_folders
+from tokenfeed.trainer.config.run_config import Settle, TrainConfig, phase_folders
 from tokenfeed.trainer.data.datasets import weights_of
 from tokenfeed.trainer.distributed.world import RankError, World, join_world
 from tokenfeed.trainer.loop.loaders import peak_of_step
@@ -39,6 +39,7 @@ def train(
     should_stop: Callable[[], bool],
     should_save: Callable[[], bool] = bool,
     world: World | None = None,
+    settle: Settle | None = None,
 ) -> Report:
     """Train a run from start to end.
 
@@ -50,6 +51,7 @@ def train(
         should_stop: Returns whether to stop. Called after each step.
         should_save: Returns whether to save. Called after each step.
         world: The ranks, which stay joined. Default: those that a launcher started, until the end.
+        settle: See `Trainer`.
 
     Raises:
         TokenfeedError: Settings, shards, checkpoint or memory do not allow the run.
@@ -61,7 +63,7 @@ def train(
         config = world.from_rank_0(lambda: begun)
         if config.resume:
             _keep_versions(config)
-        with contextlib.closing(Trainer(config, world)) as trainer:
+        with contextlib.closing(Trainer(config, world, settle)) as trainer:
             report = _train(trainer, should_stop, should_save)
         if world.is_main and config.export and report.finished and not config.export.exists():
             export_run(config, config.export, trainer.evaluator.best)
@@ -80,7 +82,7 @@ def train(
         raise ConfigError(message) from error
 
 
-def announce(config: TrainConfig) -> None:
+def announce(config: TrainConfig, settle: Settle | None = None) -> None:
     """Log what a run logs before its first step, and the memory and time of some steps, which are
     tried. Write nothing.
 
@@ -88,7 +90,7 @@ def announce(config: TrainConfig) -> None:
         TokenfeedError: Settings, shards or memory do not allow the run.
     """
     try:
-        with contextlib.closing(Trainer(config)) as trainer:
+        with contextlib.closing(Trainer(config, settle=settle)) as trainer:
             config, workers = trainer.config, trainer.loader.num_workers
             log_beginning(config, trainer.learner, trainer.loaders.shape, trainer.epoch, workers, 0)
             _log.info("allocator of a GPU: %s", allocator(os.environ))

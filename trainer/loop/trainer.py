@@ -43,12 +43,12 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import (
     Checkpoints,
     Figures,
 )
-from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.run_config import Settle, TrainConfig
 from tokenfeed.trainer.data.attention import separation
 from tokenfeed.trainer.data.datasets import Epoch, epoch_of, is_packed, training_source
 from tokenfeed.trainer.distributed.world import StepSync, World, device_named
 from tokenfeed.trainer.loop.evaluation import Evaluator, Sampler
-from tokenfeed.trainer.loop.loaders import SplitLoaders, choose_micro_batch
+from tokenfeed.trainer.loop.loaders import SplitLoaders, choose_micro_batch, fill_step
 from tokenfeed.trainer.loop.profile import open_profiler, trace_of
 from tokenfeed.trainer.loop.uploads import Uploads
 from tokenfeed.trainer.optim.train_state import Learner, Tally
@@ -104,7 +104,16 @@ class Trainer:
     last_norm: Tensor
     """`train` sets these. Before, the run has no folder, and nothing is measured."""
 
-    def __init__(self, config: TrainConfig, world: World | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, world: World | None = None, settle: Settle | None = None
+    ) -> None:
+        """
+        Args:
+            config: The settings.
+            world: The ranks. Default: this process alone.
+            settle: Returns the settings for the step that fills the devices, which is at most that
+                of `config`. None: the step of `config`.
+        """
         config.check()
         self.started_s = time.perf_counter()
         self.world = world or World(device_named(config.device))
@@ -113,6 +122,9 @@ class Trainer:
         self.task = task_of(config, self.device)
         self.learner = Learner(config, self.task, self.world)
         config = choose_micro_batch(config, self.learner, self.loaders_of, self.world)
+        if settle:
+            config = fill_step(config, settle, self.world)
+        self.learner.use(config)
         self.config, self.loaders = config, self.loaders_of(config)
 
         self.loader = self.loaders.train_loader()

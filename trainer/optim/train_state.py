@@ -90,7 +90,7 @@ class Learner:
 
     def __init__(self, config: TrainConfig, task: Task, world: World) -> None:
         """Draw weights from the seed. All ranks get those of rank 0."""
-        self._config, self.task, self._world, self.device = config, task, world, world.device
+        self.config, self.task, self._world, self.device = config, task, world, world.device
         self.precision = Precision(config.precision, self.device)
         self._replicas: Replicas | None = None
         torch.manual_seed(config.seed)
@@ -128,6 +128,11 @@ class Learner:
             compiled=bool(config.compile),
             dtype=torch.float16 if self.precision.is_scaled else torch.bfloat16,
         )
+        self.use(config)
+
+    def use(self, config: TrainConfig) -> None:
+        """Train with other settings of steps: their size, number and rates."""
+        self.config, task = config, self.task
         self._divisor: float = config.step_slots
         if self.precision.is_scaled:
             self._divisor = expected_targets(config, task.manifest, per_row=task.kind == "row")
@@ -156,7 +161,7 @@ class Learner:
     def compile(self, micro_batches: list[MicroBatch]) -> None:
         """Compile the model for the shapes of some micro-batches, for training and evaluation,
         without training on them."""
-        mode = None if self._config.compile is True else self._config.compile or None
+        mode = None if self.config.compile is True else self.config.compile or None
         compile_model(self.model, mode)
         self.task.is_compiled, self.task.has_graphs = True, mode is not None
         listed = ", ".join(" x ".join(map(str, shown.ids_BT.shape)) for shown in micro_batches)
@@ -198,7 +203,7 @@ class Learner:
 
     def draw_for(self, number: int) -> None:
         """Seed dropout for the micro-batch of this number. The seed does not depend on the rank."""
-        key = derive_key(self._config.seed, number, _OF_DROPOUT)
+        key = derive_key(self.config.seed, number, _OF_DROPOUT)
         torch.default_generator.manual_seed(key)  # in microseconds; `torch.manual_seed` takes 100
         if self.device.type != "cpu":
             cuda.manual_seed(key)
@@ -261,11 +266,11 @@ class Learner:
         set_learning_rate(self.optimizer, self.rate(number))
         correction = self._divisor / targets.clamp(min=1)
         correction = torch.where(loss.isfinite(), correction, torch.nan)
-        return self.precision.step(self.optimizer, correction, self._config.clip_norm)
+        return self.precision.step(self.optimizer, correction, self.config.clip_norm)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""
-        config = self._config
+        config = self.config
         return learning_rate(
             step,
             schedule=config.schedule,
@@ -294,21 +299,21 @@ class Learner:
         which `draw_for` seeds. Only `step` changes the returned tensors: buffers, which a forward
         pass may change, are copied."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        weights = kept_state(self.model, self._config)
+        weights = kept_state(self.model, self.config)
         return self._state(
             {name: value.clone() if name in buffers else value for name, value in weights.items()}
         )
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from a `state_dict`. Weights and moments are overwritten in place."""
-        weights = kept_weights(self.model, self._config, checkpoint)
+        weights = kept_weights(self.model, self.config, checkpoint)
         make_moments(self.optimizer, self.model, checkpoint)
         state = checkpoint.read(self._state(weights), self._world)
         self.precision.load_state_dict(part_of(state, "precision."))
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Overwrite the weights with a checkpoint's weights."""
-        read_weights(self.model, self._config, checkpoint, self._world)
+        read_weights(self.model, self.config, checkpoint, self._world)
 
     def _state(self, weights: State) -> State:
         return {

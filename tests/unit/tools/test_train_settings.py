@@ -24,10 +24,10 @@ from tokenfeed.tools import train
 from tokenfeed.tools.train_settings import (
     FILE_KINDS,
     GROUPS,
-    PRESETS,
     Command,
     layered,
 )
+from tokenfeed.trainer.config.presets import preset_names, read_preset
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import read_settings, setting_of
 from tokenfeed.trainer.data.datasets import make_policy
@@ -196,7 +196,10 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
             ["--precision", "int8"],
             "`--precision`: expected one of auto, fp32, bf16, got int8",
         ),
-        (["--preset", "H100"], "`--preset`: expected one of quick, rtx4090, h100, got"),
+        (
+            ["--preset", "t4,H100"],
+            r"`--preset`: expected auto, t4, .* or several like t4,production, got H100\. Did",
+        ),
         (
             ["--config", "nowhere.yaml"],
             "nowhere.yaml: No such file or directory. Give a YAML",
@@ -297,20 +300,21 @@ def test_a_size_has_a_unit_or_is_plain_bytes(said: str | int, meant: int, tmp_pa
         assert config.as_dict()["cache_bytes"] == meant
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["quick", "test", "production", "gpt2"])
 def test_every_preset_works_and_is_named(name: str, shards: Path, caplog: Any) -> None:
     caplog.set_level("INFO")
     config = parsed("--shards", shards, "--preset", name)
     config.check()
     make_policy(config, packed=True, on_gpu=True)
-    settings = {key: value for key, value in PRESETS[name].items() if key != "epochs"}  # type: ignore[index]
+    settings = {k: v for k, v in read_preset(name, FILE_KINDS).items() if k != "epochs"}
     assert dataclasses.asdict(config).items() >= settings.items()
     assert f"(preset {name})" in caplog.text
 
 
 def test_every_preset_is_in_the_table_of_the_page() -> None:
     page = (ROOT / "docs" / "how" / "settings.md").read_text(encoding="utf-8")
-    assert all(f"| `{name}` |" in page for name in PRESETS)
+    table = page[page.index("| `--preset` |") : page.index("Give a GPU and a purpose")]
+    assert all(f"`{name}`" in table for name in preset_names())
 
 
 def test_every_option_is_in_one_group_of_the_help() -> None:
@@ -334,8 +338,47 @@ def test_help_shows_every_option_with_its_default(
     assert " --recompute, --no-recompute " in shown
     assert " --compile [reduce-overhead|max-autotune] " in shown
     assert " --print-config, " not in shown  # a file cannot turn it on
-    assert "Tokens of one optimizer step, padding included. Default: 2048." in shown
-    assert len(printed.splitlines()) <= 145
+    assert "Tokens of one optimizer step, padding included. auto: one micro-batch" in shown
+    assert len(printed.splitlines()) <= 165
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--scale-learning-rate", "sqrt"), "needs the size of the step that the rate is for"),
+        (("--reference-step-rows", 8), "`--reference-step-rows`=8: needs --scale-learning-rate"),
+        (
+            ("--scale-learning-rate", "sqrt", "--reference-step-tokens", 8, "--learning-rate", 1),
+            "the step is a number of rows, .* Give --reference-step-rows",
+        ),
+        (
+            ("--reference-step-tokens", 8, "--reference-step-rows", 8),
+            "and --reference-step-tokens both say the step that the rate is for",
+        ),
+        (("--step-rows", "auto", "--shard-model"), "`--step-rows`=auto does not work with"),
+    ],
+)
+def test_scales_and_steps_that_cannot_be_meant_are_rejected(
+    words: tuple[object, ...], reason: str, shards: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parsed("--shards", shards, *words)
+
+
+def test_a_scaled_rate_is_not_scaled_again_when_the_run_resumes(
+    shards: Path, tmp_path: Path
+) -> None:
+    words = ("--scale-learning-rate", "sqrt", "--reference-step-rows", 8, "--learning-rate", 1e-4)
+    begun = parsed("--shards", shards, "--run-dir", tmp_path, *words)
+    assert begun.learning_rate == pytest.approx(2e-4)
+    begun.write()
+    again = ("--resume", "--run-dir", tmp_path)
+    for more in ((), words, words[:4]):
+        assert parsed(*again, *more).learning_rate == begun.learning_rate
+    file = tmp_path / "config.yaml"
+    assert (
+        parsed("--config", file, "--run-dir", tmp_path / "b").learning_rate == begun.learning_rate
+    )
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def manifests(draw: st.DrawFn, tasks: tuple[str, ...] = (*LABELLED, "complete"))
 
 def config_for(manifest: Manifest, epochs: int | None = None, **given: Any) -> TrainConfig:
     config = PLAIN
-    for choice in data_defaults(manifest, AUTO):
+    for choice in data_defaults(manifest, {k: given[k] for k in given if k == "step_rows"}):
         config = dataclasses.replace(config, **choice.settings)
     config = dataclasses.replace(config, **given)
     epochs = epochs or default_epochs(manifest, AUTO)
@@ -155,17 +155,19 @@ def test_a_line_names_only_what_the_run_has_by_it() -> None:
 @given(manifests())
 def test_what_is_fine_tuned_is_so_for_few_epochs_at_a_low_rate(manifest: Manifest) -> None:
     given = {"model": "hf:folder"}
-    choices = [*data_defaults(manifest, given), *tuning_defaults(given)]
+    choices = [*data_defaults(manifest, given), *tuning_defaults(manifest, given)]
     chosen = {k: v for each in choices for k, v in each.settings.items()}
     assert default_epochs(manifest, given) == 3
-    assert chosen["learning_rate"] == 5e-5
+    rows = chosen.get("step_rows", 32)
+    assert chosen["learning_rate"] == pytest.approx(5e-5 * math.sqrt(rows / 32), rel=0.005)
     assert not {"model", "dropout"} & set(chosen)
 
 
 @pytest.mark.parametrize("task", ["lm", "complete", "classify"])
 def test_adapters_get_a_higher_rate_and_no_decay(task: Task) -> None:
     given = {"model": "hf:folder", "lora": 4}
-    choices = [*data_defaults(make_manifest(task, 3000, 100, 400), given), *tuning_defaults(given)]
+    manifest = make_manifest(task, 3000, 100, 400)
+    choices = [*data_defaults(manifest, given), *tuning_defaults(manifest, given)]
     chosen = {k: v for each in choices for k, v in each.settings.items()}
     assert (chosen["learning_rate"], chosen["weight_decay"]) == (2e-4, 0.0)
 
@@ -259,7 +261,8 @@ def test_without_shards_to_read_the_plain_settings_are_shown_and_used(
     ("settings", "packed", "fits"),
     [
         ({"step_tokens": 1 << 16}, True, True),
-        ({"step_tokens": 2048}, True, False),  # one micro-batch is left as it is
+        ({"step_tokens": 2048}, True, True),
+        ({"step_tokens": 2048, "shard_model": True}, True, False),
         ({"step_tokens": 1 << 16}, False, False),  # smaller ones would put other rows into a step
         ({"step_rows": 64}, False, True),
     ],
