@@ -1,6 +1,6 @@
 # The commands of developers and CI. PYTHON is any Python 3.11 or later; .venv has everything else.
 PYTHON ?= python3
-BIN := .venv/bin
+BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 RUN_CHECKS := $(BIN)/python -m
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder    # files with slow tests first: see conftest
@@ -8,7 +8,7 @@ PARALLEL := -n auto --dist loadfile --no-loadscope-reorder    # files with slow 
 MORE := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 STEPS := 200
 
-.PHONY: setup dev demo test test-fast test-slow test-long gpu check lint types editor package matrix fmt bench docs docs-serve map clean
+.PHONY: setup dev demo test test-fast test-slow test-mission test-long gpu check lint types editor package matrix fmt bench docs docs-serve map clean
 
 # Create .venv, with everything that the targets below need.
 setup: .venv/.ready
@@ -36,6 +36,10 @@ demo: setup
 # Run all tests but those that take minutes.
 test: setup
 	$(RUN_CHECKS) pytest -q -m 'not long' $(PARALLEL) -n $(MORE)
+
+# Run the tests of what users are promised (docs/mission.md).
+test-mission: setup
+	$(RUN_CHECKS) pytest -q tests/mission -n $(MORE)
 
 # Run the fast unit tests, which start no processes: under 90 s on two cores.
 test-fast: setup

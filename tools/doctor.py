@@ -11,7 +11,6 @@ import logging
 import os
 import platform
 import random
-import resource
 import shutil
 import sys
 import tempfile
@@ -144,9 +143,12 @@ def _reach(url: str) -> dict[str, Any]:
 def _limits() -> dict[str, Any]:
     found: dict[str, Any] = {}
     names = {"open files": "NOFILE", "processes": "NPROC", "locked memory": "MEMLOCK"}
-    for name, limit in names.items():
-        soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{limit}"))
-        found[name] = "unlimited" if soft == resource.RLIM_INFINITY else soft
+    with contextlib.suppress(ImportError):  # on Windows
+        import resource
+
+        for name, limit in names.items():
+            soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{limit}"))
+            found[name] = "unlimited" if soft == resource.RLIM_INFINITY else soft
     # Names of control groups of version 2 and 1. The CPU time is in µs per period.
     found["memory of the container"] = _group_limit("memory", "memory.max", "memory.limit_in_bytes")
     found["CPU time of the container"] = _group_limit("cpu", "cpu.max", "cpu.cfs_quota_us")

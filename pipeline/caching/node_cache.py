@@ -319,7 +319,7 @@ def _size(entry: "os.DirEntry[str]") -> int:
     return found.st_size
 
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _PAUSE_S = 30.0
 """Seconds without writing after the disk refused a file."""

@@ -25,6 +25,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, BatchForm
 from tokenfeed.pipeline.feeding.delivery import Delivery, Feed, Pass, Tuner
 from tokenfeed.pipeline.feeding.placement import (
+    can_have_workers,
     check_no_copies,
     cores_per_rank,
     resolve_ranks,
@@ -228,6 +229,10 @@ class ShardLoader:
             self._row_map = RowMap.from_setting(map, size, plan.order.seed)
         self._targets_by = TargetRule.from_setting(targets, sources[0].manifest.columns)
         self._least_workers, self._cache = int(has_remote(sources)), None
+        if num_workers == "auto" and not can_have_workers():
+            num_workers = 0
+        first = 1 if num_workers == "auto" else num_workers
+        self._num_workers = resolve_workers(first, least=self._least_workers)
         if self._least_workers:
             from tokenfeed.pipeline.caching.node_cache import cache_for
 
@@ -235,8 +240,6 @@ class ShardLoader:
         more_s = _STORE_S if self._least_workers else 0.0
         self._timeout = checks.number("timeout", timeout, unit="seconds") + more_s
         self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
-        first = 1 if num_workers == "auto" else num_workers
-        self._num_workers = resolve_workers(first, least=self._least_workers)
         self._delivery = Delivery(Delivered(plan))
         self._begins_anew = plan.split != _TRAIN
         self._is_resumed = False

@@ -243,12 +243,23 @@ def _nodes_of(world_size: int) -> int:
     return world_size // of_node if of_node and world_size % of_node == 0 else 1
 
 
+def can_have_workers() -> bool:
+    """Return whether this system can hand open files to a new process, which workers need."""
+    return hasattr(os, "fork")
+
+
 def resolve_workers(num_workers: int, *, least: int = 0) -> int:
     """Check a number of workers, and raise it to `least`, the number that the data needs.
 
     Raises:
         ConfigError: The number is out of range, or workers cannot run here.
     """
+    if not can_have_workers() and max(least, num_workers if isinstance(num_workers, int) else 0):
+        remote = " Copy data sets of stores to this machine by `shards copy`." if least else ""
+        raise ConfigError(
+            f"`num_workers`={num_workers}: loader workers cannot run on Windows, which lacks what "
+            f"they share memory by. `num_workers`=0 reads in this process.{remote}"
+        )
     most = _WORKERS_PER_CORE * num_cores()
     asked = checks.whole("num_workers", num_workers, most=most, other=" here, or 'auto'")
     checked = max(least, asked)

@@ -7,19 +7,25 @@ its owner ends, so a killed process leaves no lock behind. Torch-free.
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import io
 import os
 import shutil
 import stat
 import struct
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+import filelock
 import xxhash
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 TEMPORARY_SUFFIX = ".tmp"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -104,7 +110,9 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` survive a power cut."""
+    """Make renames and new names in `folder` survive a power cut. Windows has no such call."""
+    if fcntl is None:
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with _naming(folder):
@@ -148,39 +156,69 @@ def file_xxh3(path: Path) -> str:
 _HELD_BY_ANOTHER = {errno.EWOULDBLOCK, errno.EACCES}
 
 
-def hold(file: IO[Any] | int, *, is_shared: bool = False) -> bool:
-    """Lock an open file, or its descriptor, until it is closed or the process ends.
+@contextlib.contextmanager
+def held(path: Path, *, is_shared: bool = False) -> Iterator[bool]:
+    """Lock a file or a folder until the block ends or the process ends.
 
-    Return False if the file is locked by another process, or by another descriptor of this process.
-    Several processes may hold a shared lock at the same time. On a file system without locks,
-    return True.
+    Yield False if another process has locked it, or another call in this process. Several processes
+    may hold a shared lock at the same time. On a file system without locks, yield True. Windows has
+    no shared locks: there, they always succeed.
     """
+    if fcntl is None:
+        with contextlib.ExitStack() as stack:
+            try:
+                if not is_shared:
+                    stack.enter_context(_lock_beside(path).acquire(blocking=False))
+            except filelock.Timeout:
+                yield False
+                return
+            yield True
+        return
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        yield _hold(descriptor, is_shared=is_shared)
+    finally:
+        os.close(descriptor)
+
+
+def _hold(descriptor: int, *, is_shared: bool = False) -> bool:
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in _HELD_BY_ANOTHER
     return True
 
 
 @contextlib.contextmanager
-def waited_for(file: IO[Any] | int) -> Iterator[None]:
-    """Lock an open, writable file, or its descriptor, until the block ends. Wait for the lock.
+def waited_for(path: Path) -> Iterator[None]:
+    """Lock a file until the block ends. Wait for the lock. The file is made if it is missing.
 
     On a file system without locks, do not wait.
     """
-    with contextlib.suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
+    if fcntl is None:
+        with _lock_beside(path):
+            path.touch()
+            yield
+        return
+    with open(path, "ab") as file:
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _lock_beside(path: Path) -> filelock.BaseFileLock:
+    """Return a lock of a path, in the folder for temporary files. The folder of the path shall
+    contain no other files, and a locked file could not be replaced on Windows."""
+    folder = Path(tempfile.gettempdir()) / "tokenfeed-locks"
+    folder.mkdir(exist_ok=True)
+    name = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.normcase(os.path.realpath(path))))
+    return filelock.FileLock(folder / f"{name}.lock", is_singleton=False, thread_local=False)
 
 
 _FLOCK = struct.Struct("hhqqi4x")  # kind, from where, first byte, number of bytes, process
 _IS_HELD = (errno.EAGAIN, errno.EACCES)
 _LOOK_AGAIN_S, PATIENCE_S = 0.001, 30.0
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
 
 
 @contextlib.contextmanager
@@ -222,7 +260,7 @@ def exclusive(path: str) -> Iterator[int]:
     descriptor = os.open(path, _FLAGS, 0o600)
     give_up_s = time.monotonic() + PATIENCE_S
     try:
-        while not hold(descriptor) and time.monotonic() < give_up_s:
+        while not _hold(descriptor) and time.monotonic() < give_up_s:
             time.sleep(_LOOK_AGAIN_S)
         yield descriptor
     finally:

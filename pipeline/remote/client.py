@@ -83,7 +83,8 @@ def _forked() -> None:
     _orphaned, _started = _orphaned or _started, False
 
 
-os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forked)
 
 
 _CODE = (

@@ -8,15 +8,8 @@ other frameworks, `tokenfeed.trainer` is the training loop and its stall meter, 
 `pretokenize`, which needs only the shard format, does not import torch.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-if sys.platform == "win32":
-    raise ImportError(
-        "tokenfeed does not run on Windows: workers and output folders need fork, Unix sockets and "
-        "file locks, which Windows lacks. Use WSL 2 (https://learn.microsoft.com/windows/wsl)."
-    )
 
 if TYPE_CHECKING:
     __version__: str

@@ -1,86 +1,19 @@
-"""What macOS lacks of Linux is taken away before tokenfeed is imported, in a new process."""
+"""tokenfeed on systems that lack what Linux has: macOS and Windows."""
 
 from pathlib import Path
 
 import pytest
 from support import warm
-
-FORGET = """
-import sys
-from support import warm
-warm.forget("tokenfeed")
-"""
-"""A warm process has imported tokenfeed. It is imported again, on the other system."""
-
-LIKE_MACOS = """
-import datasets, errno, fcntl, mmap, msgspec, numpy, os, psutil, pyarrow.ipc, safetensors.torch
-import signal, socket, subprocess, sys, tempfile, threading, tokenizers, torch, yaml
-import torch.optim, torch._dynamo, torch.distributed.checkpoint, pkgutil, importlib
-
-for name in ("memfd_create", "sched_getaffinity", "sched_setaffinity", "posix_fadvise",
-             "posix_fallocate", "O_DIRECT", "sendfile", "copy_file_range", "pidfd_open"):
-    delattr(os, name)
-del signal.sigtimedwait, socket.SOCK_SEQPACKET, fcntl.F_OFD_SETLK
-
-temporary = tempfile.gettempdir()
-
-def is_hidden(path):
-    return str(path).startswith(("/proc", "/dev/shm", "/sys")) and temporary not in str(path)
-
-def hide(event, arguments):
-    if event == "open" and is_hidden(arguments[0]):
-        raise FileNotFoundError(2, "No such file or directory", arguments[0])
-sys.addaudithook(hide)
-is_folder = os.path.isdir
-os.path.isdir = lambda path: not is_hidden(path) and is_folder(path)
-"""
-
-EVERY_MODULE = """
-import tokenfeed
-of_frameworks = ("tokenfeed.integrations.", "tokenfeed.trainer.models.hf_")
-for found in pkgutil.walk_packages(tokenfeed.__path__, "tokenfeed."):
-    if not found.name.startswith(of_frameworks):
-        importlib.import_module(found.name)
-"""
-
-COUNT_TOKENS = """
-from tokenfeed import Padded, ShardLoader
-for number in (0, 2):
-    with ShardLoader(sys.argv[1], batching=Padded(512), epochs=1, num_workers=number) as loader:
-        print(sum(batch.num_tokens for batch in loader))
-"""
-
-RUN = """
-def run(command, *words):
-    sys.argv = [command, *words]
-    try:
-        importlib.import_module(f"tokenfeed.tools.{command}").main()
-    except SystemExit as ended:
-        assert not ended.code, ended.code
-"""
-
-PRETOKENIZE = """
-texts = ["some words of a text"] * 50
-sys.stdin = open(sys.argv[2] + ".txt", "w+")
-sys.stdin.write("\\n".join('{"text": "%s"}' % text for text in texts))
-sys.stdin.seek(0)
-out, shards, folder = sys.argv[2], sys.argv[1], sys.argv[2] + "-run"
-run("pretokenize", "-", out, "--vocab-size", "300", "--workers", "2")
-"""
-
-SMALL_TRAIN = """
-words = "--model words --sequence-length 32 --micro-batch-tokens 128 --step-tokens 256 --steps 4"
-run("train", "--shards", shards, "--run-dir", folder, *words.split(), "--save-every", "2")
-"""
-
-WINDOWS = """
-import sys
-sys.platform = "win32"
-try:
-    import tokenfeed
-except ImportError as error:
-    print(error)
-"""
+from support.other_systems import (
+    COUNT_TOKENS,
+    EVERY_MODULE,
+    FORGET,
+    LIKE_MACOS,
+    LIKE_WINDOWS,
+    PRETOKENIZE,
+    RUN,
+    SMALL_TRAIN,
+)
 
 
 @pytest.mark.slow
@@ -100,8 +33,68 @@ def test_all_but_frameworks_works_without_features_of_linux(
     assert (tmp_path / "out-run" / "checkpoints" / "step-00000004").is_dir()
 
 
-def test_windows_is_refused_with_the_reason_and_the_remedy() -> None:
-    said = warm.run(["-c", FORGET + WINDOWS]).stdout
-    assert "does not run on Windows" in said
-    assert "WSL 2" in said
-    assert said.count("\n") == 1
+def test_numbers_of_workers_are_refused_on_windows_with_the_reason(text_shards: Path) -> None:
+    code = (
+        FORGET
+        + LIKE_WINDOWS
+        + """
+from tokenfeed import Padded, ShardLoader
+try:
+    ShardLoader(sys.argv[1], batching=Padded(512), num_workers=1)
+except ValueError as error:
+    print(error)
+with ShardLoader(sys.argv[1], batching=Padded(512)) as loader:
+    print(loader.num_workers)
+"""
+    )
+    said = warm.run(["-c", code, text_shards])
+    assert "`num_workers`=1: loader workers cannot run on Windows" in said.stdout, said.stderr
+    assert said.stdout.splitlines()[-1] == "0"
+
+
+def test_script_of_the_user_is_not_run_again_by_spawned_processes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        FORGET
+        + LIKE_WINDOWS
+        + """
+import tokenfeed
+from tokenfeed.tools.jobs import executors
+from tokenfeed.tools.pretokenizing import runner
+runner.is_small = lambda units: False
+print("the script runs")
+rows = [{"text": "some words of a text"}] * 50
+made = tokenfeed.pretokenize(rows, sys.argv[1], vocab_size=300, workers=2, engine="tokenizers")
+print(made.summary.documents)
+"""
+    )
+    done = warm.run([script, tmp_path / "out"])
+    assert done.stdout.split("\n")[:2] == ["the script runs", "50"], done.stderr
+
+
+def test_killed_spawned_worker_is_an_error_of_one_line() -> None:
+    code = (
+        FORGET
+        + LIKE_WINDOWS
+        + """
+from tokenfeed.tools.jobs.executors import WorkerLost, local_executor
+executor = local_executor()
+executor.fork(os.getpid, 2)
+print(executor.submit(max, 3, 5).result())
+try:
+    executor.submit(int, "x").result()
+except ValueError as error:
+    print(error)
+try:
+    executor.submit(os._exit, 1).result()
+except WorkerLost as error:
+    print(error)
+executor.shutdown()
+"""
+    )
+    done = warm.run(["-c", code])
+    assert done.stdout.splitlines() == [
+        "5",
+        "invalid literal for int() with base 10: 'x'",
+        "a worker process ended",
+    ], done.stderr

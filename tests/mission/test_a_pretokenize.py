@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import pty
 import re
 import signal
 from pathlib import Path
@@ -169,6 +168,7 @@ def test_m04_progress_rejects_and_a_ledger_that_closes(
     rows.write_text("\n".join(lines))
     options = ("--tokenizer", tokenizer, "--shard-size", "10KB")
 
+    pty = pytest.importorskip("pty")  # not on Windows
     main, terminal = pty.openpty()
     words = [*COMMAND[1:], rows, tmp_path / "shown", *options]
     with open(terminal, "w") as stderr:

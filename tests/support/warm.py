@@ -21,14 +21,18 @@ import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver, resource_tracker
-from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 from unittest import mock
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["support.warm_imports"])
+HAS_FORK = hasattr(os, "fork")
+"""Whether processes start warm. On Windows they start cold."""
+_context: Any = multiprocessing.get_context("forkserver" if HAS_FORK else "spawn")
+if HAS_FORK:
+    from multiprocessing.reduction import DupFd
+
+    _context.set_forkserver_preload(["support.warm_imports"])
 
 
 _ADDRESS = "TOKENFEED_TESTS_FORK_SERVER"
@@ -46,6 +50,8 @@ warm.forget("support")  # pytest rewrites its assertions when it is imported
 def share() -> None:
     """Start the warm process now, for this process and the test processes that it starts. These
     are forks of the warm process, too: each would need ten seconds of a core for imports."""
+    if not HAS_FORK:
+        return
     from execnet import gateway_base, gateway_io
 
     class Gateway(gateway_io.Popen2IOMaster):
@@ -70,6 +76,8 @@ def forget(package: str) -> None:
 
 def ensure_running() -> None:
     """Start the warm process, or connect to the one that another process shares."""
+    if not HAS_FORK:
+        return
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     address = os.environ.get(_ADDRESS)
     is_watched = server._forkserver_pid is not None or "ensure_running" in vars(server)
@@ -169,6 +177,15 @@ class Popen(subprocess.Popen[str]):
         if self.poll() is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return self.returncode
+
+
+if not HAS_FORK:
+
+    def _cold(words: Sequence[object], **options: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, *map(str, words)]
+        return subprocess.Popen(command, text=True, **{"stdin": subprocess.DEVNULL, **options})
+
+    Popen = _cold  # type: ignore[assignment,misc]
 
 
 def _program(words: list[str], **options: Any) -> Popen:

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -18,13 +19,21 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import (
+    CancelledError,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+)
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
 from queue import Empty, SimpleQueue
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -45,7 +54,7 @@ class Cluster(NamedTuple):
     num_workers: Callable[[], int]
     """Returns the number of units that can run at once, at this moment."""
     is_local: bool = False
-    """Whether the workers are forks on this machine. They have the same files and packages, and
+    """Whether the workers are processes of this machine. They have the same files and packages, and
     report progress within units."""
 
 
@@ -176,15 +185,127 @@ class ForkExecutor(Executor):
         self._program.wait()
 
 
-_early: list[ForkExecutor] = []
+class SpawnExecutor(Executor):
+    """Processes of a system without `fork`, such as Windows. Each loads the data of all tasks.
+
+    The interface is that of `ForkExecutor`.
+    """
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._reports: Any = self._context.SimpleQueue()
+        self._pool: ProcessPoolExecutor | None = None
+        self.on_progress: Callable[[Any], None] = lambda progress: None
+        """Called on another thread with the arguments of `report`."""
+
+    def prepare(self, load: Callable[[], None]) -> None:
+        """Do nothing: processes start with the first tasks, and load their own data."""
+
+    def fork(self, initializer: Callable[[], object], num_workers: int) -> None:
+        """Let each process call `initializer` before its first task."""
+        given = self._reports, pickle.dumps(initializer)
+        self._pool = ProcessPoolExecutor(num_workers, self._context, _begin_spawned, given)
+        threading.Thread(target=self._pass_on, name="progress of workers", daemon=True).start()
+
+    def submit(self, fn: Callable[..., ResultT], /, *args: Any, **named: Any) -> "Future[ResultT]":
+        """See `Executor`."""
+        assert self._pool, "the workers are not started"
+        task = pickle.dumps(partial(fn, *args, **named))
+        done: Future[ResultT] = Future()
+        with _main_hidden():
+            try:
+                given = self._pool.submit(_answer, task)
+            except BrokenProcessPool:
+                done.set_exception(WorkerLost())
+                return done
+        given.add_done_callback(partial(_hand_on, done))
+        return done
+
+    def _pass_on(self) -> None:
+        while (progress := self._reports.get()) is not None:
+            self.on_progress(progress)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the processes at once. They have ended when this returns."""
+        if self._pool is None:
+            return
+        processes = [*(getattr(self._pool, "_processes", None) or {}).values()]
+        for process in processes:
+            process.kill()
+        self._pool.shutdown(cancel_futures=True)
+        self._reports.put(None)
+
+
+def _hand_on(done: "Future[Any]", given: "Future[tuple[str, Any]]") -> None:
+    """Give the answer of a process to the future of a task."""
+    error: BaseException | None = None
+    try:
+        kind, value = given.result()
+        error = value if kind == "error" else None
+    except CancelledError:
+        done.cancel()
+        return
+    except BaseException as failure:
+        is_lost = isinstance(failure, BrokenProcessPool)
+        kind, value, error = "error", None, WorkerLost() if is_lost else failure
+    if error is None:
+        done.set_result(value)
+    else:
+        done.set_exception(error)
+
+
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Keep processes that are spawned in the block from running the script of the user again."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+_spawned: list[BaseException] = []
+"""The error that keeps this spawned process from doing tasks; empty without one."""
+
+
+def _begin_spawned(reports: Any, initializer: bytes) -> None:
+    """Begin a spawned process. It ends with the process that started it."""
+    global report
+    os.environ.update(ENVIRONMENT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command handles Ctrl-C
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    log_to_stderr()
+    report = reports.put
+    try:
+        pickle.loads(initializer)()
+    except BaseException as error:
+        _spawned.append(sendable(error))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent
+    parent.join()
+    os._exit(1)
+
+
+LocalExecutor = ForkExecutor | SpawnExecutor
+
+
+def _new_executor() -> LocalExecutor:
+    return ForkExecutor() if hasattr(os, "fork") else SpawnExecutor()
+
+
+_early: list[LocalExecutor] = []
 """The executor that `start_early` started, until `local_executor` returns it."""
 _early_loads: list[Callable[[], None]] = []
 """Functions for `ForkExecutor.prepare` of the executor that is started early."""
 
 
 def start_early() -> None:
-    """Start a `ForkExecutor` for the first call of `local_executor`."""
-    executor = ForkExecutor()
+    """Start an executor for the first call of `local_executor`."""
+    executor = _new_executor()
     for load in _early_loads:
         executor.prepare(load)
     _early.append(executor)
@@ -197,9 +318,9 @@ def prepare_early(load: Callable[[], None]) -> None:
         executor.prepare(load)
 
 
-def local_executor() -> ForkExecutor:
+def local_executor() -> LocalExecutor:
     """Return the executor that was started early; in later calls, a new executor."""
-    return _early.pop() if _early else ForkExecutor()
+    return _early.pop() if _early else _new_executor()
 
 
 def end_early() -> None:
@@ -210,7 +331,7 @@ def end_early() -> None:
 
 
 report: Callable[[Any], None] = lambda progress: None  # noqa: E731
-"""A function for workers of a `ForkExecutor`: it passes progress to `on_progress`."""
+"""A function for workers of this machine: it passes progress to `on_progress`."""
 
 
 def _disconnect(connection: Connection) -> None:
@@ -316,6 +437,8 @@ def _receive(connection: Connection, tasks: "SimpleQueue[bytes]") -> None:
 
 
 def _answer(task: bytes) -> tuple[str, Any]:
+    if _spawned:
+        return "error", _spawned[0]
     try:
         return "result", pickle.loads(task)()
     except ConnectionError:  # from reporting progress

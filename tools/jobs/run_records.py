@@ -31,7 +31,7 @@ import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
 from tokenfeed.pipeline.format.manifest import JOB_FILE, MANIFEST_FILE, PARTS_FOLDER
-from tokenfeed.pipeline.format.storage import hold, waited_for
+from tokenfeed.pipeline.format.storage import held, waited_for
 from tokenfeed.pipeline.format.store import LocalStore, Place
 from tokenfeed.pipeline.remote.retrying import results_of
 
@@ -295,15 +295,12 @@ def alone_in_folder(output: Place, *, is_shared: bool = False) -> Iterator[None]
     if not isinstance(output, LocalStore):
         yield
         return
-    descriptor = os.open(output.folder, os.O_RDONLY)
-    try:
-        if not hold(descriptor, is_shared=is_shared):
+    with held(output.folder, is_shared=is_shared) as is_held:
+        if not is_held:
             raise ConfigError(
                 f"{output}: another run is writing here, or a part of a run. Wait for it or end it."
             )
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -319,7 +316,7 @@ def planning_alone(output: Place) -> Iterator[None]:
     path = output.folder / _LOCK_FILE
     path.parent.mkdir(exist_ok=True)
     try:
-        with open(path, "ab") as file, waited_for(file):
+        with waited_for(path):
             yield
     except BaseException:
         if not is_begun(output):

@@ -18,6 +18,7 @@ from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.feeding.placement import can_have_workers
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.stages import Stage
@@ -96,7 +97,7 @@ class SplitLoaders:
         config, on_cpu = self._config, self._device.type == "cpu"
         workers = config.num_workers
         if workers is None:  # on a CPU, workers would slow training down
-            workers = 0 if on_cpu else 2
+            workers = 0 if on_cpu or not can_have_workers() else 2
         loader = self.open(
             "train",
             self.policy,

@@ -31,7 +31,7 @@ from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.placement import cores_per_rank
 from tokenfeed.pipeline.feeding.stats import RemoteStats
-from tokenfeed.pipeline.format.storage import atomic_write, hold
+from tokenfeed.pipeline.format.storage import atomic_write, held
 from tokenfeed.pipeline.text import count_of, facts
 from tokenfeed.trainer.config.run_config import (
     CHECKPOINTS_FOLDER,
@@ -386,7 +386,8 @@ class MetricsFile:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path, self._on_line = run_dir / METRICS_FILE, on_line
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
-        if not hold(self._file):
+        self._lock = contextlib.ExitStack()
+        if not self._lock.enter_context(held(self._path)):
             self.close()
             raise ConfigError(
                 f"`--run-dir`: another run is writing into {run_dir}. Wait for it or end it, or "
@@ -426,6 +427,7 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file, which unlocks the folder."""
         self._file.close()
+        self._lock.close()
 
 
 def decode_lines(content: bytes, kind: type[T]) -> list[T]:
