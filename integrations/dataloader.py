@@ -2,10 +2,20 @@
 
 For code that requires a `torch.utils.data.DataLoader`, or that saves and loads a
 `StatefulDataLoader`. It has no workers of its own: the workers of the ShardLoader make the batches.
-Do not let a framework split it over ranks: every rank already gets its own batches. Accelerate does
-not split it: `accelerator.prepare` returns it as it is, and `save_state` saves its state.
+Do not let a framework split it over ranks: every rank already gets its own batches.
+
+Frameworks count positions, ends and lengths of their own. This class gives them what they expect:
+
+- Accelerate: `accelerator.prepare` returns the loader as it is. Until then its length counts the
+  batches of all ranks, as for any DataLoader that Accelerate has not split yet, so a prepared
+  scheduler ends where the data end. The last batch of a pass ends an accumulation.
+- Lightning fetches one batch ahead if the length is unknown. The state that Lightning saves is the
+  state before that batch.
+- Another DataLoader over the same data, as `skip_first_batches` of Accelerate makes, is refused: it
+  would skip batches that a loaded state has skipped already.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,17 +23,31 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.feeding.delivery import Pass
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+
+_LIGHTNING = ("lightning.", "pytorch_lightning.")
 
 
 class _Batches(IterableDataset[Any]):
-    """The batches of a loader, or what `transform` makes of them."""
+    """The batches of a loader, or what `transform` makes of them, for one StatefulShardLoader."""
 
     def __init__(self, loader: ShardLoader, transform: Callable[[Batch], Any] | None) -> None:
         self._loader, self._transform = loader, transform
+        self.is_asked_by_owner = False
+        self.rest: Pass | None = None
+        """The pass that is delivered."""
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._transform, self._loader) if self._transform else iter(self._loader)
+        if not self.is_asked_by_owner:
+            raise ConfigError(
+                "`StatefulShardLoader`: another DataLoader reads its data, as `skip_first_batches` "
+                "of Accelerate does. Leave that call out: after `load_state_dict` or `load_state`, "
+                "the loader continues after the saved batch by itself."
+            )
+        self.is_asked_by_owner = False
+        self.rest = iter(self._loader)
+        return map(self._transform, self.rest) if self._transform else self.rest
 
 
 class StatefulShardLoader(DataLoader[Any]):
@@ -33,8 +57,8 @@ class StatefulShardLoader(DataLoader[Any]):
     iteration starts from the beginning.
     """
 
-    _is_accelerate_prepared = True
     use_stateful_dataloader = True  # Accelerate saves and loads the state
+    remainder = -1  # Accelerate: no rows were added to the last batch
 
     def __init__(
         self, loader: ShardLoader, transform: Callable[[Batch], Any] | None = None
@@ -46,19 +70,71 @@ class StatefulShardLoader(DataLoader[Any]):
             transform: Makes an item of each batch, in this process, such as a tuple
                 `(batch["input_ids"], batch.targets)`. Default: the batch.
         """
-        super().__init__(_Batches(loader, transform), batch_size=None, collate_fn=_as_it_is)
+        self._batches = _Batches(loader, transform)
+        self._is_prepared = False
+        self._before: dict[str, Any] | None = None
+        """The state before the last batch, while Lightning may be a batch ahead."""
+        super().__init__(self._batches, batch_size=None, collate_fn=_as_it_is)
         self._loader = loader
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """True, so that `accelerator.prepare` does not split the loader. Only `prepare` asks."""
+        self._is_prepared = True
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, is_prepared: bool) -> None:
+        self._is_prepared = is_prepared
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the last batch of the pass was delivered. Accelerate then ends the step."""
+        return self._batches.rest is not None and self._batches.rest.has_ended
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        is_ahead = _is_called_by(_LIGHTNING) and not self._has_length()
+        gradients = _gradient_state() if self._is_prepared else None
+        self._batches.is_asked_by_owner = True
+        batches = super().__iter__()
+        if gradients:
+            gradients._add_dataloader(self)
+        try:
+            while True:
+                before = self._loader.state_dict() if is_ahead else None
+                try:
+                    item = next(batches)
+                except StopIteration:
+                    return
+                self._before = before
+                yield item
+        finally:
+            self._before = None
+            if gradients:
+                gradients._remove_dataloader(self)
+
     def __len__(self) -> int:
-        """Number of batches in a pass; TypeError if it is not known in advance."""
-        return len(self._loader)
+        """Number of batches in a pass; TypeError if it is not known in advance.
+
+        In a script of Accelerate, before `prepare`: the batches of all ranks.
+        """
+        return len(self._loader) * (1 if self._is_prepared else _ranks_of_accelerate())
+
+    def _has_length(self) -> bool:
+        try:
+            return len(self) >= 0
+        except TypeError:
+            return False
 
     def rewind(self) -> None:
         """See `ShardLoader.rewind`."""
         self._loader.rewind()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `ShardLoader.state_dict`."""
+        """See `ShardLoader.state_dict`. Lightning gets the state after the batch that it trained
+        last."""
+        if self._before is not None and _is_called_by(_LIGHTNING):
+            return self._before
         return self._loader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -68,6 +144,26 @@ class StatefulShardLoader(DataLoader[Any]):
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _gradient_state() -> Any:
+    """Return Accelerate's record of the DataLoader that is iterated."""
+    from accelerate.state import GradientState
+
+    return GradientState()
+
+
+def _ranks_of_accelerate() -> int:
+    """Return the number of processes of an Accelerator; 1 if this process has none."""
+    module = sys.modules.get("accelerate.state")
+    if module is None or not module.is_initialized():
+        return 1
+    return int(module.AcceleratorState().num_processes)
+
+
+def _is_called_by(modules: tuple[str, ...]) -> bool:
+    """Return whether the calling method was called by one of the packages."""
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith(modules)
 
 
 def checked_loader(name: str, loader: Any, device: Any, trained: Any) -> ShardLoader:

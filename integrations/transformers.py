@@ -7,17 +7,24 @@
 
 Make the TrainingArguments first, because they start torch.distributed. Use `epochs=None`, because
 the Trainer treats an empty pass as the end of the data. The Trainer must not split, move or skip
-batches: the loader delivers this rank's batches, on the device, from the saved position.
+batches: the loader delivers this rank's batches, on the device, from the saved position. A step has
+`gradient_accumulation_steps` batches in a row. At the end of a pass, batches without labels
+complete it.
 
     Trainer(..., callbacks=[StallCallback()])    # any Trainer, any data: where does its time go?
 """
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from accelerate.utils import recursively_apply
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers.trainer_utils import get_last_checkpoint
 
 from tokenfeed.integrations.dataloader import StatefulShardLoader, checked_loader
@@ -25,9 +32,38 @@ from tokenfeed.integrations.packed import check_documents_apart, has_neighbors
 from tokenfeed.integrations.stall import MeterOfEvents
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.trainer.stall import StallReport
 
 _STATE_FILE = "loader.json"
+_LABEL_TASKS = ("classify", "score", "tag")
+
+
+class _WholeSteps(StatefulShardLoader):
+    """The batches of a loader, completed to whole steps at the end of a pass.
+
+    The Trainer counts a step by its number of batches, and after a resume it does not know where a
+    pass ends. So batches without labels complete the last step.
+    """
+
+    def __init__(self, loader: ShardLoader, size: int) -> None:
+        """Wrap a loader for steps of `size` batches on this rank."""
+        super().__init__(loader)
+        self._is_prepared = True
+        self._size = size
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        place, last = 0, None
+        for batch in super().__iter__():
+            yield batch
+            place, last = (place + 1) % self._size, batch
+        if place and last is not None:
+            yield from [last.without_targets()] * (self._size - place)
+
+    def __len__(self) -> int:
+        return ceil_div(super().__len__(), self._size) * self._size
 
 
 class ShardTrainerMixin:
@@ -36,11 +72,16 @@ class ShardTrainerMixin:
     Each checkpoint includes the state of the training loader, which is equal on all ranks. Every
     evaluation starts from the beginning. Before the first step on packed rows, the model is
     checked with `check_documents_apart`, unless FSDP or DeepSpeed has wrapped it.
+
+    Losses are means over all targets of a step or an evaluation, on all ranks. For classes, scores
+    and tags the Trainer's `compute_loss_func` is set, unless you pass one. `compute_metrics` gets
+    every row once: batches without labels and rows of padding are left out.
     """
 
     args: Any
     train_dataset: Any
     eval_dataset: Any
+    compute_loss_func: Any
     packing_tolerance: float | None = 2e-2
     """Tolerance of the check, large enough for TF32 and bf16. None: do not check."""
 
@@ -58,8 +99,51 @@ class ShardTrainerMixin:
         for name, loader in {"train_dataset": self.train_dataset, **named}.items():
             if loader is not None:
                 checked_loader(name, loader, self.args.device, self.train_dataset)
+        if self.train_dataset is not None:
+            self._check_training(self.train_dataset)
+            if self.compute_loss_func is None and self.train_dataset.manifest.task in _LABEL_TASKS:
+                self.compute_loss_func = self._loss_of_labels
         self.args.ignore_data_skip = True  # the loader continues at its position
+        self._real_rows = 0
         self.add_callback(_LoaderState())  # type: ignore[attr-defined]
+
+    def _check_training(self: Any, loader: ShardLoader) -> None:
+        """Reject a loader whose ranks are not those of the Trainer."""
+        if self.args.n_gpu > 1:
+            raise ConfigError(
+                f"`train_dataset`: the Trainer would split batches over {self.args.n_gpu} GPUs of "
+                "this process. Start a process for each GPU with torchrun, or set "
+                "CUDA_VISIBLE_DEVICES to one GPU."
+            )
+        config = getattr(self.accelerator, "parallelism_config", None)
+        shared = 1 if config is None else config.tp_size * config.cp_size * config.sp_size
+        ranks = self.accelerator.num_processes // max(shared, self.get_tp_size())
+        if loader.world_size != ranks:
+            raise ConfigError(
+                f"`train_dataset`: the loader deals its batches to {loader.world_size} ranks, and "
+                f"the Trainer has {ranks} data-parallel ranks. Make the loader with "
+                f"`world_size`={ranks} and the `rank` among these."
+            )
+
+    def _loss_of_labels(
+        self: Any, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None
+    ) -> Tensor:
+        """Return the sum of the losses of all labels, divided by the labels of the whole step."""
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        if labels.is_floating_point():
+            is_real = ~labels.isnan()
+            errors = logits.float().squeeze(-1) - labels
+            total = torch.where(is_real, errors, 0.0).square().sum()
+        else:
+            is_real = labels != IGNORED
+            total = cross_entropy(
+                logits.float().flatten(0, -2),
+                labels.flatten(),
+                reduction="sum",
+                label_smoothing=self.args.label_smoothing_factor,
+            )
+        items = is_real.sum() if num_items_in_batch is None else num_items_in_batch
+        return total / items.clamp(min=1)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **settings: Any) -> Any:
         """See `transformers.Trainer.train`.
@@ -90,21 +174,72 @@ class ShardTrainerMixin:
         The returned loader has no `set_epoch`: after a resume, the Trainer would call this method
         with an earlier epoch.
         """
-        return StatefulShardLoader(self.train_dataset)
+        return _WholeSteps(self.train_dataset, self.args.gradient_accumulation_steps)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the loader itself. Trainer also calls this with a name, or without a value."""
-        if isinstance(eval_dataset, str):
-            return self.eval_dataset[eval_dataset]
+        """Return the loader's own batches. Trainer also calls this with a name, or without a
+        value."""
         given = self.eval_dataset if eval_dataset is None else eval_dataset
-        return checked_loader("eval_dataset", given, self.args.device, self.train_dataset)
+        if isinstance(given, str):
+            given = self.eval_dataset[given]
+        loader = checked_loader("eval_dataset", given, self.args.device, self.train_dataset)
+        return _WholeSteps(loader, 1)
 
     get_test_dataloader = get_eval_dataloader
 
-    def get_batch_samples(self, *args: Any) -> Any:
-        """Return the batches, and at least 1 as the number of targets, the divisor of the loss."""
-        batches, targets = super().get_batch_samples(*args)  # type: ignore[misc]
-        return batches, targets if targets is None else targets.clamp(min=1)
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """Return the number of targets, the divisor of the loss, and at least 1."""
+        counted = [_countable(batch) for batch in batch_samples]
+        items = super()._get_num_items_in_batch(counted, device)  # type: ignore[misc]
+        self._items = items if items is None else items.clamp(min=1)
+        return self._items
+
+    def prediction_step(
+        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """See `transformers.Trainer.prediction_step`. The loss is kept for `evaluation_loop`."""
+        self._real_rows = inputs.real_rows
+        loss, logits, labels = super().prediction_step(  # type: ignore[misc]
+            model, inputs, prediction_loss_only, ignore_keys
+        )
+        if loss is None or self._items is None:
+            return loss, logits, labels
+        has_all_ranks = self.args.average_tokens_across_devices
+        weight = self._items / (self.accelerator.num_processes if has_all_ranks else 1)
+        self._evaluated += torch.stack([loss * weight, weight]).double()
+        return None, logits, labels
+
+    def evaluation_loop(
+        self: Any,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """See `transformers.Trainer.evaluation_loop`. The loss is the mean over all targets."""
+        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        self.gather_function = self._gather_rows
+        output = super().evaluation_loop(  # type: ignore[misc]
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        loss, targets = self.accelerator.reduce(self._evaluated).tolist()
+        if targets:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss / targets
+        return output
+
+    def _gather_rows(self: Any, values: Any) -> Any:
+        """Return the rows with data of all ranks, for metrics."""
+        device = self.args.device
+        counts = self.accelerator.gather(torch.tensor([self._real_rows], device=device)).tolist()
+
+        def gather(rows: Tensor) -> Tensor:
+            padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+            padded[: self._real_rows] = rows[: self._real_rows]
+            of_ranks = self.accelerator.gather(padded).split(max(counts))
+            return torch.cat([each[:n] for each, n in zip(of_ranks, counts, strict=True)])
+
+        return recursively_apply(gather, values)
 
     def _prepare_inputs(self: Any, inputs: Any) -> Any:
         if (
@@ -116,6 +251,14 @@ class ShardTrainerMixin:
                 check_documents_apart(self.model, inputs, tolerance=self.packing_tolerance)
             self.packing_tolerance = None
         return dict(inputs)  # they are on the device
+
+
+def _countable(batch: Any) -> Any:
+    """Return the labels of a batch with scores as the Trainer counts labels: -100 for none."""
+    labels = batch.get("labels")
+    if labels is None or not labels.is_floating_point():
+        return batch
+    return {"labels": torch.where(labels.isnan(), IGNORED, 0)}
 
 
 class ShardTrainer(ShardTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # untyped

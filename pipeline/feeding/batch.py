@@ -170,6 +170,22 @@ class Batch(Mapping[str, Any]):
         """Return the batch in page-locked memory, for asynchronous copies to a GPU."""
         return self._mapped(lambda tensor: tensor.pin_memory())
 
+    def without_targets(self) -> "Batch":
+        """Return the batch as a filler: the same inputs, and labels that no loss counts."""
+        filler = copy(self)
+        labels = self[TARGETS]
+        is_float = str(labels.dtype).removeprefix("torch.").startswith("float")
+        filler._tensors = {**self._tensors, TARGETS: labels * 0 + no_target(is_float=is_float)}
+        filler._targets = None
+        filler.is_filler, filler.num_tokens, filler.num_targets = True, 0, 0
+        return filler
+
+    @property
+    def real_rows(self) -> int:
+        """Number of rows with data, which come first. A filler has none, and rows of padding at the
+        end of a batch do not count."""
+        return 0 if self.is_filler else int(np.count_nonzero(self.lengths))
+
     def _mapped(self, change: Callable[[Any], Any]) -> "Batch":
         for key in self:
             self[key]  # build everything now: it could not be built there later

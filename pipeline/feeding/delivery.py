@@ -289,15 +289,16 @@ class Pass:
     def __init__(self, deliver: Callable[[], tuple[Batch, bool]]) -> None:
         """`deliver` returns a batch, and whether it is the last one of the pass."""
         self._deliver = deliver
-        self._has_ended = False
+        self.has_ended = False
+        """Whether the last batch of the pass was delivered."""
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        if self._has_ended:
+        if self.has_ended:
             raise StopIteration
-        batch, self._has_ended = self._deliver()
+        batch, self.has_ended = self._deliver()
         return batch
 
 

@@ -14,7 +14,7 @@ docs/how-it-works.md follows one batch through these files.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -288,7 +288,7 @@ class ShardLoader:
         self._delivery.close()
         self._num_workers, self._tuner = number, None
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Pass:
         check_no_copies()
         if self._begins_anew and not self._is_resumed:
             self._begin(self._epoch)

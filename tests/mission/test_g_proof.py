@@ -1,7 +1,102 @@
 """The mission, proof: a test for each row of docs/mission.md, by public commands and API."""
 
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from support import deepspeed_engine
+from support.hub_models import config_of, write_shards
+
+from tokenfeed import Packed, Padded, ShardLoader
+from tokenfeed.integrations.steps import steps
+
+ROOT = Path(__file__).parents[2]
+
+
 # ---------- m34 ----------
 
-# ---------- m35 ----------
+
+def changed_lines(section: str) -> int:
+    """Return the lines that a section of docs/how/projects.md adds: `+` of a diff, or a listing."""
+    blocks = re.findall(r"```(diff|text)\n(.*?)```", section, re.DOTALL)
+    lines = [(kind, line) for kind, block in blocks for line in block.splitlines() if line.strip()]
+    return sum(kind == "text" or line.startswith("+") for kind, line in lines)
+
+
+def loop_of(section: str, *, resumes: bool) -> str:
+    """Return the code of a section after the change, without its line for a resume."""
+    block = section.split("```diff\n")[1].split("```")[0]
+    lines = [line[1:] for line in block.splitlines() if line[0] != "-"]
+    return "\n".join(line for line in lines if resumes or "# to resume" not in line)
+
+
+def test_m35_loader_in_other_projects_changes_at_most_ten_lines(tmp_path: Path) -> None:
+    page = (ROOT / "docs/how/projects.md").read_text()
+    sections = {name.split("\n")[0]: name for name in page.split("\n## ")}
+    table = dict(re.findall(r"^\| ([^|]+) \| (\d+) \|", page, re.MULTILINE))
+    counted = ("nanoGPT", "torchtitan", "transformers", "TRL", "Accelerate", "DeepSpeed")
+    for name in (*counted, "Lightning"):
+        assert changed_lines(sections[name]) == int(table[name]) <= 10, name
+    assert changed_lines(sections["A plain DataLoader"]) == int(table["a `DataLoader`"]) == 1
+
+    shards = write_shards(tmp_path / "lm", "lm")
+    settings: dict[str, Any] = {"num_workers": 0, "micro_batches_per_step": 5}
+
+    class Loader(ShardLoader):
+        def __init__(self, *_: object, **__: object) -> None:
+            super().__init__(shards, batching=Packed(32, 2), **settings)
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config_of("Llama"))
+
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    sizes = []
+    for step in steps(Loader()):  # the plain loop of the README
+        sizes.append(len(step))
+        for batch in step:
+            plain(**batch, num_items_in_batch=step.divisor).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert min(sizes) < max(sizes) == 5, "a step at the end of a window is shorter"
+
+    def same(other: torch.nn.Module) -> bool:
+        pairs = zip(plain.parameters(), other.parameters(), strict=True)
+        return all(torch.allclose(one, two, atol=1e-6) for one, two in pairs)
+
+    names: dict[str, Any] = {"ShardLoader": Loader, "Packed": Packed, "Padded": Padded}
+    accelerated = model()
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(accelerated.parameters(), lr=0.1)
+    names |= {"steps": steps, "accelerator": accelerator, "optimizer": optimizer}
+    exec(loop_of(sections["Accelerate"], resumes=False), names | {"model": accelerated})
+    assert same(accelerated)
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    deepspeed = pytest.importorskip("deepspeed") if find_spec("deepspeed") else deepspeed_engine
+    names |= {"deepspeed": deepspeed, "config": config}
+    code = loop_of(sections["DeepSpeed"], resumes=False)
+    code = code.replace("runs/first", str(tmp_path / "saved"))
+    stopped, resumed = model(), model()
+    early = code.replace(
+        "    engine.save", "    if step.state['micro_batch'] > 5: break\n    engine.save"
+    )
+    exec(early, names | {"model": stopped})
+    assert not same(stopped)
+    code = loop_of(sections["DeepSpeed"], resumes=True)
+    exec(code.replace("runs/first", str(tmp_path / "saved")), names | {"model": resumed})
+    assert same(resumed)
+
 
 # ---------- m40 ----------
