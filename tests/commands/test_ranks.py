@@ -84,6 +84,8 @@ def runs_in(folder: Path, every_task: Path) -> dict[str, Run]:
     resumed: dict[str, Any] = {"resume": True}
     dropping = {"model": "support.training:dropping_double_model"}
     often = SHARES | {"save_every": 1}
+    begun = {"model": "shallow", "init_from": folder / "first", "learning_rate": 1e-4}
+    begun |= {"trainable": "blocks.1.*,norm.*"}
     small = {"compress_checkpoints": True}
     runs: dict[str, Run] = {
         "1": (1, of("1")),
@@ -104,6 +106,10 @@ def runs_in(folder: Path, every_task: Path) -> dict[str, Run]:
         "killed": (2, of("killed", ends=("kill", 1, 3), **often)),
         "killed again": (3, of("killed", ends=("kill", 0, 2), **often, **resumed)),
         "after kills": (2, of("killed", **often, **resumed)),
+        "first": (2, of("first", model="shallow", steps=2, **SHARES)),
+        "begun": (1, of("begun", **begun)),
+        "begun on two": (2, of("begun on two", **begun)),
+        "begun shares": (2, of("begun shares", **begun, **SHARES)),
         "too many": (2, of("too many", step_tokens=64)),
     }
     for name, value in REFUSED_WITH_SHARES.items():
@@ -152,6 +158,8 @@ def assert_like(trained: Trained, name: str, other: str) -> None:
         pytest.param("other shares", "1", id="shares, whole weights and other shares"),
         pytest.param("mixed going", "mixed", id="mixed on two and one"),
         pytest.param("classes shares", "classes 1", id="shares of classes"),
+        pytest.param("begun on two", "begun", id="part of the weights of another run"),
+        pytest.param("begun shares", "begun", id="shares of part of the weights of another run"),
         *(
             pytest.param(f"{data} shares", f"{data} whole", id=f"shares of {data}")
             for data in SHARDED

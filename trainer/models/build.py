@@ -49,7 +49,8 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     """
     _check_adapters(config)
     model = _hub_model(config, head, dtype) if config.is_hub else _named_model(config, head)
-    if config.init_from is not None and not config.resume:
+    is_empty = any(weight.is_meta for weight in model.parameters())  # it gets those of rank 0
+    if config.init_from is not None and not config.resume and not is_empty:
         from tokenfeed.trainer.models.initial_weights import read_initial_weights
 
         read_initial_weights(model, head, config)

@@ -36,6 +36,8 @@ def train(settings: dict[str, Any], rank: int = 0) -> None:
     """Train; what `ends` says happens on one rank after one step, and the rank that `late` says
     has a loader that sleeps, by `clock`."""
     shards, run_dir = settings.pop("shards"), Path(settings.pop("run_dir"))
+    if "init_from" in settings:
+        settings["init_from"] = Path(settings["init_from"])
     how, ending, last = settings.pop("ends", ("stop", 0, -1))
     vocabulary_loss.WORTH_BYTES = 0 if settings.pop("in_chunks", False) else _WORTH_BYTES
     steps, stops = itertools.count(1), False
