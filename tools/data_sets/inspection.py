@@ -9,6 +9,7 @@ from tokenfeed.pipeline.format.manifest import Manifest, RecordCounts
 from tokenfeed.pipeline.format.schema import shard_schema
 from tokenfeed.pipeline.text import count_of, facts
 from tokenfeed.tools.data_sets.cat import DataSet
+from tokenfeed.tools.encoding.chat_messages import UNREAD_KEY
 from tokenfeed.tools.shell.console import print_json
 
 _BAR_WIDTH = 40
@@ -76,6 +77,7 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         "task": f"{manifest.task}, columns {', '.join(columns)}",
         "labels": f"{len(labels):,}: {', '.join(labels)}" if labels else "none",
         **_conversations(manifest.counts or {}),
+        "not read": unread(manifest),
         "tokenizer": f"{tokenizer.vocabulary_size:,} ids, {end}, pad id {tokenizer.pad_id}",
         "ids": _ids(manifest),
         "documents": f"{ledger.read:,} read = {ledger.written:,} written + {ledger.empty:,} empty "
@@ -98,9 +100,49 @@ _NOTES = {
     "split_tokens": "{:,} tokens that span two kinds, with the kind of their first character",
     "unmarked": "{:,} contents of the assistant outside {{% generation %}}: not learnt",
     "unread_arguments": "{:,} template arguments that the template does not read",
+    "weightless": "{:,} messages of weight 0: not learnt",
+    "joined_parts": "{:,} contents whose parts were joined, because the template takes texts",
+    "text_arguments": "{:,} calls whose arguments are a text, which the template writes as JSON "
+    "again: give objects",
     "unproved": "{:,} conversations whose other roles are unknown (kind template)",
 }
 """What the counts of a manifest say."""
+
+
+_UNREAD = {
+    "unread_tools": "tools: not in the template ({:,} conversations)",
+    "unread_labels": "labels that are not true or false ({:,} records)",
+    "weights": "weights other than 0 and 1 ({:,} messages; see --keep)",
+}
+_SHOWN_NAMES = 12
+"""Fields, and keys of messages, that a line shows."""
+
+
+def unread(manifest: Manifest, fields: Mapping[str, str] | None = None) -> str:
+    """Describe what records have, and the data set does not.
+
+    Args:
+        manifest: The manifest of the data set.
+        fields: Fields of records that were not read, each with its share.
+    """
+    counts = manifest.counts or {}
+    if any(column.name == "weight" for column in manifest.columns):
+        counts = {name: number for name, number in counts.items() if name != "weights"}
+    keys = {
+        n.removeprefix(UNREAD_KEY): f"{counts[n]:,}" for n in counts if n.startswith(UNREAD_KEY)
+    }
+    parts = [
+        f"{what}: {_named(names)}"
+        for what, names in (("fields", fields), ("keys of messages", keys))
+        if names
+    ]
+    parts += [said.format(counts[name]) for name, said in _UNREAD.items() if counts.get(name)]
+    return "; ".join(parts)
+
+
+def _named(names: Mapping[str, str]) -> str:
+    shown = [f"{name} ({share})" for name, share in names.items()][:_SHOWN_NAMES]
+    return ", ".join(shown) + (" and others" if len(names) > _SHOWN_NAMES else "")
 
 
 def _text(ledger: RecordCounts, tokens: int) -> str:

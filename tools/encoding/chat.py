@@ -16,20 +16,24 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import jinja2
+import jinja2.meta
 import msgspec
 
 from tokenfeed.pipeline.format.kinds import Kind
 from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.encoding.chat_messages import (
+    KNOWN_KEYS,
     SLOTS,
     Conversation,
+    Message,
+    is_learnt,
     replaced,
     replaced_tools,
 )
@@ -51,6 +55,7 @@ from tokenfeed.tools.encoding.jinja_sandbox import (
     Watch,
     compiled,
     generated_by,
+    parsed,
     to_json,
 )
 
@@ -94,6 +99,57 @@ class ChatTemplate:
         """Return whether an argument with this name can change the text."""
         is_named = re.search(rf"\b{re.escape(name)}\b", self.source) is not None
         return is_named and name not in ("messages", "tools", "add_generation_prompt")
+
+    @functools.cached_property
+    def reads_tools(self) -> bool:
+        """Whether the text can depend on the tools of a conversation."""
+        return re.search(r"\btools\b", self.source) is not None
+
+    @functools.cached_property
+    def missing_tokens(self) -> list[str]:
+        """Special tokens that the template names, such as `bos_token`, without a value."""
+        names = jinja2.meta.find_undeclared_variables(parsed(self.source)) - self.variables.keys()
+        return sorted(name for name in names if name.endswith("_token"))
+
+    def unread_keys(self, message: Message) -> list[str]:
+        """Return the keys of a message that change nothing."""
+        if message.keys() <= KNOWN_KEYS:
+            return []
+        return [key for key in message if key not in KNOWN_KEYS and not self._names(key)]
+
+    @functools.cached_property
+    def _names(self) -> Callable[[str], bool]:
+        """Returns whether the template has a word, or writes whole messages."""
+        words = {*re.findall(r"\w+", self.source)}
+        is_whole = re.search(r"\bm\w*\s*\|\s*tojson", self.source) is not None
+        return lambda key: is_whole or key in words
+
+    def with_texts(self, conversation: Conversation) -> tuple[Conversation, int]:
+        """Return a conversation in which contents of several parts are texts, and their number.
+
+        A template that joins the parts itself gets them. Another one fails, or writes the list as
+        Python does.
+        """
+        messages = conversation.messages
+        listed = {n for n, each in enumerate(messages) if isinstance(each.get("content"), list)}
+        if not listed:
+            return conversation, 0
+        roles = frozenset(messages[n]["role"] for n in listed)
+        joins = self._known.joins_parts.get(roles)
+        if joins is None:
+            with suppress(Unusable):
+                text, _ = self._render(conversation)
+                joins = not any(str(messages[n]["content"]) in text for n in listed)
+                self._known.joins_parts[roles] = joins
+        if joins:
+            return conversation, 0
+        texts = [
+            {**each, "content": "".join(part["text"] for part in each["content"])}
+            if n in listed
+            else each
+            for n, each in enumerate(messages)
+        ]
+        return replace(conversation, messages=texts), len(listed)
 
     def check(self) -> None:
         """Compile the template.
@@ -163,7 +219,8 @@ class ChatTemplate:
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         missing = (1, 0, 0) if found is None else (0, *found.removed)
         parts, shared = (found.parts, found.shared) if found else ([], [])
-        rendered = laid_out(text, said, parts, shared, turns, missing, self.special)
+        unlearnt = frozenset(n for n in turns if not is_learnt(messages[n]))
+        rendered = laid_out(text, said, parts, shared, turns, missing, self.special, unlearnt)
         if sum(isinstance(piece, int) for piece in rendered.layout.pieces) < len(shared):
             found = found and found._replace(uses=None)
         return rendered, found
@@ -356,6 +413,8 @@ class _Known:
     arguments if the template reads them."""
     layouts: dict[bytes, list[tuple[_Uses, TemplateLayout]]] = field(default_factory=dict)
     """Layouts so far, by the conversation without its contents."""
+    joins_parts: dict[frozenset[str], bool] = field(default_factory=dict)
+    """Whether the template joins the parts of contents, by the roles that have such contents."""
     again: int = 0
     """Number of conversations with a known layout."""
     new: int = 0

@@ -33,6 +33,10 @@ _SHARE_GPT = {
 """Roles that have another name in the ShareGPT layout."""
 _THINKING = ("reasoning_content", "thinking", "reasoning")
 """Names that records have for thinking. Templates read the first two."""
+KNOWN_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", "weight", *_THINKING))
+"""Keys of messages that are read, whatever the template names."""
+UNREAD_KEY = "unread_key "
+"""Begins the count of a key of messages that is not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ def _message(raw: Any, name: str) -> Message:
     if not isinstance(role, str) or role not in _ROLES:
         expected = "system, user, assistant or tool"
         raise Unusable(f"has {name} with the role {role!r:.40}, expected {expected}")
+    if "function_call" in message:  # the older layout of OpenAI
+        message = _with_tool_call(message, name)
     for key in _THINKING:
         if isinstance(thinking := message.get(key), str):
             # The order is that of transformers: templates may write a message as JSON.
@@ -118,6 +124,20 @@ def _from_share_gpt(raw: Message, name: str) -> Message:
     calls = call if isinstance(call, list) else [call]
     functions = [{"type": "function", "function": each} for each in calls]
     return {"role": "assistant", "tool_calls": functions, **others}
+
+
+def _with_tool_call(message: Message, name: str) -> Message:
+    call = message["function_call"]
+    if not isinstance(call, dict) or message.get("tool_calls"):
+        raise Unusable(f"has {name} with a function_call that is not one object")
+    others = {key: given for key, given in message.items() if key != "function_call"}
+    return {**others, "tool_calls": [{"type": "function", "function": call}]}
+
+
+def is_learnt(message: Message) -> bool:
+    """Return whether a loss may count a message: it has no `weight` of 0."""
+    weight = message.get("weight")
+    return not (isinstance(weight, int | float) and weight == 0)
 
 
 SLOTS = frozenset(("ids", "tools", "arguments"))

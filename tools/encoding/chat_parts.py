@@ -20,6 +20,7 @@ import numpy as np
 
 from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.pipeline.format.kinds import BEGINS, Kind
+from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.encoding.chat_messages import Conversation, Message, replaced, replaced_tools
 from tokenfeed.tools.encoding.jinja_sandbox import FIRST_MARK, MARK, MARKS, MarkedObject
 
@@ -378,6 +379,7 @@ def laid_out(
     turns: list[int],
     missing: tuple[int, ...],
     special: re.Pattern[str],
+    unlearnt: frozenset[int] = frozenset(),
 ) -> Rendered:
     """Return a text with its layout.
 
@@ -389,12 +391,19 @@ def laid_out(
         turns: The numbers of the messages of the assistant.
         missing: The counts that are known, after `no_stop` and `unmarked`.
         special: Matches a special token.
+        unlearnt: The messages of the assistant that no loss counts. They get the kind `template`.
+
+    Raises:
+        Unusable: It is not certain where these are.
     """
     blank = blanked(text, parts)
     own = [part for part in _first_said(parts) if part.kind is not Kind.TEMPLATE]
     spans: list[Range] = []
     owners: list[int] = []
-    turns = turns if len(turns) == len(said) else [-1] * len(said)
+    if len(turns) != len(said):
+        if unlearnt:
+            raise Unusable("it is not certain which message has the weight 0")
+        turns = [-1] * len(said)
     starts, kinds, messages = [0], [int(Kind.TEMPLATE)], []
     no_stop = unmarked = at = 0
 
@@ -426,8 +435,10 @@ def laid_out(
             shown = part.message
         if start == end:
             continue
-        no_stop += not _begin_kinds(blank, [*others(end)], (start, end), special, begin)
-        begin(end, Kind.TEMPLATE)
+        of_message = [*others(end)]
+        if turn not in unlearnt:
+            no_stop += not _begin_kinds(blank, of_message, (start, end), special, begin)
+            begin(end, Kind.TEMPLATE)
         messages.append((start, end))
         spans.append((start, end))
         owners.append(turn)

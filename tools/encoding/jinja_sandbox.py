@@ -11,7 +11,7 @@ import json
 import operator
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jinja2
@@ -193,6 +193,24 @@ class _Environment(ImmutableSandboxedEnvironment):
 def compiled(source: str) -> jinja2.Template:
     """Compile a template."""
     return _Environment().from_string(source)
+
+
+def parsed(source: str) -> jinja2.nodes.Template:
+    """Parse a template."""
+    return _Environment().parse(source)
+
+
+def texts_written(node: jinja2.nodes.Node) -> Iterator[str]:
+    """Yield the texts of a template that it may write: not those that it searches or compares."""
+    if isinstance(node, jinja2.nodes.TemplateData):
+        yield node.data
+    elif isinstance(node, jinja2.nodes.Const):
+        yield str(node.value)
+    elif isinstance(node, jinja2.nodes.Call) and isinstance(node.node, jinja2.nodes.Getattr):
+        yield from texts_written(node.node.node)  # not the arguments, such as those of `split`
+    elif not isinstance(node, jinja2.nodes.Compare | jinja2.nodes.Test):
+        for child in node.iter_child_nodes():
+            yield from texts_written(child)
 
 
 Pattern = tuple[str | int, ...]

@@ -17,6 +17,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,10 +48,16 @@ from tokenfeed.pipeline.format.schema import (
 )
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Unusable
 from tokenfeed.tools.encoding.chat import ChatTemplate
-from tokenfeed.tools.encoding.chat_messages import Conversation, asks, read_messages
+from tokenfeed.tools.encoding.chat_messages import (
+    UNREAD_KEY,
+    Conversation,
+    asks,
+    is_learnt,
+    read_messages,
+)
 from tokenfeed.tools.encoding.chat_parts import COUNTS, EMPTY, Rendered, TokensOfPieces
 from tokenfeed.tools.encoding.fim import FIM_ROWS, FillInMiddle
-from tokenfeed.tools.encoding.jinja_sandbox import MARK
+from tokenfeed.tools.encoding.jinja_sandbox import MARK, to_json
 from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, TokenPlaces
@@ -64,6 +71,7 @@ _TASKS_BY_FIELDS = {
     ("prompt", "chosen", "rejected"): "chat",
     ("chosen", "rejected"): "chat",
     ("prompt", "completion"): "complete",
+    ("instruction", "output"): "chat",
     ("tokens", "tags"): "tag",
     ("tokens", "ner_tags"): "tag --field tags=ner_tags",
     ("words", "tags"): "tag --field tokens=words",
@@ -72,6 +80,10 @@ _TASKS_BY_FIELDS = {
     ("text", "score"): "score",
 }
 """The value of `--task` for records with these fields, for hints."""
+
+_MEANINGFUL = {"chosen", "rejected", "label", "instruction", "history", "loss_mask", "labels"}
+_MEANINGFUL |= {"attention_mask", "completion_mask", "assistant_masks", "weight", "messages"}
+"""Usual names of fields that change what a record means."""
 
 Encode = Callable[[list[bytes]], Ragged]
 """Turns UTF-8 texts into ids; see `Engine.encode`."""
@@ -147,6 +159,17 @@ class TaskEncoder(ABC):
         if present == {"text"} and "text" not in self.kinds:
             return " Records with `text` alone need `--task lm`."
         return self._name_field(missing)
+
+    def warning_of(self, field: str) -> str:
+        """Return what to do about a field that is not read; empty if the rows are whole without."""
+        if not self.named.keys() & {"completion", "messages", "chosen", "input_ids"}:
+            return ""
+        if field == "input" and "completion" in self.named:
+            prompt = self.named["prompt"]
+            return f"give --field prompt='{{{prompt}}}\\n{{input}}' completion=NAME"
+        if field in self.kinds:
+            return f"give --field {field}={field} beside the other fields"
+        return "take its records out, or join it" if field in _MEANINGFUL else ""
 
     def _name_inside(self, reason: str) -> str:
         """Return the option that names a text inside an object or a list; empty without one."""
@@ -307,10 +330,13 @@ class IdsEncoder(TaskEncoder):
         "loss_mask": FieldKind.NUMBERS,
         "labels": FieldKind.NUMBERS,
         "label": FieldKind.LABEL,
+        "attention_mask": FieldKind.NUMBERS,
     }
     """Also the fields of the subclasses."""
     keeps: ClassVar[bool] = True
     input_ids: str = "input_ids"
+    attention_mask: str | None = None
+    """0 for padding, which is left out; None: there is no padding."""
     vocabulary_size: int = 0
     """The largest id of the tokenizer + 1."""
 
@@ -341,6 +367,19 @@ class IdsEncoder(TaskEncoder):
         """Return a template without tokens: rows are copied as they are."""
         return Template.from_tokenizer(tokenizer, num_texts=1, special=False, end_id=None)
 
+    def _without_padding(self, values: FieldValues) -> FieldValues:
+        """Return the values without those whose attention mask is 0."""
+        if self.attention_mask is None:
+            return values
+        masks = [mask != 0 for mask in values[self.attention_mask]]
+
+        def cut(column: list[Any]) -> list[Any]:
+            pairs = zip(column, masks, strict=True)
+            return [each[mask] if len(each) == len(mask) else each for each, mask in pairs]
+
+        names = [name for name, kind in self.fields.items() if kind in _PER_ID]
+        return values | {name: cut(values[name]) for name in names if name != self.attention_mask}
+
     def texts(self, values: FieldValues) -> list[bytes]:
         """Return the bytes of the ids, for hashes."""
         return [ids.astype("<u4").tobytes() for ids in values[self.input_ids]]
@@ -348,6 +387,10 @@ class IdsEncoder(TaskEncoder):
     def unusable(self, values: FieldValues) -> dict[int, str]:
         """Return records whose kept columns do not fit to the ids or to the type."""
         reasons = super().unusable(values)
+        for row, mask in enumerate(values[self.attention_mask] if self.attention_mask else ()):
+            reason = _not_as_many(mask, values[self.input_ids][row]) or _not_padding(mask)
+            if reason:
+                reasons.setdefault(row, f"field `{self.attention_mask}` {reason}")
         for column in self.keep:
             of_records = zip(values[self.input_ids], values[column.name], strict=True)
             for row, (ids, numbers) in enumerate(of_records):
@@ -357,6 +400,7 @@ class IdsEncoder(TaskEncoder):
 
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
         """Turn R records into R rows."""
+        values = self._without_padding(values)
         rows = values[self.input_ids]
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         ids = np.concatenate([np.empty(0, np.int64), *rows])
@@ -390,6 +434,7 @@ class MaskedIdsEncoder(IdsEncoder):
     def unusable(self, values: FieldValues) -> dict[int, str]:
         """Return records whose mask does not fit to the ids."""
         reasons = super().unusable(values)
+        values = self._without_padding(values)
         name = self.loss_mask or self.labels
         assert name
         for row, (ids, given) in enumerate(zip(values[self.input_ids], values[name], strict=True)):
@@ -402,6 +447,7 @@ class MaskedIdsEncoder(IdsEncoder):
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
         """Turn R records into R rows. Each run of targets begins a message."""
         samples = super().encode(values, encode, template)
+        values = self._without_padding(values)
         ids = samples.per_token[INPUT_IDS]
         if self.loss_mask:
             mask = np.concatenate([np.empty(0), *values[self.loss_mask]]) == 1
@@ -421,7 +467,11 @@ class ClassifiedIdsEncoder(IdsEncoder, Labelled):
     """Token ids of a text, and the class of the text."""
 
     name: ClassVar[Task] = "classify"
-    kinds: ClassVar[Fields] = {"input_ids": FieldKind.IDS, "label": FieldKind.LABEL}
+    kinds: ClassVar[Fields] = {
+        "input_ids": FieldKind.IDS,
+        "label": FieldKind.LABEL,
+        "attention_mask": FieldKind.NUMBERS,
+    }
     label: str = "label"
 
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
@@ -435,6 +485,18 @@ def _not_as_many(numbers: np.ndarray, ids: np.ndarray) -> str:
     if len(numbers) == len(ids):
         return ""
     return f"has {len(numbers):,} number(s) for {len(ids):,} id(s)"
+
+
+_PER_ID = (FieldKind.IDS, FieldKind.NUMBERS)
+"""Kinds of fields with a value for each id."""
+
+
+def _not_padding(mask: np.ndarray) -> str:
+    """Return why numbers are not the attention mask of a padded row; empty if they are."""
+    if not np.isin(mask, (0, 1)).all():
+        return "has other numbers than 0 and 1"
+    changes = np.count_nonzero(np.diff(mask, prepend=0, append=0))
+    return "has 0 between ids, where no padding can be" if changes > 2 else ""
 
 
 def _not_a_mask(numbers: np.ndarray, ids: np.ndarray | None) -> str:
@@ -654,19 +716,26 @@ class ChatEncoder(TaskEncoder):
         "tools": FieldKind.OPTIONAL_JSON,
         "template_arguments": FieldKind.OPTIONAL_JSON,
         "system": FieldKind.OPTIONAL_JSON,
+        "input": FieldKind.OPTIONAL_JSON,
+        "label": FieldKind.OPTIONAL_JSON,
     }
     layouts: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+        {"prompt": "messages", "chosen": "chosen", "rejected": "rejected"},
+        {"prompt": "conversations", "chosen": "chosen", "rejected": "rejected"},
+        {"chosen": "chosen", "rejected": "rejected"},
         {"messages": "messages"},
         {"messages": "conversations"},
         {"prompt": "prompt", "completion": "completion"},
-        {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
-        {"chosen": "chosen", "rejected": "rejected"},
+        {"prompt": "instruction", "completion": "output", "input": "input"},
     )
-    """Usual names of fields, the first choice first."""
+    """Usual names of fields, the first choice first. Pairs are first: they may also have the
+    conversation of the chosen answer."""
     extras: ClassVar[dict[str, Any]] = {
         "tools": "tools",
         "template_arguments": "chat_template_kwargs",
         "system": "system",
+        "label": "label",
     }
     """Usual names of fields that a record of any layout may have."""
     keeps: ClassVar[bool] = True
@@ -681,6 +750,10 @@ class ChatEncoder(TaskEncoder):
     template_arguments: str | None = None
     system: str | None = None
     """A text that becomes the first message, unless the first message is one of the system."""
+    input: str | None = None
+    """A text that follows the prompt after a line break, if it is not empty."""
+    label: str | None = None
+    """False for an answer that a model should not give. Such a record is rejected."""
     chat_template: ChatTemplate | None = None
     """None until the tokenizer is known."""
     splits_special: bool = False
@@ -754,6 +827,7 @@ class ChatEncoder(TaskEncoder):
         if len(samples) == 1:
             return samples[0]
         chosen, rejected = samples
+        nothing = np.zeros(len(chosen.has_text), np.int64)
         kinds = rejected.per_token[KINDS]
         rejected.per_token[KINDS] = Ragged(kinds.values | REJECTED, kinds.lengths)
         return Samples(
@@ -762,7 +836,10 @@ class ChatEncoder(TaskEncoder):
             chosen.has_text & rejected.has_text,
             {row: f"rejected: {reason}" for row, reason in rejected.unusable.items()}
             | {row: f"chosen: {reason}" for row, reason in chosen.unusable.items()},
-            {name: counts + rejected.counts[name] for name, counts in chosen.counts.items()},
+            {
+                name: chosen.counts.get(name, nothing) + rejected.counts.get(name, nothing)
+                for name in chosen.counts | rejected.counts
+            },
         )
 
     def _encoded(self, values: FieldValues, encode: Encode, ending: str) -> Samples:
@@ -771,17 +848,18 @@ class ChatEncoder(TaskEncoder):
         assert self.places, "the tokenizer is not known"
         rendered: list[Rendered] = []
         numbers: list[dict[str, list[float]]] = []
-        num_unread: list[int] = []
+        num_rows = len(next(iter(values.values())))
+        of_rows = {"unread_arguments": np.zeros(num_rows, np.int64)}
         unusable: dict[int, str] = {}
         reads = functools.cache(self.chat_template.reads)
-        for row in range(len(next(iter(values.values())))):
+        for row in range(num_rows):
             rendered.append(_NOTHING)
             numbers.append({})
-            num_unread.append(0)
             try:
                 conversation = self._conversation(values, row, ending)
                 self._check_special(conversation)
                 of_messages = self._numbers(conversation)
+                conversation, num_joined = self.chat_template.with_texts(conversation)
                 made = self.chat_template.render(conversation)
                 is_proved = not made.layout.counts[COUNTS.index("unproved")]
                 if not (is_proved or self.splits_special):
@@ -789,7 +867,14 @@ class ChatEncoder(TaskEncoder):
                 if of_messages and not (is_proved and -1 not in made.layout.owners):
                     raise Unusable("it is not certain which tokens belong to which message")
                 rendered[-1], numbers[-1] = made, of_messages
-                num_unread[-1] = sum(not reads(name) for name in conversation.arguments)
+                notes = _notes(self.chat_template, conversation, made)
+                notes["unread_arguments"] = sum(not reads(name) for name in conversation.arguments)
+                notes["joined_parts"] = num_joined
+                given = self.label and values[self.label][row]
+                notes["unread_labels"] = given is not None and not isinstance(given, bool)
+                for name, number in notes.items():
+                    if number and (name in of_rows or len(of_rows) < _MOST_NOTES):
+                        of_rows.setdefault(name, np.zeros(num_rows, np.int64))[row] = number
             except Unusable as reason:
                 unusable[row] = str(reason)
             except RecursionError:
@@ -806,10 +891,10 @@ class ChatEncoder(TaskEncoder):
             for place, name in found.items():
                 row = int(np.searchsorted(ids.offsets, place, "right")) - 1
                 unusable.setdefault(row, _JOINED.format(name))
-        counts["unread_arguments"] = np.array(num_unread, np.int64)
         says = sum(counts[f"{kind.label}_tokens"] for kind in Kind if kind >= Kind.TEXT) > 0
         for row in np.flatnonzero(~says & (ids.lengths > 0)).tolist():
-            unusable.setdefault(row, "has nothing to learn: the assistant says nothing")
+            unusable.setdefault(row, _SILENT)
+        counts |= of_rows
         has_text = ids.lengths > 0
         has_text[[*unusable]] = False
         per_token = {INPUT_IDS: ids, KINDS: Ragged(kinds, ids.lengths)}
@@ -851,8 +936,15 @@ class ChatEncoder(TaskEncoder):
                 continue
             value = values[name][row]
             is_text = isinstance(value, str)
+            more_text = values[self.input][row] if own == "prompt" and self.input else None
+            if more_text:
+                if not (is_text and isinstance(more_text, str)):
+                    raise Unusable(f"field `{name}` or `{self.input}` is not a text")
+                value = f"{value}\n{more_text}"
             if role and is_text:
                 value = [{"role": role, "content": value}]
+            elif role and isinstance(value, dict):  # one message
+                value = [value]
             elif role and not isinstance(value, list):
                 shown = type(value).__name__
                 raise Unusable(f"field `{name}` is {shown}, expected a text or a list of messages")
@@ -864,9 +956,13 @@ class ChatEncoder(TaskEncoder):
                 is_whole = prompt_is_text and more[0]["role"] != "assistant"
                 if is_whole and not any(asks(messages[0]["content"], each) for each in more):
                     raise Unusable("begins with another message, but none is the prompt")
+            # A whole conversation begins as the prompt, even if the prompt has another answer.
+            is_whole |= messages[:1] == more[:1] and more[0]["role"] != "assistant"
             repeats = is_whole or more[: len(messages)] == messages
             messages = more if repeats else messages + more
             prompt_is_text = role == "user" and is_text
+        if self.label is not None and values[self.label][row] is False:
+            raise Unusable(f"field `{self.label}` is false: an answer that must not be learnt")
         system = None if self.system is None else values[self.system][row]
         if system is not None and not isinstance(system, str):
             raise Unusable(f"field `{self.system}` is {type(system).__name__}, expected a text")
@@ -937,7 +1033,36 @@ class ChatEncoder(TaskEncoder):
 
 _SURROGATE = "has a lone surrogate: no UTF-8 can express it"
 _JOINED = "has texts that form the special token {!r} together; see --special-tokens-in-text"
+_SILENT = "has nothing to learn: the assistant says nothing, or only messages of weight 0"
 _NOTHING = Rendered(EMPTY, [])
+_MOST_NOTES = 100
+"""Different counts, most of them of keys of messages."""
+
+
+def _notes(
+    template: ChatTemplate, conversation: Conversation, rendered: Rendered
+) -> dict[str, int]:
+    """Count what a template does not write as users may expect."""
+    notes: dict[str, int] = Counter()
+    text = ""
+    if conversation.tools and not template.reads_tools:
+        notes["unread_tools"] = 1
+    for message in conversation.messages:
+        if len(message) == 2 and "content" in message:
+            continue
+        for key in template.unread_keys(message):
+            notes[UNREAD_KEY + key[:_SHOWN]] += 1
+        weight = message.get("weight", 1)
+        notes["weightless"] += not is_learnt(message)
+        notes["weights"] += is_learnt(message) and weight != 1
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function", call) if isinstance(call, dict) else {}
+            given = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(given, str) and given:
+                text = text or b"".join(rendered.pieces).decode()
+                notes["text_arguments"] += to_json(given) in text
+    return notes
 
 
 @contextmanager

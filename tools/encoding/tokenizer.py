@@ -177,7 +177,7 @@ class TextTokenizer:
             end_token: The token that ends a document. None: the special token with a usual name,
                 or the token that `files` name.
             splits_special: Whether special tokens in a document become their ids.
-            files: The files beside it; None if there are none.
+            files: Facts from the files beside it. None: no such files.
 
         Raises:
             TokenizerError: The file is not a tokenizer, or has no vocabulary.

@@ -7,6 +7,7 @@ parts, and the same command after a kill, read the plan instead of the corpus.
 import contextlib
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any, Self
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.store import LocalStore
-from tokenfeed.tools.corpus.field_paths import nested, possible_columns
+from tokenfeed.tools.corpus.field_paths import columns_of, nested, possible_columns
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Records
@@ -31,7 +32,7 @@ from tokenfeed.tools.corpus.units import (
 )
 from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
 from tokenfeed.tools.encoding.limit import TRAIN, VALIDATION
-from tokenfeed.tools.encoding.tasks import ChatEncoder, Labelled, TaskEncoder
+from tokenfeed.tools.encoding.tasks import ChatEncoder, IdsEncoder, Labelled, TaskEncoder
 from tokenfeed.tools.jobs.crew import Work, local_crew
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.pretokenizing.append_target import Onto
@@ -44,6 +45,8 @@ _DEFAULT_VALIDATION, _VALIDATION_BYTES = 0.01, 40_000_000
 _LABELLED_VALIDATION, _LABELLED_BYTES = 0.1, 4_000_000
 """The same for rows with labels. Their validation decides when a training ends, so it is larger."""
 _PROBED_RECORDS, _PROBED_FILES, _PROBED_BYTES = 10_000, 16, 1 << 24
+_NAMED_FILES, _NAMED_RECORDS, _NO_FIELD = 4, 1000, "\0"
+"""Files and records whose fields are named if they are not read; and a field that none has."""
 COUNTED_ALONE_BYTES = 32_000_000
 """Largest input in bytes that this process reads alone before workers would start."""
 
@@ -96,6 +99,9 @@ class Inputs:
             if nested(name) and not _can_read(corpus.sources, {name: FieldKind.ANY}):
                 inside: dict[str, Any] = {own: nested(name)}
                 task = dataclasses.replace(task, **inside)
+        is_bare = isinstance(task, IdsEncoder) and not options.field
+        if is_bare and _can_read(corpus.sources, {"attention_mask": FieldKind.NUMBERS}):
+            task = dataclasses.replace(task, attention_mask="attention_mask")  # type: ignore[call-arg]
         if isinstance(task, ChatEncoder) and options.field:
             for own in task.extras.keys() & options.fields.keys():
                 name = task.named[own]
@@ -207,6 +213,25 @@ class Inputs:
         """Names of all splits."""
         given = {source.split for source in self.corpus.sources if source.split is not None}
         return tuple(sorted({TRAIN, VALIDATION} | given))
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """The fields of first records that the task does not read, each with its share."""
+        read = columns_of(self.task.fields).keys()
+        shares: dict[str, str] = {}
+        counts: Counter[str] = Counter()
+        total = 0
+        for source in self.corpus.sources[:_NAMED_FILES]:
+            for records in islice(_first_records(source, {_NO_FIELD: FieldKind.TEXT}), 1):
+                for reject in islice(records.rejects, _NAMED_RECORDS):
+                    begin, _, names = reject.reason.partition(f" `{_NO_FIELD}`; it has: ")
+                    unread = [n for n in names.removesuffix("...").split(", ") if n not in read]
+                    if begin == "no column":
+                        shares |= dict.fromkeys(unread, "a column")
+                    elif names and names != "no fields":
+                        counts.update(unread)
+                    total += begin == "no field"
+        return shares | {n: f"{count:,} of {total:,} records" for n, count in counts.items()}
 
     def _check_usable(self) -> None:
         """Check that the corpus has a usable record.

@@ -30,7 +30,9 @@ from tokenfeed.tools.corpus.units import read_records
 from tokenfeed.tools.data_sets.merge import Opened, grow
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.chat import ChatTemplate, tokens_set_by
+from tokenfeed.tools.encoding.chat_messages import UNREAD_KEY
 from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, preload
+from tokenfeed.tools.encoding.jinja_sandbox import parsed, texts_written
 from tokenfeed.tools.encoding.limit import FindLeast, Mark, find_last
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tasks import ChatEncoder, CompleteEncoder
@@ -308,27 +310,35 @@ def _chat_template(options: Options, tokenizer: TextTokenizer, files: ModelFiles
     added = tokenizer.tokenizer.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special} | {*variables.values()}
     known = (text for text in special if tokenizer.tokenizer.token_to_id(text) is not None)
-    if unknown := sorted({*_TOKEN.findall(source)} - {token.content for token in added}):
-        logger.warning(
-            "the chat template writes %s, but the tokenizer has no such token: a model learns the "
-            "characters. Use the template of the tokenizer, or add the token",
-            ", ".join(unknown[:3]),
-        )
     template = ChatTemplate(
         source=source,
         special_tokens=tuple(sorted(known)),
         variables=variables | arguments,
     )
-    if unread := [name for name in options.template_arguments if not template.reads(name)]:
-        raise ConfigError(
-            f"`--template-argument` {unread[0]}: has no effect, because the chat template has no "
-            "variable with this name. Correct the name, or leave it out."
-        )
     try:
         template.check()
     except Unusable as reason:
         name = options.chat_template or options.tokenizer
         raise TokenizerError(f"{name}: the chat template {reason}. Correct it.") from None
+    written = " ".join(texts_written(parsed(source)))
+    if unknown := sorted({*_TOKEN.findall(written)} - {token.content for token in added}):
+        logger.warning(
+            "the chat template writes %s, but the tokenizer has no such token: a model learns the "
+            "characters. Use the template of the tokenizer, or add the token",
+            ", ".join(unknown[:3]),
+        )
+    for name in template.missing_tokens:
+        logger.warning(
+            "the chat template names %s, but no file beside the tokenizer has it: conversations "
+            "lack this token. Give the folder of the model as --tokenizer, or --template-argument "
+            "%s=TOKEN",
+            *(name, name),
+        )
+    if unread := [name for name in options.template_arguments if not template.reads(name)]:
+        raise ConfigError(
+            f"`--template-argument` {unread[0]}: has no effect, because the chat template has no "
+            "variable with this name. Correct the name, or leave it out."
+        )
     return template
 
 
@@ -492,7 +502,45 @@ def _made(options: Options, spool: Spool, onto: Onto | None = None) -> tuple[Man
         resumed_units=resumed_units,
         new_bytes=manifest.ledger.bytes - resumed_bytes,
         tokenizer_seconds=run.tokenizer_seconds,
+        unread=_warned_of(run.inputs, manifest),
     )
+
+
+_WARNED = {
+    "unread_tools": "%s conversations have tools, but the chat template does not write them",
+    "text_arguments": "%s calls have arguments as a text, which the chat template writes as JSON "
+    "again, with more quotes: give the arguments as objects",
+    "weights": "%s messages have weights other than 0 and 1, not used: give --keep weight",
+    "unread_labels": "%s records have a label that is neither true nor false: they are learnt",
+}
+"""Warnings by the counts of the manifest that change what a model learns."""
+_WARNED_KEYS = (
+    "train",
+    "training",
+    "trainable",
+    "loss",
+    "mask",
+    "masked",
+    "function_calls",
+    "image",
+)
+"""Keys of messages that change what a model should learn, or lack in its text."""
+
+
+def _warned_of(inputs: Inputs, manifest: Manifest) -> dict[str, str]:
+    """Warn of what changes the meaning and was not read. Return all fields that were not read."""
+    counts, fields = manifest.counts or {}, inputs.unread
+    for name, share in fields.items():
+        if remedy := inputs.task.warning_of(name):
+            logger.warning("the field `%s` was not read (%s): %s", name, share, remedy)
+    kept = {column.name for column in manifest.columns}
+    for name, said in _WARNED.items():
+        if counts.get(name) and not (name == "weights" and "weight" in kept):
+            logger.warning(said, f"{counts[name]:,}")
+    for key in _WARNED_KEYS:
+        if number := counts.get(UNREAD_KEY + key):
+            logger.warning("%s messages have the key `%s`, which was not read", f"{number:,}", key)
+    return fields
 
 
 def _text_bytes(records: RunRecords) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from tokenfeed.pipeline.format.manifest import REJECTS_FILE, Manifest
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.pipeline.text import count_of
+from tokenfeed.tools.data_sets.inspection import unread
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.pretokenizing.options import Options
 
@@ -23,6 +24,8 @@ class Figures(NamedTuple):
     """Bytes of text that this run encoded."""
     already_finished: bool = False
     tokenizer_seconds: float = 0.0
+    unread: dict[str, str] = {}  # noqa: RUF012 - never changed
+    """Fields of the records that were not read, each with its share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +93,8 @@ class Summary:
     """Texts that the fast engine left to the reference."""
     length_histogram: list[int]
     """Rows by powers of two of their tokens, all splits together."""
+    not_read: str
+    """What records have, and the data set does not."""
     already_finished: bool
     """Whether the data set was already finished."""
     units: int
@@ -136,6 +141,7 @@ class Summary:
             differences=info.differences,
             routed=info.routed or 0,
             length_histogram=[sum(counts) for counts in zip(*histograms, strict=True)],
+            not_read=unread(manifest, figures.unread),
             already_finished=figures.already_finished,
             units=figures.units,
             resumed_units=figures.resumed_units,
@@ -152,6 +158,7 @@ class Summary:
         known = self.skipped_known
         return {
             "left out": count_of(skipped, "binary file") if skipped else "",
+            "not read": self.not_read,
             "already in": count_of(known, "input file") if known else "",
             "rejects": f"{rejects} lists each with its reason" if self.rejected else "",
             "training": self._training(),

@@ -530,10 +530,10 @@ def test_a_completion_that_lacks_the_prompt_is_rejected(tmp_path: Path, tokenize
 
 
 def test_bad_prompts_and_pairs_are_rejected(tmp_path: Path, tokenizer: Path) -> None:
-    pairs = [{"prompt": "a", "completion": "b"}, {"prompt": {"role": "user"}, "completion": "b"}]
+    pairs = [{"prompt": "a", "completion": "b"}, {"prompt": 1, "completion": "b"}]
     make(pairs, tmp_path / "pairs", tokenizer)
     (reject,) = (tmp_path / "pairs" / "rejects.jsonl").read_text().splitlines()
-    assert "field `prompt` is dict, expected a text or a list of messages" in reject
+    assert "field `prompt` is int, expected a text or a list of messages" in reject
     transcripts = {"chosen": "Human: Q Assistant: A", "rejected": "Human: Q Assistant: B"}
     failed = make([transcripts], tmp_path / "out", tokenizer, expect=1)
     assert "is a text without a prompt" in failed.stderr

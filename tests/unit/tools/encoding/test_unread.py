@@ -1,0 +1,268 @@
+"""Conversations are learnt as their records mean it, and what is not read is said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import feather, parquet
+from support.commands import call
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from tokenfeed.pipeline.format.kinds import Kind
+from tokenfeed.tools.pretokenize import main
+
+Message = dict[str, Any]
+
+SPECIAL = ("<|endoftext|>", "<|t|>", "<call>")
+TEMPLATE = """{% for m in messages %}<|t|>{{ m.role }}:{{ m.content or '' }}\
+{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments }}{% endfor %}\
+<|endoftext|>{% endfor %}{% if add_generation_prompt %}<|t|>assistant:{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer of bytes and a template."""
+    folder = tmp_path_factory.mktemp("model")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def user(text: Any) -> Message:
+    return {"role": "user", "content": text}
+
+
+def answer(text: Any, **more: Any) -> Message:
+    return {"role": "assistant", "content": text, **more}
+
+
+def run(
+    records: list[Any], folder: Path, model: Path, *options: object, task: str = "chat"
+) -> tuple[list[str], list[str], Any]:
+    """Run the command. Return the texts of its rows, what is learnt of each, and the output."""
+    source = folder / "records.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    given = ("--task", task, "--tokenizer", model, "--validation", 0)
+    done = call(main, source, folder / "out", *given, *options)
+    table = feather.read_table(folder / "out/train/00000.arrow", memory_map=False).to_pydict()
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    learnt = []
+    for ids, kinds in zip(table["input_ids"], table.get("kinds", []), strict=False):
+        targets = [id_ for id_, kind in zip(ids, kinds, strict=True) if kind & 7 >= Kind.TEXT]
+        learnt.append(tokenizer.decode(targets, skip_special_tokens=False))
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in table["input_ids"]]
+    return texts, learnt, done
+
+
+def test_messages_of_weight_0_are_not_learnt(tmp_path: Path, model: Path) -> None:
+    messages = [user("2?"), answer("five", weight=0), user("No."), answer("four", weight=1)]
+    worthless = [user("2?"), answer("five", weight=0)]
+    records = [{"messages": messages}, {"messages": worthless}]
+    _, learnt, done = run(records, tmp_path, model)
+    assert learnt == ["four<|endoftext|>"]
+    assert "1 messages of weight 0: not learnt" in done.stdout
+    assert "only messages of weight 0" in (tmp_path / "out/rejects.jsonl").read_text()
+
+
+def test_other_weights_are_a_warning_unless_kept(tmp_path: Path, model: Path) -> None:
+    records = [{"messages": [user("2?"), answer("four", weight=0.5)]}]
+    said = "1 messages have weights other than 0 and 1, not used: give --keep weight"
+    for number, options in enumerate([(), ("--keep", "weight")]):
+        (folder := tmp_path / str(number)).mkdir()
+        assert (said in run(records, folder, model, *options)[2].stderr) == (not options)
+
+
+WHOLE = {
+    "chosen": [user("q"), answer("good")],
+    "rejected": [user("q"), answer("bad")],
+    "messages": [user("q"), answer("good")],
+}
+ANSWERS = {"chosen": answer("good"), "rejected": answer("bad")}
+SHARE_GPT = {
+    "conversations": [{"from": "human", "value": "q"}],
+    "chosen": {"from": "gpt", "value": "good"},
+    "rejected": {"from": "gpt", "value": "bad"},
+}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "q", **WHOLE},
+        WHOLE,
+        {"messages": [user("q")], **ANSWERS},
+        {"messages": [user("q")], "chosen": "good", "rejected": "bad"},
+        SHARE_GPT,
+    ],
+)
+def test_pairs_beside_messages_are_pairs(record: Any, tmp_path: Path, model: Path) -> None:
+    texts, _, _ = run([record], tmp_path, model)
+    begin = "<|t|>user:q<|endoftext|><|t|>assistant:"
+    assert texts == [f"{begin}good<|endoftext|>{begin}bad<|endoftext|>"]
+
+
+def test_function_call_becomes_a_call(tmp_path: Path, model: Path) -> None:
+    call_ = {"name": "depth", "arguments": '{"lake": 1}'}
+    records = [{"messages": [user("q"), answer(text, function_call=call_)]} for text in ("", None)]
+    records.append({"messages": [user("q"), answer("a", function_call="depth")]})
+    _, learnt, _ = run(records, tmp_path, model)
+    assert learnt == ['<call>depth {"lake": 1}<|endoftext|>'] * 2
+    assert "function_call that is not one object" in (tmp_path / "out/rejects.jsonl").read_text()
+
+
+@pytest.mark.parametrize("layout", ["prompt", "messages"])
+def test_answers_labelled_false_are_rejected(layout: str, tmp_path: Path, model: Path) -> None:
+    records: list[Any] = [{"prompt": "q", "completion": text} for text in ("good", "bad", "so")]
+    if layout == "messages":
+        records = [{"messages": [user("q"), answer(each["completion"])]} for each in records]
+    labels = (True, False, None)
+    records = [each | {"label": label} for each, label in zip(records, labels, strict=True)]
+    _, learnt, _ = run(records, tmp_path, model)
+    assert learnt == ["good<|endoftext|>", "so<|endoftext|>"]
+    assert "field `label` is false" in (tmp_path / "out/rejects.jsonl").read_text()
+
+
+def test_instruction_input_and_output_are_read(tmp_path: Path, model: Path) -> None:
+    records = [
+        {"instruction": "Translate.", "input": "plum", "output": "Pflaume"},
+        {"instruction": "Hi", "input": "", "output": "Ho"},
+        {"instruction": "Hi", "output": "Ho"},
+    ]
+    texts, learnt, done = run(records, tmp_path, model)
+    hi = "<|t|>user:Hi<|endoftext|><|t|>assistant:Ho<|endoftext|>"
+    first = "<|t|>user:Translate.\nplum<|endoftext|><|t|>assistant:Pflaume<|endoftext|>"
+    assert texts == [first, hi, hi]
+    assert learnt[0] == "Pflaume<|endoftext|>"
+    assert "not read" not in done.stdout
+
+
+@pytest.mark.parametrize("task", ["chat", "complete"])
+def test_an_input_that_is_not_read_is_a_warning(task: str, tmp_path: Path, model: Path) -> None:
+    records = [{"instruction": "Translate.", "input": "plum", "output": "Pflaume"}] * 3
+    given = ("--field", "prompt=instruction", "completion=output")
+    done = run(records, tmp_path, model, *given, task=task)[2]
+    assert "not read    fields: input (3 of 3 records)\n" in done.stdout
+    remedy = "give --field prompt='{instruction}\\n{input}' completion=NAME"
+    assert f"the field `input` was not read (3 of 3 records): {remedy}" in done.stderr
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_parts_of_a_content_are_joined(joins: bool, tmp_path: Path, model: Path) -> None:
+    """Python would write the list, in a template that takes texts."""
+    content = [{"type": "text", "text": text} for text in ("A ", "plum?")]
+    template = tmp_path / "own.jinja"
+    parts = "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content | join("
+    parts += "attribute='text') }}{% endif %}"
+    template.write_text(TEMPLATE.replace("{{ m.content or '' }}", parts) if joins else TEMPLATE)
+    records = [{"messages": [user(content), answer("Yes.")]}] * 2
+    texts, _, done = run(records, tmp_path, model, "--chat-template", template)
+    assert texts == ["<|t|>user:A plum?<|endoftext|><|t|>assistant:Yes.<|endoftext|>"] * 2
+    assert ("2 contents whose parts were joined" in done.stdout) == (not joins)
+
+
+def test_what_is_not_read_is_said(tmp_path: Path, model: Path) -> None:
+    messages = [user("q") | {"mood": 1}, answer("a", train=False), answer("b", mood=2)]
+    record = {"messages": messages, "tools": [{"name": "f"}], "source": "web", "label": 3}
+    done = run([record, {"messages": messages}], tmp_path, model)[2]
+    assert (
+        "not read    fields: source (1 of 2 records); keys of messages: mood (4), train (2); "
+        "tools: not in the template (1 conversations); labels that are not true or false "
+        "(1 records)\n"
+    ) in done.stdout
+    assert "warning: 1 conversations have tools, but the chat template" in done.stderr
+    assert "warning: 2 messages have the key `train`, which was not read" in done.stderr
+    assert "source" not in done.stderr
+
+
+def test_columns_that_are_not_read_are_said(tmp_path: Path, model: Path) -> None:
+    parquet.write_table(pa.table({"text": ["a"], "url": ["b"]}), tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text("text,url\na,b\n")
+    (tmp_path / "a.json").write_text('[{"text": "a", "url": 1}]')
+    (tmp_path / "a.txt").write_text("a")
+    for file, said in (("parquet", "a column"), ("csv", "a column"), ("json", "1 of 1 records")):
+        words = (tmp_path / f"a.{file}", tmp_path / file, "--tokenizer", model)
+        assert f"not read    fields: url ({said})\n" in call(main, *words).stdout
+    done = call(main, tmp_path / "a.txt", tmp_path / "txt", "--tokenizer", model)
+    assert "not read" not in done.stdout
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_arguments_written_as_json_twice_are_said(
+    is_text: bool, tmp_path: Path, model: Path
+) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text(TEMPLATE.replace("c.function.arguments", "c.function.arguments | tojson"))
+    arguments: Any = {"lake": "Müritz"}
+    function = {"name": "depth", "arguments": json.dumps(arguments) if is_text else arguments}
+    records = [{"messages": [user("q"), answer(None, tool_calls=[{"function": function}])]}]
+    done = run(records, tmp_path, model, "--chat-template", template)[2]
+    assert ("warning: 1 calls have arguments as a text" in done.stderr) == is_text
+    assert ("give objects" in done.stdout) == is_text
+
+
+def test_a_template_whose_tokens_are_unknown_is_a_warning(tmp_path: Path, model: Path) -> None:
+    records = [{"messages": [user("q"), answer("a")]}]
+    for number, (begin, said) in enumerate(
+        [
+            ("{{ bos_token }}", ["the chat template names bos_token, but no file"]),
+            ("{{ eos_token }}", []),
+            ("{% set bos_token = 'b' %}{{ bos_token }}", []),
+            ("{# writes <|final|> #}", []),
+            ("{% if '<|final|>' in messages[0].content %}{% endif %}", []),
+            ("{{ messages[0].content.split('<|final|>')[0] }}", []),
+            ("<|final|>", ["the chat template writes <|final|>, but the tokenizer has no such"]),
+            ("{{ '<|final|>' }}", ["the chat template writes <|final|>"]),
+        ]
+    ):
+        (folder := tmp_path / str(number)).mkdir()
+        (folder / "own.jinja").write_text(begin + TEMPLATE)
+        done = run(records, folder, model, "--chat-template", folder / "own.jinja")[2]
+        assert done.stderr.count("warning: ") == len(said)
+        assert all(each in done.stderr for each in said)
+
+
+def test_padding_of_token_ids_is_left_out(tmp_path: Path, model: Path) -> None:
+    records = [
+        {"input_ids": [5, 6, 7, 0, 0], "attention_mask": [1, 1, 1, 0, 0]},
+        {"input_ids": [0, 8, 9], "attention_mask": [0, 1, 1]},
+        {"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]},
+        {"input_ids": [5, 6, 7], "attention_mask": [1, 1]},
+        {"input_ids": [5, 6], "attention_mask": [2, 1]},
+        {"input_ids": [5, 6, 7], "attention_mask": [0, 0, 0]},
+        {"input_ids": [5]},
+    ]
+    done = run(records, tmp_path, model, task="ids")[2]
+    table = feather.read_table(tmp_path / "out/train/00000.arrow", memory_map=False)
+    assert table["input_ids"].to_pylist() == [[5, 6, 7], [8, 9]]
+    rejects = (tmp_path / "out/rejects.jsonl").read_text()
+    for reason in ("0 between ids", "2 number(s) for 3 id(s)", "other numbers than 0 and 1"):
+        assert reason in rejects
+    assert "7 read = 2 written + 1 empty + 4 rejected" in done.stdout
+
+
+def test_padding_of_masked_ids_is_left_out(tmp_path: Path, model: Path) -> None:
+    mask = [1, 1, 1, 0]
+    records = [
+        {"input_ids": [5, 6, 7, 0], "attention_mask": mask, "labels": [-100, 6, 7, -100], "w": mask}
+    ]
+    names = ("input_ids", "attention_mask", "labels")
+    given = ("--field", *(f"{name}={name}" for name in names), "--keep", "w")
+    texts, learnt, _ = run(records, tmp_path, model, *given, task="ids")
+    assert [len(texts[0]), len(learnt[0])] == [3, 2]
+    table = feather.read_table(tmp_path / "out/train/00000.arrow", memory_map=False)
+    assert table["w"].to_pylist() == [[1, 1, 1]]
+
+
+def test_a_mask_that_is_not_read_is_a_warning(tmp_path: Path, model: Path) -> None:
+    records = [{"input_ids": [5, 6], "loss_mask": [0, 1]}]
+    done = run(records, tmp_path, model, task="ids")[2]
+    remedy = "give --field loss_mask=loss_mask beside the other fields"
+    assert f"the field `loss_mask` was not read (1 of 1 records): {remedy}" in done.stderr
