@@ -1,18 +1,69 @@
 """The mission, platforms: a test for each row of docs/mission.md, by public commands and API."""
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from support import warm
 from support.commands import run
+from support.data_sets import WriteDataset
 from support.other_systems import EVERY_MODULE, FORGET, LIKE_WINDOWS, RUN
+from support.training import write_counting
 
 from tokenfeed import Manifest
 
 ROOT = Path(__file__).parents[2]
 
 # ---------- m31 ----------
+
+
+def losses_of(run_dir: Path) -> dict[int, float]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.mark.slow
+def test_m31_several_ranks(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    # 61 rows of 4 to 39 tokens, which two ranks cannot share evenly.
+    shards = write_counting(write_dataset, tmp_path / "shards", rows=61, validation_rows=9)
+    words: list[object] = [
+        *("--shards", shards, "--model", "support.training:double_model", "--device", "cpu"),
+        *("--epochs", 2, "--batching", "padded", "--sequence-length", 40, "--log-every", 1),
+        *("--micro-batch-tokens", 80, "--step-tokens", 160, "--json"),
+    ]
+    ranks: list[object] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    reports: dict[str, dict[str, Any]] = {}
+    with warm.serve_commands(tmp_path / "bin"):
+        own = [*ranks, "--no-python", tmp_path / "bin" / "train", *words]
+        for name, command in {
+            "alone": ["-m", "tokenfeed.tools.train", *words],
+            "replicas": own,
+            "shards of the model": [*own, "--shard-model"],
+        }.items():
+            ended = warm.run([*command, "--run-dir", tmp_path / name])
+            assert ended.returncode == 0, ended.stderr
+            (printed,) = ended.stdout.splitlines()  # by rank 0 alone
+            reports[name] = json.loads(printed)
+            steps = re.findall(r"^step +(\d+)/\d+ \| loss", ended.stderr, re.MULTILINE)
+            assert [int(step) for step in steps] == list(range(1, reports[name]["steps"] + 1))
+
+    def files(name: str) -> set[str]:
+        return {str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*.*")}
+
+    last = f"checkpoints/step-{reports['alone']['steps']:08d}"
+    assert files("replicas") == files("alone")
+    assert files("shards of the model") == files("alone") | {f"{last}/state-1.safetensors"}
+    for name in ("replicas", "shards of the model"):  # every row once an epoch, and no more steps
+        assert (tmp_path / name / last).is_dir()
+        assert reports[name]["tokens"] == reports["alone"]["tokens"]
+        assert reports[name]["stall"]["world_size"] == 2
+        assert losses_of(tmp_path / name) == pytest.approx(losses_of(tmp_path / "alone"), rel=1e-5)
+
+
+# ---------- m32 ----------
 
 ON_WINDOWS = (
     FORGET
