@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from support import warm
 from support.delivery import (
@@ -144,16 +146,25 @@ def start(script: str, folder: Path) -> warm.Popen:
     return process
 
 
-def shared_memory() -> set[str]:
-    """Names of shared memory, without temporary folders of other programs."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("tmp")}
+def shared_memory(pids: Iterable[int]) -> set[Path]:
+    """Files of shared memory that processes have open or mapped, without temporary files."""
+    found = {
+        path
+        for pid in pids
+        for path in (
+            *(file.path for file in psutil.Process(pid).open_files()),
+            *(part.path for part in psutil.Process(pid).memory_maps()),
+        )
+    }
+    temporary = tempfile.gettempdir()
+    return {Path(path) for path in found if path.startswith("/dev/shm/") and temporary not in path}
 
 
 def test_nothing_outlives_a_killed_training_process_though_a_fork_lives(folder: Path) -> None:
-    shared = shared_memory()
     with start(ORPHANS, folder) as process:
         workers = workers_of(process.pid)
         assert len(workers) == 2
+        shared = shared_memory((process.pid, *workers))
         ours = {str(pid) for pid in (process.pid, *workers)}
         assert memfds() >= ours
         process.kill()
@@ -163,7 +174,7 @@ def test_nothing_outlives_a_killed_training_process_though_a_fork_lives(folder: 
         finally:
             os.killpg(process.pid, signal.SIGKILL)
     assert eventually(lambda: not memfds() & ours)
-    assert shared_memory() <= shared
+    assert not [path for path in shared if path.exists()]
 
 
 LEAVE = (
