@@ -84,6 +84,8 @@ def _run() -> int:
     if "--monitor-only" in sys.argv[1:]:
         return monitor()
     set_allocator(os.environ)
+    if "WORLD_SIZE" in os.environ:  # torch would advise against an option that `Replicas` needs
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     is_main = os.environ.get("RANK", "0") == "0"
     if not is_main:
         logging.getLogger("tokenfeed").setLevel(logging.WARNING)

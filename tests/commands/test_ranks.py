@@ -72,6 +72,7 @@ SHARDED = {
 }
 REFUSED_WITH_SHARES = {"optimizer": "muon", "micro_batch_tokens": "auto"}
 SHARES = {"shard_model": True}
+FP16 = {"model": "support.training:overflowing_model", "precision": "fp16"}
 
 
 def runs_in(folder: Path, every_task: Path) -> dict[str, Run]:
@@ -110,6 +111,10 @@ def runs_in(folder: Path, every_task: Path) -> dict[str, Run]:
         "begun": (1, of("begun", **begun)),
         "begun on two": (2, of("begun on two", **begun)),
         "begun shares": (2, of("begun shares", **begun, **SHARES)),
+        "fading 1": (1, of("fading 1", model="support.training:fading_model")),
+        "fading 2": (2, of("fading 2", model="support.training:fading_model")),
+        "fp16": (2, of("fp16", **FP16)),
+        "fp16 shares": (2, of("fp16 shares", **FP16, **SHARES)),
         "too many": (2, of("too many", step_tokens=64)),
     }
     for name, value in REFUSED_WITH_SHARES.items():
@@ -233,6 +238,27 @@ def test_muon_on_ranks_trains_as_on_one(trained: Trained) -> None:
         assert not any(trained.ended[name].codes), trained.ended[name].errors
     one = read_metrics(trained.folder / "muon 1", "loss")
     assert read_metrics(trained.folder / "muon 3", "loss") == pytest.approx(one, rel=1e-4)
+
+
+def test_a_weight_that_only_the_first_step_uses_then_stays(trained: Trained) -> None:
+    assert_alike(trained.folder / "fading 1", trained.folder / "fading 2")
+
+
+def test_an_overflow_on_one_rank_is_skipped_by_all(trained: Trained) -> None:
+    losses = []
+    for name in ("fp16", "fp16 shares"):
+        folder = trained.folder / name
+        skipped = read_metrics(folder, "skipped_steps")
+        assert skipped == {2: 1, 3: 1, 5: 1}
+        assert [*read_metrics(folder, "loss_scale").values()] == [
+            65536 / 2 ** sum(each <= step for each in skipped) for step in range(1, 7)
+        ]
+        losses.append(read_metrics(folder, "loss"))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_ranks_use_no_deprecated_option(trained: Trained) -> None:
+    assert "deprecated" not in trained.ended["2"].errors
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 import sys
 import time
@@ -306,7 +307,8 @@ SEEN: list[MicroBatch] = []
 
 
 def overflowing_model(head: Head) -> Transformer:
-    """The model of one layer, whose gradients overflow in some backward passes."""
+    """The model of one layer, whose gradients overflow in some backward passes; of several ranks,
+    on rank 1 only."""
     model = one_layer_model(head)
 
     def note(_: object, given: tuple[MicroBatch]) -> None:
@@ -314,8 +316,27 @@ def overflowing_model(head: Head) -> Transformer:
             SEEN.append(given[0])
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * torch.inf if len(SEEN) in OVERFLOWS else gradient
+        is_here = os.environ.get("RANK", "1") == "1"
+        return gradient * torch.inf if len(SEEN) in OVERFLOWS and is_here else gradient
+
+    def watch(_: object, given: object, hidden_BTD: torch.Tensor) -> None:
+        if hidden_BTD.requires_grad:
+            hidden_BTD.register_hook(spoil)
 
     model.register_forward_pre_hook(note)
-    model.norm.weight.register_hook(spoil)
+    model.norm.register_forward_hook(watch)
     return model
+
+
+def fading_model(head: Head) -> Transformer:
+    """A model in double precision with a layer that only the first four micro-batches use."""
+    model, calls = small_model(head), itertools.count(1)
+    model.early = torch.nn.Linear(64, 64, bias=False)
+
+    def add(_: object, given: object, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        own = 4 // int(os.environ.get("WORLD_SIZE", "1"))
+        used = model.training and next(calls) <= own
+        return hidden_BTD + model.early(hidden_BTD) if used else hidden_BTD
+
+    model.norm.register_forward_hook(add)
+    return model.double()

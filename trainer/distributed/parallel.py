@@ -6,7 +6,7 @@ runs on several ranks import this module: torch's part of it takes a second.
 """
 
 import contextlib
-import warnings
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -20,7 +20,9 @@ from tokenfeed.trainer.distributed.world import World, is_sharded_tensor
 Input = TypeVar("Input")
 Output = TypeVar("Output")
 
-_NO_UNUSED_WEIGHTS = "find_unused_parameters=True was specified"
+_KNOWN = inspect.signature(DistributedDataParallel).parameters
+_SYNCS_BUFFERS = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in _KNOWN)
+"""The option's name in this torch: since 2.13 the older name is deprecated."""
 
 
 class Replicas:
@@ -29,7 +31,8 @@ class Replicas:
     Gradients are summed bucket by bucket, while the backward pass goes on. What is left to wait for
     when the last gradient is computed is communication for the stall meter.
 
-    A weight that no rank has used keeps the gradient None, as with one rank.
+    A weight that no rank uses in a step gets no gradient, as with one rank. For this, gradients
+    must be freed after a step: with a gradient of 0, momentum and decay would go on.
 
     Args:
         model: The model. All ranks get the weights of rank 0.
@@ -37,11 +40,10 @@ class Replicas:
     """
 
     def __init__(self, model: nn.Module, compute: Callable[[nn.Module, Input], Output]) -> None:
-        warnings.filterwarnings("ignore", message=_NO_UNUSED_WEIGHTS)
         self._when_computed: list[Callable[[], object]] = []
         self._module = DistributedDataParallel(
             _Computation(model, compute),
-            broadcast_buffers=False,
+            **{_SYNCS_BUFFERS: False},
             # Buckets are not rebuilt after the first step: a resumed run adds in the same order.
             find_unused_parameters=True,
             gradient_as_bucket_view=True,
