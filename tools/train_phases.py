@@ -34,7 +34,7 @@ class Phase:
     start: str
     """`last` or `best`: the weights of the phase before from which this phase starts."""
     given: dict[str, Any]
-    """Its settings without those that `train` chooses."""
+    """Its settings, without the settings that `train` chooses."""
     parsed: Parsed
     """Its settings, for a new run."""
 
@@ -74,8 +74,8 @@ def read_phases(command: Command) -> list[Phase]:
 
 
 def as_yaml(command: Command, phases: list[Phase]) -> str:
-    """Return the settings of all phases as --config takes them: those that all have in common, and
-    those in which each differs."""
+    """Return the settings of all phases as --config takes them: first the common settings, then
+    the differences of each phase."""
     found = [phase.parsed.as_dict() for phase in phases]
     common = {
         name: value

@@ -50,7 +50,7 @@ def train(
         config: The settings.
         should_stop: Returns whether to stop. Called after each step.
         should_save: Returns whether to save. Called after each step.
-        world: The ranks, which stay joined. Default: those that a launcher started, until the end.
+        world: The ranks, which stay joined. Default: the ranks of the launcher, until the end.
         settle: See `Trainer`.
 
     Raises:

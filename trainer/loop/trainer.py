@@ -48,6 +48,7 @@ from tokenfeed.trainer.data.attention import separation
 from tokenfeed.trainer.data.datasets import Epoch, epoch_of, is_packed, training_source
 from tokenfeed.trainer.distributed.world import StepSync, World, device_named
 from tokenfeed.trainer.loop.evaluation import Evaluator, Sampler
+from tokenfeed.trainer.loop.initial_weights import read_initial_weights
 from tokenfeed.trainer.loop.loaders import SplitLoaders, choose_micro_batch, fill_step
 from tokenfeed.trainer.loop.profile import open_profiler, trace_of
 from tokenfeed.trainer.loop.uploads import Uploads
@@ -120,7 +121,7 @@ class Trainer:
         self.device = self.world.device
         keep_freed_memory(self.device)
         self.task = task_of(config, self.device)
-        self.learner = Learner(config, self.task, self.world)
+        self.learner = Learner(config, self.task, self.world, read_initial_weights)
         config = choose_micro_batch(config, self.learner, self.loaders_of, self.world)
         if settle:
             config = fill_step(config, settle, self.world)

@@ -35,14 +35,23 @@ _TRAINED_COPY = ".modules_to_save.default."
 """Where `peft` holds a module that it trains as a whole."""
 
 
-def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float32) -> nn.Module:
+Begin = Callable[[nn.Module, Head, TrainConfig], None]
+"""A function that overwrites the weights of a new model with those of `init_from`."""
+
+
+def make_model(
+    config: TrainConfig,
+    head: Head,
+    dtype: torch.dtype = torch.float32,
+    begin: Begin = lambda *_: None,
+) -> nn.Module:
     """Return a model on the host. Weights that are not given are drawn from torch's random state.
 
     Args:
         config: Names it. With `resume` no weights are read where a checkpoint has them all.
-            `init_from` names a run, a checkpoint or an exported folder with its weights.
         head: What it has to give.
         dtype: Of weights that are never trained: those beside adapters.
+        begin: Reads the weights of `init_from`, and may add adapters.
 
     Raises:
         ConfigError: There is no such model, or it cannot do what is asked.
@@ -51,9 +60,7 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     model = _hub_model(config, head, dtype) if config.is_hub else _named_model(config, head)
     is_empty = any(weight.is_meta for weight in model.parameters())  # it gets those of rank 0
     if config.init_from is not None and not config.resume and not is_empty:
-        from tokenfeed.trainer.models.initial_weights import read_initial_weights
-
-        read_initial_weights(model, head, config)
+        begin(model, head, config)
     if config.lora is not None and not getattr(model, "adapters", ()):
         add_adapters(model, head, config)
     choose_trainable(model, config)

@@ -29,7 +29,7 @@ from tokenfeed.trainer.data.attention import choose_flash_attention
 from tokenfeed.trainer.data.datasets import expected_targets, is_packed
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import State, World
-from tokenfeed.trainer.models.build import compile_model, make_model, recompute_layers
+from tokenfeed.trainer.models.build import Begin, compile_model, make_model, recompute_layers
 from tokenfeed.trainer.models.transformer import SIZES
 from tokenfeed.trainer.optim.muon import MuonAdamW
 from tokenfeed.trainer.optim.optimizer import (
@@ -88,8 +88,21 @@ class Tally:
 class Learner:
     """A model in training."""
 
-    def __init__(self, config: TrainConfig, task: Task, world: World) -> None:
-        """Draw weights from the seed. All ranks get those of rank 0."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        world: World,
+        begin: Begin = lambda *_: None,
+    ) -> None:
+        """Draw weights from the seed. All ranks get those of rank 0.
+
+        Args:
+            config: The settings.
+            task: The task.
+            world: The ranks.
+            begin: Reads the weights of `init_from`.
+        """
         self.config, self.task, self._world, self.device = config, task, world, world.device
         self.precision = Precision(config.precision, self.device)
         self._replicas: Replicas | None = None
@@ -99,7 +112,7 @@ class Learner:
         # package does not define may compute with their initial values, or read them from files.
         is_empty = is_sharded and not world.is_main and config.model in SIZES
         with torch.device("meta") if is_empty else contextlib.nullcontext():
-            model = make_model(config, task.head, self.precision.dtype)
+            model = make_model(config, task.head, self.precision.dtype, begin)
         self.model = model if is_sharded else model.to(self.device)
         drops = getattr(self.model, "drops_attention", True)
         choose_flash_attention(self.device, self.precision.dtype, drops=drops)

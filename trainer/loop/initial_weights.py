@@ -1,5 +1,5 @@
-"""The weights that a run starts from (--init-from): those of another run, of one of its
-checkpoints, or of an exported folder.
+"""The weights that a run starts from (--init-from), from another run, one of its
+checkpoints, or an exported folder.
 
 Weights are matched by name and shape. The adapters of a run go on in a run with the same adapters.
 Otherwise they are merged into the weights.
@@ -29,7 +29,9 @@ from tokenfeed.trainer.config.run_config import TrainConfig, phase_folders
 from tokenfeed.trainer.data.datasets import read_manifest, shown
 from tokenfeed.trainer.data.micro_batch import Head
 from tokenfeed.trainer.distributed.world import State
+from tokenfeed.trainer.loop.model_export import Exported, hub_names_of
 from tokenfeed.trainer.models.build import add_adapters, choose_trainable
+from tokenfeed.trainer.optim.train_state import kept_state
 
 _OF_ADAPTERS = ("lora", "lora_alpha", "lora_target", "trainable")
 """Settings of a run on which the names in its checkpoints depend."""
@@ -38,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_initial_weights(model: nn.Module, head: Head, config: TrainConfig) -> None:
-    """Overwrite the weights of a new model with those of `config.init_from`, and log the names
+    """Overwrite the weights of a new model with the weights of `config.init_from`. Log the names
     without a match. If the adapters of that run go on, add them.
 
     Raises:
@@ -107,16 +109,11 @@ def _check_base(folder: Path, checkpoint: Checkpoint, config: TrainConfig) -> No
 def _saved_state(model: nn.Module, checkpoint: Checkpoint, theirs: TrainConfig) -> State:
     """Return the weights of a model that a checkpoint of a run with adapters has: frozen weights
     are absent if they come from the hf: model."""
-    from tokenfeed.trainer.optim.train_state import kept_state  # which builds models by `build`
-
     begun = checkpoint.meta.config.get("init_from")
     return kept_state(model, dataclasses.replace(theirs, init_from=begun))
 
 
 def _read_exported(folder: Path, model: nn.Module, head: Head, config: TrainConfig) -> None:
-    # It also exports runs, for which it builds their models.
-    from tokenfeed.trainer.loop.model_export import Exported, hub_names_of
-
     about = Exported.of(folder)
     if about is None:
         raise ConfigError(
