@@ -500,7 +500,7 @@ class Trainer:
         if (saving or improves) and not stops:
             self._save()
         if self._profiler:
-            with self.stall.cause("log"):
+            with self.stall.cause("other"):
                 self._profiler.step()
 
     def _is_due(self, every: int) -> bool:

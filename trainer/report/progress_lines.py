@@ -344,6 +344,7 @@ def remedies(config: TrainConfig, task: Task) -> Mapping[str, str]:
         "exchange": "most of it is the exchange of gradients, not a late rank: raise "
         "`--step-tokens`, or use a faster network",
         "padding": padding_remedy(config, task),
+        **({"other": "most of it writes the trace of `--profile`"} if config.profile else {}),
     }
 
 
