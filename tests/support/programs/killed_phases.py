@@ -31,7 +31,12 @@ _OF_A_PHASE = (
     "report.html",  # all is trained, and the report is written
     "",  # the border: the page of the whole run is next
 )
-ABOUT_TIME = ("seconds", "real_tokens_per_s", "stall", "run_dir", "remote")
+REPORTED = (
+    *("finished", "steps", "skipped_steps", "tokens", "padding", "metrics", "best_step", "notes"),
+    *("loss_first", "loss_last", "validation_loss_first", "validation_loss_last"),
+    *("model", "parameters", "trained_parameters", "precision"),
+)
+"""What a report says about training. The rest is about time."""
 
 
 def points(folders: list[Path]) -> list[Path]:
@@ -73,7 +78,7 @@ def was_killed(config: Path, run_dir: Path, point: Path | None) -> bool:
 
 def report_of(folder: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads((folder / "report.json").read_bytes())
-    return {name: value for name, value in report.items() if name not in ABOUT_TIME}
+    return {name: report[name] for name in REPORTED}
 
 
 def main(config: Path, folder: Path) -> None:
