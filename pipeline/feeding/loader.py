@@ -587,7 +587,12 @@ class ShardLoader:
             self._opened[data] = sources
         if step_size is None:
             step_size = saved.plan.micro_batches_per_step
-        return self._make_plan(self._opened[data], micro_batches_per_step=step_size)
+        window = self._make_plan.keywords["window_tokens"]
+        if window is None and not self._plan.stages:  # the default depends on the step
+            window = saved.plan.window_tokens
+        return self._make_plan(
+            self._opened[data], micro_batches_per_step=step_size, window_tokens=window
+        )
 
     def _sources_of(self, plan: Plan) -> tuple[OpenedSplit, ...]:
         """Return the data sets of a plan, which may have them in another order than before."""

@@ -22,6 +22,7 @@ from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.schema import role_of
 from tokenfeed.pipeline.format.store import Store, StorePath
+from tokenfeed.pipeline.planning.batching import Earlier
 from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, mix, proportions
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.policies import POLICIES, Batching, describe, offered
@@ -94,6 +95,8 @@ class PlanSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     order: Literal["file"] | None = None
     skip: dict[str, list[tuple[int, int]]] | None = None
     """See `Plan.skip`."""
+    earlier: list[tuple[str, _Positive, _Positive]] = []
+    """See `Plan.earlier`, of the window of the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,9 @@ class Plan:
     skip: Mapping[str, list[tuple[int, int]]] | None = None
     """Rows that no loss counts: ranges (first row, row after the last) of each source, by
     fingerprint. None: the ranges of a state that is loaded."""
+    earlier: tuple[tuple[int, int], tuple[Earlier, ...]] = ((0, 0), ())
+    """Epoch and window in which a resumed run has changed micro-batches or steps, and how the
+    window was read before."""
 
     @classmethod
     def from_splits(
@@ -231,6 +237,11 @@ class Plan:
             for first, stop in ranges if data in starts else ():
                 found |= (rows >= starts[data] + first) & (rows < starts[data] + stop)
         return found
+
+    def earlier_in(self, epoch: int, window: int) -> tuple[Earlier, ...]:
+        """Return how the beginning of a window of this stream was read; see `earlier`."""
+        place, found = self.earlier
+        return found if place == (epoch, window) else ()
 
     def stage_of(self, window: int) -> PlannedStage | None:
         """Return the stage of a window; None if the plan has no stages."""

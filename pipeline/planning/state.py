@@ -10,7 +10,7 @@ import zlib
 from base64 import b85decode, b85encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import add
 from typing import Annotated, Any, Self
 
@@ -19,10 +19,10 @@ import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError
 from tokenfeed.pipeline.format.manifest import canonical
-from tokenfeed.pipeline.planning.batching import Round
+from tokenfeed.pipeline.planning.batching import Earlier, Round
 from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
-from tokenfeed.pipeline.planning.policies import policy_of
+from tokenfeed.pipeline.planning.policies import Batching, describe, policy_of
 
 _VERSION, _STAGED_VERSION = 3, 7
 """Version of the row order without and with stages. A change of the order changes it, because the
@@ -37,7 +37,7 @@ _MOST_PACKED = 1 << 24
 _WORD = (1 << 64) - 1
 _START = Position(0, 0, 0)
 
-_TO_MAKE_AGAIN = ("window_tokens", "exhausted", "given", "skip")
+_TO_MAKE_AGAIN = ("window_tokens", "exhausted", "given", "skip", "earlier")
 """Settings for making the plan again. Other values may make an equal plan, so they are not
 compared."""
 
@@ -92,9 +92,14 @@ class Delivered:
     def state(self) -> dict[str, Any]:
         """Return the saved state, a JSON-serialisable dict."""
         has_stages = bool(self.plan.stages)
+        settings, (epoch, window, _) = self.plan.settings(), self.position
+        earlier = [
+            (describe(each.batching), each.step_size, each.micro_batches)
+            for each in self.plan.earlier_in(epoch, window)
+        ]
         saved = SavedState(
             _STAGED_VERSION if has_stages else _VERSION,
-            self.plan.settings(),
+            msgspec.structs.replace(settings, earlier=earlier),
             *self.position,
             f"{self.digest:016x}",
             list(self.tokens),
@@ -142,6 +147,9 @@ class Delivered:
             last = _moved(last, theirs.data, plan.data) if last else ()
         if plan.skip is None:
             plan = replace(plan, skip=theirs.skip)
+        if theirs.earlier:
+            found = tuple(Earlier(policy_of(b), size, n) for b, size, n in theirs.earlier)
+            plan = replace(plan, earlier=((saved.epoch, saved.window), found))
         if position.window >= plan.num_windows or len(tokens) != len(plan.data):
             raise ResumeError(
                 f"cannot resume: the plan has no {position} with {len(tokens)} sources. Use the "
@@ -280,6 +288,46 @@ def _check_settings(plan: Plan, theirs: PlanSettings, names: Sequence[str]) -> N
             f"cannot resume: the state was saved with {name}={their!r}, this loader has "
             f"{name}={our!r}{where}. Use the same setting, or start a new run."
         )
+
+
+def with_micro_batches(
+    state: dict[str, Any], batching: Batching, micro_batches_per_step: int
+) -> dict[str, Any]:
+    """Return a state, saved after a step, for a loader with another size of micro-batches or steps.
+
+    The rest of the window is delivered in the same steps if they have the same rows. Otherwise, the
+    rows of the window that are left are planned anew. Other differences, and lists of stages, stay
+    as they are: loading the state rejects them.
+    """
+    saved = SavedState.checked(state)
+    plan = saved.plan
+    before = Earlier(policy_of(plan.batching), plan.micro_batches_per_step, saved.micro_batch)
+    after = Earlier(batching, micro_batches_per_step, saved.micro_batch)
+    if (
+        plan.stages is not None
+        or before == after
+        or not _differs_in_size(before.batching, batching)
+    ):
+        return state
+    earlier = [each for each in plan.earlier if saved.micro_batch]
+    if saved.micro_batch and not any(number == saved.micro_batch for *_, number in earlier):
+        earlier.append((plan.batching, plan.micro_batches_per_step, saved.micro_batch))
+    changed = msgspec.structs.replace(
+        plan,
+        batching=describe(batching),
+        micro_batches_per_step=micro_batches_per_step,
+        earlier=earlier,
+    )
+    return resealed(state, plan=msgspec.to_builtins(changed))
+
+
+def _differs_in_size(one: Batching, other: Batching) -> bool:
+    """Return whether two policies are equal, or differ only in the size of a micro-batch."""
+    if type(one) is not type(other):
+        return False
+    sizes = {"batch_size", "max_tokens"}
+    names = [each.name for each in fields(one) if each.compare and each.name not in sizes]  # type: ignore[arg-type]
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class WindowMaker:
             labels=_column_of(window, "target"),
             rows=self._rows_in_order(window) if plan.order.keeps_rows else None,
             parts=plan.parts(epoch, number, window.numbers),
+            earlier=plan.earlier_in(epoch, nth),
         )
         rounds = deal_rounds(
             planned.step_offsets,

@@ -34,6 +34,7 @@ from support.training import (
 )
 
 from tokenfeed import Manifest
+from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.tools import report, train
 
 SMALL = ("--model", "support.training:one_layer_model", "--device", "cpu", "--log-every", 1)
@@ -188,6 +189,79 @@ def test_m10_compile_takes_the_modes_of_torch(
 
 
 # ---------- m11 ----------
+
+
+def limited(head: Any) -> torch.nn.Module:
+    """A model on a device of `LIMIT["bytes"]`, of which each trained slot takes a part. After
+    `LIMIT["passes"]` another program takes half of the memory."""
+    model = one_layer_model(head)
+    model.register_buffer("passes", torch.zeros(()))
+
+    def check(module: torch.nn.Module, given: Any) -> None:
+        if not module.training:
+            return
+        module.get_buffer("passes").add_(1)
+        free = LIMIT["bytes"] / (2 if module.get_buffer("passes") > LIMIT["passes"] else 1)
+        if given[0].num_slots * _BYTES_PER_SLOT > free:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    model.register_forward_pre_hook(check)
+    return model
+
+
+LIMIT = {"bytes": 80e9, "passes": 1e9}
+_BYTES_PER_SLOT = 1.25e9 / LONGEST
+LIMITED = ("--model", f"{__name__}:limited", "--device", "cpu")
+
+
+@pytest.mark.parametrize("task", ["lm", "complete", "classify", "tag"])
+def test_m11_micro_batch_is_found_by_trial_for_every_task(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenfeed.tools.train_settings._is_on_gpu", lambda command: True)
+    monkeypatch.setitem(LIMIT, "bytes", 24e9)
+    shards = write_labelled(tmp_path / "shards", task, count=150)
+    words = ("--shards", shards, "--run-dir", tmp_path / "run", *LIMITED, "--steps", 2)
+    log = call(train.main, *words).stderr
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    micro = config["micro_batch_tokens"]
+    assert f"--micro-batch-tokens {micro}: " in log
+    assert micro * _BYTES_PER_SLOT <= 24e9 < 2 * micro * _BYTES_PER_SLOT
+    if config.get("step_rows"):
+        assert config["step_rows"] == 32  # as many as suit the data, in several micro-batches
+
+
+def test_m11_run_out_of_memory_goes_on_with_smaller_micro_batches(
+    lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LIMIT, "bytes", 256 * _BYTES_PER_SLOT)
+    words = ("--shards", lm, *LIMITED, "--sequence-length", 32, "--step-tokens", 512, "--steps", 9)
+    words = (*words, "--save-every", 2, "--log-every", 1, "--eval-every", 4, "--eval-tokens", 9999)
+    call(train.main, *words, "--micro-batch-tokens", 128, "--run-dir", tmp_path / "small")
+    monkeypatch.setitem(LIMIT, "passes", 11)  # in step 6
+    begun = (*words, "--micro-batch-tokens", 256, "--run-dir", tmp_path / "run")
+    ended = call(train.main, *begun, expect=2).stderr.splitlines()
+    assert ended[-1].startswith("error: `--micro-batch-tokens`=256 needs more memory than there is")
+    assert not any("Traceback" in line for line in ended)
+    advised = ended[-1].split("`train ")[1].split("`")[0].split()
+    assert advised == [
+        "--resume",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--micro-batch-tokens",
+        "128",
+    ]
+    log = call(train.main, *advised).stderr
+    assert "micro_batch_tokens was 256, is 128 from now on" in log
+    for key in ("loss", "validation_loss"):
+        found, expected = (read_metrics(tmp_path / name, key) for name in ("run", "small"))
+        assert found == pytest.approx(expected, abs=1e-5)
+    # Another step is accepted too, at the border of a step.
+    longer = ("--resume", "--run-dir", tmp_path / "run", "--step-tokens", 768, "--steps", 12)
+    assert "step_tokens was 512, is 768 from now on" in call(train.main, *longer).stderr
+    tokens = read_metrics(tmp_path / "run", "tokens")
+    assert tokens[11] - tokens[10] > 512 >= tokens[9] - tokens[8]
+
 
 # ---------- m12 ----------
 
@@ -559,22 +633,6 @@ def test_m21_diverging_run_is_named_with_what_to_try(every_task: Path, tmp_path:
 
 
 # ---------- m36 ----------
-
-
-def limited(head: Any) -> torch.nn.Module:
-    """A model on a device of `LIMIT["bytes"]`, of which each trained slot takes a part."""
-    model = one_layer_model(head)
-
-    def check(module: torch.nn.Module, given: Any) -> None:
-        if module.training and given[0].num_slots * _BYTES_PER_SLOT > LIMIT["bytes"]:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-
-    model.register_forward_pre_hook(check)
-    return model
-
-
-LIMIT = {"bytes": 80e9}
-_BYTES_PER_SLOT = 1.25e9 / LONGEST
 
 
 @pytest.mark.parametrize(

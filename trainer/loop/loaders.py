@@ -414,5 +414,20 @@ def possible_sizes(config: TrainConfig, task: Task) -> list[int]:
     return [size for size in found if size >= least] or found[-1:]
 
 
+def smaller_size(config: TrainConfig) -> int | None:
+    """Return a smaller --micro-batch-tokens with steps of the same size; None if there is none."""
+    length, size = config.sequence_length, config.micro_batch_tokens
+    if size == "auto":
+        return None
+    if config.step_rows is not None:
+        sizes = [rows * length for rows in _divisors(config.step_rows) if rows < config.rows]
+    else:
+        whole = size % length == 0
+        least = length if whole else 1
+        sizes = [each for each in _divisors(config.step_tokens) if least <= each < size]
+        sizes = [each for each in sizes if each % length == 0] if whole else sizes
+    return max((each for each in sizes if 2 * each <= size), default=max(sizes, default=None))
+
+
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -18,7 +18,7 @@ from tokenfeed.trainer.config.allocator import allocator
 from tokenfeed.trainer.config.run_config import Settle, TrainConfig, phase_folders
 from tokenfeed.trainer.data.datasets import weights_of
 from tokenfeed.trainer.distributed.world import RankError, World, join_world
-from tokenfeed.trainer.loop.loaders import peak_of_step
+from tokenfeed.trainer.loop.loaders import peak_of_step, smaller_size
 from tokenfeed.trainer.loop.model_export import check_export, export_run
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.loop.uploads import check_upload, fetch_newest
@@ -64,6 +64,7 @@ def train(
         if config.resume:
             _keep_versions(config)
         with contextlib.closing(Trainer(config, world, settle)) as trainer:
+            config = trainer.config
             report = _train(trainer, should_stop, should_save)
         if world.is_main and config.export and report.finished and not config.export.exists():
             export_run(config, config.export, trainer.evaluator.best)
@@ -211,11 +212,17 @@ def _check_folder(config: TrainConfig) -> None:
 def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
     """Return what a user can do about an error of torch; None if it is a bug."""
     if is_out_of_memory(error):
-        return (
-            f"`--micro-batch-tokens`={config.micro_batch_tokens} needs more memory than there is. "
-            "Start a new run with half of it: training on packed rows, or with --step-rows, is the "
-            "same. A run that has saved cannot change it, and resumes where more memory is free."
+        problem = (
+            f"`--micro-batch-tokens`={config.micro_batch_tokens} needs more memory than there is"
         )
+        smaller = smaller_size(config)
+        if smaller is None:
+            return f"{problem}, and is the least. Add --recompute, or lower --sequence-length."
+        again = f"Start again with `--micro-batch-tokens {smaller}`"
+        if Checkpoints.of_run(config.run_dir).latest():
+            folder = config.run_dir.parent if config.phase else config.run_dir
+            again = f"Go on: `train --resume --run-dir {folder} --micro-batch-tokens {smaller}`"
+        return f"{problem}. {again}. Steps keep their size."
 
     if "does not require grad" in str(error):
         return (

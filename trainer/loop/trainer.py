@@ -34,6 +34,7 @@ from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.stages import paths_of
+from tokenfeed.pipeline.planning.state import with_micro_batches
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.pipeline.windows.origins import origins_of
 from tokenfeed.trainer.checkpoints.async_saver import Saver
@@ -688,7 +689,17 @@ class Trainer:
         checkpoint = self._open_checkpoint()
         progress = checkpoint.meta
         progress.check(config)
-        self.loader.load_state_dict(progress.loader)
+        sizes = self.loaders.policy, config.accumulation
+        if config.mixing and any(
+            progress.config.get(name) not in (None, getattr(config, name))
+            for name in ("micro_batch_tokens", "step_tokens")
+        ):
+            raise ConfigError(
+                "`--micro-batch-tokens` and --step-tokens of a run with `mixing` cannot change. "
+                f"Leave them out, or give {progress.config['micro_batch_tokens']} and "
+                f"{progress.config['step_tokens']}, as in its checkpoint."
+            )
+        self.loader.load_state_dict(with_micro_batches(progress.loader, *sizes))
         self.learner.load(checkpoint)
         self.skipped = int(self.learner.precision.skips[0])
         self.earlier_s = progress.figures.seconds if progress.figures else 0.0

@@ -118,11 +118,16 @@ def test_out_of_memory_gives_advice_that_the_run_can_follow(
     config = make_config(counting, tmp_path, micro_batch_tokens=256)
     with monkeypatch.context() as patch:
         patch.setattr(Task, "loss", fail)
-        with pytest.raises(ConfigError, match=r"`--micro-batch-tokens`=256 .* half of it"):
+        with pytest.raises(
+            ConfigError,
+            match=r"`--micro-batch-tokens`=256 .* Start again with `--micro-batch-tokens 128`",
+        ):
             run(config)
     run(dataclasses.replace(config, micro_batch_tokens=128), stop_after=1)
     monkeypatch.setattr(Task, "loss", fail)
-    with pytest.raises(ConfigError, match="cannot change it, and resumes where more"):
+    with pytest.raises(
+        ConfigError, match=rf"train --resume --run-dir {tmp_path} --micro-batch-tokens 64`"
+    ):
         run(make_config(counting, tmp_path, resume=True))
 
 
