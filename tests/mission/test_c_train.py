@@ -1,5 +1,6 @@
 """The mission, train: a test for each row of docs/mission.md, by public commands and API."""
 
+import contextlib
 import gzip
 import importlib.resources
 import json
@@ -7,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 import transformers
 import yaml
 from safetensors.torch import load_file
-from support import PROGRAMS, hub_models, warm
+from support import PROGRAMS, hub_models, training, warm
 from support.commands import call
 from support.processes import eventually
 from support.simulated_gpu import simulated_gpu
@@ -32,10 +34,11 @@ from support.training import (
     read_metrics,
     write_labelled,
 )
+from tokenizers import Tokenizer
 
 from tokenfeed import Manifest
 from tokenfeed.pipeline.format.schema import Task
-from tokenfeed.tools import report, train
+from tokenfeed.tools import pretokenize, report, train
 
 SMALL = ("--model", "support.training:one_layer_model", "--device", "cpu", "--log-every", 1)
 SIZES = ("--sequence-length", 32, "--micro-batch-tokens", 128, "--step-tokens", 256)
@@ -153,8 +156,63 @@ def test_m07_fp16_where_bf16_is_not_native(tmp_path: Path) -> None:
 
 
 # ---------- m08 ----------
+def operators_of(*words: object) -> dict[str, int]:
+    """How often a run of `train` called each operator of torch."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        call(train.main, *words)
+    return {event.key: event.count for event in seen.key_averages()}
+
+
+def test_m08_steps_accumulate_clip_unscaled_gradients_and_are_fused(
+    lm: Path, tmp_path: Path
+) -> None:
+    """With a large epsilon, AdamW moves a weight in proportion to its gradient. So the weights of
+    the first step show by how much it was clipped."""
+    model = ("--model", "support.training:one_layer_model", "--sequence-length", 32)
+    model += ("--device", "cpu", "--epsilon", 1.0, "--step-tokens", 512)
+    cases: dict[str, tuple[object, ...]] = {
+        "whole": ("--micro-batch-tokens", 512),
+        "parts": ("--micro-batch-tokens", 128),
+        "clipped": ("--micro-batch-tokens", 512, "--clip-norm", 0.01),
+        "fp16": ("--micro-batch-tokens", 128, "--precision", "fp16", "--clip-norm", 0.01),
+    }
+    norms, moved = {}, {}
+    for name, own in cases.items():
+        folder, like = tmp_path / name, (*model, *own, "--weight-decay", 0.0)
+        norms[name] = trained(lm, folder, *like, "--steps", 1)[0]["gradient_norm"]
+        torch.manual_seed(0)
+        begun, ended = one_layer_model(make_head()).state_dict(), load_state(folder, 1)
+        flat = [(ended[f"model.{each}"] - begun[each]).flatten() for each in begun]
+        moved[name] = torch.cat(flat)
+    assert norms["whole"] == pytest.approx(norms["parts"], rel=1e-4)
+    assert norms["whole"] == pytest.approx(norms["fp16"], rel=1e-2)
+    assert torch.allclose(moved["whole"], moved["parts"], rtol=1e-3, atol=1e-7)
+    share = 0.01 / norms["whole"]
+    assert share < 0.1
+    assert float(moved["clipped"].norm() / moved["whole"].norm()) == pytest.approx(share, rel=0.1)
+    assert float(moved["fp16"].norm() / moved["clipped"].norm()) == pytest.approx(1, rel=1e-2)
+    words = ("--shards", lm, *model, "--micro-batch-tokens", 128, "--steps", 3)
+    operators = operators_of(*words, "--run-dir", tmp_path / "fused")
+    assert operators["aten::_fused_adamw_"] == 3 * 2  # with and without weight decay
+
 
 # ---------- m09 ----------
+def test_m09_recompute_repeats_forward_passes_and_changes_no_loss(lm: Path, tmp_path: Path) -> None:
+    hub = hub_models.save_model(tmp_path / "hub", "CausalLM", "Llama", vocab_size=64)
+    words = ("--shards", lm, *SIZES, "--steps", 3, "--log-every", 1, "--device", "cpu")
+    attention = "aten::scaled_dot_product_attention"
+    for model in ("support.training:dropping_model", f"hf:{hub}"):
+        for precision in ("fp32", "fp16"):
+            runs = {}
+            for option in ((), ("--recompute",)):
+                folder = tmp_path / f"{model[:2]}-{precision}{len(option)}"
+                own = ("--model", model, "--precision", precision, "--run-dir", folder, *option)
+                runs[bool(option)] = operators_of(*words, *own)[attention], folder
+            layers = 2
+            assert runs[True][0] - runs[False][0] == layers * 3 * 2  # steps of two micro-batches
+            for key in ("loss", "gradient_norm"):
+                assert read_metrics(runs[True][1], key) == read_metrics(runs[False][1], key)
+
 
 # ---------- m10 ----------
 
@@ -409,6 +467,33 @@ def test_m14_memory_of_a_gpu_is_not_fragmented(lm: Path, tmp_path: Path) -> None
 
 
 # ---------- m15 ----------
+def test_m15_one_line_names_the_attention_kernel_and_why_no_better_one(
+    every_task: Path,
+) -> None:
+    mask = " with a mask"
+    old = "memory-efficient kernel of torch{} (flash and variable-length attention need compute {}"
+    expected = {
+        ("lm", (7, 5), "auto"): old.format("", "capability 8.0, this GPU has 7.5)"),
+        ("complete", (7, 5), "auto"): old.format(mask, "capability 8.0, this GPU has 7.5)"),
+        ("classify", (7, 0), "auto"): old.format(mask, "capability 8.0, this GPU has 7.0)"),
+        ("lm", (8, 0), "auto"): "attention: flash attention, over whole rows",
+        ("lm", (8, 0), "fp32"): "(flash attention needs --precision bf16 or fp16)",
+        ("complete", (8, 0), "auto"): "attention: variable-length flash attention, version 2",
+        ("classify", (8, 6), "auto"): "attention: variable-length flash attention, version 2",
+        ("lm", (9, 0), "auto"): "attention: flash attention or cuDNN's, as torch prefers",
+        ("complete", (9, 0), "auto"): "version 2 (version 3 needs the module flash_attn_interface",
+        ("complete", None, "auto"): "the CPU kernel of torch, one call for each document",
+        ("classify", None, "auto"): "the CPU kernel of torch with a mask",
+    }
+    small = ("--model", "shallow", "--dry-run", "--num-workers", 0, "--sequence-length", 32)
+    small += ("--micro-batch-tokens", 128, "--step-tokens", 128)
+    for (task, capability, precision), words in expected.items():
+        given = ("--shards", every_task / task, *small, "--precision", precision)
+        with simulated_gpu("a GPU", capability) if capability else contextlib.nullcontext():
+            said = call(train.main, *given).stderr
+        lines = [line for line in said.splitlines() if line.startswith("attention: ")]
+        assert len(lines) == 1
+        assert words in lines[0]
 
 
 # ---------- m16 ----------
@@ -610,9 +695,68 @@ def test_m19_a_run_starts_from_the_weights_of_another(
 
 
 # ---------- m20 ----------
+def test_m20_prompts_of_several_data_sets_train_by_weight_in_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = {
+        "sums": [{"prompt": f"add {n} and 1:", "completion": f"{n + 1}"} for n in range(300)],
+        "moods": [{"prompt": f"mood of day {n}:", "completion": "good"} for n in range(300)],
+    }
+    like: tuple[object, ...] = ()
+    for name, rows in tasks.items():
+        corpus = tmp_path / f"{name}.jsonl"
+        corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        own = ("--task", "complete", "--validation", 0.2)
+        call(pretokenize.main, corpus, tmp_path / name, *own, *like)
+        like = ("--tokenizer", tmp_path / name / "tokenizer.json")
+    weighted = [f"{tmp_path / 'sums'}=0.7", f"{tmp_path / 'moods'}=0.3"]
+    monkeypatch.setattr(training, "OVERFLOWS", set())
+    model = ("--model", "support.training:overflowing_model", "--run-dir", tmp_path / "run")
+    SEEN.clear()
+    found = report_of("--shards", *weighted, "--steps", 40, *SIZES, *model, "--device", "cpu")
+    tokens = {"add": 0, "moo": 0}
+    tokenizer = Tokenizer.from_file(str(like[1]))
+    for batch in SEEN:
+        ends = batch.scope.cu_seqlens.tolist()
+        for ids in (batch.ids_BT.flatten()[at:end].tolist() for at, end in pairwise(ends)):
+            name = tokenizer.decode(ids)[:3]
+            tokens[name] = tokens.get(name, 0) + len(ids)
+    assert tokens["add"] / (tokens["add"] + tokens["moo"]) == pytest.approx(0.7, abs=0.1)
+    metrics = found["metrics"]["validation"]
+    losses = [metrics[f"loss/{name}"] for name in ("sums", "moods")]
+    assert metrics["loss"] == pytest.approx(0.7 * losses[0] + 0.3 * losses[1])
+    assert losses[1] < losses[0]  # the answer is always the same
 
 
 # ---------- m21 ----------
+def test_m21_skipped_steps_are_counted_and_named_and_the_scale_adapts(
+    lm: Path, tmp_path: Path
+) -> None:
+    """The loss of one step is not a number: it is named. Overflows of gradients lower the scale,
+    and end a run only when the scale is below 1, where no lower one helps."""
+    own = ("--schedule", "constant", "--sequence-length", 32, "--device", "cpu")
+    own += ("--micro-batch-tokens", 128, "--step-tokens", 128, "--precision")
+    models = ("failing_model", "overflowing_for_25", "overflowing_for_ever")
+    failing, for_25, for_ever = (("--model", f"support.training:{name}") for name in models)
+    for precision in ("fp32", "fp16"):
+        folder = tmp_path / precision
+        given = ("--shards", lm, "--run-dir", folder, *failing, *own, precision)
+        ended = call(train.main, *given, "--steps", 8, "--log-every", 1)
+        assert "8 steps (1 skipped)" in ended.stdout
+        named = "step 5 was skipped: its loss or gradients are not finite; its records"
+        assert named in ended.stderr
+        assert json.loads((folder / "bad-step.jsonl").read_text().splitlines()[0])["record"] >= 0
+        assert read_metrics(folder, "skipped_steps") == {5: 1}
+    lines = trained(lm, tmp_path / "25", *for_25, *own, "fp16", "--steps", 30)
+    assert [line["loss_scale"] for line in lines] == [
+        65536 / 2 ** min(step, 25) for step in range(1, 31)
+    ]
+    given = ("--shards", lm, "--run-dir", tmp_path / "ever", *for_ever, *own, "fp16")
+    ended = call(train.main, *given, "--steps", 60, "--log-every", 1, expect=2)
+    assert "20 steps in a row, from step 18 on" in ended.stderr
+    assert "or take --precision fp32" in ended.stderr
+
+
 def test_m21_diverging_run_is_named_with_what_to_try(every_task: Path, tmp_path: Path) -> None:
     model = ("--model", "support.training:one_layer_model", "--sequence-length", 32)
     words = ("--shards", every_task / "lm", *model, "--micro-batch-tokens", 128, "--log-every", 1)

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from support import named_cuda
+from support import named_cuda, varlen_on_cpu
 from support.simulated_cuda import _OnTheCpu
 
 
 @contextlib.contextmanager
 def simulated_gpu(name: str, capability: tuple[int, int]) -> Iterator[None]:
     """Let torch find one GPU of this name and compute capability."""
+    varlen_on_cpu.register()
     autocast = torch.autocast
     runtime = named_cuda._runtime(torch) | {
         "get_device_capability": lambda device=None: capability,

@@ -328,6 +328,22 @@ def overflowing_model(head: Head) -> Transformer:
     return model
 
 
+def overflowing_for_25(head: Head) -> Transformer:
+    """The model of one layer, whose gradients overflow in the first 25 backward passes."""
+    model, calls = one_layer_model(head), itertools.count(1)
+    model.norm.weight.register_hook(
+        lambda gradient: gradient * torch.inf if next(calls) <= 25 else gradient
+    )
+    return model
+
+
+def overflowing_for_ever(head: Head) -> Transformer:
+    """The model of one layer, whose gradients always overflow."""
+    model = one_layer_model(head)
+    model.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
+    return model
+
+
 def fading_model(head: Head) -> Transformer:
     """A model in double precision with a layer that only the first four micro-batches use."""
     model, calls = small_model(head), itertools.count(1)

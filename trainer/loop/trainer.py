@@ -404,7 +404,8 @@ class Trainer:
         if config.resume:
             self._resume()
         epoch, workers = self.epoch, self.loader.num_workers
-        log_beginning(config, self.learner, self.loaders.shape, epoch, workers, self.step)
+        if self.world.is_main:
+            log_beginning(config, self.learner, self.loaders.shape, epoch, workers, self.step)
         if config.compile:
             self.learner.compile(self.loaders.blanks())
         if self.metrics:
