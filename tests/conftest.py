@@ -42,6 +42,23 @@ if TYPE_CHECKING:
 # Otherwise each of the hundreds of processes that tests start compiles the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Tests pass inside of a job with ranks and beside a user's own settings of stores and trackers.
+for name in [*os.environ]:
+    if name.startswith(
+        (
+            "TOKENFEED_REMOTE",
+            "TOKENFEED_CACHE",
+            "AWS_",
+            "AZURE_",
+            "GOOGLE_",
+            "SLURM_",
+            "OMPI_",
+            "PMI_",
+        )
+    ):
+        del os.environ[name]
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WANDB_PROJECT", "COLUMNS"):
+    os.environ.pop(name, None)
 # Programs of tests find `support`.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
