@@ -72,7 +72,15 @@ GROUPS = {
     ),
     "device": ("device", "precision", "compile", "recompute", "shard_model"),
     "evaluation and checkpoint": (
-        *("eval_every", "eval_tokens", "patience", "samples", "save_every", "keep"),
+        *(
+            "eval_every",
+            "eval_tokens",
+            "eval_micro_batch_tokens",
+            "patience",
+            "samples",
+            "save_every",
+            "keep",
+        ),
         *("compress_checkpoints", "upload", "log_every", "track", "profile"),
     ),
     "output": ("run_dir", "resume", "export", "json"),

@@ -815,6 +815,47 @@ def mean_tokens(shards: Path) -> float:
 
 # ---------- m37 ----------
 
+
+@pytest.mark.parametrize("task", ["lm", "classify", "score", "tag"])
+def test_m37_evaluation_uses_larger_micro_batches(task: Task, tmp_path: Path) -> None:
+    """A larger micro-batch changes no metric."""
+    shards = write_labelled(tmp_path / "shards", task, count=150)
+    words = ("--shards", shards, *SMALL, "--sequence-length", 32, "--micro-batch-tokens", 64)
+    words = (*words, "--model", f"{__name__}:watched", "--step-tokens", 64, "--steps", 2)
+    found, passes, most = {}, {}, {}
+    for name, size in (("1", 64), ("default", None), ("2", 128), ("4", 256)):
+        EVALUATED.clear()
+        option = () if size is None else ("--eval-micro-batch-tokens", size)
+        run_dir = tmp_path / name
+        report = report_of(*words, *option, "--eval-tokens", 10**6, "--run-dir", run_dir)
+        found[name] = report["metrics"]
+        passes[name], most[name] = len(EVALUATED), max(EVALUATED)
+    assert passes["1"] > passes["2"] > passes["4"]
+    assert passes["default"] == passes["2"]
+    assert most["1"] <= 64 < most["2"] <= 128 < most["4"] <= 256
+    for name in ("2", "4", "default"):
+        for split, metrics in found["1"].items():
+            assert found[name][split] == pytest.approx(metrics, rel=1e-6, abs=1e-6)
+    wrong = (*words, "--eval-micro-batch-tokens", 16, "--run-dir", tmp_path / "wrong")
+    assert "Try 32." in call(train.main, *wrong, expect=2).stderr.splitlines()[-1]
+
+
+EVALUATED: list[int] = []
+"""Slots of each forward pass of an evaluation."""
+
+
+def watched(head: Any) -> torch.nn.Module:
+    """A model that notes the micro-batches of evaluations."""
+    model = one_layer_model(head)
+
+    def note(module: torch.nn.Module, given: Any) -> None:
+        if not module.training:
+            EVALUATED.append(given[0].num_slots)
+
+    model.register_forward_pre_hook(note)
+    return model
+
+
 # ---------- m38 ----------
 
 

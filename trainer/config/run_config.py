@@ -218,6 +218,8 @@ class TrainConfig:
     """Steps between evaluations. Default: chosen so that evaluations take about 5 % of a run."""
     eval_tokens: Positive | None = None
     """Largest number of tokens of an evaluation. Every evaluation reads the same tokens."""
+    eval_micro_batch_tokens: Positive | Literal["auto"] = "auto"
+    """Tokens of one forward pass of an evaluation. auto: twice --micro-batch-tokens."""
     samples: NotNegative = 0
     """Number of validation rows whose beginnings the model continues at each evaluation."""
     patience: NotNegative = 0
@@ -410,6 +412,21 @@ class TrainConfig:
         """Token slots of a micro-batch, after `auto` was replaced by a number."""
         assert self.micro_batch_tokens != "auto"
         return self.micro_batch_tokens
+
+    @property
+    def for_evaluation(self) -> "TrainConfig":
+        """These settings with the micro-batches of evaluations, which need no gradients. By
+        default they are twice as large, if an evaluation has enough tokens."""
+        tokens = self.eval_micro_batch_tokens
+        if tokens == "auto":
+            own = self.micro_batch_slots
+            own = own if self.step_rows is None else self.rows * self.sequence_length
+            is_short = self.eval_tokens is not None and self.eval_tokens < 2 * own
+            tokens = own if is_short else 2 * own
+        rows = None if self.step_rows is None else max(1, tokens // self.sequence_length)
+        return dataclasses.replace(
+            self, micro_batch_tokens=tokens, step_tokens=tokens, step_rows=rows
+        )
 
     @property
     def step_slots(self) -> int:

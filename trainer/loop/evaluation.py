@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS
 from tokenfeed.pipeline.planning.policies import Fixed
 from tokenfeed.pipeline.windows.rank_slice import TARGETS
@@ -32,7 +32,7 @@ from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import World, reshard
 from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.optim.optimizer import Precision
-from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.optim.train_state import Learner, is_out_of_memory
 from tokenfeed.trainer.report.run_files import MetricsFile
 from tokenfeed.trainer.tasks.task import Answers, Metrics, Task
 
@@ -208,7 +208,18 @@ class Evaluator:
             _log.info("evaluating about %s tokens of %s in %s", f"{tokens:,}", split, folder)
         with contextlib.closing(self._loaders.evaluation_batches(split, most, folder)) as shown:
             watched = self._watched(shown, split, due)
-            return evaluate(learner.model, learner.task, watched, learner.precision, self._world)
+            try:
+                return evaluate(
+                    learner.model, learner.task, watched, learner.precision, self._world
+                )
+            except RuntimeError as error:
+                if isinstance(error, TokenfeedError) or not is_out_of_memory(error):
+                    raise
+                size = config.for_evaluation.micro_batch_slots
+                raise ConfigError(
+                    f"`--eval-micro-batch-tokens`={size} needs more memory than there is. Give "
+                    f"{max(config.sequence_length, size // 2)}, with --resume if the run has saved."
+                ) from error
 
     def _watched(
         self, micro_batches: Iterable[MicroBatch], split: str, due: int

@@ -19,7 +19,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.feeding.placement import can_have_workers
-from tokenfeed.pipeline.format.manifest import SplitInfo
+from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.trainer.config.run_config import (
@@ -78,7 +78,15 @@ class SplitLoaders:
         self._config, self._device, self._manifest = config, device, task.manifest
         self.policy = self._policy_of(config.sequence_length)
         """The batching of training."""
-        self._evaluation = self._policy(config, packed=task.head.causal)
+        for_evaluation = config.for_evaluation
+        size, length = config.eval_micro_batch_tokens, config.sequence_length
+        if size != "auto" and (size < length or (task.head.causal and size % length)):
+            expected = f"a multiple of --sequence-length={length}"
+            raise ConfigError(
+                f"`--eval-micro-batch-tokens`={size}: expected {expected}. Try "
+                f"{max(1, size // length) * length}."
+            )
+        self._evaluation = self._policy(for_evaluation, packed=task.head.causal)
         self.shape = Shaper(
             causal=task.head.causal,
             apart=is_apart(config, task),
@@ -148,25 +156,36 @@ class SplitLoaders:
         """Return how many micro-batches of an evaluation hold about `tokens` tokens; at least 1."""
         return max(1, tokens // self._evaluation.tokens_per_batch(split.tokens / split.rows))
 
-    def blanks(self) -> list[MicroBatch]:
-        """Return an empty micro-batch of every shape in training and evaluation with --compile.
+    def blanks(self) -> tuple[list[MicroBatch], list[MicroBatch]]:
+        """Return empty micro-batches of every shape in training, and in evaluation, with --compile.
 
         Once the model is compiled for them, no step compiles again.
         """
         longest = max(split.longest_row for split in self._manifest.splits.values())
         lengths = [stage.sequence_length for stage in self._config.mixing]
         of_stages = [self._policy_of(length) for length in lengths if length]
-        return [
-            self.first(policy).blank_like(rows, length)
-            for policy in dict.fromkeys((self.policy, *of_stages, self._evaluation))
-            for rows, length in shapes(policy, longest)
-        ]
+
+        def of(*policies: Policy) -> list[MicroBatch]:
+            return [
+                self.first(policy).blank_like(rows, length)
+                for policy in dict.fromkeys(policies)
+                for rows, length in shapes(policy, longest)
+            ]
+
+        return of(self.policy, *of_stages), of(self._evaluation)
+
+    def largest(self) -> tuple[MicroBatch, MicroBatch]:
+        """Return an empty micro-batch of the largest shape in training, and in evaluation."""
+        evaluation = _largest_shape(self._evaluation, self._manifest)
+        return (
+            self.first().blank_like(*self.largest_shape()),
+            self.first(self._evaluation).blank_like(*evaluation),
+        )
 
     def largest_shape(self) -> tuple[int, int]:
         """Return rows and length of the largest micro-batch of training; if several, of the longest
         one."""
-        found = _full_shapes(self.policy, self._manifest.split("train").longest_row)
-        return max(found, key=lambda shape: (shape[0] * shape[1], shape[1]))
+        return _largest_shape(self.policy, self._manifest)
 
     def first(self, policy: Policy | None = None) -> MicroBatch:
         """Return the first micro-batch of training, which shows how documents share rows. Default
@@ -274,6 +293,11 @@ def shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
     return found
 
 
+def _largest_shape(policy: Policy, manifest: Manifest) -> tuple[int, int]:
+    found = _full_shapes(policy, manifest.split("train").longest_row)
+    return max(found, key=lambda shape: (shape[0] * shape[1], shape[1]))
+
+
 def _full_shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
     """Return rows and padded length, shortest first. Packed rows have one length."""
     policy, step = dataclasses.replace(policy, fill=True), policy.multiple_of
@@ -366,7 +390,8 @@ def fill_step(config: TrainConfig, settle: Settle, world: World) -> TrainConfig:
 
 
 def peak_of_step(learner: Learner, loaders: SplitLoaders) -> int | None:
-    """Try a step with the largest micro-batches of training. The learner does not change.
+    """Try a step with the largest micro-batches of training, and an evaluation. The learner does
+    not change.
 
     Returns:
         The memory of a GPU in bytes, with moments, that tensors take; 0 on a CPU; None if the step
@@ -378,9 +403,10 @@ def peak_of_step(learner: Learner, loaders: SplitLoaders) -> int | None:
         cuda.empty_cache()
         cuda.reset_peak_memory_stats(device)
         spare = int(_SPARE_SHARE * cuda.mem_get_info(device)[1])
-    shown = loaders.first().blank_like(*loaders.largest_shape())
+    shown, evaluated = loaders.largest()
     try:
-        learner.rehearse([shown, shown], spare_bytes=learner.moment_bytes + spare)
+        spare_bytes = learner.moment_bytes + spare
+        learner.rehearse([shown, shown], [evaluated], spare_bytes=spare_bytes)
         return cuda.max_memory_allocated(device) - spare if on_gpu else 0
     except RuntimeError as error:
         if not is_out_of_memory(error):

@@ -230,7 +230,7 @@ class Trainer:
         """
         learner, batches, seconds = self.learner, iter(self.loader), []
         if self.config.compile:
-            learner.compile(self.loaders.blanks())
+            learner.compile(*self.loaders.blanks())
         for step in range(1, count + 2):
             began_s = time.perf_counter()
             tally, ends_step = Tally.zero(self.device), False
@@ -407,7 +407,7 @@ class Trainer:
         if self.world.is_main:
             log_beginning(config, self.learner, self.loaders.shape, epoch, workers, self.step)
         if config.compile:
-            self.learner.compile(self.loaders.blanks())
+            self.learner.compile(*self.loaders.blanks())
         if self.metrics:
             self.checkpoints.delete_unfinished()
             self.metrics.keep(until_step=self.step if config.resume else -1)

@@ -171,24 +171,32 @@ class Learner:
         gradients: int = sum(weight.nbytes for weight in weights if weight.requires_grad)
         return sum(weight.nbytes for weight in weights) + gradients + self.moment_bytes
 
-    def compile(self, micro_batches: list[MicroBatch]) -> None:
+    def compile(self, micro_batches: list[MicroBatch], evaluated: list[MicroBatch]) -> None:
         """Compile the model for the shapes of some micro-batches, for training and evaluation,
         without training on them."""
         mode = None if self.config.compile is True else self.config.compile or None
         compile_model(self.model, mode)
         self.task.is_compiled, self.task.has_graphs = True, mode is not None
-        listed = ", ".join(" x ".join(map(str, shown.ids_BT.shape)) for shown in micro_batches)
+        shapes = [shown.ids_BT.shape for shown in (*micro_batches, *evaluated)]
+        listed = ", ".join(" x ".join(map(str, shape)) for shape in dict.fromkeys(shapes))
         _log.info("compiles micro-batches of %s tokens%s", listed, f", {mode}" if mode else "")
-        for shown in micro_batches:
+        for shown in (*micro_batches, *evaluated):
             shown.scope.mark_dynamic()
-        self.rehearse(micro_batches)
+        self.rehearse(micro_batches, evaluated)
 
-    def rehearse(self, micro_batches: list[MicroBatch], *, spare_bytes: int = 0) -> None:
-        """Compute losses and gradients of some micro-batches, then losses alone as in an
+    def rehearse(
+        self,
+        micro_batches: list[MicroBatch],
+        evaluated: list[MicroBatch],
+        *,
+        spare_bytes: int = 0,
+    ) -> None:
+        """Compute losses and gradients of some micro-batches, then losses alone of others, as in an
         evaluation. Nothing changes.
 
         Args:
-            micro_batches: The micro-batches.
+            micro_batches: Micro-batches of training.
+            evaluated: Micro-batches of an evaluation.
             spare_bytes: Memory that is taken meanwhile, for what a run needs besides.
         """
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
@@ -203,7 +211,7 @@ class Learner:
             self.model.zero_grad(set_to_none=True)
             self.model.eval()
             with torch.no_grad(), self.precision.autocast():
-                for shown in micro_batches:
+                for shown in evaluated:
                     self.task.begin_pass()
                     self.task.loss(self.model, shown)
             del spare

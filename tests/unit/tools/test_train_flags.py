@@ -66,6 +66,7 @@ PROVED_ELSEWHERE = {
     "tokens": "test_recommended.py",
     "config": "test_train_settings.py",
     "preset": "test_train_settings.py",
+    "eval_micro_batch_tokens": "test_evaluation_size.py",
     "scale_learning_rate": "test_train_settings.py",
     "reference_step_tokens": "test_train_settings.py",
     "reference_step_rows": "test_train_settings.py",

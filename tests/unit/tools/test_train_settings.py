@@ -194,7 +194,7 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
         (["--steps", "1.5"], r"`--steps`: expected a whole number of at least 1, got 1\.5"),
         (
             ["--precision", "int8"],
-            "`--precision`: expected one of auto, fp32, bf16, got int8",
+            "`--precision`: expected one of auto, bf16, fp16, fp32, got int8",
         ),
         (
             ["--preset", "t4,H100"],

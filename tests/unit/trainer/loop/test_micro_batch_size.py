@@ -73,7 +73,7 @@ def limited(head: Any) -> torch.nn.Module:
 
     def check(module: torch.nn.Module, given: tuple[MicroBatch]) -> None:
         module.get_buffer("seen").add_(1)
-        if given[0].num_slots > MOST:
+        if module.training and given[0].num_slots > MOST:
             raise torch.OutOfMemoryError
 
     model.register_forward_pre_hook(check)

@@ -20,8 +20,9 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.loop import evaluation
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.loop.run import train
+from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.run_files import MetricsFile, Report
-from tokenfeed.trainer.tasks.task import Metrics, Task
+from tokenfeed.trainer.tasks.task import Metrics
 
 
 @pytest.fixture(scope="module")
@@ -112,19 +113,19 @@ def test_a_worker_that_finds_no_memory_is_not_taken_for_a_large_micro_batch(
 def test_out_of_memory_gives_advice_that_the_run_can_follow(
     counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 B")
 
     config = make_config(counting, tmp_path, micro_batch_tokens=256)
     with monkeypatch.context() as patch:
-        patch.setattr(Task, "loss", fail)
+        patch.setattr(Learner, "add_gradients", fail)
         with pytest.raises(
             ConfigError,
             match=r"`--micro-batch-tokens`=256 .* Start again with `--micro-batch-tokens 128`",
         ):
             run(config)
     run(dataclasses.replace(config, micro_batch_tokens=128), stop_after=1)
-    monkeypatch.setattr(Task, "loss", fail)
+    monkeypatch.setattr(Learner, "add_gradients", fail)
     with pytest.raises(
         ConfigError, match=rf"train --resume --run-dir {tmp_path} --micro-batch-tokens 64`"
     ):
