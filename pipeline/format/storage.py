@@ -28,6 +28,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 TEMPORARY_SUFFIX = ".tmp"
+_NO_SUCH_CALL = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -110,13 +111,17 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` survive a power cut. Windows has no such call."""
+    """Make renames and new names in `folder` survive a power cut, where the system has a call for
+    it: Windows and some mounted drives have none."""
     if fcntl is None:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with _naming(folder):
             os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SUCH_CALL:
+            raise
     finally:
         os.close(descriptor)
 

@@ -23,7 +23,6 @@ import pytest
 import torch
 from pyarrow import feather
 from support import ROOT, warm
-from support.commands import SMALL
 from support.simulated_clocks import SimulatedClock
 
 from tokenfeed import Manifest, Packed, Padded, ShardLoader
@@ -244,42 +243,6 @@ def test_two_ranks_train_validate_and_resume_as_one(
     validates = example != "accelerate_loop"
     expected = expected_rows(data, "validation") if validates else Counter()
     assert Counter(alone.validated) == Counter(rest.validated) == expected
-
-
-NOTEBOOK = """
-import json, sys
-from types import ModuleType, SimpleNamespace
-
-class IFrame(SimpleNamespace):
-    def __init__(self, src, **size):
-        print("shown:", src)
-
-display = sys.modules["IPython.display"] = ModuleType("IPython.display")
-display.IFrame = IFrame
-sys.executable = sys.argv[2]
-names = {"__name__": "__main__"}
-for cell in json.load(open(sys.argv[1]))["cells"]:
-    if cell["cell_type"] == "code":
-        exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
-"""
-
-
-def test_notebook_trains_a_model_and_shows_its_report(tmp_path: Path) -> None:
-    commands = tmp_path / "bin"
-    python = tmp_path / "python"  # its `-m tokenfeed` is the command that is served
-    python.write_text(
-        f'#!/bin/sh\n[ "$1 $2" = "-m tokenfeed" ] && shift 2 && exec {commands}/tokenfeed "$@"\n'
-        f'exec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
-    program = ["-c", NOTEBOOK, EXAMPLES / "quickstart.ipynb", python]
-    with warm.serve_commands(commands, SMALL):
-        done = warm.run(program, cwd=tmp_path, env=os.environ | ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    shown = re.search(r"^shown: (.*)$", done.stdout, re.MULTILINE)
-    assert shown
-    assert "trained  20 steps" in done.stdout
-    assert "<svg" in (tmp_path / shown[1]).read_text()
 
 
 def test_notebook_has_no_outputs() -> None:

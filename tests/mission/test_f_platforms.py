@@ -1,14 +1,18 @@
 """The mission, platforms: a test for each row of docs/mission.md, by public commands and API."""
 
+import importlib.metadata
+import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from support import warm
-from support.commands import run
+from support.commands import SMALL, run
 from support.data_sets import WriteDataset
 from support.other_systems import EVERY_MODULE, FORGET, LIKE_WINDOWS, RUN
 from support.training import write_counting
@@ -113,4 +117,82 @@ def shards_of(out: Path) -> list[tuple[str, str, str]]:
     return [(name, shard.file, shard.xxh3) for name in splits for shard in splits[name].shards]
 
 
-# ---------- m33 ----------
+NOTEBOOK = """
+import json, os, sys
+from types import ModuleType
+
+display = sys.modules["IPython.display"] = ModuleType("IPython.display")
+display.HTML = lambda page: print("shown:", len(page), "<svg" in page or "&lt;svg" in page)
+notebook, sys.executable, drive = sys.argv[1:]
+
+synced, opened = os.fsync, os.open
+def fsync(descriptor):  # a mounted drive has no locks, no links, and syncs no folders
+    if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+        raise OSError(22, "Invalid argument")
+def link(*paths):
+    raise OSError(95, "Operation not supported")
+os.fsync, os.link = fsync, link
+
+names = {"__name__": "__main__"}
+for cell in json.load(open(notebook))["cells"]:
+    if cell["cell_type"] == "code":
+        source = "".join(cell["source"]).replace('Path("quickstart")', f"Path({drive!r})")
+        exec(compile(source, cell["id"], "exec"), names)
+"""
+PYTHON = """#!/bin/sh
+[ "$1 $2 $3" = "-u -m tokenfeed" ] || exec {python} "$@"
+shift 3
+echo "train begins"
+for wait in $(seq 200); do [ -e {seen} ] || sleep 0.05; done
+[ -e {seen} ] || exit 3
+exec {commands}/tokenfeed "$@"
+"""
+
+
+def test_m33_notebook_in_colab_and_kaggle(tmp_path: Path) -> None:
+    """All cells run. `train` goes on when its first line was seen, so lines appear while it runs."""
+    commands, python, seen = tmp_path / "bin", tmp_path / "python", tmp_path / "seen"
+    python.write_text(PYTHON.format(python=sys.executable, seen=seen, commands=commands))
+    python.chmod(0o755)
+    words = ["-c", NOTEBOOK, ROOT / "examples/quickstart.ipynb", python, tmp_path / "drive"]
+    pipe, printed = subprocess.PIPE, ""
+    with (
+        warm.serve_commands(commands, SMALL),
+        warm.Popen(words, cwd=tmp_path, stdout=pipe, stderr=subprocess.STDOUT) as process,
+    ):
+        assert process.stdout
+        for line in process.stdout:
+            printed += line
+            if line == "train begins\n":
+                seen.touch()
+    assert process.returncode == 0, printed
+    assert "No GPU: the notebook goes on on the CPU. To get one, change the runtime" in printed
+    assert "trained  20 steps" in printed
+    assert re.search(r"^shown: [0-9]{5,} True$", printed, re.MULTILINE)
+    assert (tmp_path / "drive/runs/first/report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("version", "present", "expected"),
+    [
+        ("2.8.1+cu126", True, "torch 2.8.1+cu126 is too old: tokenfeed needs 2.9 or later"),
+        ("2.10.0+cu128", False, "torch==2.10.0+cu128"),
+        ("2.9.0", True, ""),
+    ],
+)
+def test_m33_first_cell_installs_into_the_torch_that_is_there(
+    version: str, present: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed: list[list[str]] = []
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    specs = {"torch": True, "tokenfeed": present}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: specs[name])
+    monkeypatch.setattr(subprocess, "run", lambda words, check: installed.append(words))
+    cells = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]
+    source = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    try:
+        exec(source, {})
+    except RuntimeError as error:
+        installed.append([str(error)])
+    assert expected in str(installed)
+    assert bool(expected) == bool(installed)
