@@ -150,7 +150,7 @@ exec {commands}/tokenfeed "$@"
 
 
 def test_m33_notebook_in_colab_and_kaggle(tmp_path: Path) -> None:
-    """All cells run. `train` goes on when its first line was seen, so lines appear while it runs."""
+    """`train` goes on when its first line was seen: lines appear while it runs."""
     commands, python, seen = tmp_path / "bin", tmp_path / "python", tmp_path / "seen"
     python.write_text(PYTHON.format(python=sys.executable, seen=seen, commands=commands))
     python.chmod(0o755)

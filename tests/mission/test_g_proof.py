@@ -10,10 +10,12 @@ import torch
 import transformers
 from accelerate import Accelerator
 from support import deepspeed_engine
+from support.commands import call
 from support.hub_models import config_of, write_shards
 
 from tokenfeed import Packed, Padded, ShardLoader
 from tokenfeed.integrations.steps import steps
+from tokenfeed.tools import train
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,4 +101,27 @@ def test_m35_loader_in_other_projects_changes_at_most_ten_lines(tmp_path: Path) 
     assert same(resumed)
 
 
-# ---------- m40 ----------
+OUT_OF_SCOPE = {
+    "DeepSpeed": "--shard-model",
+    "pipeline parallelism": "torchtitan",
+    "tensor parallelism": "dp_dims",
+    "K80": "T4",
+    "several heads": "prompts and completions",
+    "animated bar": "progress lines",
+    "share of GPU memory": "--micro-batch-tokens auto",
+}
+"""What `train` leaves out, and words of the advice."""
+
+
+@pytest.mark.parametrize("name", OUT_OF_SCOPE)
+def test_m40_what_is_out_of_scope_is_said(name: str) -> None:
+    page = (ROOT / "docs" / "limits.md").read_text()
+    table = page.partition("**Out of scope**")[2].partition("\n**")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("|")]
+    (advice,) = [advice for what, advice in rows if name in what]
+    assert OUT_OF_SCOPE[name] in advice
+    options = re.findall(r"`(--[a-z-]+)", advice)
+    known = call(train.main, "--help").stdout
+    assert all(option in known for option in options)
+    for link in re.findall(r"\]\(([^)#]+)", advice):
+        assert (ROOT / "docs" / link).is_file()
