@@ -62,7 +62,7 @@ ROWS, LENGTH, VOCABULARY = 8, 256, 2048
 TITAN_ROWS = 2  # torchtitan's attention computes all pairs of a batch on a CPU
 WARMUP, EVERY, DOCUMENTS = 10, 50, 200
 """Steps that are not timed; a document of each so many is held out; documents to validate on."""
-FULL = Packed(LENGTH, ROWS, fill=True, split=True)
+FULL = Packed(LENGTH, ROWS, last="fill", split=True)
 """The batches of our adapters for nanoGPT, nanochat and torchtitan."""
 PAGE = Path(__file__).parents[1] / "docs" / "how" / "projects.md"
 OWN, OURS, RESUMED = "own", "tokenfeed", "resumed"

@@ -9,7 +9,7 @@ In `scripts/base_train.py`, replace the loaders:
         split="val", device=device)
 
 To begin every row and every document with a token, as nanochat's own loader does, pass
-`batching=Packed(T, B, fill=True, begin_token=ID)`.
+`batching=Packed(T, B, last="fill", begin_token=ID)`.
 
 All batches have one shape, as `torch.compile(dynamic=False)` needs it. Rows are full: a document
 that does not fit into the rest of a row goes on in another row. The first token of a document or of
@@ -57,7 +57,7 @@ def shard_loader_with_state(
         ResumeError: The state is of other data, or of nanochat's own loader.
     """
     split = _SPLITS[checks.choice("split", split, tuple(_SPLITS))]
-    settings = {"batching": Packed(T, B, fill=True, split=True), "epochs": None} | settings
+    settings = {"batching": Packed(T, B, last="fill", split=True), "epochs": None} | settings
     loader = ShardLoader(path, split=split, device=device, ignore_index=_IGNORED, **settings)
     if resume_state_dict is not None:
         loader.load_state_dict(resume_state_dict.get("loader", {}))

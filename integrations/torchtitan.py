@@ -69,7 +69,7 @@ class ShardDataLoader(BaseDataLoader):  # type: ignore[misc]  # untyped
         once = not config.repeat and config.split != "train"
         self._loader = ShardLoader(
             Mixture(path, "continue" if once else "repeat") if isinstance(path, dict) else path,
-            batching=Packed(length, rows, split=split, fill=True),
+            batching=Packed(length, rows, split=split, last="fill"),
             split=config.split,
             num_workers="auto" if config.num_workers is None else config.num_workers,
             seed=config.seed,

@@ -90,7 +90,7 @@ GROUPS = {
     "rarely needed": (
         *("targets", "batching", "attention", "balance_attention"),
         *("lora_alpha", "lora_target", "clip_norm", "beta1", "beta2", "epsilon"),
-        *("num_workers", "order", "cache_dir", "cache_bytes"),
+        *("num_workers", "prefetch", "order", "cache_dir", "cache_bytes"),
     ),
 }
 """The options by the title of their group in the help."""

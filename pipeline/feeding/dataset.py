@@ -6,10 +6,11 @@ sequence is the same for any number of workers, also for 0.
 
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
@@ -27,10 +28,13 @@ class WindowSlice:
     """One rank's slice of a window, in a single tensor. Iterating over it builds its CPU
     batches."""
 
-    def __init__(self, header: Header, data: torch.Tensor, form: BatchForm) -> None:
+    def __init__(
+        self, header: Header, data: torch.Tensor, form: BatchForm, *, is_pinned: bool = False
+    ) -> None:
         self._header = header
         self._data = data
         self._form = form
+        self._is_pinned = is_pinned
 
     @classmethod
     def from_rank_slice(cls, rank_slice: RankSlice, form: BatchForm) -> "WindowSlice":
@@ -39,16 +43,51 @@ class WindowSlice:
         if get_worker_info() is None:
             data = torch.empty(size, dtype=torch.uint8, device="cpu")
         else:  # an ordinary tensor would be copied into shared memory once more
-            storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
-            data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+            data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(_shared_memory(size))
         return cls(rank_slice.write(data.numpy().data), data, form)
 
     def __iter__(self) -> Iterator[Batch]:
         rank_slice = RankSlice.read(self._header, self._data.numpy().data)
-        return (build_on_host(ragged, self._form) for ragged in rank_slice.batches())
+        batches = (build_on_host(ragged, self._form) for ragged in rank_slice.batches())
+        return (batch.pin_memory() for batch in batches) if self._is_pinned else batches
+
+    def pin_memory(self) -> "WindowSlice":
+        """Return a slice whose batches are in page-locked memory, for `non_blocking` copies.
+
+        A DataLoader with `pin_memory=True` calls it. Each batch is page-locked when it is built,
+        because the slice itself is never copied to the device.
+        """
+        return WindowSlice(self._header, self._data, self._form, is_pinned=True)
 
 
-_OF_LOADERS = {"device", "num_workers", "timeout", "num_streams"}
+def _shared_memory(size: int) -> torch.UntypedStorage:
+    """Return shared memory for a slice.
+
+    Raises:
+        ConfigError: The system refuses it, as a container with a small /dev/shm does.
+    """
+    try:
+        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the system refused {size:,} bytes of shared memory for a window "
+            f"({' '.join(str(error).split())}). Set a smaller `window_tokens`, enlarge /dev/shm "
+            "(`docker run --shm-size=1g`), or use a ShardLoader, which does not need /dev/shm."
+        ) from error
+    return storage
+
+
+def _refuse_collation(batch: object, **_: object) -> NoReturn:
+    raise ConfigError(
+        "a DataLoader around a ShardDataset must not collate: an item is a slice with many "
+        "batches. Set `batch_size`=None, and iterate over each item."
+    )
+
+
+default_collate_fn_map[WindowSlice] = _refuse_collation
+
+
+_OF_LOADERS = {"device", "num_workers", "prefetch", "timeout", "num_streams"}
 
 
 class ShardDataset(IterableDataset[WindowSlice]):
@@ -59,8 +98,8 @@ class ShardDataset(IterableDataset[WindowSlice]):
                 ...
 
     Every iteration begins at the start of `epoch`. Increase `epoch` for the next pass, else the
-    order is the same again. `pin_memory=True` of the DataLoader has no effect: call
-    `batch.pin_memory()`. `ShardLoader` adds a device, prefetched batches and a saved state.
+    order is the same again. With `pin_memory=True` of the DataLoader, batches are in page-locked
+    memory. `ShardLoader` adds a device, prefetched batches and a saved state.
     """
 
     def __init__(

@@ -91,12 +91,13 @@ class Feed:
         form: BatchForm,
         *,
         num_workers: int,
+        prefetch: int,
         timeout: float,
         tuner: Tuner | None,
         counters: Counters,
     ) -> None:
         """Start nothing yet. The first `next` starts the workers. With a `device`, batches are
-        copied to it."""
+        copied to it. `prefetch` batches are ready ahead of the loop."""
         copies = page_lock = None
         if device is not None:
             from tokenfeed.pipeline.feeding.transfer import PageLock, copy_ahead, copy_stream
@@ -110,7 +111,11 @@ class Feed:
             )
         source = self._pool or InlineSource(maker, start, page_lock.stage if page_lock else None)
         measured = _Measured(source, counters, self._pool, tuner)
-        self._batches = copy_ahead(measured, copies, form) if copies else _on_host(measured, form)
+        self._batches = (
+            copy_ahead(measured, copies, form, prefetch)
+            if copies
+            else _on_host(measured, form, prefetch)
+        )
         self._finalizer = weakref.finalize(self, _end, self._batches, self._pool)
         self.in_step = True
         """Whether the loader has counted the last batch. `Delivery.next` sets it to True."""
@@ -154,14 +159,23 @@ def _end(batches: "Batches", pool: WorkerPool | None) -> None:
             pool.close()
 
 
-def _on_host(source: WindowSource, form: BatchForm) -> "Batches":
+def _on_host(source: WindowSource, form: BatchForm, prefetch: int) -> "Batches":
+    ahead: deque[tuple[Batch, RaggedBatch]] = deque()
     while True:
-        lease = source.take()
+        if ahead and not source.is_ready():  # a finished batch never waits for a worker
+            yield ahead.popleft()
+            continue
+        try:
+            lease = source.take()
+        except Exception:
+            yield from ahead
+            raise
         for ragged in lease.rank_slice.batches():
-            batch = build_on_host(ragged, form)
+            ahead.append((build_on_host(ragged, form), ragged))
             if ragged.is_last:
                 lease.release()  # before the training step: a worker can use the time
-            yield batch, ragged
+            if len(ahead) > prefetch:
+                yield ahead.popleft()
 
 
 class _Measured:
@@ -244,7 +258,7 @@ class Delivery:
             batch, ragged = taken
             delivered = before.after(ragged.round)
             ends_pass = _ends_pass(delivered.position, epochs)
-            self.counters.add_batch(batch, time.perf_counter() - started)
+            self.counters.add_batch(batch, time.perf_counter() - started, ragged.round.left_out)
             if self._feed is not feed or self.delivered is not before:
                 raise _interrupted()
             self.delivered = delivered  # no calls from here on: signal handlers run after calls

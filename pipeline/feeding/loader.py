@@ -32,7 +32,7 @@ from tokenfeed.pipeline.feeding.placement import (
     resolve_workers,
 )
 from tokenfeed.pipeline.feeding.stats import Stats
-from tokenfeed.pipeline.feeding.window_source import make_in_worker
+from tokenfeed.pipeline.feeding.window_source import COPIES_AHEAD, make_in_worker
 from tokenfeed.pipeline.format.data_set import OpenedSplit, has_remote, open_splits
 from tokenfeed.pipeline.format.kinds import TargetRule, Targets
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 
 _TRAIN, _START = "train", Position(0, 0, 0)
+_MOST_AHEAD = 1000
 _NUMPY = "numpy"
 _STORE_S = 900.0
 """Seconds added to the timeout of workers that read from a store: more than all retries of a
@@ -101,6 +102,7 @@ class ShardLoader:
         split: str = "train",
         device: "str | torch.device" = "cpu",
         num_workers: int | Literal["auto"] = "auto",
+        prefetch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         order: RowOrder = "shuffled",
@@ -133,6 +135,10 @@ class ShardLoader:
             num_workers: Number of worker processes. 0 reads in this process; data in a store needs
                 at least 1. "auto" starts one worker and measures how many keep up with the loop,
                 at most this rank's share of the cores. The order of rows does not depend on it.
+            prefetch: Number of batches in all that are ready on the device ahead of the loop,
+                whatever the number of workers. Default: 2 on a GPU, where batches are copied while
+                a step runs. On a CPU 0: the workers keep windows ready, and a batch is built from
+                them when it is asked for.
             seed: Seed of the shuffle.
             shuffle: False delivers windows in file order, their rows sorted by length.
             order: "file" delivers the rows exactly in the order of the data set, without shuffling
@@ -233,6 +239,10 @@ class ShardLoader:
             num_workers = 0
         first = 1 if num_workers == "auto" else num_workers
         self._num_workers = resolve_workers(first, least=self._least_workers)
+        if prefetch is None:
+            prefetch = COPIES_AHEAD if self.copies_ahead else 0
+        self.prefetch = checks.whole("prefetch", prefetch, most=_MOST_AHEAD)
+        """Number of batches that are ready on the device ahead of the loop."""
         if self._least_workers:
             from tokenfeed.pipeline.caching.node_cache import cache_for
 
@@ -274,6 +284,11 @@ class ShardLoader:
     def position(self) -> Position:
         """The position of the next batch, counted over all ranks."""
         return self._delivery.delivered.position
+
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether batches are copied from page-locked memory to a device, ahead of use."""
+        return not self._form.is_numpy and self.device.type != "cpu"
 
     @property
     def num_workers(self) -> int:
@@ -407,7 +422,7 @@ class ShardLoader:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Rows and padded length of every batch that a policy with `fill=True` can deliver, in
+        """Rows and padded length of every batch that a policy with `last`="fill" can deliver, in
         ascending length: to compile a model or to record CUDA graphs before training.
 
         Raises:
@@ -422,7 +437,7 @@ class ShardLoader:
             shapes |= {(policy.rows_to_fill(length), length) for length in lengths}
             if not all(rows for rows, _ in shapes):
                 raise ConfigError(
-                    f"`batching`={policy}: its batches have any number of rows. Set `fill`=True."
+                    f"`batching`={policy}: its batches have any number of rows. Set `last`='fill'."
                 )
         return sorted(shapes, key=lambda shape: (shape[1], shape[0]))
 
@@ -569,9 +584,10 @@ class ShardLoader:
         return Feed(
             self._window_maker(self._plan),
             self.position,
-            None if self._form.is_numpy or self.device.type == "cpu" else self.device,
+            self.device if self.copies_ahead else None,
             self._form,
             num_workers=self._num_workers,
+            prefetch=self.prefetch,
             timeout=self._timeout,
             tuner=self._tuner,
             counters=self._delivery.counters,

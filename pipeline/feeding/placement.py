@@ -272,14 +272,15 @@ def resolve_workers(num_workers: int, *, least: int = 0) -> int:
 
 
 def check_no_copies() -> None:
-    """Raise a ConfigError in a worker of a torch DataLoader with several workers.
+    """Raise a ConfigError in a worker of a torch DataLoader.
 
-    Each of the workers has a copy of the loader, and would deliver all batches.
+    A worker has a copy of the loader. Several workers would deliver all batches each. With one, the
+    loader in the script would keep the position of the start, and save it.
     """
     of_torch: Any = sys.modules.get("torch.utils.data")
-    worker = of_torch and of_torch.get_worker_info()
-    if worker and worker.num_workers > 1:
+    if worker := of_torch and of_torch.get_worker_info():
         raise ConfigError(
             f"`num_workers`={worker.num_workers} of a DataLoader around a ShardLoader: each worker "
-            "would deliver all batches. Set the `num_workers` of the ShardLoader instead."
+            "would deliver all batches from a copy of the loader, and a saved state would stay at "
+            "the start. Set the `num_workers` of the ShardLoader, and that of the DataLoader to 0."
         )

@@ -60,6 +60,11 @@ class Stats:
     """Padding slots divided by slots, 0 to 1."""
     windows: int
     """Number of windows read."""
+    left_out_rows: int
+    """Number of rows that `last`="drop" left out of the delivered windows, over all ranks."""
+    left_out_tokens: int
+    """Number of tokens that `last`="drop" left out, over all ranks. Truncated or cropped tokens of
+    these windows count too."""
     mixing: float | None
     """Estimated deviation of a step of a million tokens from the whole corpus, relative to a full
     shuffle, if similar rows are neighbours in the corpus. 1 is as good as a full shuffle. None
@@ -95,14 +100,17 @@ class Counters:
 
     def __init__(self) -> None:
         self.batches = self.fillers = self.tokens = self.slots = self.windows = 0
+        self.left_out_rows = self.left_out_tokens = 0
         self.pageable = False
         self.wait_total_s = 0.0
         self.wait_s, self.decode_s, self.queue_depth = _recent(), _recent(), _recent()
         self.fetched: Fetched | None = None
         self.fetch_s = _recent()
 
-    def add_batch(self, batch: "Batch", waited_s: float) -> None:
-        """Count a delivered batch."""
+    def add_batch(self, batch: "Batch", waited_s: float, left_out: tuple[int, ...]) -> None:
+        """Count a delivered batch. `left_out`: rows and tokens that were left out of its round."""
+        self.left_out_rows += left_out[0]
+        self.left_out_tokens += left_out[1]
         self.batches += 1
         self.fillers += batch.is_filler
         self.tokens += batch.num_tokens
@@ -127,7 +135,10 @@ class Counters:
         last_epoch_tokens: dict[str, int],
     ) -> Stats:
         """Return the current counts."""
-        same = ("batches", "fillers", "tokens", "slots", "windows", "pageable")
+        same = (
+            *("batches", "fillers", "tokens", "slots", "windows", "pageable"),
+            *("left_out_rows", "left_out_tokens"),
+        )
         return Stats(
             **{name: getattr(self, name) for name in same},
             padding=1 - self.tokens / self.slots if self.slots else 0.0,

@@ -43,7 +43,7 @@ from tokenfeed.pipeline.feeding.batch import (
 )
 from tokenfeed.pipeline.feeding.devices import cuda, page_lock, page_unlock
 from tokenfeed.pipeline.feeding.stats import Counters
-from tokenfeed.pipeline.feeding.window_source import Lease, WindowSource
+from tokenfeed.pipeline.feeding.window_source import COPIES_AHEAD, Lease, WindowSource
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, no_target
 from tokenfeed.pipeline.windows.rank_slice import TARGETS, RaggedBatch, RankSlice
 
@@ -225,8 +225,6 @@ def _nothing() -> None:
     pass
 
 
-COPIES_AHEAD = 2
-"""Number of micro-batches copied to the device ahead of use."""
 _URGENT = -1
 """Priority of the copy stream: its few small kernels start before those of a busy device."""
 
@@ -266,8 +264,12 @@ class _Copy:
     ready: torch.Event
 
 
-def copy_ahead(source: WindowSource, copies: CopyStream, form: BatchForm) -> Batches:
+def copy_ahead(
+    source: WindowSource, copies: CopyStream, form: BatchForm, prefetch: int = COPIES_AHEAD
+) -> Batches:
     """Yield batches whose copies and padding were queued on the copy stream in advance.
+
+    `prefetch` is the number of batches that are ready ahead of the one that is yielded.
 
     The compute stream waits for the event of a batch; the host does not. An error of the source is
     raised after the batches of the windows before it.
@@ -290,7 +292,7 @@ def copy_ahead(source: WindowSource, copies: CopyStream, form: BatchForm) -> Bat
                 ahead.append(_queue_copy(ragged, lease, copies, form))
                 if ragged.is_last:
                     used.append(ahead[-1])
-                if len(ahead) > COPIES_AHEAD:
+                if len(ahead) > prefetch:
                     yield _hand_over(ahead.popleft(), copies)
                 _release_copied(used)
     finally:

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.node import Fetched
 
 
+COPIES_AHEAD = 2
+"""Default number of micro-batches copied to a device ahead of use."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """A slice in a buffer that stays reserved until `release` is called."""

@@ -97,6 +97,7 @@ RESERVED_NAMES = frozenset(
         *("rows", "starts", "lengths", "ignored", "is_filler", "ends_step", "device"),
         *("num_tokens", "num_targets", "num_slots", "targets"),
         *("get", "items", "keys", "values", "to", "tensors", "pin_memory"),
+        *("real_rows", "without_targets"),
     }
 )
 """Names that a kept column cannot have, because shards or batches use them."""

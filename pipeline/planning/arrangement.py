@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 _LENGTHS_PER_SPREAD = 2.5
 """A band has no rows shorter than longest * (1 - this * spread), because long rows are rare and
 their lengths differ much."""
+_LEFT_OUT = 0x6C617374
+"""Distinguishes the random numbers for the rows that `last`="drop" leaves out."""
 _LABEL_VARIANCE = 2.5
 """Largest variance of the labels in a micro-batch, relative to a random micro-batch. Above it,
 bands are made wider."""
@@ -71,7 +73,8 @@ def steps_by_length(
         labels: Label of each piece, shape (P,); None if pieces have none.
 
     Returns:
-        The pieces, shape (P,), and where each step begins in them, shape (steps + 1,); int64.
+        The pieces, shape (P,), and where each step begins in them, shape (steps + 1,); int64. With
+        `last`="drop", the pieces that fill whole steps.
     """
     num_steps = batching.batches_of(lengths) / step_size
     # About a W-th in an epoch of W windows: the shuffle of the windows mixes rows, too.
@@ -141,7 +144,7 @@ def _cut(
         key = draw.cycle_key if comes_again else draw.key
     pieces = sort_by_length(lengths, key)
     ascending = lengths[pieces]
-    edges = [len(pieces)]
+    edges, bands = [len(pieces)], list[tuple[int, int, int]]()
     while (stop := edges[-1]) > 0:
         longest, count = int(ascending[stop - 1]), 1
         rows = step_size * batching.rows_of(longest)
@@ -153,10 +156,32 @@ def _cut(
         start = max(0, stop - count * rows)
         # Otherwise the random ties have dealt the pieces.
         if draw and count > 1 and (comes_again or ascending[start] < longest):
-            pieces[start:stop] = _deal(pieces[start:stop], count, draw)
+            bands.append((start, stop, count))
         edges += range(stop - rows, start, -rows)
         edges.append(start)
-    return pieces, np.array(edges[::-1])
+    left_out = 0
+    if batching.last == "drop" and edges[-2] < rows:
+        left_out = edges[-2]
+        pieces = _without(pieces, left_out, draw)
+        edges.pop()
+    for start, stop, count in bands:
+        assert draw
+        band = slice(start - left_out, stop - left_out)
+        pieces[band] = _deal(pieces[band], count, draw)
+    return pieces, np.array(edges[::-1]) - left_out
+
+
+def _without(pieces: np.ndarray, count: int, draw: Draw | None) -> np.ndarray:
+    """Leave out random pieces, or the first ones without shuffling.
+
+    The others move on to the steps of longer pieces, so no step gets larger.
+    """
+    if draw is None:
+        return pieces[count:]
+    keys = mix64(np.arange(len(pieces), dtype=np.uint64) ^ np.uint64(draw.key ^ _LEFT_OUT))
+    kept = np.ones(len(pieces), np.bool_)
+    kept[np.argpartition(keys, count - 1)[:count]] = False
+    return pieces[kept]
 
 
 def _deal(band: np.ndarray, num_steps: int, draw: Draw) -> np.ndarray:

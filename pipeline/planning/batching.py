@@ -167,6 +167,10 @@ def plan_window(
         arranged = batching.in_order(lengths, rows)
         dealt, batch_offsets = None, arranged.step_offsets
         count = len(batch_offsets) - 1
+        if batching.last == "drop":
+            count -= count % step_size
+            batch_offsets = batch_offsets[: count + 1]
+            arranged = arranged._replace(order=arranged.order[: batch_offsets[-1]])
         steps = np.append(np.arange(0, count, step_size), count)
     order = arranged.order if dealt is None else arranged.order[dealt]
     if arranged.packed is None:
@@ -316,6 +320,8 @@ class Round(NamedTuple):
     """Tokens of each source."""
     steps: int
     """Number of steps that end with the round."""
+    left_out: tuple[int, ...] = (0, 0)
+    """Rows and tokens of the window that `last`="drop" left out, if the round ends it."""
 
 
 @dataclass(frozen=True, slots=True)

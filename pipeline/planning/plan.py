@@ -691,11 +691,12 @@ def _epoch_tokens(
     """Return the tokens of each source in an epoch; None if the plan does not know them.
 
     The plan knows them if the source is read a whole number of times, in one stream, and no row is
-    truncated or cropped.
+    truncated, cropped or left out.
     """
     longest = max(source.split.longest_row for source in sources)
     truncates = batching.long_rows == "truncate" and longest > batching.longest_piece
-    if num_streams > 1 or truncates or batching.long_rows == "crop":
+    drops = batching.last == "drop"
+    if num_streams > 1 or truncates or drops or batching.long_rows == "crop":
         return (None,) * len(sources)
     times = [divmod(read, size) for read, size in zip(order.batches_read, order.sizes, strict=True)]
     return tuple(

@@ -100,6 +100,13 @@ LongRows = Literal["cut", "truncate", "refuse", "crop"]
 `Packed`."""
 
 
+Last = Literal["short", "fill", "drop"]
+"""What happens at the end of a window, where too few rows are left for a full step. "short": the
+last step is shorter. "fill": the same, and rows of padding fill micro-batches. "drop": there is no
+such step, and as many rows of the window as it would have are left out: random ones, or the last
+ones with `order`="file"."""
+
+
 class Arranged(NamedTuple):
     """The sequences of a window in delivery order, and which of them form a step."""
 
@@ -120,6 +127,10 @@ class Batching(ABC):
     repr."""
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        return describe(self)
+
     packs: ClassVar[bool] = False
     """Whether a sequence may have several documents."""
 
@@ -132,6 +143,11 @@ class Batching(ABC):
     def begin_token(self) -> int | None:
         """Id that is put before every piece; None for no such token."""
         return None
+
+    @property
+    def last(self) -> Last:
+        """What happens to rows at the end of a window that are too few for a step."""
+        return "short"
 
     @property
     @abstractmethod
@@ -199,16 +215,16 @@ class ByLength(Batching):
 
     spread: float
     """Width of a length band, from 0 to 1."""
-    fill: bool
-    """Whether micro-batches are filled up to `rows_of` their padded length."""
+    last: Last
+    """See `Last`. With "fill", micro-batches are filled up to `rows_of` their padded length."""
 
     @abstractmethod
     def rows_of(self, longest: int) -> int:
         """Return the number of rows of a micro-batch whose longest row has `longest` tokens."""
 
     def rows_to_fill(self, padded_length: int) -> int:
-        """Return `rows_of` if `fill` is set, else 0."""
-        return self.rows_of(padded_length) if self.fill else 0
+        """Return `rows_of` if `last` is "fill", else 0."""
+        return self.rows_of(padded_length) if self.last == "fill" else 0
 
     @abstractmethod
     def batches_of(self, lengths: np.ndarray) -> float:
@@ -239,7 +255,10 @@ class ByLength(Batching):
         sizes, edges = cut.lengths[pieces], [0]
         while edges[-1] < len(sizes):
             edges.append(edges[-1] + self._fitting(sizes[edges[-1] :]))
-        return Arranged(cut, pieces, np.array(edges))
+        rest = sizes[edges[-2] :]
+        if self.last == "drop" and len(rest) < self.rows_of(int(rest.max())):
+            edges.pop()
+        return Arranged(cut, pieces[: edges[-1]], np.array(edges))
 
     def _fitting(self, sizes: np.ndarray) -> int:
         """Return how many of the first pieces fit into a micro-batch, at least 1."""
@@ -276,10 +295,14 @@ class Padded(ByLength):
     0.033."""
     sequence_length: int | None = None
     """Tokens above which a row is too long. Default: `max_tokens`."""
-    fill: bool = field(default=False, repr=False, compare=False)
-    """True: rows of padding fill a micro-batch up to `max_tokens`, so it has one shape for each
-    multiple of `multiple_of`; see `ShardLoader.shapes`. Default: False. Neither the order of rows
-    nor a saved state depends on it."""
+    last: Last = field(default="short", repr=False)
+    """What happens where a window has too few rows left for a step. "short" (default): the last
+    step is shorter. "fill": rows of padding fill each micro-batch up to `max_tokens`, so it has one
+    shape for each multiple of `multiple_of`; see `ShardLoader.shapes`. Neither the order of rows
+    nor a saved state differs from "short". "drop": so many random rows are left out of the window
+    that all steps are full, others in each epoch; see `Stats.left_out_rows`."""
+
+    __repr__ = Batching.__repr__
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -323,8 +346,10 @@ class Fixed(ByLength):
     """Padded lengths are rounded up to a multiple of this. Default: 1."""
     spread: float = SPREAD
     """See `Padded.spread`."""
-    fill: bool = field(default=False, repr=False, compare=False)
-    """True: rows of padding fill the last micro-batches of a window up to `batch_size`."""
+    last: Last = field(default="short", repr=False)
+    """See `Padded.last`. "fill" fills micro-batches up to `batch_size`."""
+
+    __repr__ = Batching.__repr__
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -364,8 +389,8 @@ class Packed(Batching):
     sequence_length: int
     """Tokens of a sequence."""
     batch_size: int
-    """Number of sequences of a micro-batch; without `fill`, the last ones of a window may have
-    fewer."""
+    """Number of sequences of a micro-batch; the last ones of a window may have fewer, see
+    `last`."""
     split: bool = False
     """False (default): best fit; only documents longer than a sequence are cut. True: concatenate
     the documents and cut wherever a sequence is full, as most pre-training does."""
@@ -375,9 +400,9 @@ class Packed(Batching):
     only beginnings of documents are used, and there is no padding except in the last sequence of a
     window. Where no document fits into the rest of a sequence, the shortest one is cropped to fill
     it. The remaining tokens of cropped documents are not delivered."""
-    fill: bool = field(default=False, repr=False, compare=False)
-    """True: sequences of padding fill a micro-batch up to `batch_size`, so all have one shape.
-    Default: False. Neither the order of rows nor a saved state depends on it."""
+    last: Last = field(default="short", repr=False)
+    """See `Padded.last`. "fill" fills micro-batches with sequences of padding up to `batch_size`,
+    so all have one shape."""
     begin_token: int | None = field(default=None, repr=False)
     """Id that is put before every piece of a document, and so before every sequence. No loss counts
     it, but it is the context of the first token of the piece. Not with `split` or "crop". Default:
@@ -388,8 +413,7 @@ class Packed(Batching):
     and with many short documents come in random order. Default: False, sequences in random
     order."""
 
-    def __repr__(self) -> str:
-        return describe(self)
+    __repr__ = Batching.__repr__
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -428,8 +452,8 @@ class Packed(Batching):
         return self.sequence_length
 
     def rows_to_fill(self, padded_length: int) -> int:
-        """Return `batch_size` if `fill` is set, else 0."""
-        return self.batch_size if self.fill else 0
+        """Return `batch_size` if `last` is "fill", else 0."""
+        return self.batch_size if self.last == "fill" else 0
 
     def tokens_per_batch(self, mean_tokens: float) -> int:
         """Return the tokens of a full micro-batch, without begin tokens."""
@@ -449,6 +473,9 @@ class Packed(Batching):
         count = len(packed[1]) - 1
         order = random_order(count, draw.key ^ 1) if draw else np.arange(count)
         of_step = self.batch_size * step_size
+        if self.last == "drop":
+            count -= count % of_step
+            order = order[:count]
         if self.balance_attention:
             costs = np.add.reduceat(cut.lengths[packed[0]] ** 2, packed[1][:-1])
             order = order[np.argsort(costs[order], kind="stable")]
@@ -456,7 +483,7 @@ class Packed(Batching):
                 steps = random_order(count // of_step, draw.key ^ 2)  # a shorter step stays last
                 whole = order[: len(steps) * of_step]
                 whole[:] = whole.reshape(-1, of_step)[steps].reshape(-1)
-        step_offsets = np.append(np.arange(0, count, of_step), count)
+        step_offsets = _offsets_of_groups(count, of_step)
         return Arranged(cut, order, step_offsets, packed)
 
     def in_order(self, lengths: np.ndarray, rows: np.ndarray) -> Arranged:
@@ -472,7 +499,9 @@ class Packed(Batching):
             pieces = cut.beginnings[rows] if truncates else cut.in_order_of(rows)
             offsets = next_fit(cut.lengths[pieces] + self._added, self.sequence_length)
         count = len(offsets) - 1
-        batches = np.append(np.arange(0, count, self.batch_size), count)
+        if self.last == "drop":
+            count -= count % self.batch_size
+        batches = _offsets_of_groups(count, self.batch_size)
         return Arranged(cut, np.arange(count), batches, (pieces, offsets))
 
     def _fit(
@@ -514,6 +543,12 @@ class Packed(Batching):
         return Pieces(offsets, np.diff(offsets), cut_from), (pieces, sequence_offsets)
 
 
+def _offsets_of_groups(count: int, size: int) -> np.ndarray:
+    """Return where each group of `size` items begins, and the end; the last group may be
+    smaller."""
+    return np.append(np.arange(0, count, size), count)
+
+
 POLICIES: tuple[type[Batching], ...] = (Padded, Packed, Fixed)
 """All policies."""
 
@@ -528,14 +563,14 @@ def describe(policy: Batching) -> str:
     """Return the repr of a policy.
 
     The repr of a dataclass is not used, because it is not reentrant: a signal handler that asks for
-    it while it is being made gets `...`. A field with `repr=False` is left out only if it has its
-    default or takes no part in comparisons.
+    it while it is being made gets `...`. A field with `repr=False` is left out if it has its
+    default. `last`="fill" is left out too, because the rows are those of "short".
     """
     values = [(field, getattr(policy, field.name)) for field in fields(policy)]  # type: ignore[arg-type]
     shown = ", ".join(
         f"{field.name}={value!r}"
         for field, value in values
-        if field.repr or (field.compare and value != field.default)
+        if field.repr or value not in (field.default, "fill")
     )
     return f"{type(policy).__qualname__}({shown})"
 
@@ -567,6 +602,8 @@ def _check_fields(policy: Padded | Packed | Fixed) -> None:
             continue
         if name == "long_rows":
             value = checks.choice(name, value, words if policy.packs else words[:-1])
+        elif name == "last":
+            value = checks.choice(name, value, get_args(Last))
         elif name == "spread":
             value = checks.share(name, value)
         elif isinstance(each.default, bool):

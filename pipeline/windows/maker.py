@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import Ragged, join, offsets_of, take
-from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, Role, no_target, role_of
 from tokenfeed.pipeline.planning.batching import (
@@ -68,6 +68,15 @@ class WindowMaker:
             parts=plan.parts(epoch, number, window.numbers),
             earlier=plan.earlier_in(epoch, nth),
         )
+        left_out = np.zeros(2, np.int64)
+        if batching.last == "drop":
+            left_out = _left_out(planned, window)
+            if not planned.step_offsets[-1]:
+                raise ConfigError(
+                    f"`last`='drop' leaves out all {len(window.rows.lengths):,} rows of window "
+                    f"{nth}, because they are fewer than one step takes. Use `last`='short', "
+                    "smaller batches or fewer `micro_batches_per_step`."
+                )
         rounds = deal_rounds(
             planned.step_offsets,
             plan.micro_batches_per_step,
@@ -135,6 +144,7 @@ class WindowMaker:
             steps=rounds.steps,
             digests=digests(spans, planned, rounds, epoch, number),
             tokens=tokens_by_source(spans, planned, rounds, np.array(plan.row_ends)),
+            left_out=np.outer(np.arange(1 - len(rounds.ends), 1) == 0, left_out),
         )
         whole = Index(index, layout, added)
         return RankSlice(per_token, whole, whole)
@@ -143,6 +153,14 @@ class WindowMaker:
         """Return the rows of a window in the order of their data sets, for `order`="file"."""
         sources = np.searchsorted(self.plan.row_ends, window.numbers, side="right")
         return file_order(window.rows.lengths, sources)
+
+
+def _left_out(planned: WindowPlan, window: Window) -> np.ndarray:
+    """Return how many rows of a window have no token in its plan, and how many tokens it lacks."""
+    rows = np.zeros(len(window.rows.lengths), np.bool_)
+    rows[planned.cut.rows[planned.pieces]] = True
+    tokens = window.rows.lengths.sum() - planned.cut.lengths[planned.pieces].sum()
+    return np.array([len(rows) - rows.sum(), tokens])
 
 
 def _put_before(values: np.ndarray, lengths: np.ndarray, value: float) -> np.ndarray:

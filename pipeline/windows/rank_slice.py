@@ -32,6 +32,9 @@ class RoundIndex:
     """Digest of its round, uint64; see `digests` in `batching`."""
     tokens: np.ndarray
     """Tokens of each source in its round, shape (M, sources), int64."""
+    left_out: np.ndarray
+    """Rows and tokens of the window that `last`="drop" left out, with its last round; 0 before.
+    Shape (M, 2), int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +183,7 @@ class RaggedBatch:
             int(rounds.digests[number]),
             tuple(rounds.tokens[number].tolist()),
             int(rounds.steps[number]),
+            tuple(rounds.left_out[number].tolist()),
         )
 
     @property

@@ -4,9 +4,11 @@ import copy
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support import warm
 from support.delivery import (
     POLICIES,
@@ -53,14 +55,37 @@ class Wrapped(IterableDataset[int]):
         return (batch.num_tokens for batch in self.loader)
 
 
-def test_copies_of_a_loader_in_several_workers_are_refused(folder: Path) -> None:
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_loader_in_worker_of_dataloader_is_refused(folder: Path, num_workers: int) -> None:
+    """With one worker, the loader in the script would save the position of the start."""
     loader = open_loader(folder)
-    several: Any = iter(DataLoader(Wrapped(loader), batch_size=None, num_workers=2))
-    with pytest.raises(ConfigError, match="each worker would deliver all batches"):
-        list(several)
-    several._shutdown_workers()  # if Python's collector does it, torch waits 5 s for each worker
-    one = DataLoader(Wrapped(loader), batch_size=None, num_workers=1)
-    assert sum(one) == sum(batch.num_tokens for batch in loader)
+    copies: Any = iter(DataLoader(Wrapped(loader), batch_size=None, num_workers=num_workers))
+    with pytest.raises(ConfigError, match="a saved state would stay at the start"):
+        list(copies)
+    copies._shutdown_workers()  # if Python's collector does it, torch waits 5 s for each worker
+    alone = DataLoader(Wrapped(loader), batch_size=None)
+    assert sum(alone) == sum(batch.num_tokens for batch in loader)
+
+
+def test_dataloader_that_collates_slices_is_refused(small_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="Set `batch_size`=None"):
+        list(DataLoader(ShardDataset(small_folder, Padded(2048))))
+
+
+def test_window_beyond_shared_memory_is_refused_in_one_line(
+    small_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(size: int) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm):\nNo space left on device (28)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", refuse)
+    worker = SimpleNamespace(id=0, num_workers=1)
+    monkeypatch.setattr("tokenfeed.pipeline.feeding.dataset.get_worker_info", lambda: worker)
+    with pytest.raises(
+        ConfigError, match=r"`window_tokens`, enlarge /dev/shm \(`docker run"
+    ) as found:
+        next(iter(ShardDataset(small_folder, Padded(2048))))
+    assert "\n" not in str(found.value)
 
 
 @pytest.mark.parametrize("task", ["classify", "score", "tag", "complete", "chat"])

@@ -265,6 +265,7 @@ def slice_of(first: int, count: int) -> RankSlice:
         steps=np.ones(count, np.int64),
         digests=np.zeros(count, np.uint64),
         tokens=np.ones((count, 1), np.int64),
+        left_out=np.zeros((count, 2), np.int64),
     )
     index = Index(pieces, lay_out(pieces, 1, packs=False), rounds)
     return RankSlice(per_token, index, index)

@@ -209,6 +209,9 @@ class TrainConfig:
     each matrix product, which takes minutes longer."""
     num_workers: NotNegative | None = None
     """Loader processes. Default: 2 on cuda, 0 on cpu."""
+    prefetch: NotNegative | None = None
+    """Batches in all that are ready on the device ahead of the step. Default: 2 on cuda, 0 on
+    cpu."""
     cache_dir: Path | None = None
     """Folder that caches shards from a store. Default: $TOKENFEED_CACHE, or a temporary folder."""
     cache_bytes: Bytes | None = None

@@ -306,20 +306,22 @@ def make_policy(
             config.sequence_length,
             config.rows,
             long_rows=long_rows,
-            fill=bool(config.compile),
+            last="fill" if config.compile else "short",
             balance_attention=config.balance_attention,
         )
     multiple_of = _TILE if on_gpu else 1
     if config.compile:
         multiple_of = round_up(ceil_div(config.sequence_length, MOST_SHAPES), _TILE)
     if config.step_rows is not None:
-        return Fixed(config.rows, multiple_of=multiple_of, fill=bool(config.compile))
+        return Fixed(
+            config.rows, multiple_of=multiple_of, last="fill" if config.compile else "short"
+        )
     return Padded(
         config.micro_batch_slots,
         multiple_of=multiple_of,
         long_rows=long_rows,
         sequence_length=config.sequence_length,
-        fill=bool(config.compile),
+        last="fill" if config.compile else "short",
     )
 
 

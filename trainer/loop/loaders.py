@@ -111,6 +111,7 @@ class SplitLoaders:
             self.policy,
             training_source(config, self._policy_of),
             num_workers=workers,
+            prefetch=config.prefetch,
             epochs=None,
             micro_batches_per_step=config.accumulation,
             order=config.order,
@@ -300,7 +301,7 @@ def _largest_shape(policy: Policy, manifest: Manifest) -> tuple[int, int]:
 
 def _full_shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
     """Return rows and padded length, shortest first. Packed rows have one length."""
-    policy, step = dataclasses.replace(policy, fill=True), policy.multiple_of
+    policy, step = dataclasses.replace(policy, last="fill"), policy.multiple_of
     last = round_up(min(longest, policy.longest_piece), step)
     return [(policy.rows_to_fill(length), length) for length in range(step, last + 1, step)]
 

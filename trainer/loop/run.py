@@ -92,8 +92,8 @@ def announce(config: TrainConfig, settle: Settle | None = None) -> None:
     """
     try:
         with contextlib.closing(Trainer(config, settle=settle)) as trainer:
-            config, workers = trainer.config, trainer.loader.num_workers
-            log_beginning(config, trainer.learner, trainer.loaders.shape, trainer.epoch, workers, 0)
+            config, shape, loader = trainer.config, trainer.loaders.shape, trainer.loader
+            log_beginning(config, trainer.learner, shape, trainer.epoch, loader, 0)
             _log.info("allocator of a GPU: %s", allocator(os.environ))
             if trainer.device.type != "cpu":
                 peak = peak_of_step(trainer.learner, trainer.loaders)

@@ -339,6 +339,8 @@ class Trainer:
             accumulation=config.accumulation,
             micro_batch_tokens=config.micro_batch_slots,
             num_workers=self.loader.num_workers,
+            prefetch=self.loader.prefetch,
+            pinned=self.loader.copies_ahead and not self.loader.stats().pageable,
             state_bytes=self.learner.state_bytes,
             peak_gpu_bytes=peak_memory(self.device) if on_gpu else None,
             evaluation_seconds=self.seconds_of["evaluation"],
@@ -403,9 +405,9 @@ class Trainer:
         self.metrics = self._open_metrics() if self.world.is_main else None
         if config.resume:
             self._resume()
-        epoch, workers = self.epoch, self.loader.num_workers
+        shape, loader = self.loaders.shape, self.loader
         if self.world.is_main:
-            log_beginning(config, self.learner, self.loaders.shape, epoch, workers, self.step)
+            log_beginning(config, self.learner, shape, self.epoch, loader, self.step)
         if config.compile:
             self.learner.compile(*self.loaders.blanks())
         if self.metrics:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.feeding.devices import cuda
+from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.config.run_config import PAGE_FILE, TrainConfig
 from tokenfeed.trainer.data.attention import kernel_line
@@ -29,7 +30,13 @@ from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.machine import Gpu, GpuReading, Host
 from tokenfeed.trainer.report.recommendations import Readings, recommended
-from tokenfeed.trainer.report.run_files import MetricsFile, MetricsLine, duration, rows_of
+from tokenfeed.trainer.report.run_files import (
+    MetricsFile,
+    MetricsLine,
+    duration,
+    loading_of,
+    rows_of,
+)
 from tokenfeed.trainer.stall import Cause, StallMeter
 from tokenfeed.trainer.stall.stall_report import main_cause
 from tokenfeed.trainer.tasks.task import Metrics, Task
@@ -376,7 +383,12 @@ def _attention_line(config: TrainConfig, learner: Learner, shape: Shaper) -> str
 
 
 def log_beginning(
-    config: TrainConfig, learner: Learner, shape: Shaper, epoch: Epoch, workers: int, step: int
+    config: TrainConfig,
+    learner: Learner,
+    shape: Shaper,
+    epoch: Epoch,
+    loader: ShardLoader,
+    step: int,
 ) -> None:
     """Log the model, the data, the steps and the folder of a run that goes on after a step."""
     model, manifest, device = learner.model, learner.task.manifest, learner.device
@@ -428,7 +440,7 @@ def log_beginning(
         f"{round(epoch.tokens / epoch.steps):,}",
         count_of(config.accumulation, "micro-batch", "micro-batches"),
         f"{config.micro_batch_slots:,}",
-        count_of(workers, "loader worker"),
+        loading_of(loader.num_workers, loader.prefetch, pinned=loader.copies_ahead),
     )
     if config.warmup_steps > config.steps:
         _log.warning(

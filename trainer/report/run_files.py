@@ -128,6 +128,10 @@ class Report:
     micro_batch_tokens: int | None = None
     num_workers: int | None = None
     """Loader processes of a rank."""
+    prefetch: int = 0
+    """Batches ready on the device ahead of the step."""
+    pinned: bool = False
+    """Whether batches are copied to the device from page-locked memory."""
     state_bytes: int | None = None
     """Memory of weights, gradients and moments."""
     peak_gpu_bytes: int | None = None
@@ -239,7 +243,7 @@ class Report:
         return (
             f"{rows_of(self.step_rows)} and {self.step_tokens:,.0f} real tokens a step, in "
             f"{count_of(self.accumulation or 1, 'micro-batch', 'micro-batches')}; "
-            f"{count_of(self.num_workers or 0, 'loader worker')}"
+            f"{loading_of(self.num_workers or 0, self.prefetch, pinned=self.pinned)}"
         )
 
     def _way_on(self) -> str:
@@ -293,6 +297,14 @@ def planned_tokens(
         found.append(StageTokens(until=until, planned=planned))
         begin = end
     return found
+
+
+def loading_of(workers: int, prefetch: int, *, pinned: bool) -> str:
+    """How batches come to the device."""
+    return (
+        f"{count_of(workers, 'loader worker')}, {count_of(prefetch, 'batch', 'batches')} ready "
+        f"ahead, {'page-locked' if pinned else 'pageable'} memory"
+    )
 
 
 def rows_of(rows: float) -> str:

@@ -27,7 +27,7 @@ RANKS, LENGTH, WIDTH, VOCABULARY, STEPS, ROUNDS = 4, 32, 8, 1000, 4, 5
 
 def opened(shards: str, **ranks: Any) -> ShardLoader:
     """One sequence a micro-batch, four micro-batches a step."""
-    batching = Packed(LENGTH, 1, fill=True)
+    batching = Packed(LENGTH, 1, last="fill")
     settings: dict[str, Any] = {"num_workers": 0, "micro_batches_per_step": 4}
     return ShardLoader(shards, batching=batching, window_tokens=500, **settings, **ranks)
 

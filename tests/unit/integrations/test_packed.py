@@ -139,7 +139,7 @@ def test_filled_batches_in_decoder_have_the_same_loss(
 ) -> None:
     model = model_of(name, attention=attention)
     for plain in (Packed(32, batch_size=11), Padded(256, 16)):
-        filled = replace(plain, fill=True)
+        filled = replace(plain, last="fill")
         both = [ShardLoader(shards, batching=each, num_workers=0) for each in (plain, filled)]
         pairs = [
             pair for pair in zip(*both, strict=True) if len(pair[0].lengths) < len(pair[1].lengths)

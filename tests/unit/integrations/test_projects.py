@@ -37,7 +37,7 @@ def nanochat_batches(shards: Path, split: str = "train", **settings: Any) -> Ite
 
 def test_nanochat_gets_targets_of_the_same_document(shards: Path) -> None:
     with ShardLoader(
-        shards, batching=Packed(16, 4, fill=True, split=True), num_workers=0
+        shards, batching=Packed(16, 4, last="fill", split=True), num_workers=0
     ) as loader:
         expected = list(loader)
     made = list(islice(nanochat_batches(shards), len(expected)))
@@ -71,7 +71,7 @@ def test_nanochat_validates_on_the_same_rows_each_time(shards: Path) -> None:
 
 def test_nanochat_ends_after_its_epochs(shards: Path) -> None:
     with ShardLoader(
-        shards, batching=Packed(16, 4, fill=True, split=True), num_workers=0
+        shards, batching=Packed(16, 4, last="fill", split=True), num_workers=0
     ) as loader:
         assert sum(1 for _ in nanochat_batches(shards, epochs=1)) == len(loader)
 

@@ -74,7 +74,7 @@ def losses_of(ours: Any) -> list[float]:
     return [record["loss"] for record in ours.state.log_history if "loss" in record]
 
 
-@pytest.mark.parametrize("batching", [Packed(32, 2, fill=True), Padded(128)], ids=str)
+@pytest.mark.parametrize("batching", [Packed(32, 2, last="fill"), Padded(128)], ids=str)
 def test_sft_trainer_has_the_losses_of_a_trainer(
     shards: Path, tmp_path: Path, batching: Batching
 ) -> None:

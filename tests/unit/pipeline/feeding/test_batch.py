@@ -93,21 +93,21 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     task: Task = draw(st.sampled_from(["lm", "classify", "score", "tag", "complete", "chat"]))
     lengths = np.array(draw(st.lists(st.integers(1, 25), min_size=1, max_size=25)))
-    fill = st.booleans()
+    last = st.sampled_from(["short", "fill"])
     policies = [
-        st.builds(Fixed, st.integers(1, 5), st.sampled_from([1, 8]), fill=fill),
-        st.builds(Padded, st.integers(32, 90), st.sampled_from([1, 8]), fill=fill),
+        st.builds(Fixed, st.integers(1, 5), st.sampled_from([1, 8]), last=last),
+        st.builds(Padded, st.integers(32, 90), st.sampled_from([1, 8]), last=last),
     ]
     if task not in ("classify", "score"):
         policies += [
-            st.builds(Padded, st.integers(8, 30), st.sampled_from([1, 8]), fill=fill),
-            st.builds(Packed, st.integers(2, 40), st.integers(1, 4), st.booleans(), fill=fill),
+            st.builds(Padded, st.integers(8, 30), st.sampled_from([1, 8]), last=last),
+            st.builds(Packed, st.integers(2, 40), st.integers(1, 4), st.booleans(), last=last),
             st.builds(
                 Packed,
                 st.integers(2, 40),
                 st.integers(1, 4),
                 long_rows=st.sampled_from(["cut", "truncate"]),
-                fill=fill,
+                last=last,
                 begin_token=st.just(BEGIN),
             ),
         ]

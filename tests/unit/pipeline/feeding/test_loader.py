@@ -61,10 +61,10 @@ def test_loader_truncating_rows_ends_its_epochs(folder: Path, batching: Batching
 @pytest.mark.parametrize(
     "batching",
     [
-        Packed(64, 12, fill=True),
-        Packed(64, 12, split=True, fill=True),
-        Padded(4096, 512, fill=True),
-        Padded(256, 64, fill=True),
+        Packed(64, 12, last="fill"),
+        Packed(64, 12, split=True, last="fill"),
+        Padded(4096, 512, last="fill"),
+        Padded(256, 64, last="fill"),
     ],
     ids=lambda policy: f"{policy} fill",
 )
@@ -73,7 +73,7 @@ def test_filled_batches_have_the_promised_shapes_and_rows(
     folder: Path, batching: Batching, world_size: int
 ) -> None:
     ranks = {"rank": world_size - 1, "world_size": world_size, "micro_batches_per_step": 2}
-    plain = replace(batching, fill=False)  # type: ignore[type-var]
+    plain = replace(batching, last="short")  # type: ignore[type-var]
     loader, unfilled = (open_loader(folder, each, **ranks) for each in (batching, plain))
     found, before = set(), set()
     for batch, expected in zip(loader, unfilled, strict=True):

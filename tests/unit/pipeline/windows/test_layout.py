@@ -21,7 +21,7 @@ def slice_of(
     return WindowMaker(plan, reader, rank, world_size).make(Position(0, 0, 0))
 
 
-FILLED = Packed(20, 4, fill=True)
+FILLED = Packed(20, 4, last="fill")
 SLICES = st.builds(
     slice_of,
     st.lists(st.integers(1, 25), min_size=1, max_size=30),

@@ -42,7 +42,7 @@ def reversed_ids(columns: Columns, rng: np.random.Generator) -> Mapping[str, np.
 def windows(draw: st.DrawFn) -> tuple[Any, Batching, int]:
     lengths = np.array(draw(st.lists(st.integers(1, 25), min_size=1, max_size=25)))
     policy = st.one_of(
-        st.builds(Padded, st.integers(8, 60), fill=st.booleans()),
+        st.builds(Padded, st.integers(8, 60), last=st.sampled_from(["short", "fill"])),
         st.builds(Packed, st.integers(4, 40), st.integers(1, 4), st.booleans()),
     )
     return random_rows(lengths, "lm"), draw(policy), draw(st.integers(1, 3))

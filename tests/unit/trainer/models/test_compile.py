@@ -132,7 +132,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
 def documents(folder: Path, separation: Separation) -> list[MicroBatch]:
     """Packed micro-batches with documents of other lengths each, of one shape."""
     shape = Shaper(causal=True, apart=True, separation=separation, compiled=True)
-    batching = Packed(LONGEST, batch_size=3, fill=True)
+    batching = Packed(LONGEST, batch_size=3, last="fill")
     with ShardLoader(folder, batching=batching, epochs=1, num_workers=0) as loader:
         return [shape(batch) for batch in loader]
 

@@ -94,7 +94,7 @@ def test_a_row_is_learnt_alike_alone_padded_packed_and_beside_fillers(
     task, padded = task_of(folders[name]), Padded(100, multiple_of=8)
     alone = gradients(task, folders[name], Fixed(1))
     assert_equal(gradients(task, folders[name], Padded(LONGEST * 40)), alone)
-    assert_equal(gradients(task, folders[name], replace(padded, fill=True)), alone)
+    assert_equal(gradients(task, folders[name], replace(padded, last="fill")), alone)
     assert_equal(gradients(task, folders[name], padded, ranks=3), alone)
     if name not in ("classify", "score"):
         assert_equal(gradients(task, folders[name], Packed(64, batch_size=3)), alone)
@@ -102,7 +102,7 @@ def test_a_row_is_learnt_alike_alone_padded_packed_and_beside_fillers(
 
 def test_filled_up_packed_batches_are_of_one_shape(folders: dict[Task, Path]) -> None:
     task = task_of(folders["tag"])
-    batching = Packed(64, batch_size=3, fill=True)
+    batching = Packed(64, batch_size=3, last="fill")
     unfilled = gradients(task, folders["tag"], Packed(64, batch_size=3))
     assert_equal(gradients(task, folders["tag"], batching), unfilled)
     shape = Shaper(causal=False, apart=True, separation="ends", compiled=True)
