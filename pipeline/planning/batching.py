@@ -42,7 +42,14 @@ from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.permutation import blocks, derive_key, mix64
-from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Pieces, regroup
+from tokenfeed.pipeline.planning.policies import (
+    Batching,
+    Fixed,
+    Packed,
+    Pieces,
+    describe,
+    regroup,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +193,7 @@ def _has_same_steps(last: Earlier, batching: Batching, step_size: int) -> bool:
         return False  # rows that fit into a micro-batch depend on its size
     if one.batch_size * last.step_size != other.batch_size * step_size:
         return False
-    return replace(one, batch_size=1) == replace(other, batch_size=1)
+    return describe(replace(one, batch_size=1)) == describe(replace(other, batch_size=1))
 
 
 def _dealt_again(plan: WindowPlan, step: int, step_size: int) -> WindowPlan:
