@@ -3,7 +3,7 @@ plots over the steps as SVG. The template adds titles and tables."""
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ _LARGEST = 1e100
 _MOST_CAUSES = 6
 """Largest number of areas that a reader can distinguish. Smaller causes are summed."""
 _WIDTH, _HEIGHT = 720, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 12, 46
+_RIGHT, _TOP, _BOTTOM = 36, 12, 46
+_LETTER = 13.0
+"""Width of a letter of a label on a phone, where labels are largest relative to the plot."""
 _MOST_POINTS = 300
 _MOST_ROWS = 40
 _LEAST_SPAN = 1e-12
@@ -115,6 +117,8 @@ class Plot:
     """Draw areas on top of each other, from zero; else lines."""
     from_zero: bool = True
     """Begin the axis of lines at zero; else at their lowest value."""
+    least: float = 0.0
+    """The axis reaches at least this value, so that small values look small."""
     format: Callable[[float], str] = short
 
     @property
@@ -134,10 +138,13 @@ class Plot:
         shown = _stacked(series) if self.stacked else series
         ys = [y for one in shown for y in one.ys]
         steps = [at for one in series for at in one.xs]
-        x = Scale.over(steps, _LEFT, _WIDTH - _RIGHT, from_zero=self.stacked)
+        ys += [self.least] if self.least else []
         y = Scale.over(ys, _HEIGHT - _BOTTOM, _TOP, from_zero=self.stacked or self.from_zero)
+        labels = {at: self.format(at) for at in y.ticks()}
+        left = _LETTER * (1 + max(map(len, labels.values())))
+        x = Scale.over(steps, left, _WIDTH - _RIGHT, from_zero=self.stacked)
         draw = _areas if self.stacked else _lines
-        return Markup("").join([*_axes(x, y, self.format), *draw(shown, x, y)])
+        return Markup("").join([*_axes(x, y, labels), *draw(shown, x, y)])
 
     def table(self) -> list[tuple[str, list[str]]]:
         """Step and values of each row of the table."""
@@ -159,16 +166,15 @@ def _stacked(series: list[Series]) -> list[Series]:
     return tops
 
 
-def _axes(x: Scale, y: Scale, form: Callable[[float], str]) -> Iterator[Markup]:
-    right = _WIDTH - _RIGHT
+def _axes(x: Scale, y: Scale, labels: Mapping[float, str]) -> Iterator[Markup]:
     line = Markup('<line class="grid" x1="{0}" x2="{1}" y1="{2:.1f}" y2="{2:.1f}"/>')
-    for at in y.ticks():
-        yield line.format(_LEFT, right, y(at))
-        yield _text(_LEFT - 6, y(at) + 4, form(at), "end")
+    for at, label in labels.items():
+        yield line.format(x.start, x.end, y(at))
+        yield _text(x.start - 6, y(at) + 4, label, "end")
     for at in x.ticks():
         if at == int(at):
             yield _text(x(at), _HEIGHT - _BOTTOM + 20, short(at), "middle")
-    yield _text((_LEFT + right) / 2, _HEIGHT - 6, "step", "middle")
+    yield _text((x.start + x.end) / 2, _HEIGHT - 6, "step", "middle")
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> Markup:
@@ -333,7 +339,8 @@ def _plots(run: RunData) -> list[Plot]:
             "A tall area is worth looking at: the table above says what to do about its cause.",
             _causes(_stall_causes(run)),
             stacked=True,
-            format=lambda share: f"{share:.3g}" if share == 0 else f"{share:.1%}",
+            format=lambda share: f"{100 * share:.3g}%",
+            least=0.01,
         ),
         Plot(
             "Real tokens a second",

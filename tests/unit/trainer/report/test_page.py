@@ -218,6 +218,19 @@ def test_smaller_causes_are_summed_and_nothing_is_lost() -> None:
     assert sum(shares) == pytest.approx(100 * sum(causes.values()), abs=0.4)
 
 
+@pytest.mark.parametrize(
+    ("stall", "labels"),
+    [
+        (0.0001, ["0%", "0.2%", "0.4%", "0.6%", "0.8%", "1%"]),  # small values look small
+        (0.3, ["0%", "10%", "20%", "30%"]),
+    ],
+)
+def test_axis_of_stall_has_different_labels(stall: float, labels: list[str]) -> None:
+    lines = [{"step": n, "stall_causes": {"data": stall}} for n in (10, 20)]
+    page = page_of(run_of(report_of(), lines))
+    assert re.findall(r'text-anchor="end">([^<]+)</text>', page) == labels
+
+
 @pytest.mark.slow
 @example(ys=[[3.0], [1.0]], stacked=True, from_zero=False)
 @given(
@@ -236,6 +249,11 @@ def test_all_that_is_drawn_lies_within_the_picture(
     for element in drawing.iter():
         for name, size in (("x", 720), ("y", 260), ("cx", 720), ("cy", 260)):
             assert -0.1 <= float(element.get(name, "0")) <= size + 0.1
+    for label in drawing.iter("text"):  # as wide as on a phone
+        parts = {"start": 0.0, "middle": 0.5, "end": 1.0}
+        width = 12.1 * len(label.text or "")  # digits of 22 pixels
+        first = float(label.get("x", "0")) - parts[label.get("text-anchor", "start")] * width
+        assert 0 <= first < first + width <= 720, label.text
     for path in drawing.iter("path"):
         numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", path.get("d", ""))]
         assert all(-0.1 <= number <= 720.1 for number in numbers)
