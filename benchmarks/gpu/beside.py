@@ -71,7 +71,7 @@ def timed(step: Callable[[], object]) -> Entry:
             sum(event.self_device_time_total for event in kernels) / 1e3, 1
         ),
         "longest_kernels": {
-            event.key[:90]: [event.count, round(event.self_device_time_total / 1e3, 2)]
+            event.key: [event.count, round(event.self_device_time_total / 1e3, 2)]
             for event in sorted(kernels, key=lambda event: -event.self_device_time_total)[:25]
         },
     }

@@ -208,7 +208,7 @@ def speed(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
         "mfu": report.stall.mfu,
         "kernels": sum(map(len, kernels.values())) / TRACED_STEPS if device == "cuda" else None,
         "longest_kernels": {
-            name[:100]: {
+            name: {
                 "launches": len(times) / TRACED_STEPS,
                 "milliseconds": round(sum(times) / TRACED_STEPS, 3),
             }

@@ -568,3 +568,13 @@ def test_a_step_without_targets_is_a_warning_once(
     assert report.finished
     assert report.steps == 8
     assert caplog.text.count("had no target to train on") == 1
+
+
+def test_run_warns_of_a_validation_split_that_says_little(
+    tmp_path: Path, write_dataset: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    for rows in (3, 20):
+        shards = write_counting(write_dataset, tmp_path / str(rows), rows=60, validation_rows=rows)
+        run(make_config(shards, tmp_path / f"run {rows}", steps=1))
+        warned = f"the split validation has only {rows} rows, " in caplog.text
+        assert warned == (rows == 3)
