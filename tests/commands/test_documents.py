@@ -54,7 +54,7 @@ NOT_RUN = {
     ("docs/how/remote.md", "train --shards s3://bucket/out", "needs a bucket"),
     ("docs/how/remote.md", "from tokenfeed import Padded, ShardLoader", "needs a bucket"),
     ("docs/how/chat.md", "pretokenize chats.jsonl chat/ --task chat --tokenizer Qwen", NETWORK),
-    ("docs/how/checkpoints.md", "rclone sync", "needs a bucket"),
+    ("docs/how/checkpoints.md", "train --shards out/ --run-dir runs/first", "needs a bucket"),
     ("docs/how/hub.md", "pretokenize hub:roneneldan/TinyStories", NETWORK),
     ("docs/how/labels.md", "pretokenize emotion.train.jsonl bert/", NETWORK),
     ("docs/how/machines.md", "parts=$(sbatch", "needs a cluster"),
@@ -65,7 +65,6 @@ NOT_RUN = {
     ("docs/how/remote.md", "pip install 'tokenfeed[remote]'", "needs a bucket"),
     ("docs/how/remote.md", "pretokenize corpus/ s3://bucket/out", "needs a bucket"),
     ("docs/how/remote.md", "pretokenize s3://raw/ out/", "needs a bucket"),
-    ("docs/how/settings.md", "import torch", "test_profiler.py does the same"),
     ("docs/mixing.md", "python -m benchmarks.shuffle.staged", "takes 4 minutes"),
     ("docs/mixing.md", "python -m benchmarks.shuffle", "needs the peers and hours"),
     ("docs/pretokenize.md", "pretokenize code/ code-fim/", NETWORK),
@@ -83,6 +82,7 @@ LONG = {"docs/how/gpus.md", "docs/how/ranks.md"}
 DESCRIBED = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 OF_OTHERS = {
+    "--logdir",  # of tensorboard
     "--data",
     *("--check", "--idle", "--peer-python", "--renderers", "--repeats", "--rounds"),  # benchmarks
     *("--minutes", "--parser", "--first"),  # the fuzzer
@@ -258,7 +258,14 @@ def test_every_block_of_a_page_runs(
 def test_blocks_are_of_known_languages() -> None:
     for page in PAGES:
         found = blocks_of(page)
-        assert {block.language for block in found} <= {"python", "sh", "text", "toml", "diff"}, page
+        assert {block.language for block in found} <= {
+            "python",
+            "sh",
+            "text",
+            "toml",
+            "diff",
+            "yaml",
+        }, page
         for block in found:
             assert block.language != "toml" or tomllib.loads(block.code), page
         assert 2 * len(found) == len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)), page
