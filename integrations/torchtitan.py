@@ -16,6 +16,7 @@ from torchtitan.components.data.loader import BaseDataLoader  # pyright: ignore[
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.schema import refuse_weights
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policies import Packed
 
@@ -78,6 +79,8 @@ class ShardDataLoader(BaseDataLoader):  # type: ignore[misc]  # untyped
             rank=dp_rank,
             world_size=dp_world_size,
         )
+
+        refuse_weights(self._loader.manifest.columns, str(path))
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:
         for batch in self._loader:

@@ -34,7 +34,7 @@ from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.pipeline.format.schema import IGNORED, refuse_weights
 from tokenfeed.trainer.stall import StallReport
 
 _STATE_FILE = "loader.json"
@@ -101,6 +101,8 @@ class ShardTrainerMixin:
                 checked_loader(name, loader, self.args.device, self.train_dataset)
         if self.train_dataset is not None:
             self._check_training(self.train_dataset)
+            if self.compute_loss_func is None:
+                refuse_weights(self.train_dataset.manifest.columns, "`train_dataset`")
             if self.compute_loss_func is None and self.train_dataset.manifest.task in _LABEL_TASKS:
                 self.compute_loss_func = self._loss_of_labels
         self.args.ignore_data_skip = True  # the loader continues at its position

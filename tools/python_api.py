@@ -260,15 +260,18 @@ def _spooled(
 ) -> Spooled:
     """Write records to a temporary file, which is deleted when `stack` ends."""
     from tokenfeed.tools.corpus.field_paths import possible_columns
-    from tokenfeed.tools.corpus.spool import json_lines, spool
+    from tokenfeed.tools.corpus.records import FieldKind
+    from tokenfeed.tools.corpus.spool import class_names, json_lines, spool
     from tokenfeed.tools.encoding.tasks import ChatEncoder
     from tokenfeed.tools.jobs.progress_bar import bytes_read
 
     is_any_layout = options.task == "chat" and not options.field
     fields = ChatEncoder.usual_fields() if is_any_layout else options.make_task().fields
+    if options.task == "ids" and not options.field:
+        fields = {**fields, "attention_mask": FieldKind.OPTIONAL_JSON}
     folder = None if "://" in options.paths[-1] else Path(options.paths[-1])
     with bytes_read(name) as advance:
         blocks = json_lines(name, records, possible_columns(fields))
         file = spool(name, blocks, folder, split=split, advance=advance)
     stack.callback(file.file.close)
-    return file
+    return file._replace(class_names=class_names(records))

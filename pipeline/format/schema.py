@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from tokenfeed.pipeline.arithmetic import offsets_of
+from tokenfeed.pipeline.errors import ConfigError
 
 FORMAT_VERSION = 1
 
@@ -117,6 +118,20 @@ def role_of(column: str) -> Role | None:
 def is_kept(column: str) -> bool:
     """Return whether a column of tokens is one that `pretokenize --keep` copied."""
     return column != INPUT_IDS and column not in ROLES
+
+
+def refuse_weights(columns: Iterable[Column], name: str) -> None:
+    """Refuse data whose messages have weights, for a loss that does not multiply by them.
+
+    Raises:
+        ConfigError: A column is named `weight`.
+    """
+    if any(column.name == "weight" for column in columns):
+        raise ConfigError(
+            f"{name}: has the column `weight`, which this loss would ignore. Run `pretokenize` "
+            "without `--keep weight` (messages of weight 0 are not learnt), or multiply by "
+            "`batch['weight']` in a loop of your own."
+        )
 
 
 def column_of(columns: Iterable[Column], role: Role) -> Column | None:

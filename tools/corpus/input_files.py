@@ -60,6 +60,8 @@ class InputFile:
     """Whether the file is a temporary copy of standard input or of Python objects."""
     xxh3: str | None = None
     """xxh3-64 of the stored bytes; only `--append` makes it."""
+    class_names: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """See `Spooled.class_names`."""
 
     def check_unchanged(self) -> None:
         """Check that the file has not changed since the start of the run.

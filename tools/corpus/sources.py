@@ -432,6 +432,7 @@ class _InputSearch:
         """Add a file that this process made from input that it cannot read twice."""
         source = self._source(file.name, file.path, format_)
         source = replace(source, state=f"{file.checksum:016x}", is_spooled=True)
+        source = replace(source, class_names=file.class_names)
         self._append(source, file.name, file.split)
 
     def _source(self, name: str, path: Location, format_: Format) -> InputFile:

@@ -44,6 +44,8 @@ class Spooled(NamedTuple):
     """The open file. Closing it deletes the file."""
     split: str | None = None
     """The split of all records. None: a hash chooses the split of each record."""
+    class_names: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Names of fields with classes, each with the names of its classes."""
 
 
 Spool = Callable[[], Sequence[Spooled]]
@@ -99,6 +101,16 @@ def spool(
         ) from error
     path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if has_paths_of_open_files else file.name
     return Spooled(name, path, digest.intdigest(), file, split)
+
+
+def class_names(records: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the names of the classes of a data set of `datasets`, for `Spooled.class_names`."""
+    features = getattr(records, "features", None)
+    if not (type(records).__module__.startswith("datasets.") and isinstance(features, Mapping)):
+        return ()
+    values = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
+    named = {name: getattr(value, "names", None) for name, value in values.items()}
+    return tuple((name, tuple(map(str, names))) for name, names in named.items() if names)
 
 
 def stdin_blocks() -> Iterator[bytes]:

@@ -161,6 +161,8 @@ def _saved_names(sources: list[InputFile], field: str) -> tuple[str, ...]:
 
 
 def _names_in(source: InputFile, field: str) -> tuple[str, ...]:
+    if source.class_names:
+        return dict(source.class_names).get(field, ())
     schema = FORMATS[source.format].schema
     if schema is None:
         return ()

@@ -6,6 +6,7 @@ import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import refuse_weights
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import first_of, open_tokenizer, run_manifest, shown
 from tokenfeed.trainer.tasks.label_tasks import Classify, Score, Tag
@@ -44,6 +45,7 @@ def make_task(config: TrainConfig, manifest: Manifest, device: torch.device) -> 
             f"{name}: unknown task {manifest.task}, expected one of {', '.join(TASKS)}. Install a "
             "newer tokenfeed."
         )
+    refuse_weights(manifest.columns, name)
     task = TASKS[manifest.task](manifest)
     if isinstance(task, LanguageModelling):
         with suppress(ConfigError):  # export reports it; training goes on without bits per byte

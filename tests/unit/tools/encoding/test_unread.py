@@ -2,16 +2,23 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import datasets
 import pyarrow as pa
 import pytest
+import torch
 from pyarrow import feather, parquet
 from support.commands import call
+from support.training import make_config
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+import tokenfeed
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.kinds import Kind
 from tokenfeed.tools.pretokenize import main
+from tokenfeed.trainer.data.datasets import run_manifest
+from tokenfeed.trainer.tasks.registry import make_task
 
 Message = dict[str, Any]
 
@@ -266,3 +273,43 @@ def test_a_mask_that_is_not_read_is_a_warning(tmp_path: Path, model: Path) -> No
     done = run(records, tmp_path, model, task="ids")[2]
     remedy = "give --field loss_mask=loss_mask beside the other fields"
     assert f"the field `loss_mask` was not read (1 of 1 records): {remedy}" in done.stderr
+
+
+def test_padding_of_objects_is_left_out(tmp_path: Path, model: Path) -> None:
+    rows = [{"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}]
+    given: dict[str, Any] = {"task": "ids", "tokenizer": model, "validation": 0}
+    tokenfeed.pretokenize(rows, tmp_path / "out", **given)
+    table = feather.read_table(tmp_path / "out/train/00000.arrow", memory_map=False)
+    assert table["input_ids"].to_pylist() == [[5, 6]]
+
+
+@pytest.mark.parametrize("task", ["classify", "tag"])
+def test_objects_of_datasets_keep_the_names_of_classes(
+    task: Literal["classify", "tag"], tmp_path: Path, model: Path
+) -> None:
+    classes = datasets.ClassLabel(names=["neg", "neu", "pos"])
+    if task == "classify":
+        rows = datasets.Dataset.from_list([{"text": "a", "label": 2}, {"text": "b", "label": 0}])
+        rows = rows.cast_column("label", classes)
+    else:
+        rows = datasets.Dataset.from_list([{"tokens": ["a", "b"], "tags": [0, 2]}])
+        rows = rows.cast_column("tags", datasets.Sequence(classes))
+    made = tokenfeed.pretokenize(rows, tmp_path / "out", task=task, tokenizer=model, validation=0)
+    assert made.manifest.label_names == ("neg", "neu", "pos")
+
+
+def test_losses_that_would_ignore_weights_refuse_them(tmp_path: Path, model: Path) -> None:
+    import transformers
+
+    from tokenfeed.integrations.transformers import ShardTrainer
+
+    records = [{"messages": [user("2?"), answer("four", weight=0.5)]}]
+    run(records, tmp_path, model, "--keep", "weight")
+    said = "has the column `weight`, which this loss would ignore"
+    config = make_config(tmp_path / "out", tmp_path / "run", steps=1)
+    with pytest.raises(ConfigError, match=said):
+        make_task(config, run_manifest(config), torch.device("cpu"))
+    loader = tokenfeed.ShardLoader(str(tmp_path / "out"), batching=tokenfeed.Padded(64))
+    args = transformers.TrainingArguments(str(tmp_path / "trainer"), max_steps=1, report_to=[])
+    with loader, pytest.raises(ConfigError, match=said):
+        ShardTrainer(model=torch.nn.Linear(1, 1), args=args, train_dataset=loader)
