@@ -268,18 +268,22 @@ def _given() -> dict[str, Any]:
     phases = file.pop("phases", ())
     _check_pairs(file, {name: name for name in file}, f"{path}: ")
     names = _presets_of(options)
-    given = layered(*(read_preset(name, FILE_KINDS) for name in names), file, options)
     if "preset" in options:
-        given["preset"] = ",".join(names)
-    if any(given.get(name) is not None for name in MODEL_NUMBERS):
-        given.setdefault("model", BY_NUMBERS)
+        options["preset"] = ",".join(names)
+    base = layered(*(read_preset(name, FILE_KINDS) for name in names), file)
+    given = _with_model(layered(base, options))
     if phases:
-        given["phases"] = tuple(_phases(phases, given, options, f"{path}: phases"))
+        given["phases"] = tuple(_phases(phases, base, options, f"{path}: phases"))
     elif "phase" in options and not given.get("resume"):
         raise ConfigError(
             f"`--phase`={options['phase']}: needs a file with a list `phases` for --config."
         )
     return given
+
+
+def _with_model(given: dict[str, Any]) -> dict[str, Any]:
+    is_by_numbers = any(given.get(name) is not None for name in MODEL_NUMBERS)
+    return {"model": BY_NUMBERS} | given if is_by_numbers else given
 
 
 def _config_of_phases(options: dict[str, Any]) -> Path | None:
@@ -289,12 +293,14 @@ def _config_of_phases(options: dict[str, Any]) -> Path | None:
 
 
 def _phases(
-    phases: Phases, given: dict[str, Any], options: dict[str, Any], where: str
+    phases: Phases, base: dict[str, Any], options: dict[str, Any], where: str
 ) -> Iterator[dict[str, Any]]:
     """Yield all given settings of each phase, with its `name` and `from`.
 
-    Settings of a phase override those of the file, and the command line overrides both.
+    Settings of a phase override `base`, the settings of the file. The command line overrides both,
+    with --phase only in the phase that it names.
     """
+    of_run = {name: value for name, value in options.items() if name not in PHASE_KINDS}
     names: set[str] = set()
     for number, content in enumerate(phases, 1):
         phase = checked_settings(content, PHASE_KINDS, f"{where} {number}:")
@@ -309,13 +315,12 @@ def _phases(
         names.add(name)
         if number == 1 and "from" in phase:
             raise ConfigError(f"{where} 1: has no phase before it. Leave `from` out.")
-        for option in ("init_from",) if number > 1 else ():  # of the first phase
-            given = {key: value for key, value in given.items() if key != option}
-        if number < len(phases):  # that of the run is of the last phase
-            phase.setdefault("export", None)
-        found = layered(given, phase, options) | {
-            "export": phase.get("export", given.get("export"))
-        }
+        is_meant = options.get("phase") in (None, str(number), name)
+        found = _with_model(layered(base, phase, options if is_meant else of_run))
+        if "export" in phase or number < len(phases):  # the run exports its last phase
+            found["export"] = phase.get("export")
+        if number > 1:  # it starts from the phase before
+            found.pop("init_from", None)
         if found.get("lora") is None:  # of phases with adapters
             found = {k: v for k, v in found.items() if k in phase or k not in _OF_ADAPTERS}
         yield found

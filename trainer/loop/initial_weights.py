@@ -25,7 +25,7 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import (
     reading,
     unshared,
 )
-from tokenfeed.trainer.config.run_config import TrainConfig, phase_folders
+from tokenfeed.trainer.config.run_config import CONFIG_FILE, TrainConfig, phase_folders
 from tokenfeed.trainer.data.datasets import read_manifest, shown
 from tokenfeed.trainer.data.micro_batch import Head
 from tokenfeed.trainer.distributed.world import State
@@ -115,6 +115,10 @@ def _saved_state(model: nn.Module, checkpoint: Checkpoint, theirs: TrainConfig) 
 
 def _read_exported(folder: Path, model: nn.Module, head: Head, config: TrainConfig) -> None:
     about = Exported.of(folder)
+    if about is None and (folder / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"`--init-from`={folder}: this run has no checkpoint yet. Resume it first."
+        )
     if about is None:
         raise ConfigError(
             f"`--init-from`={folder}: is neither a run of `train`, nor one of its checkpoints, nor "

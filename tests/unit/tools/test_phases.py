@@ -152,3 +152,11 @@ def test_report_of_a_run_with_phases_shows_each(shards: Path, tmp_path: Path) ->
     page = (tmp_path / "run/report.html").read_text()
     assert "not begun" in page
     assert 'href="phase-2-all' not in page
+
+
+def test_options_beside_phase_are_for_that_phase(shards: Path, tmp_path: Path) -> None:
+    words = ("--config", written(tmp_path, shards, TWO), "--print-config")
+    found = yaml.safe_load(call(train.main, *words, "--phase", "all", "--steps", 5).stdout)
+    assert [phase["steps"] for phase in found["phases"]] == [2, 5]
+    found = yaml.safe_load(call(train.main, *words, "--phase", 1, "--device", "auto").stdout)
+    assert found["device"] == "auto"

@@ -135,6 +135,12 @@ def test_a_folder_without_weights_is_an_error(rows: dict[str, Path], tmp_path: P
             run(make_config(rows["lm"], tmp_path / "new", init_from=source))
 
 
+def test_a_run_without_a_checkpoint_is_an_error(rows: dict[str, Path], tmp_path: Path) -> None:
+    make_config(rows["lm"], tmp_path).write()
+    with pytest.raises(ConfigError, match="this run has no checkpoint yet"):
+        run(make_config(rows["lm"], tmp_path / "new", init_from=tmp_path))
+
+
 def test_a_damaged_export_is_an_error(rows: dict[str, Path], tmp_path: Path) -> None:
     run(make_config(rows["lm"], tmp_path / "run", export=tmp_path / "export", steps=1))
     (tmp_path / "export/model.safetensors").write_bytes(b"damaged")
