@@ -869,12 +869,13 @@ def test_m38_a_run_is_one_yaml_file_that_the_command_line_overrides(
     run_dir, cache = tmp_path / "run", tmp_path / "cache"
     settings |= {"epsilon": 1e-6, "patience": 3, "eval_tokens": 100, "cache_dir": str(cache)}
     settings |= {"run_dir": str(run_dir), "eval_every": 2, "save_every": 2, "log_every": 1}
-    settings |= {"schedule": "constant", "patience": 1_000}
+    settings |= {"schedule": "constant", "patience": 1_000, "learning_rate": 3e-3}
     file = tmp_path / "edited.yaml"
     file.write_text(yaml.safe_dump(settings))
     words = ["--config", file, "--steps", 100_000, "--export", tmp_path / "model"]
     with warm.Popen(["-m", "tokenfeed.tools.train", *words], stderr=subprocess.PIPE) as process:
-        eventually(lambda: (run_dir / "checkpoints/step-00000002").is_dir())
+        metrics = run_dir / "metrics.jsonl"
+        eventually(lambda: metrics.exists() and '"step":20,' in metrics.read_text())
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
@@ -890,6 +891,7 @@ def test_m38_a_run_is_one_yaml_file_that_the_command_line_overrides(
     assert {"loss", "accuracy", "macro_f1"} <= report["metrics"]["validation"].keys()
     losses = {line["step"]: line for line in lines_of(run_dir) if "validation_macro_f1" in line}
     best = report["metrics"]["validation"]
+    assert best["macro_f1"] > losses[2]["validation_macro_f1"], "no run that improves"
     assert best["macro_f1"] == max(line["validation_macro_f1"] for n, line in losses.items() if n)
     exported = json.loads((tmp_path / "model/tokenfeed.json").read_bytes())
     assert (exported["step"], exported["metrics"]) == (report["best_step"], best)

@@ -383,8 +383,8 @@ def kept_weights(model: nn.Module, config: TrainConfig, checkpoint: Checkpoint) 
         raise ResumeError(
             f"cannot resume: the checkpoint has other weights than this model: {name} is "
             f"{_shape(found.get(name))} there and {_shape(expected.get(name))} here. Give the "
-            "--model, --lora, --lora-target and --trainable that it was made with. If these are the same, "
-            "another version of tokenfeed made it: start a new run in another --run-dir."
+            "--model, --lora, --lora-target and --trainable that it was made with. If these are "
+            "the same, another version of tokenfeed made it: start a new run in another --run-dir."
         )
     return ours
 
