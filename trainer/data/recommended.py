@@ -52,6 +52,8 @@ _EVALUATIONS = (2, 20)
 _ENOUGH_TOKENS, _MOST_TOKENS = 200_000, 1_000_000
 """Tokens of an evaluation. With more than the first number, more evaluations are better. With the
 second number, the loss has an error below 0.003."""
+PROMPT_TOKENS, SAMPLE_TOKENS = 16, 48
+"""Tokens of a sample's prompt from a document, and most tokens that a sample adds to its prompt."""
 _EVALUATED = "so that evaluations take at most about 5 % of the run"
 _LEAST_LOG_EVERY, _MOST_EVERY = 10, 1000
 
@@ -225,7 +227,9 @@ def schedule_defaults(
         train = manifest.split("train")
         row = config.sequence_length if is_packed(config, manifest) else train.tokens / train.rows
         trained = config.steps * config.step_rows * row
-    every, reason = _evaluation_steps(manifest, config.steps, trained), f"{config.steps:,} steps"
+    sampled = _sampled_tokens(manifest, config)
+    every = _evaluation_steps(manifest, config.steps, trained, sampled)
+    reason = f"{config.steps:,} steps"
     # Evaluations share the steps of checkpoints, so that a best step rarely needs one of its own.
     save_every, is_paced = config.save_every, bool(data_defaults(manifest, given))
     if is_paced and "save_every" not in given:
@@ -242,26 +246,39 @@ def schedule_defaults(
     elif for_gpu:
         pace = {"warmup_steps": min(_MOST_WARMUP, round(_LONG_WARMUP * config.steps))}
     choices.append(Choice({k: v for k, v in pace.items() if k not in given}, reason))
-    evaluations = _evaluations(manifest, config.steps, every, trained)
+    evaluations = _evaluations(manifest, config.steps, every, trained, sampled)
     choices.append(Choice({k: v for k, v in evaluations.items() if k not in given}, _EVALUATED))
     return [choice for choice in choices if choice.settings]
 
 
-def _evaluation_steps(manifest: Manifest, steps: int, trained: float) -> int:
-    """Return the steps between evaluations that keep their share of the time."""
+def _sampled_tokens(manifest: Manifest, config: TrainConfig) -> float:
+    """Estimate the tokens of the forward passes for the samples of an evaluation: one pass over the
+    row for each new token."""
+    train = manifest.split("train")
+    prompt = min(config.sequence_length, train.tokens / max(1, train.rows))
+    if column_of(manifest.columns, "context") is None:
+        prompt = PROMPT_TOKENS
+    return config.samples * SAMPLE_TOKENS * (prompt + SAMPLE_TOKENS)
+
+
+def _evaluation_steps(manifest: Manifest, steps: int, trained: float, sampled: float) -> int:
+    """Return the steps between evaluations that keep their share of the time, with samples."""
     whole = manifest.splits["validation"].tokens if "validation" in manifest.splits else 0
-    wanted = max(1, min(whole, _ENOUGH_TOKENS))
+    wanted = max(1, min(whole, _ENOUGH_TOKENS)) + sampled
     count = _between(_EVALUATIONS, int(_EVALUATION_SHARE * trained / wanted) - 1)
     return min(_MOST_EVERY, math.ceil(steps / count))
 
 
-def _evaluations(manifest: Manifest, steps: int, every: int, trained: float) -> dict[str, int]:
+def _evaluations(
+    manifest: Manifest, steps: int, every: int, trained: float, sampled: float
+) -> dict[str, int]:
     """Return `eval_every` and `eval_tokens`. The test split is evaluated once, and may have as many
-    tokens as all evaluations of the validation split."""
+    tokens as all evaluations of the validation split. Samples take at most half of the tokens."""
     count = 1 + math.ceil(steps / every)
     often = {"validation": 1, "test": count}
     sizes = [manifest.splits[k].tokens / n for k, n in often.items() if k in manifest.splits]
-    most = max(1, min(_MOST_TOKENS, int(_EVALUATION_SHARE * trained / count)))
+    each = _EVALUATION_SHARE * trained / count
+    most = max(1, min(_MOST_TOKENS, int(max(each - sampled, each / 2))))
     if not any(sizes):
         return {}
     return {"eval_every": every} | ({"eval_tokens": most} if most < max(sizes) else {})

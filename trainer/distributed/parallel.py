@@ -20,9 +20,9 @@ from tokenfeed.trainer.distributed.world import World, is_sharded_tensor
 Input = TypeVar("Input")
 Output = TypeVar("Output")
 
-_KNOWN = inspect.signature(DistributedDataParallel).parameters
-_SYNCS_BUFFERS = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in _KNOWN)
-"""The option's name in this torch: since 2.13 the older name is deprecated."""
+_BUFFERS: dict[str, Any] = {"forward_sync_buffers": False}
+if "forward_sync_buffers" not in inspect.signature(DistributedDataParallel).parameters:
+    _BUFFERS = {"broadcast_buffers": False}  # torch 2.12 and earlier
 
 
 class Replicas:
@@ -43,7 +43,7 @@ class Replicas:
         self._when_computed: list[Callable[[], object]] = []
         self._module = DistributedDataParallel(
             _Computation(model, compute),
-            **{_SYNCS_BUFFERS: False},
+            **_BUFFERS,
             # Buckets are not rebuilt after the first step: a resumed run adds in the same order.
             find_unused_parameters=True,
             gradient_as_bucket_view=True,

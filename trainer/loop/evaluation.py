@@ -16,9 +16,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
@@ -29,17 +31,17 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import Best
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import DataSets, first_of, open_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.data.recommended import PROMPT_TOKENS, SAMPLE_TOKENS
 from tokenfeed.trainer.distributed.world import World, reshard
 from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner, is_out_of_memory
 from tokenfeed.trainer.report.run_files import MetricsFile
+from tokenfeed.trainer.tasks.language_modeling import has_hidden
 from tokenfeed.trainer.tasks.task import Answers, Metrics, Task
 
 _SECONDS_BETWEEN = 10.0
 """Seconds between two progress lines of an evaluation."""
-_PROMPT, _NEW = 16, 48
-"""Tokens of the beginning of a document, and most tokens of a sample."""
 
 _log = logging.getLogger(__name__)
 
@@ -277,26 +279,31 @@ class Sampler:
         """Return the prompt and the generated text of each sample."""
         if not self._prompts:
             return []
-        model, vocabulary_size = self._learner.model, self._tokenizer.get_vocab_size()
+        model: Any = self._learner.model
+        vocabulary_size = self._tokenizer.get_vocab_size()
         device = next(model.parameters()).device
         ends_N = torch.tensor([len(prompt) for prompt in self._prompts], device=device)
         rows_N = torch.arange(len(ends_N), device=device)
         ids_NT = torch.zeros(
-            (len(ends_N), int(ends_N.max()) + _NEW), dtype=torch.int64, device=device
+            (len(ends_N), int(ends_N.max()) + SAMPLE_TOKENS), dtype=torch.int64, device=device
         )
         for number, prompt in enumerate(self._prompts):
             ids_NT[number, : len(prompt)] = torch.tensor(prompt, device=device)
         model.eval()
-        for _ in range(_NEW):
+        for _ in range(SAMPLE_TOKENS):
             self._learner.task.begin_pass()
             with self._learner.precision.autocast():
-                logits_NTV = model(MicroBatch.of_ids(ids_NT, causal=True))
-            ids_NT[rows_N, ends_N] = logits_NTV[rows_N, ends_N - 1, :vocabulary_size].argmax(-1)
+                shown, last = MicroBatch.of_ids(ids_NT, causal=True), (rows_N, ends_N - 1)
+                if has_hidden(model):  # logits of all slots may not fit into memory
+                    logits_NV = F.linear(model.hidden(shown)[last], model.head_weight)
+                else:
+                    logits_NV = model(shown)[last]
+            ids_NT[rows_N, ends_N] = logits_NV[:, :vocabulary_size].argmax(-1)
             ends_N += 1
         model.train()
         reshard(model)
         pairs = zip(self._prompts, ids_NT.tolist(), strict=True)
-        return [self._texts(prompt, ids[len(prompt) :][:_NEW]) for prompt, ids in pairs]
+        return [self._texts(prompt, ids[len(prompt) :][:SAMPLE_TOKENS]) for prompt, ids in pairs]
 
     def _texts(self, prompt: list[int], ids: list[int]) -> dict[str, str]:
         generated = itertools.takewhile(lambda id: id not in self._end_ids, ids)
@@ -316,6 +323,6 @@ def _rows(
         for batch in itertools.islice(loader, config.samples):
             ids, labels = batch[INPUT_IDS][0].tolist(), batch[TARGETS][0].tolist()
             given = next((at for at, label in enumerate(labels) if label != IGNORED), len(ids))
-            end = given if given > 1 else max(1, min(_PROMPT, len(ids) // 2))
-            first = max(0, end - max(1, config.sequence_length - _NEW))
+            end = given if given > 1 else max(1, min(PROMPT_TOKENS, len(ids) // 2))
+            first = max(0, end - max(1, config.sequence_length - SAMPLE_TOKENS))
             yield ids[first:end], [label for label in labels if label != IGNORED]

@@ -522,7 +522,8 @@ class Trainer:
         with self.stall.cause("log"):
             self.step_sync.wait()
             skips = self.progress_log.write(self.step, self.step_sync.tokens, self.last_norm)
-            gc.collect(1)
+            # What outlives a line and becomes garbage later is looked at with each checkpoint only.
+            gc.collect(2 if saving else 1)
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:
                 self._gather_stall()

@@ -343,14 +343,14 @@ def machine_means(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def remedies(config: TrainConfig, task: Task) -> Mapping[str, str]:
     """Advice by cause, in terms of the options of `train`."""
+    lower = "`--samples` or `--eval-tokens`" if config.samples else "`--eval-tokens`"
     return {
         "data": "batches come late: raise `--num-workers`, or read from a faster disk",
         "launch": "kernels are queued more slowly than they run: raise `--micro-batch-tokens`, or "
         "add `--compile`",
         "log": "raise `--log-every`",
         "checkpoint": "raise `--save-every`",
-        "evaluation": "raise `--eval-every`, or lower `--eval-tokens` (`train` chooses "
-        "what is not given)",
+        "evaluation": f"raise `--eval-every`, or lower {lower} (`train` chooses what is not given)",
         "exchange": "most of it is the exchange of gradients, not a late rank: raise "
         "`--step-tokens`, or use a faster network",
         "padding": padding_remedy(config, task),

@@ -8,7 +8,7 @@
 
 Macro-F1 is the mean F1 of the classes. Pearson's correlation is 0 for a constant prediction. The
 scheme of spans is IOB as evaluation scripts read it. A span begins at B-, and at an I- that does
-not continue a span of its kind. E- and S- (IOBES) end and make spans.
+not continue a span of its kind. E- and S- (IOBES), or L- and U- (BILOU), end and make spans.
 
     B-PER I-PER O I-LOC B-LOC      spans: PER 0..1, LOC 3..3, LOC 4..4
 
@@ -130,7 +130,7 @@ def number_scores(answers: Answers) -> dict[str, float]:
     }
 
 
-_TAG = re.compile(r"(?P<place>[BIES])-(?P<kind>.+)", re.DOTALL)
+_TAG = re.compile(r"(?P<place>[BIESLU])-(?P<kind>.+)", re.DOTALL)
 _OUTSIDE = "O"
 
 
@@ -154,8 +154,8 @@ class TagScheme:
             return None
         kinds: dict[str, int] = {}
         kind = [kinds.setdefault(tag["kind"], len(kinds)) if tag else -1 for tag in found]
-        begins = [tag is not None and tag["place"] in "BS" for tag in found]
-        ends = [tag is not None and tag["place"] in "ES" for tag in found]
+        begins = [tag is not None and tag["place"] in "BSU" for tag in found]
+        ends = [tag is not None and tag["place"] in "ESLU" for tag in found]
         return cls(np.array(kind), np.array(begins), np.array(ends))
 
 

@@ -116,14 +116,15 @@ def test_a_run_evaluates_and_saves_alike_and_some_twenty_times(manifest: Manifes
     st.integers(0, 10**7),
     st.integers(1, 10**5),
     st.sets(st.sampled_from(["eval_every", "save_every"])),
+    st.integers(0, 3),
 )
 def test_evaluations_take_a_twentieth_of_a_run(
-    manifest: Manifest, validation: int, test: int, steps: int, given: set[str]
+    manifest: Manifest, validation: int, test: int, steps: int, given: set[str], samples: int
 ) -> None:
     sizes = {"validation": validation, "test": test}
     splits = {name: one_shard(rows=size, tokens=size) for name, size in sizes.items() if size}
     manifest = dataclasses.replace(manifest, splits=manifest.splits | splits)
-    config = dataclasses.replace(PLAIN, steps=steps)
+    config = dataclasses.replace(PLAIN, steps=steps, samples=samples)
     for choice in schedule_defaults(manifest, config, dict.fromkeys(given)):
         config = dataclasses.replace(config, **choice.settings)
     count = 1 + math.ceil(steps / config.eval_every)
@@ -131,6 +132,9 @@ def test_evaluations_take_a_twentieth_of_a_run(
     trained = steps * config.step_tokens
     assert (tokens - 1) * count / 3 <= 0.05 * trained
     assert config.eval_tokens is not None or test <= max(1, int(0.15 * trained))
+    of_samples = samples * 48 * 64  # at least: forward passes of 48 tokens beside a prompt of 16
+    room = max(0.15 * trained / count - of_samples, 0.15 * trained / count / 2)
+    assert tokens - 1 <= room or manifest.task != "lm"
     if not given:
         assert count <= 22 or config.eval_every == 1000
 
@@ -273,3 +277,19 @@ def test_micro_batch_of_a_gpu_changes_no_step(
     found = gpu_default(dataclasses.replace(PLAIN, **settings), packed=packed)
     assert (found is not None) == fits
     assert found is None or found.settings == {"micro_batch_tokens": "auto"}
+
+
+def test_samples_make_evaluations_rarer_and_smaller() -> None:
+    manifest = make_manifest("lm", 5000, 100, 200)
+    splits = manifest.splits | {"validation": one_shard(rows=1000, tokens=100_000)}
+    manifest = dataclasses.replace(manifest, splits=splits)
+    found = {}
+    for samples in (0, 3):
+        config = dataclasses.replace(PLAIN, steps=2000, samples=samples, save_every=1)
+        for choice in schedule_defaults(manifest, config, {}):
+            config = dataclasses.replace(config, **choice.settings)
+        count = 1 + math.ceil(2000 / config.eval_every)
+        each = min(100_000, config.eval_tokens or 100_000) + samples * 48 * 64
+        assert count * each <= 0.15 * 2000 * config.step_tokens
+        found[samples] = config
+    assert found[3].eval_every > found[0].eval_every

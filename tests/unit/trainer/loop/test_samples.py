@@ -1,5 +1,6 @@
 """Samples: what a model continues, and where the texts are shown."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,16 @@ import pytest
 import torch
 from support.training import make_config, run, write_labelled
 from tokenizers import Tokenizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.trainer.data.datasets import read_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop.model_export import load_exported
+from tokenfeed.trainer.loop.trainer import Trainer
+from tokenfeed.trainer.report.progress_lines import remedies
+from tokenfeed.trainer.tasks.registry import task_of
 
 
 def run_with_samples(task: Task, tmp_path: Path, **changes: Any) -> list[dict[str, Any]]:
@@ -62,3 +67,24 @@ def test_samples_are_on_the_report_page_and_change_no_training(tmp_path: Path) -
 def test_samples_of_a_task_without_texts_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--samples.*=2: a model of classify does not continue"):
         run_with_samples("classify", tmp_path, micro_batch_tokens=256)
+
+
+def test_samples_compute_logits_of_one_slot_a_row(tmp_path: Path) -> None:
+    shards = write_labelled(tmp_path / "shards", "lm")
+    with contextlib.closing(Trainer(make_config(shards, tmp_path / "run", samples=2))) as trainer:
+        model: Any = trainer.learner.model
+        assert trainer.sampler is not None
+        with FlopCounterMode(display=False) as seen:
+            trainer.sampler.samples()
+        with FlopCounterMode(display=False) as hidden, torch.no_grad():
+            model.hidden(MicroBatch.of_ids(torch.zeros((2, 64), dtype=torch.int64), causal=True))
+    heads = 2 * 2 * 48 * model.head_weight.numel()
+    assert seen.get_total_flops() <= 48 * hidden.get_total_flops() + heads
+
+
+def test_advice_about_evaluations_names_samples(tmp_path: Path) -> None:
+    shards = write_labelled(tmp_path / "shards", "lm")
+    for samples in (0, 2):
+        config = make_config(shards, tmp_path / "run", samples=samples)
+        advice = remedies(config, task_of(config, torch.device("cpu")))["evaluation"]
+        assert ("`--samples`" in advice) == bool(samples)

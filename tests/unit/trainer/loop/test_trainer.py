@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tokenfeed.trainer.loop import evaluation as judge
 from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.models.transformer import Transformer
 from tokenfeed.trainer.optim.optimizer import Precision, allow_tf32
+from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.progress_lines import ProgressLog
 from tokenfeed.trainer.report.run_files import MetricsFile
 from tokenfeed.trainer.stall import StallMeter
@@ -306,3 +308,28 @@ def test_garbage_is_collected_at_log_lines_only(
     assert len(causes) == 3, "after steps 1, 2 and 4"
     assert gc.isenabled()
     assert calls == ([] if is_frozen else ["freeze", "unfreeze"])
+
+
+def test_a_checkpoint_frees_cycles_that_outlived_progress_lines(
+    tmp_path: Path, write_dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    held, seen, steps = [Cycle()], [], itertools.count(1)
+    gone = weakref.ref(held[0])
+    step = Learner.step
+
+    def watched(learner: Learner, *given: Any) -> torch.Tensor:
+        number = next(steps)
+        if number == 6:
+            held.clear()  # a line after each of five steps has looked at it
+        seen.append(gone() is None)
+        return step(learner, *given)
+
+    monkeypatch.setattr(Learner, "step", watched)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    shards = write_counting(write_dataset, tmp_path / "shards", rows=300)
+    run(make_config(shards, tmp_path / "run", steps=10, save_every=8, eval_every=10))
+    assert seen == [False] * 8 + [True] * 2

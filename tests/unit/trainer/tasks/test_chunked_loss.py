@@ -14,6 +14,7 @@ from support.training import make_config, run, write_labelled
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
 
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -258,3 +259,29 @@ def test_a_run_learns_what_it_learns_from_all_logits(
     theirs = run(make_config(folder, tmp_path / "whole", **changes))
     assert ours.loss_last == pytest.approx(theirs.loss_last, rel=1e-5)
     assert ours.metrics["test"] == pytest.approx(theirs.metrics["test"], rel=1e-5)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_an_evaluation_computes_no_gradient_of_the_head(learns: bool) -> None:
+    weight_VD = nn.Parameter(torch.randn(512, 16))
+    hidden_ND = torch.randn(64, 16, requires_grad=True)
+    with torch.set_grad_enabled(learns), FlopCounterMode(display=False) as seen:
+        chunked.vocabulary_loss(hidden_ND, weight_VD, torch.randint(0, 512, (64,)))
+    assert seen.get_total_flops() == (3 if learns else 1) * 2 * 64 * 16 * 512
+
+
+def test_a_smaller_scale_cures_a_sum_that_leaves_the_range_of_fp16() -> None:
+    """All targets are one id, so the gradient of its row is a sum over all tokens."""
+    hidden_ND = torch.full((4096, 16), 60.0)
+    targets_N = torch.full((4096,), 3)
+    found = {}
+    for factor in (None, 1.0, 2.0**-4):
+        weight_VD = nn.Parameter(torch.zeros(64, 16))
+        scale = None if factor is None else torch.tensor(factor)
+        with torch.autocast("cpu", torch.float16, enabled=factor is not None):
+            loss = chunked.vocabulary_loss(hidden_ND, weight_VD, targets_N, factor=scale)
+        (loss * (factor or 1.0)).backward()  # type: ignore[no-untyped-call]
+        assert weight_VD.grad is not None
+        found[factor] = weight_VD.grad / (factor or 1.0)
+    assert not found[1.0].isfinite().all()
+    torch.testing.assert_close(found[2.0**-4], found[None], rtol=2e-3, atol=0)

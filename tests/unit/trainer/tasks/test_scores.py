@@ -201,3 +201,12 @@ def test_a_span_counts_only_with_both_ends_and_its_kind() -> None:
 )
 def test_other_tags_than_those_of_spans_have_no_spans(tags: tuple[str, ...]) -> None:
     assert TagScheme.from_names(tags) is None
+
+
+def test_bilou_tags_form_the_spans_of_iobes() -> None:
+    iobes = ("O", "B-X", "I-X", "E-X", "S-X")
+    bilou = ("O", "B-X", "I-X", "L-X", "U-X")
+    schemes = [TagScheme.from_names(names) for names in (iobes, bilou)]
+    tags, ends_row = np.array([1, 3, 1, 2, 3, 4, 4, 0, 4]), np.zeros(9, bool)
+    found = [spans(tags, ends_row, scheme).tolist() for scheme in schemes if scheme]
+    assert found[0] == found[1] == [[0, 1, 0], [2, 4, 0], [5, 5, 0], [6, 6, 0], [8, 8, 0]]
