@@ -10,6 +10,7 @@ of the revision, and not on the times of local copies.
 """
 
 import json
+import logging
 import os
 import re
 from collections import defaultdict
@@ -27,8 +28,10 @@ from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.pipeline.remote.hub import HubStore
 from tokenfeed.pipeline.remote.object_file import ObjectInfo
 from tokenfeed.pipeline.remote.object_store import ObjectStore
-from tokenfeed.pipeline.text import is_address, public
+from tokenfeed.pipeline.text import count_of, is_address, public
 from tokenfeed.tools.corpus.locations import RemoteFile
+
+logger = logging.getLogger(__name__)
 
 _SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """Files in the folder of a saved data set, and in the folder of several splits."""
@@ -70,6 +73,11 @@ def saved_entries(
             if listed is None:
                 return None
             entries = [(name, split) for name in listed]
+            if more := [n for n in names if n not in (*listed, _INDEX) and not is_hidden(n)]:
+                logger.info(
+                    "%s: %s left out, because index.json does not list them, like %s",
+                    *(folder, count_of(len(more), "file"), more[0]),
+                )
         else:
             return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -100,7 +108,7 @@ def _listed(folder: str, names: list[str]) -> list[str] | None:
         return None
     if not all(isinstance(name, str) for name in listed):
         return None
-    return [*dict.fromkeys(name.partition("/")[0] for name in listed)]
+    return [*dict.fromkeys(name.partition("/")[0] for name in listed)] or None
 
 
 NOT_A_CORPUS = (

@@ -22,16 +22,18 @@ from typing import NamedTuple
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.remote.retrying import results_of
-from tokenfeed.pipeline.text import public
+from tokenfeed.pipeline.text import count_of, public
 from tokenfeed.tools.corpus.formats.json_records import JSON_LINES
 from tokenfeed.tools.corpus.formats.registry import (
     FALLBACK,
     FORMATS,
+    beginning_of,
     compression_of,
     format_in_folder,
     format_of_given,
     is_archive,
     is_binary,
+    is_named_archive,
     needs_look,
 )
 from tokenfeed.tools.corpus.input_files import (
@@ -57,6 +59,15 @@ from tokenfeed.tools.corpus.remote_sources import (
 from tokenfeed.tools.corpus.spool import Spooled, spool, stdin_blocks
 
 _SPLIT = re.compile(r"\w[\w.-]*")
+_SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""Words in names of files and folders that decide about splits, as in `datasets`."""
+_SPLIT_WORD = re.compile(rf"(?<![^-._ 0-9/])({'|'.join(_SPLIT_WORDS)})(?![^-._ 0-9/])")
+_INFOS = ("dataset_infos.json", "dataset_info.json")
+"""Files of `datasets` that describe a data set."""
 
 
 def is_split_name(name: str) -> bool:
@@ -163,6 +174,11 @@ def find_corpus(
     for file in spooled:
         search.add_spooled(file, JSON_LINES)
     search.check_patterns()
+    if search.archives:
+        logger.warning(
+            "%s left out, like %s. Unpack archives, and extract the texts of web pages",
+            *(count_of(len(search.archives), "archive"), search.archives[0]),
+        )
     if not search.sources:
         binary = f" ({len(search.binary):,} binary files skipped)" if search.binary else ""
         tokens = " For files of token ids, use `shards adopt`." if search.binary else ""
@@ -199,6 +215,8 @@ class _InputSearch:
         known: Iterable[Known],
     ) -> None:
         self.sources: list[InputFile] = []
+        self.archives: list[str] = []
+        """Archives in folders, which were left out."""
         self._binary: dict[str, Known] = {}
         """Binary files in folders, by URL or by path without symbolic links."""
         self._known = {file.name: file for file in known}
@@ -244,6 +262,7 @@ class _InputSearch:
         except OSError as error:
             raise _unreadable(path, error) from error
         if stat.S_ISDIR(mode):
+            first = len(self.sources)
             for entry in self._files_below(path, real):
                 if self._is_new(entry.real):
                     found = self._format_of_found(entry.path, entry.path)
@@ -255,6 +274,7 @@ class _InputSearch:
                     self._append_readable(
                         entry.path, entry.path, entry.real, found, path, entry.split
                     )
+            self._settle(first, path)
         elif stat.S_ISREG(mode):
             self._add_given(path, path, real)
         else:
@@ -339,9 +359,37 @@ class _InputSearch:
         self._add_objects([file for file in files if not self._excluded(str(file), root)], root)
 
     def _add_objects(self, files: list[RemoteFile], root: str) -> None:
+        first = len(self.sources)
         for file, format_ in results_of(self._looked_at, files, _AT_ONCE):
             if self._is_new(str(file)):
                 self._append_readable(str(file), self._kept(file), str(file), format_, root, None)
+        self._settle(first, root)
+
+    def _settle(self, first: int, root: str) -> None:
+        """Decide about the files of a folder by those beside them.
+
+        Among files of records, names decide about splits if some name says train. The card and the
+        infos of a data set of the Hub are no documents.
+
+        Args:
+            first: Number of the first source of the folder.
+            root: The folder.
+        """
+        found = self.sources[first:]
+        tables = [source for source in found if source.format != FALLBACK.name]
+        about = [source for source in found if tables and _describes(source, root)]
+        if about:
+            names = ", ".join(os.path.basename(source.name) for source in about)
+            logger.info("%s: %s left out, because it describes the data set", root, names)
+        splits = {} if self._splits else _named_splits(tables, root)
+        for name in sorted({*splits.values()}):
+            count = count_of([*splits.values()].count(name), "file")
+            logger.info("%s: %s in split %s by name; see --split", root, count, name)
+        kept = (source for source in found if source not in about)
+        self.sources[first:] = [
+            replace(source, index=index, split=splits.get(source.name, source.split))
+            for index, source in enumerate(kept, first)
+        ]
 
     def _looked_at(self, file: RemoteFile) -> tuple[RemoteFile, Format | None]:
         """Return the file and its format, with the content of small files that had to be opened."""
@@ -357,7 +405,10 @@ class _InputSearch:
     def _add_given(self, name: str, path: Location, real: str) -> None:
         """Add a file that the command line names."""
         if is_archive(name, path):
-            raise CorpusError(f"{name}: is an archive of files. Unpack it and give the folder.")
+            raise CorpusError(
+                f"{name}: is an archive. Unpack it and give the folder. Of web pages (.warc), "
+                "extract the texts."
+            )
         is_skipped = self._binary.pop(real, None) is not None
         if self._is_new(real) or is_skipped:
             known = self._unchanged(name, path)
@@ -381,6 +432,9 @@ class _InputSearch:
         """Return the format of a file in a folder; None for a binary file."""
         if known := self._unchanged(name, path):
             return FORMATS[known.format] if known.format else None
+        if is_named_archive(name):
+            self.archives.append(name)
+            return None
         format_ = format_in_folder(name, path, self._field)
         if format_ is FALLBACK and is_binary(path, compression_of(name)):
             return None
@@ -449,6 +503,26 @@ class _InputSearch:
             format=format_.name,
             compression=compression,
         )
+
+
+def _describes(source: InputFile, root: str) -> bool:
+    """Return whether a file is the card or the infos of a data set of the Hub."""
+    name = source.name.removeprefix(root).lstrip("/")
+    if name == "README.md":
+        return beginning_of(source.path, None, 4).startswith(b"---")
+    return name in _INFOS
+
+
+def _named_splits(tables: Sequence[InputFile], root: str) -> dict[str, str]:
+    """Return the splits that the names of files say, or else their folders, by the name of the
+    file. Files without such a word, and those of the split train, are left out."""
+    below = {t.name: t.name.removeprefix(root).lstrip("/") for t in tables if t.split is None}
+    for part in (os.path.basename, os.path.dirname):
+        words = {name: _SPLIT_WORD.search(part(path).lower()) for name, path in below.items()}
+        splits = {name: _SPLIT_WORDS[word[0]] for name, word in words.items() if word}
+        if "train" in splits.values():
+            return {name: split for name, split in splits.items() if split != "train"}
+    return {}
 
 
 def _size_and_state(path: Location) -> tuple[int, int | str]:

@@ -273,6 +273,11 @@ def _end_token(
     return token, ""
 
 
+_CONVERT = (
+    "Convert it by transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER)."
+)
+
+
 def fetch_beside(name: str, file: str) -> bytes | None:
     """Return another file from the place of a tokenizer; None if there is no such file."""
     with contextlib.suppress(TokenizerError, OSError):
@@ -298,6 +303,11 @@ def fetch_tokenizer_json(name: str) -> bytes:
         except OSError as error:
             is_missing = isinstance(error, FileNotFoundError)
             reason = "not found" if is_missing else f"cannot be read: {error.strerror}"
+            if is_missing and fetch_beside(name, "tokenizer.model"):
+                raise TokenizerError(
+                    f"{store.path(file)}: not found, and tokenizer.model there is a SentencePiece "
+                    f"model. {_CONVERT}"
+                ) from None
             raise TokenizerError(
                 f"{store.path(file)}: {reason}. Give a tokenizer.json, the folder or address of "
                 "one, or a hub id."
@@ -336,6 +346,10 @@ def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
     try:
         tokenizer = decode_tokenizer(json_bytes)
     except ValueError as error:
+        if b"\x00" in json_bytes[:4096] or json_bytes[:1] == b"\n":  # a message of protobuf
+            raise TokenizerError(
+                f"{origin}: is a SentencePiece model, not a tokenizer.json. {_CONVERT}"
+            ) from None
         raise TokenizerError(f"{origin}: is not a tokenizer.json ({error}).") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -6,6 +6,7 @@ is little. The same corpus, size and seed give the same tokenizer, byte for byte
 """
 
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -114,10 +115,15 @@ def _sample(units: tuple[Unit, ...], fields: Fields, seed: int) -> Iterator[str]
             return
 
 
+_LONGEST_WORD = 1000
+"""Characters. The time to train grows with the square of the longest word of the sample."""
+_LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD}}}(?=\S)")
+
+
 def _beginning(part: FilePart, fields: Fields, characters: int) -> Iterator[str]:
     for utf8 in read_texts(part, fields):
         if text := utf8.decode()[:characters]:
             characters -= len(text)
-            yield text
+            yield _LONG_WORD.sub(r"\g<0>\n", text) if len(text) > _LONGEST_WORD else text
         if characters <= 0:
             return

@@ -40,10 +40,10 @@ from tokenfeed.tools.pretokenizing.options import Options
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_VALIDATION, _VALIDATION_BYTES = 0.01, 40_000_000
-"""Share of the text for validation, and its largest size in bytes (about 10 M tokens)."""
-_LABELLED_VALIDATION, _LABELLED_BYTES = 0.1, 4_000_000
-"""The same for rows with labels. Their validation decides when a training ends, so it is larger."""
+_DEFAULT_VALIDATION, _LABELLED_VALIDATION = 0.01, 0.1
+"""Shares of the records for validation. Validation on labels decides when a training ends, so it is
+larger. The shares depend neither on sizes nor on formats of files: a corpus that grows or is packed
+otherwise keeps its rows of validation. Evaluation takes fewer rows if it needs fewer."""
 _PROBED_RECORDS, _PROBED_FILES, _PROBED_BYTES = 10_000, 16, 1 << 24
 _NAMED_FILES, _NAMED_RECORDS, _NO_FIELD = 4, 1000, "\0"
 """Files and records whose fields are named if they are not read; and a field that none has."""
@@ -120,14 +120,11 @@ class Inputs:
         validation = options.validation
         if validation is None:
             splits = {source.split for source in corpus.sources} - {None}
-            num_bytes = max(1, sum(source.text_bytes for source in corpus.sources))
-            if task.name in ("classify", "score", "tag"):
-                has_one, part = VALIDATION in splits, _LABELLED_VALIDATION
-                most = _LABELLED_BYTES / num_bytes
-            else:
-                has_one, part = bool(splits), _DEFAULT_VALIDATION
-                most = _VALIDATION_BYTES / num_bytes
-            validation = 0.0 if has_one else min(part, most)
+            is_labelled = task.name in ("classify", "score", "tag")
+            is_chosen = bool(options.split) or TRAIN in splits
+            has_one = VALIDATION in splits or (is_chosen and not is_labelled)
+            share = _LABELLED_VALIDATION if is_labelled else _DEFAULT_VALIDATION
+            validation = 0.0 if has_one else share
         shard_bytes = options.shard_bytes or auto_shard_bytes(corpus.sources)
         return cls(corpus=corpus, shard_bytes=shard_bytes, validation=validation, task=task)
 

@@ -477,7 +477,7 @@ def _made(options: Options, spool: Spool, onto: Onto | None = None) -> tuple[Man
             f"`--finish`: {output} holds nothing to finish. Run `--part I/N` for every I first."
         )
     listed = Listed.from_options(options, state, spool, onto)
-    skipped_binary = len(listed.inputs.corpus.binary)
+    skipped_binary = tuple(file.name for file in listed.inputs.corpus.binary)
     skipped_known = onto.skipped if onto else 0
     if state == "finished":
         manifest, num_units = recognise(output, listed.recipe)

@@ -11,12 +11,15 @@ from tokenfeed.tools.data_sets.inspection import unread
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.pretokenizing.options import Options
 
+_SHOWN = 3
+"""Names of files that the summary shows."""
+
 
 class Figures(NamedTuple):
     """The figures of a run that its data set does not store."""
 
     tokenizer: TextTokenizer
-    skipped_binary: int = 0
+    skipped_binary: tuple[str, ...] = ()
     skipped_known: int = 0
     units: int = 0
     resumed_units: int = 0
@@ -61,6 +64,8 @@ class Summary:
     files: int
     skipped_binary: int
     """Binary files found in folders and left out."""
+    skipped_names: list[str]
+    """Names of the first of them."""
     skipped_known: int
     """Input files of `--append` that the data set has already."""
     documents: int
@@ -120,7 +125,8 @@ class Summary:
         return cls(
             out=str(options.output),
             files=ledger.files,
-            skipped_binary=figures.skipped_binary,
+            skipped_binary=len(figures.skipped_binary),
+            skipped_names=list(figures.skipped_binary[:_SHOWN]),
             skipped_known=figures.skipped_known,
             documents=ledger.written,
             splits={name: split.rows for name, split in splits.items()},
@@ -154,10 +160,13 @@ class Summary:
         """Return the facts of the run. `shards inspect` has those of the data set."""
         end = self.end_token or "none: the tokenizer has no such token (see --end-token)"
         resumed = f", {self.resumed_units:,} of them by earlier runs" if self.resumed_units else ""
-        skipped, rejects = self.skipped_binary, f"{self.out}/{REJECTS_FILE}"
+        rejects = f"{self.out}/{REJECTS_FILE}"
+        skipped = count_of(self.skipped_binary, "binary file")
+        skipped += f": {', '.join(self.skipped_names)}"
+        skipped += ", ..." if self.skipped_binary > len(self.skipped_names) else ""
         known = self.skipped_known
         return {
-            "left out": count_of(skipped, "binary file") if skipped else "",
+            "left out": skipped if self.skipped_binary else "",
             "not read": self.not_read,
             "already in": count_of(known, "input file") if known else "",
             "rejects": f"{rejects} lists each with its reason" if self.rejected else "",

@@ -21,6 +21,7 @@ import functools
 import io
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -164,7 +165,7 @@ _COMPRESSIONS: dict[str, Compression] = {
     ".bz2": "bz2",
     ".xz": "xz",
 }
-_ARCHIVES = {".tar", ".tgz", ".zip", ".7z"}
+_ARCHIVES = {".tar", ".tgz", ".zip", ".7z", ".warc"}
 _SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES = 1 << 16, 1 << 25
 """Bytes that are read to detect a format. The larger number is for long first records."""
 _NUL_BYTES = 8192
@@ -189,9 +190,13 @@ def format_in_folder(name: str, path: Location, field: str) -> Format:
         path: The place to read the file, if the name does not decide.
         field: A field that the records of the corpus have.
     """
-    format_ = _by_ending(name)
-    if format_ and format_.is_vague:
-        return _by_content(path, compression_of(name), field)
+    format_, compression = _by_ending(name), compression_of(name)
+    has_only_compression = compression and _ending(name) == ""  # as Hadoop and Spark name parts
+    if has_only_compression or (format_ and format_.is_vague):
+        found = _by_content(path, compression, field)
+        if found is FALLBACK and format_:
+            _warn_of_records_inside(name, path, compression, field)
+        return found
     return format_ or FALLBACK
 
 
@@ -219,13 +224,32 @@ def format_of_given(name: str, path: Location, field: str) -> Format:
 
 def is_binary(path: Location, compression: Compression | None) -> bool:
     """Return whether the decompressed beginning contains a NUL, as in UTF-16."""
-    return b"\0" in _beginning(path, compression, _NUL_BYTES)[:_NUL_BYTES]
+    return b"\0" in beginning_of(path, compression, _NUL_BYTES)[:_NUL_BYTES]
+
+
+def is_named_archive(name: str) -> bool:
+    """Return whether a file has the ending of an archive, and no format has the ending."""
+    return _ending(name) in _ARCHIVES and _by_ending(name) is None
 
 
 def is_archive(name: str, path: Location) -> bool:
-    """Return whether a file is an archive, by its content and by an ending that no format has."""
-    is_named_so = _ending(name) in _ARCHIVES and _by_ending(name) is None
-    return is_named_so and is_binary(path, compression_of(name))
+    """Return whether a file is an archive, by its ending and its content."""
+    is_pages = _ending(name) == ".warc"
+    return is_named_archive(name) and (is_pages or is_binary(path, compression_of(name)))
+
+
+def _warn_of_records_inside(
+    name: str, path: Location, compression: Compression | None, field: str
+) -> None:
+    """Warn of a JSON object with a list of records, which is read as a text."""
+    text = beginning_of(path, compression, _SNIFFED_BYTES).decode(errors="replace")
+    inside = rf'"([^"]+)"\s*:\s*\[\s*{{[^{{}}\[\]]*"{re.escape(field)}"\s*:'
+    if text.lstrip().startswith("{") and (found := re.search(inside, text)):
+        logger.warning(
+            "%s: is read as one text, but its list `%s` has records with the field `%s`. To read "
+            "them, make JSON Lines of the list: jq -c '.[\"%s\"][]' FILE",
+            *(name, found[1], field, found[1]),
+        )
 
 
 def _by_ending(name: str) -> Format | None:
@@ -242,7 +266,7 @@ def _by_ending(name: str) -> Format | None:
 def _by_content(path: Location, compression: Compression | None, field: str) -> Format:
     """Return the format of the records at the start of the file; text for other content."""
     for num_bytes in (_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES):
-        beginning = _beginning(path, compression, num_bytes)
+        beginning = beginning_of(path, compression, num_bytes)
         for format_ in FORMATS.values():
             if format_.begins and format_.begins(beginning, field):
                 return format_
@@ -251,7 +275,7 @@ def _by_content(path: Location, compression: Compression | None, field: str) -> 
     return FALLBACK
 
 
-def _beginning(path: Location, compression: Compression | None, num_bytes: int) -> bytes:
+def beginning_of(path: Location, compression: Compression | None, num_bytes: int) -> bytes:
     """Return about the first `num_bytes`, decompressed. Read errors are reported later."""
     beginning = b""
     try:
