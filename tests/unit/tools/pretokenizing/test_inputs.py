@@ -117,12 +117,12 @@ def test_one_file_without_the_field_does_not_stop_the_run(tmp_path: Path, tokeni
     assert (made.documents, made.rejected) == (3, 20_000)
 
 
-def test_default_validation_is_at_most_10_million_tokens(tmp_path: Path) -> None:
-    for num_bytes, part in ((10**6, 0.01), (8 * 10**9, 0.005), (10**13, 4e-6)):
+def test_default_validation_is_the_same_share_of_every_size(tmp_path: Path) -> None:
+    for num_bytes in (10**6, 8 * 10**9, 10**13):
         with open(tmp_path / "big.jsonl", "wb") as file:
             os.truncate(file.fileno(), num_bytes)  # a hole: it takes no room
         options = Options(paths=(str(tmp_path / "big.jsonl"), str(tmp_path / "out")))
-        assert Inputs.listed(options).validation == part
+        assert Inputs.listed(options).validation == 0.01
 
 
 def test_default_validation_of_labelled_rows_is_a_tenth(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_default_validation_of_labelled_rows_is_a_tenth(tmp_path: Path) -> None:
     assert part("train", "validation", split=("validation=validation.jsonl",)) == 0
     with open(tmp_path / "train.jsonl", "ab") as file:
         os.truncate(file.fileno(), 400_000_000)
-    assert part("train") == 0.01
+    assert part("train") == 0.1
 
 
 def test_labels_counted_by_units_in_any_order_are_the_same(tmp_path: Path) -> None:
