@@ -170,6 +170,7 @@ def view(gpus: list[Gpu], host: Host, run_dir: Path | None) -> str:
             "GPU": "" if shown else "NVML finds none",
             "host": f"{load['cpu_busy'] * cores:.1f} of {cores} cores busy, "
             f"{(memory.total - memory.available) / 1e9:.1f} of {memory.total / 1e9:.1f} GB",
+            "run": f"{run_dir} has no report yet" if run_dir and not report else "",
             "advice": "\n".join([*advice.values()][:_MOST_ADVICE]),
         }
     )

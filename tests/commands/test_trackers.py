@@ -12,6 +12,7 @@ from support import warm
     [
         ("wandb", "wandb/offline-run-*/run-run-*.wandb"),
         ("trackio", "tracked"),
+        ("tensorboard", "tensorboard/events.out.tfevents.*"),
     ],
 )
 def test_a_service_takes_a_run_without_a_network(

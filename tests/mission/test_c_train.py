@@ -510,6 +510,8 @@ def test_m16_profile_writes_a_trace_and_changes_no_loss(every_task: Path, tmp_pa
     path = traced / "trace-3-4.json.gz"
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     assert sum(event["name"].startswith("Optimizer.step#") for event in events) == 2
+    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep#")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3"}  # counted from 0
     assert any("aten::mm" in event["name"] for event in events)
     for printed in (ended.stdout, call(report.main, traced).stdout):
         assert f"{path}, for https://ui.perfetto.dev" in printed

@@ -68,6 +68,8 @@ _MEANS = ("gpu_busy", "cpu_busy", "core_busy", "ram_used")
 _DIVERGING = 1.2
 """A run is diverging if its smoothed loss ends above its least smoothed loss times this."""
 _LEAST_LINES = 5
+_SURE = 4
+"""Standard errors above which a rise is not noise: the least of many means is low by chance."""
 
 _log = logging.getLogger(__name__)
 
@@ -310,7 +312,7 @@ def divergence(losses: Sequence[float | None]) -> list[str]:
     """Return a note if the loss of a run ends above 1.2 times its least, both smoothed.
 
     A value is smoothed over a tenth of the progress lines. A difference within the noise from line
-    to line does not count.
+    to line does not count. Second differences show this noise: a steady rise leaves them small.
 
     Args:
         losses: The loss of each progress line; None if it was not finite.
@@ -321,8 +323,8 @@ def divergence(losses: Sequence[float | None]) -> list[str]:
         return []
     smoothed = np.convolve(known, np.full(size, 1 / size), "valid")
     end, least = float(smoothed[-1]), float(smoothed.min())
-    noise = math.sqrt(np.square(np.diff(known)).mean() / 2 / size)
-    if end <= _DIVERGING * least or end - least <= 3 * noise:
+    noise = math.sqrt(np.square(np.diff(known, 2)).mean() / 6 / size)
+    if end <= _DIVERGING * least or end - least <= _SURE * noise:
         return []
     return [
         f"the run is diverging: its smoothed loss ends at {end:.4g}, {end / least:.3g} times its "

@@ -1,6 +1,7 @@
 """`train --monitor-only`, with a driver that is simulated."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -40,3 +41,10 @@ def test_monitor_shows_gpus_and_host_without_shards(monkeypatch: pytest.MonkeyPa
     assert "cores busy" in shown
     monkeypatch.setitem(sys.modules, "pynvml", driver(0))
     assert "NVML finds none" in call(train.main, "--monitor-only").stdout
+
+
+def test_monitor_names_a_run_without_a_report(tmp_path: Path) -> None:
+    shown = call(train.main, "--monitor-only", "--run-dir", tmp_path).stdout
+    assert f"{tmp_path} has no report yet" in shown
+    refused = call(train.main, "--monitor-only", "--rundir", tmp_path, expect=2).stderr
+    assert "Did you mean --run-dir?" in refused

@@ -37,7 +37,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.report.progress_lines import console_line, notes_on
+from tokenfeed.trainer.report.progress_lines import console_line, divergence, notes_on
 from tokenfeed.trainer.report.run_files import MetricsLine
 from tokenfeed.trainer.stall import CAUSES
 from tokenfeed.trainer.tasks.registry import make_task
@@ -284,6 +284,25 @@ def test_finished_report_notes_a_loss_that_still_fell(tmp_path: Path) -> None:
     assert notes_on(task, {}, flat) == []
     risen = [line | {"validation_loss": line["step"]} for line in lines]
     assert notes_on(task, {}, risen) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_diverging"),
+    [
+        ([5.0, 4.0, 3.0, 2.5, 2.4, 2.4], False),
+        ([5.0, 4.0, 3.0, 2.5, 2.4, 2.4, 2.3, 2.3, 2.3, 2.9, 3.6, 4.4, 5.1, 5.7], True),
+        ([2.0] * 18 + [2.5, 2.6], True),  # above 1.2 times its least
+        ([2.0] * 18 + [2.3, 2.3], False),
+        ([2.0] * 18 + [4.0, 2.0, 2.0], False),  # a jump that it has left behind
+        ([0.1, 0.3] * 10, False),  # noise from line to line
+        ([1.0, 9.0], False),  # too few lines
+        ([2.5, None, 2.0, 2.0, None, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 8.0], True),
+    ],
+)
+def test_divergence_is_an_end_above_the_least_smoothed_loss(
+    losses: list[float | None], is_diverging: bool
+) -> None:
+    assert any("is diverging" in note for note in divergence(losses)) == is_diverging
 
 
 def test_run_resumes_on_the_rows_it_began_with(
