@@ -98,10 +98,13 @@ def _run() -> int:
         print(yaml.safe_dump(parsed.as_dict(), sort_keys=False), end="")
         return 0
 
-    from tokenfeed.trainer.loop.run import announce, train  # torch takes seconds to load
+    from tokenfeed.trainer.distributed.world import join_world  # torch takes seconds to load
+    from tokenfeed.trainer.loop.run import announce, train
 
     if command.dry_run:
-        announce(config, parsed.settle)
+        world = join_world(config.device)
+        announce(config, world, parsed.settle)
+        world.close()
         return 0
     requests = SignalRequests()
     report = train(config, requests.should_stop, requests.should_save, settle=parsed.settle)
@@ -119,10 +122,13 @@ def _run_phases(command: Command) -> int:
         print(as_yaml(command, read_phases(command)), end="")
         return 0
     if command.dry_run:
+        from tokenfeed.trainer.distributed.world import join_world
         from tokenfeed.trainer.loop.run import announce
 
+        world = join_world(command.device)
         for phase in read_phases(command):
-            announce(phase.config, phase.parsed.settle)
+            announce(phase.config, world, phase.parsed.settle)
+        world.close()
         return 0
     requests = SignalRequests()
     run_phases(command, requests.should_stop, requests.should_save)

@@ -83,15 +83,15 @@ def train(
         raise ConfigError(message) from error
 
 
-def announce(config: TrainConfig, settle: Settle | None = None) -> None:
+def announce(config: TrainConfig, world: World, settle: Settle | None = None) -> None:
     """Log what a run logs before its first step, and the memory and time of some steps, which are
-    tried. Write nothing.
+    tried. Write nothing. All ranks call this.
 
     Raises:
         TokenfeedError: Settings, shards or memory do not allow the run.
     """
     try:
-        with contextlib.closing(Trainer(config, settle=settle)) as trainer:
+        with contextlib.closing(Trainer(config, world, settle)) as trainer:
             config, shape, loader = trainer.config, trainer.loaders.shape, trainer.loader
             log_beginning(config, trainer.learner, shape, trainer.epoch, loader, 0)
             _log.info("allocator of a GPU: %s", allocator(os.environ))

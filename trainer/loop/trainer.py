@@ -239,6 +239,7 @@ class Trainer:
                 ends_step, micro_batch = batch.ends_step, self.loaders.shape(batch)
                 loss = learner.add_gradients(micro_batch, last=ends_step)
                 tally.add(loss, batch.num_tokens, micro_batch.num_slots)
+            self.world.all_reduce([tally.loss, tally.targets])
             learner.step(step, tally.loss, tally.targets)
             if self.device.type != "cpu":
                 cuda.synchronize(self.device)
