@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import io
 import json
+import logging
 import lzma
 import shutil
 import zlib
@@ -55,14 +56,17 @@ from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.planning.state import resealed
 from tokenfeed.tools.corpus.input_files import InputFile, size_and_state
-from tokenfeed.tools.corpus.records import FieldKind
+from tokenfeed.tools.corpus.records import FieldKind, Unusable
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.data_sets.adopt import adopt
 from tokenfeed.tools.data_sets.explain import Explain
 from tokenfeed.tools.data_sets.export import Format, export_data_set
 from tokenfeed.tools.data_sets.verify import find_problems
+from tokenfeed.tools.encoding.chat_messages import Conversation
 from tokenfeed.tools.encoding.tiktoken_files import KNOWN, tiktoken_to_json
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.tokenizer import ModelFiles, TextTokenizer
+from tokenfeed.tools.pretokenizing.make import chat_template_of
+from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.trainer.checkpoints.checkpoint_files import DAMAGE, Checkpoints
 from tokenfeed.trainer.data.datasets import as_tokenizer
 
@@ -455,6 +459,55 @@ def _read_tokenizer(folder: Path, _: str) -> None:
     assert tokenizer.end_id is None or tokenizer.has_template in (True, False)
 
 
+_TEMPLATE = """{% set x_token = "<x>" %}
+{% set ns = namespace(last=0) %}{% for m in messages %}{% set ns.last = loop.index %}\
+{{ bos_token }}{{ m.role }}:{% if m.content is string %}{{ m.content | trim }}{% else %}\
+{{ m.content | map(attribute='text') | join }}{% endif %}\
+{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}\
+{% endfor %}{% if m.role == 'assistant' and '</think>' not in m.content %}{{ eos_token }}{% endif %}
+{% endfor %}{% if add_generation_prompt %}{{ bos_token }}assistant:{% endif %}"""
+_TOKENS_OF_MODEL = {"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|endoftext|>"}
+_MODEL = {
+    "tokenizer_config.json": _TOKENS_OF_MODEL | {"add_bos_token": False, "pad_token": None},
+    "special_tokens_map.json": _TOKENS_OF_MODEL,
+    "generation_config.json": {"eos_token_id": [0, 1], "top_p": 0.5},
+}
+_CALL = {"function": {"name": "f", "arguments": {"a": "b"}}}
+_CONVERSATION: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": "b", "tool_calls": [_CALL]},
+    {"role": "tool", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+
+
+def _make_model(folder: Path) -> Sequence[str]:
+    (folder / "tokenizer.json").write_bytes(_TOKENIZER)
+    for name, content in _MODEL.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "chat_template.jinja").write_text(_TEMPLATE)
+    return [*_MODEL, "chat_template.jinja"]
+
+
+def _read_model(folder: Path, _: str) -> None:
+    """Read the files beside a tokenizer, and render a conversation by the template."""
+    options = Options(paths=("in", "out"), tokenizer=str(folder), task="chat")
+    files = ModelFiles.read(str(folder))
+    tokenizer = TextTokenizer.load(_TOKENIZER, origin="tokenizer", files=files)
+    logging.disable(logging.WARNING)
+    try:
+        template = chat_template_of(options, tokenizer, files)
+    finally:
+        logging.disable(logging.NOTSET)
+    conversation = Conversation(_CONVERSATION, [{"name": "f"}])
+    for source in (template.source, template.with_variables):
+        again = replace(template, source=source)
+        with contextlib.suppress(Unusable):
+            found = again.render(again.with_texts(conversation)[0])
+            if any(each in b"".join(found.pieces) for each in (b"built-in", b"/home", b"/root")):
+                raise Wrong("a template wrote an object of Python")
+
+
 def _read_tiktoken(folder: Path, _: str) -> None:
     known = dict.fromkeys(range(1000), KNOWN[50_256])
     json_bytes = tiktoken_to_json((folder / "a.tiktoken").read_bytes(), "tokenizer", known)
@@ -497,6 +550,7 @@ PARSERS = {
     ),
     **{to: _index(to) for to in _INDEXES},
     "tokenizer": Parser(_files({"tokenizer.json": _TOKENIZER}), [_read_tokenizer]),
+    "model files": Parser(_make_model, [_read_model]),
     "tiktoken": Parser(_files({"a.tiktoken": "".join(_RANKS).encode()}), [_read_tiktoken]),
     "saved": Parser(_files(_SAVED), [_read_corpus]),
     "litdata": _token_rows(partial(write_litdata, chunk_rows=40), "chunk-0-0.bin"),

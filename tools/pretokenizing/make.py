@@ -111,7 +111,7 @@ class Listed:
         inputs = Inputs.listed(options, plan, spool(), onto)
         if isinstance(inputs.task, ChatEncoder):
             assert tokenizer, "`Options.check` asks for one"
-            task = replace(inputs.task, chat_template=_chat_template(options, tokenizer, files))
+            task = replace(inputs.task, chat_template=chat_template_of(options, tokenizer, files))
             inputs = replace(inputs, task=task)
         return cls(
             options=options,
@@ -279,7 +279,7 @@ def _load(
     )
 
 
-def _chat_template(options: Options, tokenizer: TextTokenizer, files: ModelFiles) -> ChatTemplate:
+def chat_template_of(options: Options, tokenizer: TextTokenizer, files: ModelFiles) -> ChatTemplate:
     """Return the chat template with its variables.
 
     Raises:
