@@ -328,7 +328,7 @@ def _phases(
 
 def _presets_of(options: Mapping[str, Any]) -> list[str]:
     """Return the names of presets, with the preset of this machine's GPU in place of auto."""
-    names = [name.strip() for name in options.get("preset", "").split(",") if name.strip()]
+    names = [name.strip() for name in options["preset"].split(",")] if "preset" in options else []
     if OF_GPU not in names:
         return names
     from tokenfeed.pipeline.feeding.devices import cuda  # torch

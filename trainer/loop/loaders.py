@@ -442,7 +442,8 @@ def possible_sizes(config: TrainConfig, task: Task) -> list[int]:
 
 
 def smaller_size(config: TrainConfig) -> int | None:
-    """Return a smaller --micro-batch-tokens with steps of the same size; None if there is none."""
+    """Return a smaller --micro-batch-tokens with steps of the same size; None if the
+    value is the least."""
     length, size = config.sequence_length, config.micro_batch_tokens
     if size == "auto":
         return None
