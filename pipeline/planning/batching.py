@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenfeed.pipeline.arithmetic import offsets_of
+from tokenfeed.pipeline.arithmetic import ceil_div, offsets_of
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.permutation import blocks, derive_key, mix64
@@ -47,7 +47,6 @@ from tokenfeed.pipeline.planning.policies import (
     Fixed,
     Packed,
     Pieces,
-    describe,
     regroup,
 )
 
@@ -193,7 +192,7 @@ def _has_same_steps(last: Earlier, batching: Batching, step_size: int) -> bool:
         return False  # rows that fit into a micro-batch depend on its size
     if one.batch_size * last.step_size != other.batch_size * step_size:
         return False
-    return describe(replace(one, batch_size=1)) == describe(replace(other, batch_size=1))
+    return replace(one, batch_size=1) == replace(other, batch_size=1)
 
 
 def _dealt_again(plan: WindowPlan, step: int, step_size: int) -> WindowPlan:
@@ -378,6 +377,37 @@ def deal_rounds(
         filler,
         np.diff(np.searchsorted(step_offsets, np.append(first, ends), side="right")),
         takes_all=world_size == 1 and first == 0,
+    )
+
+
+def missing_rounds(
+    step_offsets: np.ndarray, step_size: int, rounds: Rounds, *, first: int, world_size: int
+) -> np.ndarray:
+    """Return where rounds of fillers must be inserted, so that all steps have equally many rounds.
+
+    Ranks of several streams are at different windows, so one may be in the shorter last step of its
+    window. The fillers come before the micro-batches of a step: the position after them is still
+    that of the step's begin. A step that has begun already gets none.
+
+    Returns:
+        Numbers of the rounds before which a round is missing, ascending, shape (missing,).
+    """
+    counts, begins = np.diff(step_offsets), step_offsets[:-1]
+    missing = ceil_div(step_size, world_size) - ceil_div(counts, world_size)
+    missing *= begins >= first
+    return np.repeat(np.searchsorted(rounds.starts, begins), missing)
+
+
+def with_fillers(rounds: Rounds, at: np.ndarray) -> Rounds:
+    """Insert rounds in which every rank gets a filler."""
+    starts = rounds.starts[at]
+    return Rounds(
+        np.insert(rounds.starts, at, starts),
+        np.insert(rounds.ends, at, starts),
+        np.insert(rounds.mine, at, starts),
+        np.insert(rounds.filler, at, True),
+        np.insert(rounds.steps, at, 0),
+        rounds.takes_all and not len(at),
     )
 
 

@@ -173,6 +173,7 @@ class Plan:
         epoch_tokens: tuple[int | None, ...] = (None,) * len(sources)
         if isinstance(data, str | PathLike | Store | Mixture):
             if isinstance(data, Mixture):
+                _refuse_equal(sources)
                 weights, exhausted = tuple(data.weights.values()), data.exhausted
             _check_fit(sources, batching)
             if window_tokens is None:
@@ -182,6 +183,8 @@ class Plan:
             _check_epoch(sources, ordered)
             epoch_tokens = _epoch_tokens(sources, ordered, batching, num_streams)
         else:
+            if not -(1 << 63) <= seed < 1 << 64:  # what msgpack holds
+                raise checks.refusal("seed", seed, "64 bits at most with a list of stages")
             planned = _planned(data, opened, batching, window_tokens, step_size)
             tokens = tuple(source.tokens for source in sources)
             ordered = StagedOrder(
@@ -231,11 +234,17 @@ class Plan:
 
     def is_skipped(self, rows: np.ndarray) -> np.ndarray:
         """Return which rows no loss counts. `rows` are numbers over all sources, any shape."""
-        found = np.zeros(rows.shape, np.bool_)
         starts = dict(zip(self.data, (0, *self.row_ends), strict=False))
-        for data, ranges in (self.skip or {}).items():
-            for first, stop in ranges if data in starts else ():
-                found |= (rows >= starts[data] + first) & (rows < starts[data] + stop)
+        ranges = [
+            np.reshape(np.array(given, np.int64), (-1, 2)) + starts[data]
+            for data, given in (self.skip or {}).items()
+            if data in starts
+        ]
+        joined = np.concatenate([np.empty((0, 2), np.int64), *ranges])
+        joined = joined[np.argsort(joined[:, 0], kind="stable")]
+        before = np.searchsorted(joined[:, 0], rows, side="right")  # ranges that begin until a row
+        ends = np.append(0, np.maximum.accumulate(joined[:, 1]))
+        found: np.ndarray = rows < ends[before]
         return found
 
     def earlier_in(self, epoch: int, window: int) -> tuple[Earlier, ...]:
@@ -548,6 +557,22 @@ def default_window_tokens(
     return max(min(least, int(_WINDOW_ROWS * mean_tokens)), wanted, of_sources)
 
 
+def _refuse_equal(sources: Iterable[OpenedSplit]) -> dict[str, OpenedSplit]:
+    """Return sources by fingerprint, by which a plan and a state know them.
+
+    Raises:
+        ConfigError: Two have the same content.
+    """
+    found: dict[str, OpenedSplit] = {}
+    for source in sources:
+        if (other := found.setdefault(source.manifest.fingerprint, source)) is not source:
+            raise ConfigError(
+                f"{other.name} and {source.name} have the same content: use one of them, and add "
+                "up their weights."
+            )
+    return found
+
+
 def _planned(
     stages: Sequence[Stage],
     opened: Mapping[object, OpenedSplit],
@@ -556,13 +581,7 @@ def _planned(
     step_size: int,
 ) -> tuple[PlannedStage, ...]:
     """Return the stages with their places in the run. `opened` has the data set of each place."""
-    by_data: dict[str, OpenedSplit] = {}  # a source is known by its fingerprint
-    for source in opened.values():
-        if (other := by_data.setdefault(source.manifest.fingerprint, source)) is not source:
-            raise ConfigError(
-                f"{other.name} and {source.name} have the same content: use one of them in all "
-                "stages."
-            )
+    by_data = _refuse_equal(opened.values())
     batch_tokens = _batch_tokens(by_data)
     planned: list[PlannedStage] = []
     begins, last = 0, {"token": 0, "step": 0}

@@ -131,6 +131,13 @@ class Batching(ABC):
     def __repr__(self) -> str:
         return describe(self)
 
+    def __eq__(self, other: object) -> bool:
+        """Compare the rows and their order, which do not depend on rows of padding."""
+        return type(self) is type(other) and describe(self) == describe(other)
+
+    def __hash__(self) -> int:
+        return hash(describe(self))
+
     packs: ClassVar[bool] = False
     """Whether a sequence may have several documents."""
 
@@ -275,7 +282,7 @@ of the windows already mixes rows. Labelled rows use a larger width if the label
 would be too similar."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Padded(ByLength):
     """Micro-batches of rows with similar lengths, as many as fit a token budget.
 
@@ -331,7 +338,7 @@ class Padded(ByLength):
         return float(lengths.sum()) / self.max_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Fixed(ByLength):
     """Micro-batches with a fixed number of rows of similar lengths. Rows are never cut, so the
     memory depends on the longest row.
@@ -377,7 +384,7 @@ class Fixed(ByLength):
         return len(lengths) / self.batch_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Packed(Batching):
     """Micro-batches of sequences of one length, packed from documents.
 

@@ -325,9 +325,9 @@ def _differs_in_size(one: Batching, other: Batching) -> bool:
     """Return whether two policies are equal, or differ only in the size of a micro-batch."""
     if type(one) is not type(other):
         return False
-    sizes = {"batch_size", "max_tokens"}
-    names = [each.name for each in fields(one) if each.compare and each.name not in sizes]  # type: ignore[arg-type]
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+    names = {each.name for each in fields(one)} - {"batch_size", "max_tokens", "last"}  # type: ignore[arg-type]
+    are_same = all(getattr(one, name) == getattr(other, name) for name in names)
+    return are_same and (one.last == "drop") == (other.last == "drop")
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -372,7 +372,9 @@ def _meaning(name: str, value: Any) -> object:
     if name == "batching":
         with suppress(ConfigError):
             return policy_of(value)
-    return list(map(str, proportions(value))) if name == "weights" and value else value
+    if name == "weights" and value:  # sums of floats differ in their last digits
+        return [f"{float(share):.9g}" for share in proportions(value)]
+    return value
 
 
 def _check_epoch(plan: Plan, epoch: int, tokens: tuple[int, ...]) -> None:

@@ -20,8 +20,10 @@ from tokenfeed.pipeline.planning.batching import (
     deal_rounds,
     digests,
     file_order,
+    missing_rounds,
     plan_window,
     tokens_by_source,
+    with_fillers,
 )
 from tokenfeed.pipeline.planning.plan import Ahead, Plan, Position
 from tokenfeed.pipeline.planning.policies import regroup
@@ -87,6 +89,18 @@ class WindowMaker:
         if not len(rounds.starts):
             raise ResumeError(f"cannot resume: window {nth} has no micro-batch {first}.")
         spans = Spans.from_plan(planned, window.numbers, window.rows.lengths)
+        digest = digests(spans, planned, rounds, epoch, number)
+        tokens = tokens_by_source(spans, planned, rounds, np.array(plan.row_ends))
+        if plan.num_streams > 1:
+            at = missing_rounds(
+                planned.step_offsets,
+                plan.micro_batches_per_step,
+                rounds,
+                first=first,
+                world_size=self.world_size,
+            )
+            rounds = with_fillers(rounds, at)
+            digest, tokens = np.insert(digest, at, 0), np.insert(tokens, at, 0, axis=0)
         batches, sequences, chosen = _pick(planned, rounds)
         pieces, cut = planned.pieces[chosen], planned.cut
         rows = pieces if cut.cut_from is None else cut.cut_from[pieces]
@@ -142,8 +156,8 @@ class WindowMaker:
             filler=rounds.filler,
             position=rounds.ends,
             steps=rounds.steps,
-            digests=digests(spans, planned, rounds, epoch, number),
-            tokens=tokens_by_source(spans, planned, rounds, np.array(plan.row_ends)),
+            digests=digest,
+            tokens=tokens,
             left_out=np.outer(np.arange(1 - len(rounds.ends), 1) == 0, left_out),
         )
         whole = Index(index, layout, added)

@@ -206,7 +206,13 @@ def mixed(small_folder: Path, other: Path, first: float, second: float) -> Shard
 
 
 @pytest.mark.parametrize(
-    ("saved", "now"), [((7, 3), (0.7, 0.3)), ((0.1, 0.3), (1, 3)), ((1e-12, 2e-12), (5e11, 1e12))]
+    ("saved", "now"),
+    [
+        ((7, 3), (0.7, 0.3)),
+        ((0.1, 0.3), (1, 3)),
+        ((1e-12, 2e-12), (5e11, 1e12)),
+        ((0.1, 0.3), (0.1 * 3, 0.3 * 3)),  # 0.30000000000000004 and 0.8999999999999999
+    ],
 )
 def test_weights_of_the_same_proportions_are_the_same_plan(
     small_folder: Path, other: Path, saved: tuple[float, float], now: tuple[float, float]

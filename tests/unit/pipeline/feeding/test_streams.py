@@ -137,3 +137,39 @@ def test_impossible_streams_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         open_loader(folder, POLICY, rank=0, **{"epochs": None} | options)
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_streams_have_equally_many_batches_in_every_step(
+    folder: Path, per_step: int, world_size: int
+) -> None:
+    """Streams are at different windows. A model that gathers its weights in each forward pass
+    would hang in a step in which another rank has fewer."""
+    batches, merged = run(folder, world_size, 200, micro_batches_per_step=per_step)
+    ends = [[batch.ends_step for batch in of_rank] for of_rank in batches]
+    assert all(each == ends[0] for each in ends), "batches of each step"
+    windows = [state["window"] + state["epoch"] for state in merged["streams"]]
+    assert max(windows) > 2, "steps at the end of several windows are among them"
+    again, _ = run(folder, world_size, 40, state=merged, micro_batches_per_step=per_step)
+    ends = [[batch.ends_step for batch in of_rank] for of_rank in again]
+    assert all(each == ends[0] for each in ends), "also after a resume"
+
+
+def test_fillers_of_streams_change_no_row_and_resume(folder: Path) -> None:
+    options = {"num_streams": 2, "micro_batches_per_step": 3, "epochs": None, "world_size": 2}
+    found, fillers = [], 0
+    for rank in range(2):
+        loader = open_loader(folder, POLICY, rank=rank, **options)
+        for batch in loader:
+            if batch.is_filler:  # the state in the middle of a step goes on from there
+                fillers += 1
+                other = open_loader(folder, POLICY, rank=rank, **options)
+                other.load_state_dict(loader.state_dict())
+                assert (batch.num_targets, other.position) == (0, loader.position)
+            else:
+                found += spans(batch)
+            if loader.position.epoch:
+                break
+    assert times_delivered(found, LENGTHS) == {1}
+    assert fillers

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import VOCABULARY_SIZE, random_rows, write_rows
 
+from tokenfeed import ShardLoader, Stage
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.format.schema import task_columns
@@ -203,3 +204,17 @@ def test_a_plan_knows_the_tokens_of_sources_that_are_read_whole(
     assert tokens("continue") == (10, 30)
     assert tokens("repeat") == (20, 30)
     assert tokens("stop") == (10, None)
+
+
+def test_sources_of_equal_content_are_refused(tmp_path: Path) -> None:
+    """A plan knows a source by its content, so `skip` of one would not reach the other."""
+    folders = [write(tmp_path / name) for name in ("a", "copy")]
+    with pytest.raises(ConfigError, match=r"copy have the same content: use one of them"):
+        ShardLoader(Mixture({str(each): 1 for each in folders}), batching=Padded(64), num_workers=0)
+
+
+def test_seed_beyond_the_state_of_stages_is_refused_at_the_start(tmp_path: Path) -> None:
+    stages = [Stage({str(write(tmp_path / "a")): 1})]
+    ShardLoader(stages, batching=Padded(64), num_workers=0, seed=2**64 - 1).state_dict()
+    with pytest.raises(ConfigError, match="`seed`=18446744073709551616: expected 64 bits at most"):
+        ShardLoader(stages, batching=Padded(64), num_workers=0, seed=2**64)
