@@ -176,7 +176,7 @@ FILE_KINDS = {
     if name not in _ACTIONS
 }
 """The types of the settings that a file may have."""
-_OF_THE_RUN = ("phases", "phase", "run_dir", "resume", "json", "device", "init_from")
+_OF_THE_RUN = ("phases", "phase", "run_dir", "upload", "resume", "json", "device", "init_from")
 PHASE_KINDS = {name: kind for name, kind in FILE_KINDS.items() if name not in _OF_THE_RUN} | {
     "name": Annotated[str, Meta(description="text")],
     "from": Start,

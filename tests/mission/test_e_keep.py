@@ -40,8 +40,7 @@ def words_of(shards: Path, run_dir: Path, settings: dict[str, Any]) -> list[str]
     words = ["--shards", str(shards), "--run-dir", str(run_dir)]
     for name, value in (SETTINGS | settings).items():
         flag = f"--{name.replace('_', '-')}"
-        if value is not None:
-            words += [flag] if value is True else [flag, str(value)]
+        words += [flag] if value is True else [flag, str(value)]
     return words
 
 
@@ -169,19 +168,19 @@ def test_m30_copied_elsewhere_while_training_goes_on(few_rows: Path, tmp_path: P
 
 def test_m30_phases_go_on_from_their_copies(few_rows: Path, tmp_path: Path) -> None:
     run_dir, whole, copy = tmp_path / "run", tmp_path / "whole", tmp_path / "copy"
-    one: dict[str, Any] = {"name": "one", "steps": 4}
-    two: dict[str, Any] = {"name": "two", "steps": 2, "trainable": "blocks.*"}
+    one = {"name": "one", "steps": 4}
+    two = {"name": "two", "steps": 2, "trainable": "blocks.*"}
     file = tmp_path / "phases.yaml"
+    common = {name: value for name, value in SETTINGS.items() if name != "steps"}
+    file.write_text(json.dumps(common | {"shards": str(few_rows), "phases": [one, two]}))
 
-    def train_phases(run_dir: Path, *words: str) -> str:
-        settings = {"steps": None, "config": file}
-        return call(train.main, *words_of(few_rows, run_dir, settings), *words).stderr
+    def train_phases(run_dir: Path, *words: object) -> str:
+        return call(train.main, "--config", file, "--run-dir", run_dir, *words).stderr
 
-    file.write_text(json.dumps({"phases": [one, two]}))
     train_phases(whole)
-    train_phases(run_dir, "--upload", str(copy), "--phase", "one")
+    train_phases(run_dir, "--upload", copy, "--phase", "one")
     shutil.rmtree(run_dir)
-    resumed = train_phases(run_dir, "--upload", str(copy))
+    resumed = train_phases(run_dir, "--upload", copy)
     assert "phase 1 (one) is finished" in resumed
     assert_same_run(run_dir / "phase-2-two", whole / "phase-2-two", 2)
     copied, kept = files_in(copy), files_in(run_dir)
