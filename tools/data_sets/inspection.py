@@ -142,7 +142,8 @@ def unread(manifest: Manifest, fields: Mapping[str, str] | None = None) -> str:
 
 def _named(names: Mapping[str, str]) -> str:
     shown = [f"{name} ({share})" for name, share in names.items()][:_SHOWN_NAMES]
-    return ", ".join(shown) + (" and others" if len(names) > _SHOWN_NAMES else "")
+    line = ", ".join(shown) + (" and others" if len(names) > _SHOWN_NAMES else "")
+    return "".join(c if c.isprintable() else "\ufffd" for c in line)
 
 
 def _text(ledger: RecordCounts, tokens: int) -> str:

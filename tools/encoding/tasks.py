@@ -169,7 +169,11 @@ class TaskEncoder(ABC):
             return f"give --field prompt='{{{prompt}}}\\n{{input}}' completion=NAME"
         if field in self.kinds:
             return f"give --field {field}={field} beside the other fields"
-        return "take its records out, or join it" if field in _MEANINGFUL else ""
+        if field == "label" and "completion" in self.named:
+            return "--task chat rejects records whose label is false"
+        return (
+            "prepare the records first if it changes their meaning" if field in _MEANINGFUL else ""
+        )
 
     def _name_inside(self, reason: str) -> str:
         """Return the option that names a text inside an object or a list; empty without one."""
@@ -787,7 +791,10 @@ class ChatEncoder(TaskEncoder):
         """
         layouts = (replace(self, **layout) for layout in self.layouts)
         found = next((task for task in layouts if can_read(task.fields)), self)
-        return replace(found, **self.extras)
+        extras = {
+            own: name for own, name in self.extras.items() if own != "label" or not found.chosen
+        }
+        return replace(found, **extras)
 
     def _name_field(self, missing: str) -> str:
         """Return the options that name the fields of a conversation."""
@@ -940,7 +947,7 @@ class ChatEncoder(TaskEncoder):
             if more_text:
                 if not (is_text and isinstance(more_text, str)):
                     raise Unusable(f"field `{name}` or `{self.input}` is not a text")
-                value = f"{value}\n{more_text}"
+                value = f"{value}\n{more_text}" if value else more_text
             if role and is_text:
                 value = [{"role": role, "content": value}]
             elif role and isinstance(value, dict):  # one message

@@ -142,11 +142,12 @@ def test_instruction_input_and_output_are_read(tmp_path: Path, model: Path) -> N
         {"instruction": "Translate.", "input": "plum", "output": "Pflaume"},
         {"instruction": "Hi", "input": "", "output": "Ho"},
         {"instruction": "Hi", "output": "Ho"},
+        {"instruction": "", "input": "Hi", "output": "Ho"},
     ]
     texts, learnt, done = run(records, tmp_path, model)
     hi = "<|t|>user:Hi<|endoftext|><|t|>assistant:Ho<|endoftext|>"
     first = "<|t|>user:Translate.\nplum<|endoftext|><|t|>assistant:Pflaume<|endoftext|>"
-    assert texts == [first, hi, hi]
+    assert texts == [first, hi, hi, hi]
     assert learnt[0] == "Pflaume<|endoftext|>"
     assert "not read" not in done.stdout
 
@@ -187,6 +188,19 @@ def test_what_is_not_read_is_said(tmp_path: Path, model: Path) -> None:
     assert "warning: 1 conversations have tools, but the chat template" in done.stderr
     assert "warning: 2 messages have the key `train`, which was not read" in done.stderr
     assert "source" not in done.stderr
+
+
+def test_a_label_of_a_pair_is_not_read(tmp_path: Path, model: Path) -> None:
+    texts, _, done = run([{"prompt": "q", **ANSWERS, "label": False}], tmp_path, model)
+    assert len(texts) == 1
+    assert "not read    fields: label (1 of 1 records)\n" in done.stdout
+
+
+def test_names_that_are_not_read_stay_on_their_line(tmp_path: Path, model: Path) -> None:
+    messages = [user("q") | {"bad\nkey\x1b": 1}, answer("a") | {f"k{n}": n for n in range(150)}]
+    done = run([{"messages": messages}], tmp_path, model)[2]
+    assert "keys of messages: bad\ufffdkey\ufffd (1), k0 (1)," in done.stdout
+    assert "k10 (1) and others\n" in done.stdout
 
 
 def test_columns_that_are_not_read_are_said(tmp_path: Path, model: Path) -> None:
