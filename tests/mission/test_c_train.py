@@ -605,7 +605,7 @@ def test_m17_phases_of_one_training(hub: dict[str, Path], tmp_path: Path) -> Non
     whole = json.loads(printed.stdout)
     assert whole["finished"]
     assert whole["steps"] == 12
-    assert whole["seconds"] == pytest.approx(sum(report["seconds"] for report in reports))
+    assert whole["seconds"] == pytest.approx(sum(report["total_seconds"] for report in reports))
     page = (run_dir / "report.html").read_text()
     assert all(f'href="{folder.name}/report.html"' in page for folder in folders)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")

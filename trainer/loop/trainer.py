@@ -310,6 +310,7 @@ class Trainer:
             loss_scale=scales[-1] if scales else None,
             tokens=step_sync.tokens,
             seconds=time.perf_counter() - self.started_s,
+            total_seconds=self.earlier_s + time.perf_counter() - self.started_s,
             real_tokens_per_s=stall.real_tokens_per_s,
             padding=1 - step_sync.tokens / step_sync.slots if self.step else 0.0,
             stall=stall,

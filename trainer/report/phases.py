@@ -25,7 +25,7 @@ class PhasesReport:
     tokens: int
     """Real tokens trained, over all phases."""
     seconds: float
-    """Sum of the times of the phases."""
+    """Sum of the times of the phases, with all their sessions."""
     phases: dict[str, Report | None]
     """The report of each phase by the name of its folder; None before its first step."""
 
@@ -41,7 +41,7 @@ class PhasesReport:
             finished=all(report and report.finished for report in phases.values()),
             steps=sum(report.steps for report in known),
             tokens=sum(report.tokens for report in known),
-            seconds=sum(report.seconds for report in known),
+            seconds=sum(report.total_seconds or report.seconds for report in known),
             phases=phases,
         )
 

@@ -76,6 +76,9 @@ class Report:
     """Real tokens trained, those before a resume included."""
     seconds: float
     """Wall time since the start or the latest resume, set-up and evaluation included."""
+    total_seconds: float | None = None
+    """The same with earlier sessions, up to the checkpoints from which the run went on; None in
+    reports of earlier versions."""
     real_tokens_per_s: float | None
     """Real tokens of the measured steps divided by their wall time, stall included; None if the run
     ended in its warm-up."""

@@ -160,3 +160,18 @@ def test_options_beside_phase_are_for_that_phase(shards: Path, tmp_path: Path) -
     assert [phase["steps"] for phase in found["phases"]] == [2, 5]
     found = yaml.safe_load(call(train.main, *words, "--phase", 1, "--device", "auto").stdout)
     assert found["device"] == "auto"
+
+
+def test_time_of_a_phase_counts_all_its_sessions(shards: Path, tmp_path: Path) -> None:
+    path = written(tmp_path, shards, TWO)
+    call(train.main, "--config", path)
+    first = json.loads((tmp_path / "run/report.json").read_bytes())
+    call(train.main, "--config", path, "--phase", "all", "--steps", 4)
+    second = json.loads((tmp_path / "run/report.json").read_bytes())
+    phase = second["phases"]["phase-2-all"]
+    saved = json.loads(
+        (tmp_path / "run/phase-2-all/checkpoints/step-00000002/checkpoint.json").read_bytes()
+    )
+    earlier = saved["meta"]["figures"]["seconds"]
+    assert phase["total_seconds"] == pytest.approx(earlier + phase["seconds"], rel=1e-3)
+    assert second["seconds"] > first["phases"]["phase-1-top"]["seconds"] + phase["seconds"]
