@@ -137,7 +137,7 @@ def test_m22_stall_of_a_run_on_labelled_rows_is_what_it_lost(
 def test_m23_line_shows_cpu_ram_and_speed_without_a_gpu(every_task: Path, tmp_path: Path) -> None:
     words = ("--shards", every_task / "lm", "--run-dir", tmp_path, *SMALL)
     ended = call(train.main, *words, "--steps", 8, "--log-every", 2)
-    shown = re.findall(r"cpu (\d+)% \| ram (\d+)% \| (\d+\.\d) it/s", ended.stderr)
+    shown = re.findall(r"cpu (\d+)% \| ram (\d+)% \| (\d+\.\d+) it/s", ended.stderr)
     measured = [line for line in lines_of(tmp_path) if "steps_per_s" in line]
     assert shown
     assert len(shown) == len(measured)
@@ -282,7 +282,7 @@ READINGS: list[tuple[dict[str, Any], list[float], dict[str, Any], str]] = [
         {"busy": 23, "pids": (os.getpid(),)},
         [50, 50],
         {},
-        r"\d loader workers: raise `--num-workers`",
+        r"0 loader workers: raise `--num-workers` to \d",
     ),
     ({}, [50, 50], RUN, r"accumulates 4 micro-batches, .* 8,192 tokens .* 8\.0 of 16\.0 GB"),
     (
@@ -307,6 +307,8 @@ def test_m24_monitor_recommends_by_each_reading(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(psutil.Process, "children", lambda process: [])
+
     def monitor(processors: list[float], **reading: Any) -> str:
         monkeypatch.setitem(sys.modules, "pynvml", fake_pynvml(**reading))
         monkeypatch.setattr(psutil, "cpu_percent", lambda percpu: processors)
