@@ -146,6 +146,6 @@ def test_dry_run_announces_the_run_and_writes_nothing(
     expected = ["--micro-batch-tokens 512", "model", "precision", "attention", "memory"]
     expected += ["data", "steps", "batch", "run", "allocator of a GPU"]
     expected += ["time of a step", "time of an epoch of 4 steps", "time of the run of 50 steps"]
-    found = [line.partition(",")[0] for line in announced[-len(expected) :]]
-    assert found == expected
+    found = [line.partition(",")[0] for line in announced]
+    assert [line for line in found if line in expected] == expected
     assert not (tmp_path / "run").exists()
