@@ -69,7 +69,17 @@ class StatefulShardLoader(DataLoader[Any]):
             loader: Is used, not copied. The caller closes it.
             transform: Makes an item of each batch, in this process, such as a tuple
                 `(batch["input_ids"], batch.targets)`. Default: the batch.
+
+        Raises:
+            ConfigError: Rows may have no score, and there is no `transform`. The label of such a
+                row is NaN, and the losses of transformers would make all weights NaN.
         """
+        if transform is None and loader.manifest.task == "score" and loader.has_fillers:
+            raise ConfigError(
+                "`transform`: rows that complete a batch have the score NaN, and a loss that "
+                "counts them makes all weights NaN. Mask them in your loss, and pass "
+                "`transform=lambda batch: batch`; or train by `steps` or ShardTrainer."
+            )
         self._batches = _Batches(loader, transform)
         self._is_prepared = False
         self._before: dict[str, Any] | None = None

@@ -50,7 +50,7 @@ class _WholeSteps(StatefulShardLoader):
 
     def __init__(self, loader: ShardLoader, size: int) -> None:
         """Wrap a loader for steps of `size` batches on this rank."""
-        super().__init__(loader)
+        super().__init__(loader, transform=lambda batch: batch)  # the loss masks scores
         self._is_prepared = True
         self._size = size
 

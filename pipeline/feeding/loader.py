@@ -429,7 +429,7 @@ class ShardLoader:
             ConfigError: The policy does not fill batches, so they have any number of rows.
         """
         longest = max(each.split.longest_row for each in self._sources)
-        policies = [stage.batching for stage in self._plan.stages] or [self._plan.batching]
+        policies = self._policies
         shapes: set[tuple[int, int]] = set()
         for policy in policies:
             last = round_up(min(longest, policy.longest_piece), policy.multiple_of)
@@ -557,6 +557,15 @@ class ShardLoader:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def has_fillers(self) -> bool:
+        """Whether batches may have rows without data, as several ranks or `last="fill"` need."""
+        return self.world_size > 1 or any(policy.last == "fill" for policy in self._policies)
+
+    @property
+    def _policies(self) -> list[Batching]:
+        return [stage.batching for stage in self._plan.stages] or [self._plan.batching]
 
     @property
     def _plan(self) -> Plan:
