@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
-from support.data_sets import lists_of, random_rows, write_rows
+from support.data_sets import byte_tokenizer, lists_of, random_rows, write_rows
 
+import tokenfeed
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import Task, task_columns
@@ -210,3 +212,13 @@ def test_a_killed_export_leaves_no_folder_and_the_next_one_is_whole(tmp_path: Pa
     assert exported.files == ["train.bin", "train.idx"]
     assert megatron(tmp_path / "out", "train") == lists_of(rows)
     assert not left.exists()
+
+
+def test_olmo_names_files_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"in\xff.jsonl")).write_text('{"text": "a b"}\n' * 3)
+    byte_tokenizer(["a b"]).save(str(tmp_path / "tokenizer.json"))
+    source, out = tmp_path / os.fsdecode(b"in\xff.jsonl"), tmp_path / "out"
+    tokenfeed.pretokenize(source, out, tokenizer=tmp_path / "tokenizer.json", validation=0)
+    export_data_set(str(out), tmp_path / "olmo", "olmo")
+    table = gzip.decompress((tmp_path / "olmo/train.csv.gz").read_bytes()).decode()
+    assert table.count(r"in\udcff.jsonl") == 3
