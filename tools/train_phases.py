@@ -219,7 +219,9 @@ def _skip(phase: Phase) -> None:
     """Log that a phase is finished, and which of its given settings it was not trained with."""
     begun = TrainConfig.of_run(phase.folder)
     saved = begun.as_dict() if begun else {}
-    now = phase.config.as_dict()
+    now = {name: value for name, value in phase.parsed.as_dict().items() if value != "auto"}
+    if phase.given.get("scale_learning_rate"):  # the size of the step has changed the rate
+        del now["learning_rate"]
     changed = [
         f"{name} was {saved[name]}, not {now[name]}"
         for name in phase.given
