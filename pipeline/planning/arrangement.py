@@ -207,7 +207,7 @@ def label_variance(
     sizes = np.diff(step_offsets)
     share = np.bincount(label) / len(label)
     alike = (share**2).sum()
-    if alike == 1:
+    if alike == 1 or not len(sizes):
         return 1.0
     step = np.repeat(np.arange(len(sizes)), sizes)
     cells, counts = np.unique(step * len(share) + label[pieces], return_counts=True)
