@@ -9,8 +9,8 @@ Frameworks count positions, ends and lengths of their own. This class gives them
 - Accelerate: `accelerator.prepare` returns the loader as it is. Until then its length counts the
   batches of all ranks, as for any DataLoader that Accelerate has not split yet, so a prepared
   scheduler ends where the data end. The last batch of a pass ends an accumulation.
-- Lightning fetches one batch ahead if the length is unknown. The state that Lightning saves is the
-  state before that batch.
+- The Trainer of Lightning fetches one batch ahead if the length is unknown. The state that it saves
+  is the state before that batch. Fabric does not fetch ahead.
 - Another DataLoader over the same data, as `skip_first_batches` of Accelerate makes, is refused: it
   would skip batches that a loaded state has skipped already.
 """
@@ -26,7 +26,7 @@ from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.delivery import Pass
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 
-_LIGHTNING = ("lightning.", "pytorch_lightning.")
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
 
 
 class _Batches(IterableDataset[Any]):

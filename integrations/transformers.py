@@ -16,7 +16,7 @@ complete it.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,21 @@ class _WholeSteps(StatefulShardLoader):
     """The batches of a loader, completed to whole steps at the end of a pass.
 
     The Trainer counts a step by its number of batches, and after a resume it does not know where a
-    pass ends. So batches without labels complete the last step.
+    pass ends. So batches without labels complete the last step. A Trainer that resumes after its
+    last step gets no batch, because it would train on it.
     """
 
-    def __init__(self, loader: ShardLoader, size: int) -> None:
-        """Wrap a loader for steps of `size` batches on this rank."""
+    def __init__(
+        self, loader: ShardLoader, size: int, has_ended: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wrap a loader for steps of `size` batches on this rank, until `has_ended`."""
         super().__init__(loader, transform=lambda batch: batch)  # the loss masks scores
         self._is_prepared = True
-        self._size = size
+        self._size, self._has_ended = size, has_ended
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        if self._has_ended():
+            return
         place, last = 0, None
         for batch in super().__iter__():
             yield batch
@@ -170,13 +175,16 @@ class ShardTrainerMixin:
             loader.load_state_dict(saved)
         return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self: Any) -> Any:
         """Return the loader's own batches, because `accelerator.prepare` would split them again.
 
         The returned loader has no `set_epoch`: after a resume, the Trainer would call this method
         with an earlier epoch.
         """
-        return _WholeSteps(self.train_dataset, self.args.gradient_accumulation_steps)
+        size = self.args.gradient_accumulation_steps
+        return _WholeSteps(
+            self.train_dataset, size, lambda: 0 < self.state.max_steps <= self.state.global_step
+        )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return the loader's own batches. Trainer also calls this with a name, or without a
@@ -192,9 +200,23 @@ class ShardTrainerMixin:
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Return the number of targets, the divisor of the loss, and at least 1."""
         counted = [_countable(batch) for batch in batch_samples]
-        items = super()._get_num_items_in_batch(counted, device)  # type: ignore[misc]
-        self._items = items if items is None else items.clamp(min=1)
-        return self._items
+        self._items = items = super()._get_num_items_in_batch(counted, device)  # type: ignore[misc]
+        return items if items is None else items.clamp(min=1)
+
+    def compute_loss(
+        self: Any,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """See `transformers.Trainer.compute_loss`. TRL does not count the targets of an
+        evaluation."""
+        if num_items_in_batch is None and not self.model.training:
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        return super().compute_loss(  # type: ignore[misc]
+            model, inputs, return_outputs, num_items_in_batch
+        )
 
     def prediction_step(
         self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None

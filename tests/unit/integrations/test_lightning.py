@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.data_sets import WriteDataset
 
-from tokenfeed import Fixed, Mixture, Stage
+from tokenfeed import Fixed, Mixture, ShardLoader, Stage
+from tokenfeed.integrations.dataloader import StatefulShardLoader
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 
 pytestmark = [
@@ -152,6 +153,22 @@ def test_reweighed_lightning_run_resumes_from_its_checkpoint(
     assert np.mean(of_other[13:]) == 1
     with pytest.raises(ConfigError, match="training has not begun"):
         module_of(stages).reweigh({other: 1})
+
+
+def test_fabric_saves_the_state_after_the_last_batch(both_splits: Path, tmp_path: Path) -> None:
+    """Fabric does not fetch ahead, also where the length is unknown."""
+    from lightning.fabric import Fabric
+
+    def opened() -> StatefulShardLoader:
+        return StatefulShardLoader(ShardLoader(both_splits, epochs=None, **BATCHES))
+
+    fabric, source, rest = Fabric(accelerator="cpu"), opened(), opened()
+    batches = iter(fabric.setup_dataloaders(source, use_distributed_sampler=False))
+    for _ in range(3):
+        next(batches)
+    fabric.save(tmp_path / "saved", {"loader": source})
+    fabric.load(tmp_path / "saved", {"loader": rest})
+    assert next(iter(rest)).rows.tolist() == next(batches).rows.tolist()
 
 
 def test_stall_callback_after_exception_fits_again(both_splits: Path, tmp_path: Path) -> None:

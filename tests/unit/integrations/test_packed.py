@@ -172,6 +172,11 @@ def test_check_of_model_that_mixes_documents_raises(
     assert model.training
 
 
+def test_check_takes_a_model_with_a_plain_dict(shards: Path) -> None:
+    model = model_of("Llama")
+    check_documents_apart(lambda **batch: dict(model(**batch)), packed(shards))
+
+
 def test_check_of_rows_with_one_document_raises(shards: Path) -> None:
     with ShardLoader(shards, batching=Packed(8, 1, split=True), num_workers=0) as loader:
         alone = next(b for b in islice(loader, 50) if len(b.rows) == 1)

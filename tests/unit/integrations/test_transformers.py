@@ -8,8 +8,10 @@ import torch
 import transformers
 from support.hub_models import config_of, write_shards
 from support.simulated_clocks import SimulatedClock
+from torch.nn.functional import cross_entropy
+from transformers.trainer_pt_utils import LabelSmoother
 
-from tokenfeed import Packed, Padded, ShardLoader, Stage
+from tokenfeed import Fixed, Packed, Padded, ShardLoader, Stage
 from tokenfeed.integrations.transformers import ShardTrainer, StallCallback
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 
@@ -115,6 +117,36 @@ def test_resume_from_latest_checkpoint_goes_on(shards: Path, tmp_path: Path) -> 
     places = [[(log["step"], log["epoch"]) for log in x.state.log_history] for x in (whole, again)]
     assert places[1] == places[0]
     assert places[0][-1] == (12, 1.0)
+
+
+def test_resume_after_the_last_step_trains_nothing(shards: Path, tmp_path: Path) -> None:
+    whole = trainer(tmp_path, open_split(shards))
+    whole.train()
+    again = trainer(tmp_path, open_split(shards))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    assert again.state.global_step == 12
+    assert again.train_dataset.state_dict() == whole.train_dataset.state_dict()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_evaluation_is_the_mean_over_all_targets(tmp_path: Path, smoothing: float) -> None:
+    """Some batches of one row have no target."""
+    data = write_shards(tmp_path / "shards", "complete")
+    one_row = {"batching": Fixed(1), "epochs": 1}
+    validation = open_split(data, "validation", **one_row)
+    assert min(batch.num_targets for batch in validation) == 0
+    ours = trainer(tmp_path, open_split(data), eval_dataset=validation)
+    if smoothing:
+        ours.label_smoother = LabelSmoother(epsilon=smoothing)
+    ours.model.eval()
+    losses = torch.zeros(())
+    with torch.no_grad():
+        for batch in validation:
+            logits = ours.model(batch["input_ids"]).logits[0, :-1]
+            targets = batch["labels"][0, 1:]
+            losses += cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+    expected = losses / sum(batch.num_targets for batch in validation)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_resumed_trainer_logs_the_epochs_of_a_loader_with_an_end(
