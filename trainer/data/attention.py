@@ -30,6 +30,19 @@ Separation = Literal["mask", "ends", "calls"]
 """What separates packed documents: a mask, `varlen_attn`, or a call for each document."""
 
 
+class KeyValues:
+    """Keys and values of all slots that a layer has seen, while a model generates text."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[Tensor, ...] = ()
+
+    def add(self, *new_BHTK: Tensor) -> tuple[Tensor, ...]:
+        """Return keys and values of all slots, given those of the new slots."""
+        pairs = zip(self._seen, new_BHTK, strict=True) if self._seen else ()
+        self._seen = tuple(torch.cat(pair, dim=2) for pair in pairs) or new_BHTK
+        return self._seen
+
+
 class Reach(NamedTuple):
     """What a slot attends to in its document, in one layer of a model."""
 
@@ -216,7 +229,7 @@ def attend(
     """Return softmax attention within `scope`, shape (B, H, T, K).
 
     Args:
-        query_BHTK: Queries.
+        query_BHTK: Queries. A single query is in the slot of the last key.
         key_BHTK: Keys. With fewer heads than queries, each serves several neighbouring query heads.
         value_BHTK: Values, with as many heads as the keys.
         scope: Which slots attend to each other. With a mask and `cu_seqlens`, both say the same.
@@ -235,7 +248,7 @@ def attend(
         key_BHTK,
         value_BHTK,
         attn_mask=scope.mask_BHTT,
-        is_causal=scope.causal and scope.mask_BHTT is None,
+        is_causal=scope.causal and scope.mask_BHTT is None and query_BHTK.shape[2] > 1,
         scale=scale,
         dropout_p=dropout,
         enable_gqa=repeats > 1,

@@ -4,7 +4,7 @@ Shapes: B rows, T slots of a row, S segments (documents and paddings) of the fla
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,6 +63,8 @@ class MicroBatch:
     no target."""
     token_types_BT: Tensor | None = None
     """0 or 1, the text of a pair that a token belongs to; None if rows are single texts."""
+    cache: Any = None
+    """The model's cache of keys and values, which holds the slots before these."""
 
     @classmethod
     def of_ids(cls, ids_BT: Tensor, *, causal: bool) -> "MicroBatch":
@@ -74,6 +76,27 @@ class MicroBatch:
             scope=Scope(causal=causal),
             is_token_BT=torch.ones_like(ids_BT, dtype=torch.bool),
             token_types_BT=torch.zeros_like(ids_BT),
+        )
+
+    @classmethod
+    def to_continue(cls, ids_BT: Tensor, padding_B1: Tensor, new: int, cache: Any) -> "MicroBatch":
+        """Return the last slots of rows that begin with padding, for a model with a cache.
+
+        Args:
+            ids_BT: Ids of all slots so far.
+            padding_B1: Number of slots before the first token of each row.
+            new: Number of slots that the cache lacks.
+            cache: The model's cache.
+        """
+        slot_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+        own_T1 = slot_T[-new:, None]
+        is_seen_BTT = (slot_T <= own_T1) & (slot_T >= padding_B1[:, None])
+        is_seen_BTT |= slot_T == own_T1  # a softmax over nothing is NaN, which would spread
+        return replace(
+            cls.of_ids(ids_BT[:, -new:], causal=True),
+            positions_BT=(slot_T[-new:] - padding_B1).clamp(min=0),
+            scope=Scope(causal=True, mask_BHTT=is_seen_BTT[:, None]),
+            cache=cache,
         )
 
     @property

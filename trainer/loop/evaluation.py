@@ -6,8 +6,8 @@ Samples show how a model continues the beginnings of validation rows, with the l
 prompt is the part of a row before its first target, or the first tokens of a document. In a
 conversation this is everything before the first reply of the assistant (with `--targets last`, the
 last reply), and a sample ends before a stop token. Every rank generates the same samples, because a
-sharded model needs all ranks. All forward passes have one shape: causal models do not see the empty
-slots at the end of a row.
+sharded model needs all ranks. A model with a cache of keys and values computes only the new tokens,
+and a model of one's own the whole row for each. Neither is compiled.
 """
 
 import contextlib
@@ -280,30 +280,42 @@ class Sampler:
         if not self._prompts:
             return []
         model: Any = self._learner.model
-        vocabulary_size = self._tokenizer.get_vocab_size()
-        device = next(model.parameters()).device
-        ends_N = torch.tensor([len(prompt) for prompt in self._prompts], device=device)
-        rows_N = torch.arange(len(ends_N), device=device)
-        ids_NT = torch.zeros(
-            (len(ends_N), int(ends_N.max()) + SAMPLE_TOKENS), dtype=torch.int64, device=device
-        )
-        for number, prompt in enumerate(self._prompts):
-            ids_NT[number, : len(prompt)] = torch.tensor(prompt, device=device)
+        has_cache = getattr(model, "new_cache", lambda: None)() is not None
         model.eval()
-        for _ in range(SAMPLE_TOKENS):
-            self._learner.task.begin_pass()
-            with self._learner.precision.autocast():
-                shown, last = MicroBatch.of_ids(ids_NT, causal=True), (rows_N, ends_N - 1)
-                if has_hidden(model):  # logits of all slots may not fit into memory
-                    logits_NV = F.linear(model.hidden(shown)[last], model.head_weight)
-                else:
-                    logits_NV = model(shown)[last]
-            ids_NT[rows_N, ends_N] = logits_NV[:, :vocabulary_size].argmax(-1)
-            ends_N += 1
+        with torch.compiler.set_stance("force_eager"):  # lengths grow, and each is a graph
+            if has_cache:
+                found = self._continue(self._prompts)
+            else:  # a model of one's own may not hide padding before a prompt
+                found = [ids for prompt in self._prompts for ids in self._continue([prompt])]
         model.train()
         reshard(model)
-        pairs = zip(self._prompts, ids_NT.tolist(), strict=True)
-        return [self._texts(prompt, ids[len(prompt) :][:SAMPLE_TOKENS]) for prompt, ids in pairs]
+        return [self._texts(*pair) for pair in zip(self._prompts, found, strict=True)]
+
+    def _continue(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the likeliest tokens after each prompt. Short prompts begin with padding."""
+        model: Any = self._learner.model
+        vocabulary_size, longest = self._tokenizer.get_vocab_size(), max(map(len, prompts))
+        padding = [longest - len(prompt) for prompt in prompts]
+        rows = [[0] * lack + prompt for lack, prompt in zip(padding, prompts, strict=True)]
+        ids_NT = torch.tensor(rows, device=self._learner.device)
+        padding_N1 = torch.tensor(padding, device=self._learner.device)[:, None]
+        cache = model.new_cache() if hasattr(model, "new_cache") else None
+        new = longest
+        for _ in range(SAMPLE_TOKENS):
+            self._learner.task.begin_pass()
+            if cache is None:
+                shown = MicroBatch.of_ids(ids_NT, causal=True)
+            else:
+                shown = MicroBatch.to_continue(ids_NT, padding_N1, new, cache)
+            with self._learner.precision.autocast():
+                if has_hidden(model):  # logits of all slots may not fit into memory
+                    logits_NV = F.linear(model.hidden(shown)[:, -1], model.head_weight)
+                else:
+                    logits_NV = model(shown)[:, -1]
+            chosen_N = logits_NV[:, :vocabulary_size].argmax(-1)
+            ids_NT, new = torch.cat((ids_NT, chosen_N[:, None]), dim=1), 1
+        found: list[list[int]] = ids_NT[:, longest:].tolist()
+        return found
 
     def _texts(self, prompt: list[int], ids: list[int]) -> dict[str, str]:
         generated = itertools.takewhile(lambda id: id not in self._end_ids, ids)

@@ -12,6 +12,7 @@ tokens, on the host.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +83,9 @@ def _attention(
             f"`--model`: {layer} sets {dropout:.0%} of its attention weights to 0, and packed rows "
             "on a GPU cannot. Add --dropout 0 or --batching padded."
         )
+    mask_BHTT, keys = scope.mask_BHTT, key_BHTK.shape[2]
+    if mask_BHTT is not None and mask_BHTT.shape[3] > keys:  # the cache has the window alone
+        scope = replace(scope, mask_BHTT=mask_BHTT[..., -keys:])
     # Norms of queries and keys give fp32 under autocast, and the kernels need one dtype.
     dtype = product_dtype(value_BHTK)
     query, key, value = (part.to(dtype) for part in (query_BHTK, key_BHTK, value_BHTK))

@@ -130,6 +130,13 @@ class HubModel(nn.Module):
         hidden_BTD: Tensor = self.model.base_model(**inputs).last_hidden_state
         return hidden_BTD
 
+    def new_cache(self) -> Any:
+        """Return an empty cache of keys and values, to generate text; None if the model takes
+        none."""
+        if "past_key_values" not in self._parameters_of_call:
+            return None
+        return transformers.DynamicCache(config=self.model.config)
+
     def repeated_blocks(self) -> Iterable[nn.Module]:
         """Return the block that every layer uses, to be compiled once; empty if unknown."""
         names = set(self.model._no_split_modules or ())
@@ -162,6 +169,8 @@ class HubModel(nn.Module):
         inputs: dict[str, Any] = {"input_ids": ids_BT, "position_ids": positions_BT}
         if micro_batch.is_token_BT is not None:
             inputs["attention_mask"] = micro_batch.is_token_BT  # some pool by it
+        if micro_batch.cache is not None:
+            inputs |= {"past_key_values": micro_batch.cache, "use_cache": True}
         if self._takes_types and "token_type_ids" in self._parameters_of_call:
             inputs["token_type_ids"] = micro_batch.token_types_BT
         return inputs

@@ -19,6 +19,7 @@ import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import StorePath
-from tokenfeed.trainer.data.attention import Scope, attend, product_dtype
+from tokenfeed.trainer.data.attention import KeyValues, Scope, attend, product_dtype
 from tokenfeed.trainer.data.datasets import open_tokenizer
 from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
 
@@ -161,10 +162,14 @@ class Transformer(nn.Module):
         x_BTD = self.token_dropout(x_BTD.to(_sum_dtype(x_BTD)))
         x_BTD = self.dropout(x_BTD) if self.window is None else self.window(x_BTD, micro_batch)
         rotary = self.rotary(micro_batch.positions_BT)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, rotary, micro_batch.scope)
+        for block, seen in zip(self.blocks, micro_batch.cache or repeat(None)):  # noqa: B905
+            x_BTD = block(x_BTD, rotary, micro_batch.scope, seen)
         out_BTD: Tensor = self.norm(x_BTD)
         return out_BTD
+
+    def new_cache(self) -> list[KeyValues]:
+        """Return an empty cache of keys and values, to generate text."""
+        return [KeyValues() for _ in self.blocks]
 
     def repeated_blocks(self) -> Iterable[nn.Module]:
         """The block that every layer uses, to be compiled once."""
@@ -349,16 +354,30 @@ class _Block(nn.Module):
         self.feed_out = nn.Linear(4 * width, width, bias=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], scope: Scope) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self._attend(self.attention_norm(x_BTD), rotary, scope))
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        scope: Scope,
+        seen: KeyValues | None = None,
+    ) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self._attend(self.attention_norm(x_BTD), rotary, scope, seen))
         hidden = F.gelu(self.feed_in(self.feed_norm(x_BTD)), approximate="tanh")
         out_BTD: Tensor = x_BTD + self.dropout(self.feed_out(hidden))
         return out_BTD
 
-    def _attend(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], scope: Scope) -> Tensor:
+    def _attend(
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        scope: Scope,
+        seen: KeyValues | None,
+    ) -> Tensor:
         query_BHTK, key_BHTK, value_BHTK = _Heads.apply(  # type: ignore[no-untyped-call]
             self.attention_in(x_BTD), *rotary, self._heads
         )
+        if seen is not None:
+            key_BHTK, value_BHTK = seen.add(key_BHTK, value_BHTK)
         mixed_BHTK = attend(query_BHTK, key_BHTK, value_BHTK, scope)
         out_BTD: Tensor = self.attention_out(mixed_BHTK.transpose(1, 2).flatten(2))
         return out_BTD
