@@ -177,16 +177,11 @@ class SplitLoaders:
 
     def largest(self) -> tuple[MicroBatch, MicroBatch]:
         """Return an empty micro-batch of the largest shape in training, and in evaluation."""
-        evaluation = _largest_shape(self._evaluation, self._manifest)
-        return (
-            self.first().blank_like(*self.largest_shape()),
-            self.first(self._evaluation).blank_like(*evaluation),
-        )
 
-    def largest_shape(self) -> tuple[int, int]:
-        """Return rows and length of the largest micro-batch of training; if several, of the longest
-        one."""
-        return _largest_shape(self.policy, self._manifest)
+        def of(policy: Policy) -> MicroBatch:
+            return self.first(policy).blank_like(*_largest_shape(policy, self._manifest))
+
+        return of(self.policy), of(self._evaluation)
 
     def first(self, policy: Policy | None = None) -> MicroBatch:
         """Return the first micro-batch of training, which shows how documents share rows. Default
@@ -295,6 +290,7 @@ def shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
 
 
 def _largest_shape(policy: Policy, manifest: Manifest) -> tuple[int, int]:
+    """Return rows and length of the largest micro-batch; if several, of the longest one."""
     found = _full_shapes(policy, manifest.split("train").longest_row)
     return max(found, key=lambda shape: (shape[0] * shape[1], shape[1]))
 
@@ -406,7 +402,7 @@ def peak_of_step(learner: Learner, loaders: SplitLoaders) -> int | None:
         spare = int(_SPARE_SHARE * cuda.mem_get_info(device)[1])
     shown, evaluated = loaders.largest()
     try:
-        spare_bytes = learner.moment_bytes + spare
+        spare_bytes = learner.moment_bytes // learner.ranks + spare
         learner.rehearse([shown, shown], [evaluated], spare_bytes=spare_bytes)
         return cuda.max_memory_allocated(device) - spare if on_gpu else 0
     except RuntimeError as error:

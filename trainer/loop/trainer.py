@@ -343,7 +343,7 @@ class Trainer:
             num_workers=self.loader.num_workers,
             prefetch=self.loader.prefetch,
             pinned=self.loader.copies_ahead and not self.loader.stats().pageable,
-            state_bytes=self.learner.state_bytes,
+            state_bytes=self.learner.state_bytes // self.learner.ranks,
             peak_gpu_bytes=peak_memory(self.device) if on_gpu else None,
             evaluation_seconds=self.seconds_of["evaluation"],
             checkpoint_seconds=self.seconds_of["checkpoint"],
@@ -425,13 +425,12 @@ class Trainer:
             remedies=remedies(config, self.task),
         )
         self._resources.callback(self.stall.close)
-        ranks = self.world.size if config.shard_model else 1
         readings = Readings(
             workers=self.loader.num_workers,
             cores=cores_per_rank(),
             accumulation=ceil_div(config.accumulation, self.world.size),
             micro_batch_tokens=config.micro_batch_slots,
-            state_bytes=self.learner.state_bytes / ranks,
+            state_bytes=self.learner.state_bytes // self.learner.ranks,
         )
         self.progress_log = ProgressLog(
             self.metrics,

@@ -156,6 +156,11 @@ class Learner:
         return sum(each.numel() for each in self.model.parameters() if each.requires_grad)
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks that share weights, gradients and moments."""
+        return self._world.size if self.config.shard_model else 1
+
+    @property
     def moment_bytes(self) -> int:
         """Bytes of the optimizer's moments, over all ranks that share them."""
         trained = [group["params"] for group in self.optimizer.param_groups]
@@ -347,14 +352,11 @@ class Learner:
 def _product_weights(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights in matrix products, the head's last: the weight of an embedding only if
     the head shares it."""
-    tables, head = [part for part in model.modules() if is_embedding(part)], _head_weight(model)
+    tables = [part for part in model.modules() if is_embedding(part)]
+    head: nn.Parameter | None = getattr(model, "head_weight", None)
     outside = {weight for table in tables for weight in table.parameters()} | {head}
     found = [w for w in model.parameters() if w.dim() >= 2 and w not in outside]
     return found if head is None else [*found, head]
-
-
-def _head_weight(model: nn.Module) -> nn.Parameter | None:
-    return getattr(model, "head_weight", None)
 
 
 def kept_state(model: nn.Module, config: TrainConfig) -> State:

@@ -29,7 +29,7 @@ from tokenfeed.trainer.distributed.gpu import why_unusable
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner, Tally
 from tokenfeed.trainer.report.machine import Gpu, GpuReading, Host
-from tokenfeed.trainer.report.recommendations import Readings, recommended
+from tokenfeed.trainer.report.recommendations import STALL_CAUSES, Readings, recommended
 from tokenfeed.trainer.report.run_files import (
     MetricsFile,
     MetricsLine,
@@ -37,7 +37,7 @@ from tokenfeed.trainer.report.run_files import (
     loading_of,
     rows_of,
 )
-from tokenfeed.trainer.stall import Cause, StallMeter
+from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.stall_report import main_cause
 from tokenfeed.trainer.tasks.task import Metrics, Task
 
@@ -62,8 +62,6 @@ NO_TARGET = (
 
 _LINES_IN_A_ROW = 3
 """A recommendation is logged when it applies to this many progress lines in a row."""
-_SHARES: tuple[Cause, ...] = ("data", "checkpoint", "log")
-"""Causes of stall that recommendations are about."""
 _MEANS = ("gpu_busy", "cpu_busy", "core_busy", "ram_used")
 _DIVERGING = 1.2
 """A run is diverging if its smoothed loss ends above its least smoothed loss times this."""
@@ -248,9 +246,8 @@ class ProgressLog:
             counted = count_of(int(without_target), "step")
             _log.warning("%s up to step %d had no target to train on. %s", counted, step, NO_TARGET)
         if window.steps:
-            known = {name: value for name, value in machine.items() if value is not None}
-            shares = {name: line.stall_causes.get(name, 0.0) for name in _SHARES}
-            self._recommend(step, dataclasses.replace(self._of_run, **known, **shares))
+            shares = {name: line.stall_causes.get(name, 0.0) for name in STALL_CAUSES}
+            self._recommend(step, self._of_run.updated(**machine, **shares))
         return Skips(int(first), int(in_a_row)) if first else None
 
     def _read_gpu(self) -> GpuReading | None:

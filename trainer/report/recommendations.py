@@ -4,11 +4,14 @@ Progress lines, the report and `train --monitor-only` apply the same rules to wh
 A rule about an unknown figure does not apply. Imports no torch.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+STALL_CAUSES: Final = ("data", "checkpoint", "log")
+"""Causes of stall that rules look at."""
 _UNKNOWN = math.nan
 """Comparisons with it are false, so rules about unknown readings do not apply."""
 
@@ -42,6 +45,11 @@ class Readings:
     """Weights, gradients and moments on a rank."""
     peak_gpu_bytes: float = _UNKNOWN
     """Most memory of the GPU that the rank has held."""
+
+    def updated(self, **values: float | None) -> "Readings":
+        """Return these readings with other values. A value of None changes nothing."""
+        known = {name: value for name, value in values.items() if value is not None}
+        return dataclasses.replace(self, **known)
 
     @property
     def used(self) -> float:

@@ -40,7 +40,7 @@ from tokenfeed.trainer.config.run_config import (
     REPORT_FILE,
     TrainConfig,
 )
-from tokenfeed.trainer.report.recommendations import Readings
+from tokenfeed.trainer.report.recommendations import STALL_CAUSES, Readings
 from tokenfeed.trainer.stall.reading import StepSeconds
 from tokenfeed.trainer.stall.stall_report import StallReport, advice, speed_parts, stall_facts
 
@@ -136,7 +136,7 @@ class Report:
     pinned: bool = False
     """Whether batches are copied to the device from page-locked memory."""
     state_bytes: int | None = None
-    """Memory of weights, gradients and moments."""
+    """Memory of weights, gradients and moments on a rank."""
     peak_gpu_bytes: int | None = None
     """Most memory of the GPU that torch held; None on a CPU."""
     evaluation_seconds: float = 0.0
@@ -155,17 +155,16 @@ class Report:
     def readings(self) -> Readings:
         """What recommendations are made from."""
         ranks, shares = self.stall.world_size, self.stall.causes
-        found = {
+        return Readings().updated(
             **self.machine,
-            "workers": self.num_workers,
-            "cores": cores_per_rank(),
-            **{name: shares[name].fraction for name in ("data", "checkpoint", "log")},
-            "accumulation": self.accumulation and ceil_div(self.accumulation, ranks),
-            "micro_batch_tokens": self.micro_batch_tokens,
-            "state_bytes": self.state_bytes,
-            "peak_gpu_bytes": self.peak_gpu_bytes,
-        }
-        return Readings(**{name: value for name, value in found.items() if value is not None})
+            **{name: shares[name].fraction for name in STALL_CAUSES},
+            workers=self.num_workers,
+            cores=cores_per_rank(),
+            accumulation=self.accumulation and ceil_div(self.accumulation, ranks),
+            micro_batch_tokens=self.micro_batch_tokens,
+            state_bytes=self.state_bytes,
+            peak_gpu_bytes=self.peak_gpu_bytes,
+        )
 
     @property
     def planned(self) -> Mapping[str, float]:

@@ -35,8 +35,7 @@ def measure(shards: Path, folder: Path) -> dict[str, int]:
         return tensor
 
     loaders = SplitLoaders(config, task, world.device)
-    like, shape = loaders.first(), loaders.largest_shape()
-    shown = like.blank_like(*shape)
+    shown, _ = loaders.largest()
     shapes = {weight.shape for weight in learner.model.parameters() if weight.dim() == 2}
     shapes |= {shape[::-1] for shape in shapes}
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
