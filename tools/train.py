@@ -23,7 +23,7 @@ from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.text import facts
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.tools.train_phases import as_yaml, read_phases, run_phases
-from tokenfeed.tools.train_settings import Command, read_command, read_options
+from tokenfeed.tools.train_settings import Command, Parsed, read_command, read_options
 from tokenfeed.trainer.config.allocator import set_allocator
 from tokenfeed.trainer.report.machine import Gpu, Host
 from tokenfeed.trainer.report.recommendations import Readings, recommended
@@ -98,14 +98,10 @@ def _run() -> int:
         print(yaml.safe_dump(parsed.as_dict(), sort_keys=False), end="")
         return 0
 
-    from tokenfeed.trainer.distributed.world import join_world  # torch takes seconds to load
-    from tokenfeed.trainer.loop.run import announce, train
-
     if command.dry_run:
-        world = join_world(config.device)
-        announce(config, world, parsed.settle)
-        world.close()
-        return 0
+        return _dry_run([parsed])
+    from tokenfeed.trainer.loop.run import train  # torch takes seconds to load
+
     requests = SignalRequests()
     report = train(config, requests.should_stop, requests.should_save, settle=parsed.settle)
     if not is_main:
@@ -122,17 +118,21 @@ def _run_phases(command: Command) -> int:
         print(as_yaml(command, read_phases(command)), end="")
         return 0
     if command.dry_run:
-        from tokenfeed.trainer.distributed.world import join_world
-        from tokenfeed.trainer.loop.run import announce
-
-        world = join_world(command.device)
-        for phase in read_phases(command):
-            announce(phase.config, world, phase.parsed.settle)
-        world.close()
-        return 0
+        return _dry_run([phase.parsed for phase in read_phases(command)])
     requests = SignalRequests()
     run_phases(command, requests.should_stop, requests.should_save)
     return 0 if requests.ended_by is None else 128 + requests.ended_by
+
+
+def _dry_run(runs: list[Parsed]) -> int:
+    from tokenfeed.trainer.distributed.world import join_world  # torch takes seconds to load
+    from tokenfeed.trainer.loop.run import announce
+
+    world = join_world(runs[0].command.device)
+    for each in runs:
+        announce(each.command.settings(), world, each.settle)
+    world.close()
+    return 0
 
 
 def monitor() -> int:
@@ -160,14 +160,13 @@ def view(gpus: list[Gpu], host: Host, run_dir: Path | None) -> str:
     cores, memory, load = psutil.cpu_count() or 1, psutil.virtual_memory(), host.read()
     report = Report.of_run(run_dir) if run_dir else None
     readings = report.readings if report else Readings(cores=usable_cores())
-    readings, shown = dataclasses.replace(readings, **load), {}
+    readings, shown = readings.updated(**load), {}
     advice: dict[str, str] = {} if gpus else recommended(readings)
     for number, gpu in enumerate(gpus):
         if (reading := gpu.read()) is None:
             continue
         shown[f"GPU {number}"] = gpu.describe(reading)
-        known = {k: v for k, v in dataclasses.asdict(reading).items() if v is not None}
-        found = recommended(dataclasses.replace(readings, **gpu.workers(), **known))
+        found = recommended(readings.updated(**gpu.workers(), **dataclasses.asdict(reading)))
         for name, text in found.items():  # the first GPU stands for others with the same advice
             advice.setdefault(name, f"GPU {number}: {text}" if len(gpus) > 1 else text)
     return facts(

@@ -72,15 +72,9 @@ def train(
         if joined is None:
             world.close()
         return report
-    except TokenfeedError:  # first, since some of these are RuntimeErrors
-        raise
     except RuntimeError as error:
-        if reason := world.reason(error):
-            raise RankError(f"rank {world.rank} ends: {reason}") from error
-        message = _explain(error, config)
-        if message is None:
-            raise
-        raise ConfigError(message) from error
+        _raise_explained(error, config, world)
+        raise
 
 
 def announce(config: TrainConfig, world: World, settle: Settle | None = None) -> None:
@@ -96,20 +90,18 @@ def announce(config: TrainConfig, world: World, settle: Settle | None = None) ->
             log_beginning(config, trainer.learner, shape, trainer.epoch, loader, 0)
             _log.info("allocator of a GPU: %s", allocator(os.environ))
             if trainer.device.type != "cpu":
-                peak = peak_of_step(trainer.learner, trainer.loaders)
-                found = "more than there is" if peak is None else f"{peak / 1e9:.2f} GB"
+                peaks = world.all_gather(peak_of_step(trainer.learner, trainer.loaders))
+                known = [peak for peak in peaks if peak is not None]
+                fits = len(known) == len(peaks)
+                found = f"{max(known) / 1e9:.2f} GB" if fits else "more than there is"
                 _log.info("memory of a step, with activations: %s", found)
-                if peak is None:
+                if not fits:  # on any rank: the others would wait for it
                     return
             for line in _times(trainer, trainer.try_steps(_TRIED_STEPS)):
                 _log.info("%s", line)
-    except TokenfeedError:  # first, since some of these are RuntimeErrors
-        raise
     except RuntimeError as error:
-        message = _explain(error, config)
-        if message is None:
-            raise
-        raise ConfigError(message) from error
+        _raise_explained(error, config, world)
+        raise
 
 
 def _times(trainer: Trainer, seconds: list[float]) -> Iterator[str]:
@@ -207,6 +199,17 @@ def _check_folder(config: TrainConfig) -> None:
             f"`--run-dir`: {config.run_dir} already holds a run. Add --resume to go on with it, or "
             "give another folder."
         )
+
+
+def _raise_explained(error: RuntimeError, config: TrainConfig, world: World) -> None:
+    """Raise an error of torch as one line that names the remedy. Return if it is a bug, or an error
+    of tokenfeed."""
+    if isinstance(error, TokenfeedError):
+        return
+    if reason := world.reason(error):
+        raise RankError(f"rank {world.rank} ends: {reason}") from error
+    if message := _explain(error, config):
+        raise ConfigError(message) from error
 
 
 def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
