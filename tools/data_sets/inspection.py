@@ -100,7 +100,7 @@ _NOTES = {
     "split_tokens": "{:,} tokens that span two kinds, with the kind of their first character",
     "unmarked": "{:,} contents of the assistant outside {{% generation %}}: not learnt",
     "unread_arguments": "{:,} template arguments that the template does not read",
-    "weightless": "{:,} messages of weight 0: not learnt",
+    "zero_weights": "{:,} messages of weight 0: not learnt",
     "joined_parts": "{:,} contents whose parts were joined, because the template takes texts",
     "text_arguments": "{:,} calls whose arguments are a text, which the template writes as JSON "
     "again: give objects",

@@ -1060,7 +1060,7 @@ def _notes(
         for key in template.unread_keys(message):
             notes[UNREAD_KEY + key[:_SHOWN]] += 1
         weight = message.get("weight", 1)
-        notes["weightless"] += not is_learnt(message)
+        notes["zero_weights"] += not is_learnt(message)
         notes["weights"] += is_learnt(message) and weight != 1
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
