@@ -197,7 +197,7 @@ class Parsed(NamedTuple):
     settle: Settle | None = None
     """Returns the settings for the size of a step that fits the GPU; None if the size is known."""
     left_open: Mapping[str, Any] = {}
-    """Settings that depend on the GPU: their values as given, None for those that are not given."""
+    """Settings that depend on the GPU: their values as given, or None."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings by name as --config takes them, without those that `train` chooses
@@ -530,11 +530,12 @@ def _chosen(
     if on_gpu and "micro_batch_tokens" not in given:
         choices += filter(None, [gpu_default(command(), packed=packed)])
     found = command()
-    names = [] if quiet else presets.split(",")
-    known = [Choice(read_preset(name, FILE_KINDS), f"preset {name}") for name in names if name]
+    if quiet:
+        return found
+    names = filter(None, presets.split(","))
+    known = [Choice(read_preset(name, FILE_KINDS), f"preset {name}") for name in names]
     for line in filter(None, (choice.line(found) for choice in [*known, *choices])):
-        if not quiet:
-            _log.info("%s", line)
+        _log.info("%s", line)
     return found
 
 

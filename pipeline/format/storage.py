@@ -173,7 +173,7 @@ def held(path: Path, *, is_shared: bool = False) -> Iterator[bool]:
         with contextlib.ExitStack() as stack:
             try:
                 if not is_shared:
-                    stack.enter_context(_lock_beside(path).acquire(blocking=False))
+                    stack.enter_context(_file_lock(path).acquire(blocking=False))
             except filelock.Timeout:
                 yield False
                 return
@@ -201,7 +201,7 @@ def waited_for(path: Path) -> Iterator[None]:
     On a file system without locks, do not wait.
     """
     if fcntl is None:
-        with _lock_beside(path):
+        with _file_lock(path):
             path.touch()
             yield
         return
@@ -211,9 +211,9 @@ def waited_for(path: Path) -> Iterator[None]:
         yield
 
 
-def _lock_beside(path: Path) -> filelock.BaseFileLock:
-    """Return a lock of a path, in the folder for temporary files. The folder of the path shall
-    contain no other files, and a locked file could not be replaced on Windows."""
+def _file_lock(path: Path) -> filelock.BaseFileLock:
+    """Return a lock for a path, as a file in the folder for temporary files: data sets contain no
+    other files, and Windows cannot replace a locked file."""
     folder = Path(tempfile.gettempdir()) / "tokenfeed-locks"
     folder.mkdir(exist_ok=True)
     name = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.normcase(os.path.realpath(path))))

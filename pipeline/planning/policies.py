@@ -127,6 +127,8 @@ class Batching(ABC):
     repr."""
 
     __slots__ = ()
+    packs: ClassVar[bool] = False
+    """Whether a sequence may have several documents."""
 
     def __repr__(self) -> str:
         return describe(self)
@@ -137,9 +139,6 @@ class Batching(ABC):
 
     def __hash__(self) -> int:
         return hash(describe(self))
-
-    packs: ClassVar[bool] = False
-    """Whether a sequence may have several documents."""
 
     @property
     @abstractmethod
@@ -282,7 +281,7 @@ of the windows already mixes rows. Labelled rows use a larger width if the label
 would be too similar."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Padded(ByLength):
     """Micro-batches of rows with similar lengths, as many as fit a token budget.
 
@@ -312,8 +311,6 @@ class Padded(ByLength):
     fill: InitVar[bool] = False
     """True: the same as `last`="fill"."""
 
-    __repr__ = Batching.__repr__
-
     def __post_init__(self, fill: bool) -> None:
         _check_fields(self, fill=fill)
         if self.max_tokens < self.multiple_of:
@@ -341,7 +338,7 @@ class Padded(ByLength):
         return float(lengths.sum()) / self.max_tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Fixed(ByLength):
     """Micro-batches with a fixed number of rows of similar lengths. Rows are never cut, so the
     memory depends on the longest row.
@@ -361,8 +358,6 @@ class Fixed(ByLength):
 
     fill: InitVar[bool] = False
     """True: the same as `last`="fill"."""
-
-    __repr__ = Batching.__repr__
 
     def __post_init__(self, fill: bool) -> None:
         _check_fields(self, fill=fill)
@@ -390,7 +385,7 @@ class Fixed(ByLength):
         return len(lengths) / self.batch_size
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Packed(Batching):
     """Micro-batches of sequences of one length, packed from documents.
 
@@ -428,8 +423,6 @@ class Packed(Batching):
 
     fill: InitVar[bool] = False
     """True: the same as `last`="fill"."""
-
-    __repr__ = Batching.__repr__
 
     def __post_init__(self, fill: bool) -> None:
         _check_fields(self, fill=fill)

@@ -37,6 +37,7 @@ from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.policies import (
     Batching,
     Fixed,
+    Last,
     LongRows,
     Packed,
     Padded,
@@ -300,28 +301,27 @@ def make_policy(
     Raises:
         ConfigError: Sequences of --sequence-length do not fill a micro-batch.
     """
+    last: Last = "fill" if config.compile else "short"
     if packed:
         check_multiple(config, "micro_batch_tokens", "sequence_length")
         return Packed(
             config.sequence_length,
             config.rows,
             long_rows=long_rows,
-            last="fill" if config.compile else "short",
+            last=last,
             balance_attention=config.balance_attention,
         )
     multiple_of = _TILE if on_gpu else 1
     if config.compile:
         multiple_of = round_up(ceil_div(config.sequence_length, MOST_SHAPES), _TILE)
     if config.step_rows is not None:
-        return Fixed(
-            config.rows, multiple_of=multiple_of, last="fill" if config.compile else "short"
-        )
+        return Fixed(config.rows, multiple_of=multiple_of, last=last)
     return Padded(
         config.micro_batch_slots,
         multiple_of=multiple_of,
         long_rows=long_rows,
         sequence_length=config.sequence_length,
-        last="fill" if config.compile else "short",
+        last=last,
     )
 
 

@@ -1,4 +1,4 @@
-"""The GPU of this process: whether torch can use it."""
+"""Find out whether torch can use the GPU of this machine, and which wheel of torch can."""
 
 import os
 from collections.abc import Collection
@@ -10,8 +10,8 @@ from tokenfeed.pipeline.feeding.devices import cuda
 
 _INDEX = "https://download.pytorch.org/whl"
 _OLDEST, _OF_CUDA_13, _BLACKWELL = (5, 0), (7, 5), (10, 0)
-"""Least capability of wheels for CUDA 12.6 and for CUDA 13, and most of wheels for 12.6. Wheels for
-CUDA 12.8, up to torch 2.11, have kernels for Blackwell GPUs."""
+"""Lowest capability in wheels for CUDA 12.6, the same for CUDA 13, and the lowest that wheels for
+CUDA 12.6 lack. Wheels for CUDA 12.8, up to torch 2.11, have kernels for Blackwell GPUs."""
 
 
 def why_unusable() -> str | None:

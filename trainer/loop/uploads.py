@@ -50,9 +50,11 @@ _LAST = (PAGE_FILE, REPORT_FILE)
 _COPIED_BYTES = 8 << 20
 _LEAST_BYTES_PER_S = 1e6
 _PATIENCE_S = 600.0
-"""The end of a run waits so long for the last upload, and longer if there is much to upload."""
+"""Seconds to wait for the last upload of a run, besides the time that its bytes take."""
 _PATIENCE_AFTER_ERROR_S = 20.0
+"""Seconds to wait for the last upload when a run fails."""
 _QUIET_S = 1.0
+"""Seconds to wait before a line says so."""
 
 _log = logging.getLogger(__name__)
 
@@ -181,7 +183,7 @@ class Uploads:
         self._sent: dict[str, bytes] = {}
 
     def start(self) -> None:
-        """Upload what is new. If an upload is running, it takes notice. Does not wait."""
+        """Upload what is new, after an upload that is running. Do not wait."""
         with self._lock:
             self._is_due = True
             if self._thread is None:
@@ -189,7 +191,7 @@ class Uploads:
                 self._thread.start()
 
     def finish(self) -> None:
-        """Upload the end of the run. Wait for it, but not forever, and log how it ended."""
+        """Upload the end of the run. Wait for it up to a limit, and log the outcome."""
         self.start()
         self._wait(_QUIET_S)
         if self._thread:
@@ -275,7 +277,7 @@ def _reason(error: Exception) -> str:
 def is_ahead(address: str, run_dir: Path) -> bool:
     """Return whether the copy of a run has a later checkpoint than the run's folder.
 
-    If the copy cannot be read, the folder is the newest as far as anyone knows, with a warning.
+    If the copy cannot be read, log a warning and return False.
 
     Raises:
         ConfigError: The address is invalid.
@@ -309,7 +311,7 @@ def fetch_newest(config: TrainConfig) -> None:
     """Download the newest checkpoint and the best one of a run that goes on, if only the copy has
     them, with the run's settings, metrics and report.
 
-    The newest checkpoint gets its name last. So a killed download leaves nothing that lacks a part.
+    The newest checkpoint gets its name last, so a killed download leaves no incomplete copy.
 
     Raises:
         ResumeError: A checkpoint there is damaged, or the copy cannot be read.
