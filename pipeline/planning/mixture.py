@@ -8,7 +8,9 @@ number of record batches that a source gave before window k is computed, not sto
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from math import lcm
 from numbers import Real
+from operator import sub
 from os import PathLike
 from typing import Literal, get_args
 
@@ -83,34 +85,32 @@ def mix(
     Proportions come from the tokens in the manifest. They are exact up to one record batch per
     source, and exact to the row for a source that is read whole.
     """
-    tokens = [Fraction(source.tokens) for source in sources]
+    tokens, counts = [each.tokens for each in sources], [each.batches for each in sources]
     shares = proportions(weights)
-    durations = [size / share for size, share in zip(tokens, shares, strict=True)]
+    whole = lcm(*(share.denominator for share in shares))
+    rates = [share.numerator * (whole // share.denominator) for share in shares]  # exact integers
+    durations = [Fraction(size, rate) for size, rate in zip(tokens, rates, strict=True)]
     if exhausted == "continue":
         ends = sorted(set(durations))
     else:
         ends = [max(durations) if exhausted == "repeat" else min(durations)]
+    nth = {end: number for number, end in enumerate(ends)}
+    phase_of = [nth.get(duration, len(ends)) for duration in durations]  # in which it runs out
     phases = []
-    given = [0] * len(sources)
-    done = [Fraction(0)] * len(sources)
-    start = Fraction(0)
-    for end in ends:
-        running = [exhausted != "continue" or duration >= end for duration in durations]
-        for number in range(len(sources)):
-            if running[number]:
-                done[number] += (end - start) * shares[number]
-        reached = [
-            int(source.batches * fraction / size)
-            for source, fraction, size in zip(sources, done, tokens, strict=True)
-        ]
-        batches = tuple(after - before for after, before in zip(reached, given, strict=True))
+    given = (0,) * len(sources)
+    for number, end in enumerate(ends):
+        above, below = end.as_integer_ratio()
+        reached = tuple(
+            count if phase <= number else count * rate * above // (size * below)
+            for count, rate, size, phase in zip(counts, rates, tokens, phase_of, strict=True)
+        )
+        batches = tuple(map(sub, reached, given))
         if any(batches):
-            phase_tokens = sum(
-                batches[n] * sources[n].tokens / sources[n].batches for n in range(len(sources))
-            )
+            parts = zip(batches, tokens, counts, strict=True)
+            phase_tokens = sum(some * size / count for some, size, count in parts if some)
             windows = min(max(batches), max(1, round(phase_tokens / window_tokens)))
-            phases.append(MixturePhase(tuple(given), batches, windows))
-        given, start = reached, end
+            phases.append(MixturePhase(given, batches, windows))
+        given = reached
     return tuple(phases)
 
 

@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import NamedTuple, Self
 
 import numpy as np
+import xxhash
 
 from tokenfeed.pipeline.planning.permutation import (
     derive_key,
@@ -131,6 +132,10 @@ class SourceOrder(ABC):
         return self._places_of(source, epoch, reading, batches)
 
 
+_MOST_SAVED = 10_000
+"""Numbers of record batches in a state. A mixture of 1,000 data sets has a million."""
+
+
 @dataclass(frozen=True)
 class EpochOrder(SourceOrder):
     """The order of a data set or a mixture. All epochs have the same phases."""
@@ -147,6 +152,15 @@ class EpochOrder(SourceOrder):
     def batches_read(self) -> tuple[int, ...]:
         """Record batches of each source in an epoch; a repeated source has more than its size."""
         return tuple(map(sum, zip(*(phase.batches for phase in self.phases), strict=True)))
+
+    @cached_property
+    def saved(self) -> list[list[int]]:
+        """Record batches of each source in each phase, as in a saved state; a checksum of them if
+        they are many."""
+        phases = [list(phase.batches) for phase in self.phases]
+        if len(phases) * len(self.sizes) <= _MOST_SAVED:
+            return phases
+        return [[xxhash.xxh3_64_intdigest(np.array(phases, np.int64).tobytes()) >> 1]]
 
     @property
     def stretches(self) -> tuple[Stretch, ...]:

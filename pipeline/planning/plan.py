@@ -85,7 +85,7 @@ class PlanSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     shuffle: bool = True
     weights: list[Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]] | None = None
     phases: list[list[int]] | None = None
-    """Record batches of each source in each phase."""
+    """Record batches of each source in each phase; see `EpochOrder.saved`."""
     windows: _Positive | None = None
     window_tokens: _Positive | None = None
     exhausted: Exhausted | None = None
@@ -454,7 +454,7 @@ class Plan:
         return msgspec.structs.replace(
             settings,
             weights=list(self.weights),
-            phases=[list(phase.batches) for phase in order.phases],
+            phases=order.saved,
             windows=order.num_windows,
             window_tokens=self.window_tokens,
             exhausted=self.exhausted,
