@@ -22,11 +22,14 @@ import pyarrow as pa
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.tools.corpus.records import FieldKind, Fields, shown_names
+from tokenfeed.tools.corpus.formats.tables import without_nulls
+from tokenfeed.tools.corpus.records import RAW_KINDS, FieldKind, Fields, shown_names
 
 _BLOCK_BYTES = 1 << 22
 _BATCH_RECORDS = 1000
 """Rows that are encoded together."""
+_DEEP = {bytes, dict, list, tuple}
+"""Types of values that may have bytes inside."""
 _SCALARS = {FieldKind.TEXT, FieldKind.LABEL, FieldKind.NUMBER}
 """Kinds whose values are not lists or dicts."""
 
@@ -277,23 +280,32 @@ def _rows(name: str, table: Any, fields: Fields) -> Iterator[list[dict[str, Any]
         raise CorpusError(f"{name}: cannot be read as a table: {error}.") from None
     for batch in reader:
         wanted = batch.select(_columns(name, fields, batch.schema.names))
+        nested = [
+            field
+            for field in wanted.schema.names
+            if fields[field] in RAW_KINDS and pa.types.is_nested(wanted.schema.field(field).type)
+        ]
         fitting = _BLOCK_BYTES * batch.num_rows // max(wanted.nbytes, 1)
         step = min(max(fitting, 1), _BATCH_RECORDS)
         for start in range(0, batch.num_rows, step):
             rows = wanted.slice(start, step).to_pylist()
+            if nested:
+                rows = [row | {each: without_nulls(row[each]) for each in nested} for row in rows]
             if "binary" in str(wanted.schema.types):
                 rows = [{field: _text(value) for field, value in row.items()} for row in rows]
             yield rows
 
 
 def _text(value: Any) -> Any:
-    """Decode bytes, also in lists, because msgspec would write them in base 64.
+    """Decode bytes, also in lists and dicts, because msgspec would write them in base 64.
 
     Invalid UTF-8 becomes surrogates, which the reader rejects.
     """
     if isinstance(value, bytes):
         return value.decode(errors="surrogateescape")
-    if isinstance(value, list) and bytes in map(type, value):
+    if isinstance(value, dict):
+        return {key: _text(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not _DEEP.isdisjoint(map(type, value)):
         return [_text(item) for item in value]
     return value
 

@@ -273,17 +273,17 @@ def _listed(column: pa.Array, kind: FieldKind) -> list[Any]:
     except UnicodeDecodeError:
         return [_value(scalar) for scalar in column]
     if kind in RAW_KINDS:
-        return [_without_nulls(value) for value in values]
+        return [without_nulls(value) for value in values]
     return values
 
 
-def _without_nulls(value: Any) -> Any:
-    """An object without the keys that its table has for other objects only."""
+def without_nulls(value: Any) -> Any:
+    """Return an object without the keys that its table has for other objects only."""
     if isinstance(value, list) and value and isinstance(value[0], tuple):  # of the type map
         value = dict(value)
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _value(scalar: pa.Scalar) -> Any:
