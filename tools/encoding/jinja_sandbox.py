@@ -30,13 +30,13 @@ MARK = re.compile(f"[{chr(FIRST_MARK)}-{_LEAF_MARKS[1]}]")
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %} of transformers: notes where the enclosed text begins and ends."""
+    """The tag {% generation %} of transformers: notes the enclosed text and where it begins."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
-        self.found: list[tuple[int, int]] = []
+        self.found: list[tuple[int, str]] = []
         self.length = 0
         """Characters that were rendered so far."""
 
@@ -47,21 +47,37 @@ class _Generation(jinja2.ext.Extension):
 
     def _note(self, caller: Any) -> str:
         text: str = caller()
-        self.found.append((self.length, self.length + len(text)))
+        self.found.append((self.length, text))
         return text
 
 
 def generated_by(
     template: jinja2.Template, variables: dict[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Render a template. Return the text, and what {% generation %} encloses."""
+    """Render a template. Return the text, and what {% generation %} encloses.
+
+    Jinja renders a macro, a block of {% set %} and a block of {% filter %} before it writes them. A
+    tag inside of them may begin at another place than noted.
+
+    Raises:
+        TemplateError: The enclosed texts overlap, or are not where they were noted.
+    """
     tracker: Any = template.environment.extensions[_Generation.identifier]
     tracker.found, tracker.length = [], 0
     pieces = []
     for piece in template.generate(variables):
         pieces.append(piece)
         tracker.length += len(piece)
-    return "".join(pieces), tracker.found
+    rendered, ranges, last = "".join(pieces), list[tuple[int, int]](), 0
+    for start, text in tracker.found:
+        if start < last or not rendered.startswith(text, start):
+            raise jinja2.TemplateError(
+                "it is not certain what {% generation %} encloses. Move the tag out of other tags "
+                "{% generation %}, and out of macros, {% set %} and {% filter %}"
+            )
+        last = start + len(text)
+        ranges.append((start, last))
+    return rendered, ranges
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
