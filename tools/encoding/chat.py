@@ -105,6 +105,12 @@ class ChatTemplate:
         """Whether the text can depend on the tools of a conversation."""
         return re.search(r"\btools\b", self.source) is not None
 
+    @property
+    def tokens(self) -> dict[str, str]:
+        """The variables that are texts of tokens, such as `bos_token`."""
+        named = ((name, text) for name, text in self.variables.items() if name.endswith("_token"))
+        return {name: text for name, text in named if text and isinstance(text, str)}
+
     @functools.cached_property
     def missing_tokens(self) -> list[str]:
         """Special tokens that the template names, such as `bos_token`, without a value."""

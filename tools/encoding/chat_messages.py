@@ -70,12 +70,34 @@ def read_messages(value: Any) -> list[Message]:
     return [_message(raw, f"message {number}") for number, raw in enumerate(value, 1)]
 
 
+def _text(message: Message) -> str:
+    content = message.get("content") or ""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
 def asks(prompt: str, message: Message) -> bool:
     """Return whether a message of the user has the text of a prompt."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
-    return message["role"] == "user" and (content or "").strip() == prompt.strip()
+    return message["role"] == "user" and _text(message).strip() == prompt.strip()
+
+
+def continued(messages: list[Message], more: list[Message]) -> list[Message]:
+    """Return a conversation that begins with `messages` and continues with `more`.
+
+    If `more` does not begin with the assistant, it may repeat all messages or the last of them. Or
+    it is the whole conversation: it has a system message before the messages, or another answer to
+    the first of them.
+    """
+    old, new = (
+        [(each["role"], _text(each), each.get("tool_calls")) for each in part]
+        for part in (messages, more)
+    )
+    size = len(old)
+    if new[0][0] == "assistant":
+        return more if new[:size] == old else messages + more
+    if old[:1] == new[:1] or any(new[k : k + size] == old for k in range(1, len(new))):
+        return more
+    first = next(n for n in range(size + 1) if old[n:] == new[: size - n])
+    return messages[:first] + more
 
 
 def _message(raw: Any, name: str) -> Message:
@@ -92,6 +114,9 @@ def _message(raw: Any, name: str) -> Message:
         raise Unusable(f"has {name} with the role {role!r:.40}, expected {expected}")
     if "function_call" in message:  # the older layout of OpenAI
         message = _with_tool_call(message, name)
+    calls = message.get("tool_calls") or []
+    if not (isinstance(calls, list) and all(map(_is_call, calls))):
+        raise Unusable(f"has {name} with tool_calls that are not a list of objects with a name")
     for key in _THINKING:
         if isinstance(thinking := message.get(key), str):
             # The order is that of transformers: templates may write a message as JSON.
@@ -108,6 +133,12 @@ def _message(raw: Any, name: str) -> Message:
         if not message.get("tool_calls") and "thinking" not in message:
             raise Unusable(f"has {name} ({role}) without content")
     return message
+
+
+def _is_call(call: Any) -> bool:
+    """Return whether a value is a call of a function, in the layout of OpenAI or without it."""
+    function = (call.get("function") or call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _from_share_gpt(raw: Message, name: str) -> Message:

@@ -52,6 +52,7 @@ from tokenfeed.tools.encoding.chat_messages import (
     UNREAD_KEY,
     Conversation,
     asks,
+    continued,
     is_learnt,
     read_messages,
 )
@@ -84,6 +85,10 @@ _TASKS_BY_FIELDS = {
 _MEANINGFUL = {"chosen", "rejected", "label", "instruction", "history", "loss_mask", "labels"}
 _MEANINGFUL |= {"attention_mask", "completion_mask", "assistant_masks", "weight", "messages"}
 """Usual names of fields that change what a record means."""
+_OTHER_NAMES = {"kto_tag": "label", "functions": "tools"}
+"""The fields of a task by other usual names."""
+_OTHER_NAMES = {"kto_tag": "label", "functions": "tools"}
+"""Usual names of fields that a task reads only if they are named, with the task's own names."""
 
 Encode = Callable[[list[bytes]], Ragged]
 """Turns UTF-8 texts into ids; see `Engine.encode`."""
@@ -167,9 +172,10 @@ class TaskEncoder(ABC):
         if field == "input" and "completion" in self.named:
             prompt = self.named["prompt"]
             return f"give --field prompt='{{{prompt}}}\\n{{input}}' completion=NAME"
-        if field in self.kinds:
-            return f"give --field {field}={field} beside the other fields"
-        if field == "label" and "completion" in self.named:
+        own = _OTHER_NAMES.get(field, field)
+        if own in self.kinds and not (own == "label" and "chosen" in self.named):
+            return f"give --field {own}={field} beside the other fields"
+        if own == "label" and "completion" in self.named:
             return "--task chat rejects records whose label is false"
         return (
             "prepare the records first if it changes their meaning" if field in _MEANINGFUL else ""
@@ -776,6 +782,17 @@ class ChatEncoder(TaskEncoder):
             object.__setattr__(self, "messages", None)
 
     @classmethod
+    def variant(cls, fields: Collection[str]) -> type[TaskEncoder]:
+        """Return the class. Reject messages that no layout with the other fields reads."""
+        others = [name for name in ("prompt", "completion", "chosen", "rejected") if name in fields]
+        if "messages" in fields and others:
+            raise ConfigError(
+                f"`--field` messages and {others[0]}: expected messages alone, or prompt=NAME for "
+                "what precedes the answers."
+            )
+        return cls
+
+    @classmethod
     def usual_fields(cls) -> Fields:
         """Return the fields of all layouts. A record has some of them."""
         names = chain.from_iterable(layout.values() for layout in (*cls.layouts, cls.extras))
@@ -798,7 +815,10 @@ class ChatEncoder(TaskEncoder):
 
     def _name_field(self, missing: str) -> str:
         """Return the options that name the fields of a conversation."""
-        return " Name the field: `--field messages=NAME` or `--field prompt=NAME completion=NAME`."
+        return (
+            " Name the fields: `--field messages=NAME`, `--field prompt=NAME completion=NAME` or "
+            "`--field prompt=NAME chosen=NAME rejected=NAME`."
+        )
 
     @property
     def _endings(self) -> tuple[str, ...]:
@@ -963,10 +983,7 @@ class ChatEncoder(TaskEncoder):
                 is_whole = prompt_is_text and more[0]["role"] != "assistant"
                 if is_whole and not any(asks(messages[0]["content"], each) for each in more):
                     raise Unusable("begins with another message, but none is the prompt")
-            # A whole conversation begins as the prompt, even if the prompt has another answer.
-            is_whole |= messages[:1] == more[:1] and more[0]["role"] != "assistant"
-            repeats = is_whole or more[: len(messages)] == messages
-            messages = more if repeats else messages + more
+            messages = more if is_whole else continued(messages, more)
             prompt_is_text = role == "user" and is_text
         if self.label is not None and values[self.label][row] is False:
             raise Unusable(f"field `{self.label}` is false: an answer that must not be learnt")

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -77,8 +77,10 @@ class _NamedTemplate(msgspec.Struct):
 
 _Token = _Content | str | bool | int | float | list[Any] | None
 """A value of a key that ends with `_token`. Keys such as `add_bos_token` have no token."""
-_Templates = str | list[_NamedTemplate] | None
+_Templates = str | list[_NamedTemplate] | dict[str, str] | None
 _Ids = int | list[int] | None
+_ADDING = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens")
+"""Keys with tokens that transformers adds to the vocabulary if it lacks them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +89,8 @@ class ModelFiles:
 
     tokens: dict[str, str] = field(default_factory=dict)
     """Special tokens by name, such as `eos_token`."""
+    added: tuple[str, ...] = ()
+    """Tokens that transformers would add to the vocabulary if it lacks them."""
     chat_templates: dict[str, str] = field(default_factory=dict)
     """Chat templates by name: `default`, and `tool_use` for conversations with tools."""
     end_ids: tuple[int, ...] = ()
@@ -101,21 +105,25 @@ class ModelFiles:
         """
         tokens: dict[str, Any] = {}
         config: dict[str, Any] = {}
+        added: list[str] = []
         for file in ("special_tokens_map.json", "tokenizer_config.json"):
             with _valid(name, file):
                 config = msgspec.convert(_json_beside(name, file), dict[str, Any])
                 named = {key: value for key, value in config.items() if key.endswith("_token")}
-                tokens |= msgspec.convert(named, dict[str, _Token])
+                found = msgspec.convert(named, dict[str, _Token])
+                # as in transformers: the map is of its older versions
+                tokens = found if "added_tokens_decoder" in config else found | tokens
+                added += (text for key in _ADDING for text in _token_texts(config.get(key)))
         with _valid(name, file):
             given = msgspec.convert(config.get("chat_template"), _Templates)
         listed = given if isinstance(given, list) else []
-        templates = {each.name: each.template for each in listed}
+        templates = given if isinstance(given, dict) else {e.name: e.template for e in listed}
         templates |= {"default": given} if isinstance(given, str) else {}
         files = {"default": CHAT_TEMPLATE_FILE, "tool_use": _TOOL_TEMPLATE_FILE}
         for template, file in files.items():
             with _valid(name, file):
-                if found := fetch_beside(name, file):
-                    templates[template] = found.decode()
+                if content := fetch_beside(name, file):
+                    templates[template] = content.decode()
         with _valid(name, "generation_config.json"):
             generation = _json_beside(name, "generation_config.json")
             ids = msgspec.convert(
@@ -124,9 +132,20 @@ class ModelFiles:
         texts = {k: v.content if isinstance(v, _Content) else v for k, v in tokens.items()}
         return cls(
             tokens={k: v for k, v in texts.items() if v and isinstance(v, str)},
+            added=tuple(added),
             chat_templates=templates,
             end_ids=tuple([ids] if isinstance(ids, int) else ids or ()),
         )
+
+
+def _token_texts(given: Any) -> list[str]:
+    """Return the texts of tokens in a list or a dict."""
+    listed = given.values() if isinstance(given, dict) else given
+    texts = [
+        each.get("content") if isinstance(each, dict) else each
+        for each in (listed if isinstance(listed, Iterable) else ())
+    ]
+    return [text for text in texts if text and isinstance(text, str)]
 
 
 @contextlib.contextmanager
@@ -139,7 +158,8 @@ def _valid(name: str, file: str) -> Iterator[None]:
 
 
 def _json_beside(name: str, file: str) -> Any:
-    value = json.loads(fetch_beside(name, file) or b"{}")
+    content = fetch_beside(name, file)
+    value = json.loads(b"{}" if content is None else content)
     msgspec.json.encode(value)  # raises an error for a lone surrogate
     return value
 
@@ -211,6 +231,13 @@ class TextTokenizer:
     def end_id(self) -> int | None:
         """The id of `end_token`."""
         return self.tokenizer.token_to_id(self.end_token) if self.end_token else None
+
+    def is_token(self, text: str) -> bool:
+        """Return whether a text alone becomes the token of this name."""
+        with contextlib.suppress(Exception):  # a model without an unknown token may raise
+            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+            return ids == [self.tokenizer.token_to_id(text)]
+        return False
 
     @property
     def has_template(self) -> bool:

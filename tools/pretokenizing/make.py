@@ -296,7 +296,8 @@ def chat_template_of(options: Options, tokenizer: TextTokenizer, files: ModelFil
             ) from None
     elif source is not None and (with_tools := files.chat_templates.get("tool_use")):
         text, other = (each.removesuffix("\n") for each in (with_tools, source))  # as Jinja does
-        source = f"{{% if tools is not none %}}{text}{{% else %}}{other}{{% endif %}}"
+        # `+` keeps the white space beside a tag
+        source = f"{{% if tools is not none +%}}{text}{{%+ else +%}}{other}{{%+ endif %}}"
     if source is None:
         raise TokenizerError(
             f"{options.tokenizer}: has no chat template. Give a folder with tokenizer_config.json "
@@ -321,7 +322,9 @@ def chat_template_of(options: Options, tokenizer: TextTokenizer, files: ModelFil
         name = options.chat_template or options.tokenizer
         raise TokenizerError(f"{name}: the chat template {reason}. Correct it.") from None
     written = " ".join(texts_written(parsed(source)))
-    if unknown := sorted({*_TOKEN.findall(written)} - {token.content for token in added}):
+    named = {*_TOKEN.findall(written)} | {*filter(written.__contains__, files.added)}
+    named |= {text for name, text in template.tokens.items() if template.reads(name)}
+    if unknown := [each for each in sorted(named) if not tokenizer.is_token(each)]:
         logger.warning(
             "the chat template writes %s, but the tokenizer has no such token: a model learns the "
             "characters. Use the template of the tokenizer, or add the token",

@@ -649,7 +649,7 @@ def test_a_template_with_unknown_tokens_is_named(tmp_path: Path, tokenizer: Path
 
 def test_records_of_no_layout_are_named_with_the_option(tmp_path: Path, tokenizer: Path) -> None:
     made = make([{"question": "a", "tools": []}], tmp_path / "out", tokenizer, expect=1)
-    assert "no field `messages`; it has: question, tools. Name the field: `--field" in made.stderr
+    assert "no field `messages`; it has: question, tools. Name the fields: `--field" in made.stderr
 
 
 def test_cat_marks_what_a_loss_counts(thoughtful: tuple[Path, str]) -> None:

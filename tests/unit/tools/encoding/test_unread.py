@@ -1,6 +1,7 @@
 """Conversations are learnt as their records mean it, and what is not read is said."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,6 +115,140 @@ def test_pairs_beside_messages_are_pairs(record: Any, tmp_path: Path, model: Pat
     texts, _, _ = run([record], tmp_path, model)
     begin = "<|t|>user:q<|endoftext|><|t|>assistant:"
     assert texts == [f"{begin}good<|endoftext|>{begin}bad<|endoftext|>"]
+
+
+SYSTEM = {"role": "system", "content": "s"}
+PARTS = [{"type": "text", "text": "q"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ([SYSTEM, user("q")], [user("q")]),
+        ([user("q")], [SYSTEM, user("q")]),
+        ([SYSTEM, user("q")], [SYSTEM, user("q") | {"weight": 0}]),
+        ([SYSTEM, user(PARTS)], [user("q")]),
+        ([SYSTEM, user("q")], []),
+        ([SYSTEM], [user("q")]),
+    ],
+)
+def test_messages_that_answers_repeat_are_written_once(
+    prompt: list[Message], before: list[Message], tmp_path: Path, model: Path
+) -> None:
+    answers = {"chosen": [*before, answer("good")], "rejected": [*before, answer("bad")]}
+    texts, _, _ = run([{"prompt": prompt, **answers}], tmp_path, model)
+    begin = "<|t|>system:s<|endoftext|><|t|>user:q<|endoftext|><|t|>assistant:"
+    assert texts == [f"{begin}good<|endoftext|>{begin}bad<|endoftext|>"]
+
+
+def test_messages_after_a_prompt_are_kept(tmp_path: Path, model: Path) -> None:
+    prompt = [user("yes"), answer("sure"), user("and?")]
+    records = [
+        {"prompt": prompt, "completion": [user("yes?"), answer("good")]},
+        {"prompt": [user("q"), answer("Sure,")], "completion": [answer("Sure,")]},
+    ]
+    texts, _, _ = run(records, tmp_path, model)
+    assert texts[0].count("<|t|>") == 5
+    assert texts[1].count("Sure,") == 2
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        '[{"function": {"name": "f"}}]',
+        {"function": {"name": "f"}},
+        ["f"],
+        [{"function": {"arguments": {}}}],
+        [{"function": "f"}],
+        [{"name": None}],
+    ],
+)
+def test_calls_without_names_are_rejected(calls: Any, tmp_path: Path, model: Path) -> None:
+    """A template would write a call without a name, which a model would learn."""
+    records = [{"messages": [user("q"), answer("a", tool_calls=each)]} for each in (calls, [])]
+    _, learnt, _ = run(records, tmp_path, model)
+    assert learnt == ["a<|endoftext|>"]
+    reason = "message 2 with tool_calls that are not a list of objects with a name"
+    assert reason in (tmp_path / "out/rejects.jsonl").read_text()
+
+
+@pytest.mark.parametrize("call_", ["1", "[[]]", "{}"])
+def test_share_gpt_calls_without_names_are_rejected(
+    call_: str, tmp_path: Path, model: Path
+) -> None:
+    messages = [{"from": "human", "value": "q"}, {"from": "function_call", "value": call_}]
+    records = [{"conversations": messages}, {"conversations": [user("q"), answer("a")]}]
+    assert run(records, tmp_path, model)[1] == ["a<|endoftext|>"]
+
+
+SAID = "{% generation %}{{ m.content }}<|endoftext|>{% endgeneration %}"
+NESTED = SAID.replace("<|endoftext|>", "{% generation %}<|endoftext|>{% endgeneration %}")
+
+
+@pytest.mark.parametrize(
+    ("begin", "turn", "learnt"),
+    [
+        ("{% macro say(m) %}<|t|>" + SAID + "{% endmacro %}", "{{ say(m) }}", []),
+        ("", "{% set said %}<|t|>" + SAID + "{% endset %}{{ said }}", []),
+        ("", "{% filter upper %}<|t|>" + SAID + "{% endfilter %}", []),
+        ("", "<|t|>" + NESTED, []),
+        ("{% macro say(m) %}" + SAID + "{% endmacro %}", "<|t|>{{ say(m) }}", ["a<|endoftext|>"]),
+    ],
+)
+def test_what_generation_encloses_is_certain_or_rejected(
+    begin: str, turn: str, learnt: list[str], tmp_path: Path, model: Path
+) -> None:
+    """Jinja renders macros, {% set %} and {% filter %} before it writes them."""
+    own = tmp_path / "own.jinja"
+    is_said = "{% if m.role == 'assistant' %}" + turn + "{% else %}{{ m.content }}{% endif %}"
+    own.write_text(begin + "{% for m in messages %}" + is_said + "{% endfor %}")
+    source = tmp_path / "records.jsonl"
+    source.write_text(json.dumps({"messages": [user("q"), answer("a")]}))
+    if learnt:
+        records = [{"messages": [user("q"), answer("a")]}]
+        assert run(records, tmp_path, model, "--chat-template", own)[1] == learnt
+        return
+    given = ("--task", "chat", "--tokenizer", model, "--chat-template", own)
+    done = call(main, source, tmp_path / "out", *given, expect=1)
+    assert "it is not certain what {% generation %} encloses. Move the tag out" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["dataset", "table", "bytes"])
+def test_objects_have_the_messages_of_their_files(kind: str, tmp_path: Path, model: Path) -> None:
+    """A table has every key in every object, and null where the object had none."""
+    calls = [{"function": {"name": "f", "arguments": each}} for each in ({"a": 1}, {"b": 2})]
+    rows: Any = [{"messages": [user("q"), answer("x", tool_calls=[each])]} for each in calls]
+    if kind == "bytes":
+        for row in rows:
+            row["messages"][0]["content"] = b"q"
+    else:
+        rows = datasets.Dataset.from_list(rows) if kind == "dataset" else pa.Table.from_pylist(rows)
+    tokenfeed.pretokenize(rows, tmp_path / "out", task="chat", tokenizer=model, validation=0)
+    table = feather.read_table(tmp_path / "out/train/00000.arrow", memory_map=False)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    texts = [
+        tokenizer.decode(ids, skip_special_tokens=False) for ids in table["input_ids"].to_pylist()
+    ]
+    begin = "<|t|>user:q<|endoftext|><|t|>assistant:x<call>f "
+    assert texts == [f"{begin}{{'a': 1}}<|endoftext|>", f"{begin}{{'b': 2}}<|endoftext|>"]
+
+
+def test_other_names_of_labels_and_tools_are_a_warning(tmp_path: Path, model: Path) -> None:
+    record = {"messages": [user("q"), answer("a")], "kto_tag": False, "functions": [{"name": "f"}]}
+    done = run([record], tmp_path, model)[2]
+    for other, own in (("kto_tag", "label"), ("functions", "tools")):
+        remedy = f"give --field {own}={other} beside the other fields"
+        assert f"the field `{other}` was not read (1 of 1 records): {remedy}" in done.stderr
+
+
+def test_messages_beside_other_fields_are_refused(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    given = ("--task", "chat", "--tokenizer", model, "--field", "messages=m")
+    for others in (("prompt=p", "completion=c"), ("chosen=c", "rejected=r")):
+        done = call(main, tmp_path / "a.jsonl", tmp_path / "out", *given, *others, expect=2)
+        first = others[0].partition("=")[0]
+        assert f"error: `--field` messages and {first}: expected messages alone, or" in done.stderr
 
 
 def test_function_call_becomes_a_call(tmp_path: Path, model: Path) -> None:
@@ -248,6 +383,92 @@ def test_a_template_whose_tokens_are_unknown_is_a_warning(tmp_path: Path, model:
         done = run(records, folder, model, "--chat-template", folder / "own.jinja")[2]
         assert done.stderr.count("warning: ") == len(said)
         assert all(each in done.stderr for each in said)
+
+
+BOTH = "{{ bos_token }}" + TEMPLATE.replace("<|endoftext|>", "{{ eos_token }}")
+KNOWN = {"added_tokens_decoder": {"258": {"content": "<call>", "special": True}}}
+FIRST, SECOND = (
+    {"bos_token": "<|t|>", "eos_token": "<|endoftext|>"},
+    {"bos_token": "<call>", "eos_token": "<|t|>"},
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "older_map"),
+    [
+        (FIRST, SECOND),
+        (FIRST | KNOWN, SECOND),
+        (dict.fromkeys(FIRST), SECOND),
+        (FIRST, dict.fromkeys(FIRST)),
+        (KNOWN | {"eos_token": "<|endoftext|>"}, FIRST),
+        ({}, FIRST),
+    ],
+)
+def test_tokens_of_templates_are_those_of_transformers(
+    config: dict[str, Any], older_map: dict[str, Any], tmp_path: Path, model: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    shutil.copytree(model, own := tmp_path / "model")
+    (own / "tokenizer_config.json").write_text(json.dumps(config))
+    (own / "special_tokens_map.json").write_text(json.dumps(older_map))
+    (own / "chat_template.jinja").write_text(BOTH)
+    messages = [user("q"), answer("a")]
+    texts, _, _ = run([{"messages": messages}], tmp_path, own)
+    assert texts == [
+        AutoTokenizer.from_pretrained(own).apply_chat_template(messages, tokenize=False)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "token"),
+    [
+        ({"bos_token": "<bos>"}, BOTH, "<bos>"),
+        ({"bos_token": "<call>", "eos_token": "<eos>"}, BOTH, "<eos>"),
+        ({"extra_special_tokens": ["<x>"]}, "<x>" + TEMPLATE, "<x>"),
+        ({"additional_special_tokens": [{"content": "<x>"}]}, "<x>" + TEMPLATE, "<x>"),
+        ({"added_tokens_decoder": {"300": {"content": "<x>"}}}, "<x>" + TEMPLATE, "<x>"),
+        ({"bos_token": "<bos>", "extra_special_tokens": ["<x>"]}, TEMPLATE, ""),
+    ],
+)
+def test_tokens_that_the_tokenizer_lacks_are_a_warning(
+    config: dict[str, Any], template: str, token: str, tmp_path: Path, model: Path
+) -> None:
+    shutil.copytree(model, own := tmp_path / "model")
+    (own / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"} | config))
+    (own / "chat_template.jinja").write_text(template)
+    done = run([{"messages": [user("q"), answer("a")]}], tmp_path, own)[2]
+    said = f"the chat template writes {token}, but the tokenizer has no such token"
+    assert done.stderr.count("warning: ") == done.stderr.count(said) == bool(token)
+
+
+@pytest.mark.parametrize("tools", [None, [{"name": "f"}]])
+@pytest.mark.parametrize("begin", ["", "\n", "\n  "])
+@pytest.mark.parametrize("is_dict", [False, True])
+def test_white_space_around_templates_with_names_is_kept(
+    is_dict: bool, begin: str, tools: Any, tmp_path: Path, model: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    named = {"default": begin + TEMPLATE, "tool_use": begin + "TOOLS" + TEMPLATE}
+    listed = [{"name": name, "template": text} for name, text in named.items()]
+    shutil.copytree(model, own := tmp_path / "model")
+    (own / "chat_template.jinja").unlink()
+    config = {"eos_token": "<|endoftext|>", "chat_template": named if is_dict else listed}
+    (own / "tokenizer_config.json").write_text(json.dumps(config))
+    messages = [user("q"), answer("a")]
+    texts, _, _ = run([{"messages": messages, "tools": tools}], tmp_path, own)
+    peer = AutoTokenizer.from_pretrained(own)
+    assert texts == [peer.apply_chat_template(messages, tools=tools, tokenize=False)]
+
+
+def test_empty_files_beside_a_tokenizer_are_refused(tmp_path: Path, model: Path) -> None:
+    shutil.copytree(model, own := tmp_path / "model")
+    (own / "tokenizer_config.json").write_bytes(b"")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [user("q"), answer("a")]}))
+    given = ("--task", "chat", "--tokenizer", own)
+    done = call(main, tmp_path / "a.jsonl", tmp_path / "out", *given, expect=1)
+    assert "tokenizer_config.json is not valid" in done.stderr
 
 
 def test_padding_of_token_ids_is_left_out(tmp_path: Path, model: Path) -> None:

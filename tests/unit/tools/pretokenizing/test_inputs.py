@@ -97,7 +97,7 @@ def test_a_task_that_reads_the_fields_of_the_records_is_not_told_of_another_one(
     template = tmp_path / "chat.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     write_rows(tmp_path / "a.jsonl", 3, prompt="a", completion="b")
-    with pytest.raises(CorpusError, match=r"Name the field: `--field messages=NAME` or"):
+    with pytest.raises(CorpusError, match=r"Name the fields: `--field messages=NAME`, "):
         make(
             tmp_path / "a.jsonl",
             tmp_path / "out",
