@@ -77,7 +77,7 @@ def batch_checksums(
 
 
 UNDECODABLE = (
-    *(OSError, MemoryError, ValueError, KeyError, TypeError, pa.ArrowException),
+    *(OSError, MemoryError, ValueError, KeyError, TypeError, OverflowError, pa.ArrowException),
     *arrow_file.UNREADABLE,
 )
 """Errors of Arrow and numpy for bytes that are not a valid record batch."""

@@ -284,6 +284,19 @@ def test_only_record_batch_with_fewer_tokens_than_manifest_is_refused(tmp_path: 
         assert len(_read_both_ways(tmp_path, replace(info, **change))) == 2
 
 
+def test_record_batch_with_huge_places_is_refused(tmp_path: Path) -> None:
+    """Any 8 bytes of its message may be the place of a buffer."""
+    info = write(tmp_path, rows_of([100, 200, 300]))
+    path = tmp_path / info.file
+    data = path.read_bytes()
+    start, length = RangedShard.from_end(
+        ExpectedShard.of(info.file, info, 1000, (), None), data
+    ).span(0, 1)
+    for at in range(start, min(start + length, start + 512), 8):
+        path.write_bytes(data[:at] + b"\xff" * 7 + b"\x7f" + data[at + 8 :])
+        _read_both_ways(tmp_path, info)  # raises no other error
+
+
 @pytest.mark.parametrize(
     "first", ["-1", "1", " 0", "+0", "0_0", "x", "", str(2**64 - 1), str(2**65), "9" * 5000]
 )
