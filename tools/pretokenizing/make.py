@@ -497,15 +497,16 @@ def _made(options: Options, spool: Spool, onto: Onto | None = None) -> tuple[Man
     with RunRecords.begin(output, listed.recipe) as records:
         resumed_units, resumed_bytes = len(records.results), _text_bytes(records)
         manifest = _encode(run, records, listed)
+    new_bytes = manifest.ledger.bytes - resumed_bytes
     return manifest, Figures(
         run.tokenizer,
         skipped_binary,
         skipped_known,
         units=len(run.units),
         resumed_units=resumed_units,
-        new_bytes=manifest.ledger.bytes - resumed_bytes,
+        new_bytes=new_bytes,
         tokenizer_seconds=run.tokenizer_seconds,
-        unread=_warned_of(run.inputs, manifest),
+        unread=_warned_of(run.inputs, manifest, reads_corpus=new_bytes > 0),
     )
 
 
@@ -530,9 +531,10 @@ _WARNED_KEYS = (
 """Keys of messages that change what a model should learn, or lack in its text."""
 
 
-def _warned_of(inputs: Inputs, manifest: Manifest) -> dict[str, str]:
-    """Warn of what changes the meaning and was not read. Return all fields that were not read."""
-    counts, fields = manifest.counts or {}, inputs.unread
+def _warned_of(inputs: Inputs, manifest: Manifest, *, reads_corpus: bool) -> dict[str, str]:
+    """Warn of what changes the meaning and was not read. Return all fields that were not read, none
+    if an earlier run has read the whole corpus."""
+    counts, fields = manifest.counts or {}, inputs.unread if reads_corpus else {}
     for name, share in fields.items():
         if remedy := inputs.task.warning_of(name):
             logger.warning("the field `%s` was not read (%s): %s", name, share, remedy)

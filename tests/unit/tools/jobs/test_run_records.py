@@ -93,7 +93,7 @@ def test_shard_of_another_time_is_compared_and_kept(
     opened.clear()
     summary = make(lines, out, tokenizer)
     assert summary.resumed_units == summary.units
-    assert [Path(name).name for name in opens_of(out / "train")] == ["00002.arrow"]
+    assert {Path(name).name for name in opens_of(out / "train")} == {"00002.arrow"}
 
 
 @pytest.mark.parametrize("spoil", [lambda plan: plan[:-9], lambda plan: plan.replace(b"0", b"1")])

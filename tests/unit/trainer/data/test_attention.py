@@ -136,17 +136,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 CUDA = torch.device("cuda")
 
 
-def test_flash_attention_3_is_used_where_installed(
-    hopper: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
+def test_flash_attention_3_is_used_where_installed(hopper: Path) -> None:
     choose_flash_attention(CUDA, torch.bfloat16, drops=False)
     assert attention.current_flash_attention_impl() is None
     (hopper / "flash_attn_interface.py").write_text("")
     importlib.invalidate_caches()
     choose_flash_attention(CUDA, torch.bfloat16, drops=False)
     assert attention.current_flash_attention_impl() == "FA3"
-    assert caplog.messages == ["flash attention: version 2", "flash attention: version 3"]
 
 
 @pytest.mark.parametrize(
