@@ -86,8 +86,8 @@ def _is_padding(batch: Batch, slot: int) -> bool:
 
 
 def _logits(output: Any) -> torch.Tensor:
-    by_name = output["logits"] if isinstance(output, dict) else output
-    logits: torch.Tensor = getattr(output, "logits", by_name)
+    given: Any = output["logits"] if isinstance(output, dict) else output
+    logits: torch.Tensor = getattr(given, "logits", given)
     return logits
 
 

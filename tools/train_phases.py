@@ -19,7 +19,13 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.tools.shell.console import print_json
 from tokenfeed.tools.train_settings import FILE_KINDS, Command, Parsed, chosen_command
-from tokenfeed.trainer.config.run_config import CONFIG_FILE, OF_ONE_COMMAND, PAGE_FILE, TrainConfig
+from tokenfeed.trainer.config.run_config import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    OF_ONE_COMMAND,
+    PAGE_FILE,
+    TrainConfig,
+)
 from tokenfeed.trainer.config.values import nearest
 
 _log = logging.getLogger(__name__)
@@ -190,9 +196,18 @@ def _due(phase: Phase, before: Phase | None, *, is_named: bool) -> TrainConfig |
     if _is_finished(phase) and not is_named and not exports:
         _skip(phase)
         return None
-    given: dict[str, Any] = phase.given | {"resume": "auto"}
+    if Checkpoints.of_run(phase.folder).latest() is not None:
+        config = chosen_command(phase.given | {"resume": "auto"}).command.settings()
+        began = config.init_from
+        is_best = began is not None and began.parent.name == CHECKPOINTS_FOLDER
+        if before and is_best != (phase.start == "best"):
+            _log.warning(
+                "%s has begun from %s, so `from: %s` is not used", phase, began, phase.start
+            )
+        return config
+    start = phase.given.get("init_from")
     if before:
-        given["init_from"] = before.folder
+        start = before.folder
         checkpoints = Checkpoints.of_run(before.folder)
         if phase.start == "best":
             best = checkpoints.best()
@@ -201,10 +216,8 @@ def _due(phase: Phase, before: Phase | None, *, is_named: bool) -> TrainConfig |
                     f"{phase}: `from: best` needs a result of {before} on a split validation. Take "
                     "`from: last`, or `pretokenize --validation`."
                 )
-            given["init_from"] = checkpoints.path(best.step)
-    if Checkpoints.of_run(phase.folder).latest() is None:
-        return dataclasses.replace(phase.config, init_from=given.get("init_from"))
-    return chosen_command(given).command.settings()
+            start = checkpoints.path(best.step)
+    return dataclasses.replace(phase.config, init_from=start)
 
 
 def _is_finished(phase: Phase) -> bool:

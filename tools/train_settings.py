@@ -229,6 +229,7 @@ def chosen_command(given: dict[str, Any]) -> Parsed:
         if auto is None or manifest is None:
             return Parsed(_chosen(manifest, given, on_gpu=on_gpu))
         return _filling(auto, manifest, given, on_gpu=on_gpu)
+    _check_start(given.get("init_from"), begun)
     given = {k: v for k, v in given.items() if not (k in _STEPS and v == "auto")}
     command = Command(**layered(_values(begun), given))
     command = dataclasses.replace(command, **_scaled(command, given, None))
@@ -238,6 +239,18 @@ def chosen_command(given: dict[str, Any]) -> Parsed:
         budget = _budget(command, command.epochs, manifest, on_gpu=on_gpu)
         command = dataclasses.replace(command, **budget.settings)
     return Parsed(command)
+
+
+def _check_start(source: Path | None, begun: TrainConfig) -> None:
+    """Reject other initial weights for a run that has begun: it would not read them."""
+    before = begun.init_from
+    if source is None or (before is not None and source.resolve() == before.resolve()):
+        return
+    raise ConfigError(
+        f"`--init-from`={source}: the run in {begun.run_dir} has begun from "
+        f"{before or 'other weights'}, and goes on from its checkpoint. Leave --init-from out, or "
+        "start a new run in another --run-dir."
+    )
 
 
 def _is_on_gpu(command: Command) -> bool:

@@ -132,6 +132,19 @@ def test_a_phase_starts_from_the_best_weights(shards: Path, tmp_path: Path) -> N
     assert f"weights in {tmp_path}/run/phase-1-top/checkpoints/step-{best:08d}" in printed
 
 
+def test_begun_phase_keeps_its_first_weights(shards: Path, tmp_path: Path) -> None:
+    call(train.main, "--config", written(tmp_path, shards, TWO))
+    edited = [TWO[0], TWO[1] | {"from": "best", "steps": 3}]
+    config = written(tmp_path, shards, edited)
+    errors = call(train.main, "--config", config, "--resume", "--phase", 2).stderr
+    assert "phase 2 (all) has begun from" in errors
+    assert "so `from: best` is not used" in errors
+    assert "init_from was" not in errors
+    kept = yaml.safe_load((tmp_path / "run/phase-2-all/config.yaml").read_text())
+    assert kept["init_from"] == str(tmp_path / "run/phase-1-top")
+    assert kept["steps"] == 3
+
+
 def test_best_weights_need_an_evaluation(
     tmp_path: Path, write_dataset: Callable[..., Path]
 ) -> None:

@@ -381,6 +381,20 @@ def test_a_scaled_rate_is_not_scaled_again_when_the_run_resumes(
     )
 
 
+@pytest.mark.parametrize("before", [None, Path("first")])
+def test_begun_run_takes_no_other_initial_weights(
+    shards: Path, tmp_path: Path, before: Path | None
+) -> None:
+    first = () if before is None else ("--init-from", before)
+    begun = parsed("--shards", shards, "--run-dir", tmp_path, *first)
+    begun.write()
+    again = ("--resume", "--run-dir", tmp_path)
+    for same in ((), first, [Path(word).absolute() if word is before else word for word in first]):
+        assert parsed(*again, *same).steps == begun.steps
+    with pytest.raises(ConfigError, match=r"`--init-from`=other: the run in .* has begun from"):
+        parsed(*again, "--init-from", "other")
+
+
 @pytest.mark.parametrize(
     "pair",
     [("steps", "epochs"), ("tokens", "epochs"), ("steps", "tokens"), ("step_tokens", "step_rows")],
