@@ -108,7 +108,7 @@ class StatefulShardLoader(DataLoader[Any]):
         self._batches.is_asked_by_owner = True
         batches = super().__iter__()
         if gradients:
-            gradients._add_dataloader(self)
+            gradients._add_dataloader(self)  # as Accelerate's own DataLoaders do
         try:
             while True:
                 before = self._loader.state_dict() if is_ahead else None
@@ -172,7 +172,8 @@ def _ranks_of_accelerate() -> int:
 
 
 def _is_called_by(modules: tuple[str, ...]) -> bool:
-    """Return whether the calling method was called by one of the packages."""
+    """Return whether the calling method was called by one of the packages. Lightning does not mark
+    a loader that it iterates, nor the state that it saves, in another way."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith(modules)
 
 

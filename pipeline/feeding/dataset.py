@@ -84,7 +84,7 @@ def _refuse_collation(batch: object, **_: object) -> NoReturn:
     )
 
 
-default_collate_fn_map[WindowSlice] = _refuse_collation
+default_collate_fn_map[WindowSlice] = _refuse_collation  # how torch documents new types
 
 
 _OF_LOADERS = {"device", "num_workers", "prefetch", "timeout", "num_streams"}

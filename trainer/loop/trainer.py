@@ -523,7 +523,7 @@ class Trainer:
         with self.stall.cause("log"):
             self.step_sync.wait()
             skips = self.progress_log.write(self.step, self.step_sync.tokens, self.last_norm)
-            # What outlives a line and becomes garbage later is looked at with each checkpoint only.
+            # Objects that outlive a line are collected with checkpoints only: this takes longer.
             gc.collect(2 if saving else 1)
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:
