@@ -114,10 +114,11 @@ def find_labels(
             raise _too_many(field, _MORE_LABELS)
     if not counts:
         where, reason = first_reject((part for unit in units for part in unit.parts), fields)
-        way_on = remedy(reason) or f" Name another field with `--field {own}=NAME`."
-        raise CorpusError(
-            f"no usable record has a label in field `{field}`{where}{reason}.{way_on}"
-        )
+        way_on, lacks = remedy(reason), ""
+        if not reason or f"`{field}`" in reason:  # else another field has the fault
+            way_on = way_on or f" Name another field with `--field {own}=NAME`."
+            lacks = f" has a label in field `{field}`"
+        raise CorpusError(f"no usable record{lacks}{where}{reason}.{way_on}")
     numbers = _whole_numbers(counts, field)
     if not numbers:
         return Labels(tuple(sorted(counts)))

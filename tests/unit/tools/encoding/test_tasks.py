@@ -288,6 +288,14 @@ def test_labels_that_cannot_be_numbered_are_one_error(tmp_path: Path) -> None:
             label_names(labels_in_files(tmp_path / f"{number}", labels), kind=kind)
 
 
+def test_record_without_text_is_not_called_one_without_label(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", [{"tweet": "hi", "mood": "joy"}])
+    units = cut_units(find_corpus((str(tmp_path),), out=tmp_path / "o", field="mood").sources, 99)
+    fields = {"body": FieldKind.TEXT, "mood": FieldKind.LABEL}
+    with pytest.raises(CorpusError, match=r"^no usable record; .*no field `body`; it has: tweet, mood\.$"):
+        find_labels(units, CountLabels(fields, "mood", lambda values: {}), own="label")
+
+
 def pretokenized(task: str, corpus: Path, *options: str) -> tuple[Manifest, dict[str, list[Row]]]:
     """What the command makes of a corpus: rows by split, without origin and labels by name."""
     out = corpus.with_name("out")
