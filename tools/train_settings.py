@@ -547,7 +547,8 @@ def _chosen(
         return found
     names = filter(None, presets.split(","))
     known = [Choice(read_preset(name, FILE_KINDS), f"preset {name}") for name in names]
-    for line in filter(None, (choice.line(found) for choice in [*known, *choices])):
+    left_open = [choice.without(given) for choice in choices]
+    for line in filter(None, (choice.line(found) for choice in [*known, *left_open])):
         _log.info("%s", line)
     return found
 

@@ -37,7 +37,7 @@ def read_preset(name: str, kinds: Mapping[str, Any]) -> dict[str, Any]:
         hint = nearest(name.lower(), names)
         raise ConfigError(
             f"`--preset`: expected {OF_GPU}, {', '.join(names)}, or several like t4,production, "
-            f"got {name}.{hint}"
+            f"got {name or 'an empty name'}.{hint}"
         )
     return read_settings(FOLDER / f"{name}.yaml", kinds)
 

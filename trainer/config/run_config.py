@@ -165,8 +165,9 @@ class TrainConfig:
     """Packed rows on several ranks: deal the rows so that attention within documents takes all
     ranks the same time."""
     micro_batch_tokens: Positive | Literal["auto"] = 2048
-    """Tokens of one forward and backward pass. auto: as many as fit in memory. Default: 2048 for
-    documents; auto on a GPU if a step has several packed micro-batches."""
+    """Tokens of one forward and backward pass. auto: as many as fit in memory. Default on a GPU:
+    auto, except with --shard-model, and for padded rows with --step-tokens. Default on a CPU:
+    2048 for documents."""
     step_tokens: Positive = 2048
     """Tokens of one optimizer step, padding included."""
     step_rows: Positive | None = None

@@ -60,6 +60,8 @@ def _words(kind: Any) -> str:
         return str(kind.__metadata__[0].description)
     if get_origin(kind) is tuple:
         part = get_args(kind)[0]
+        if get_origin(part) is Literal:
+            return f"one or several of {', '.join(get_args(part))}"
         return "a list of " + ("settings" if dataclasses.is_dataclass(part) else expected(part))
     if get_origin(kind) is Literal:
         names = get_args(kind)
@@ -104,7 +106,8 @@ def setting_of(kind: Any, value: Any, where: str) -> Any:
     number = re.fullmatch(r"(\d+\.?\d*)([KMBT])", str(value).strip().upper())
     if number and Tokens in kinds:  # like 1.5B
         value = round(float(number[1]) * _THOUSANDS[number[2]])
-    shown = public(value) if isinstance(value, str) else value
+    words = ", ".join(map(str, value)) if part and isinstance(value, list) else value
+    shown = public(words) if isinstance(words, str) else words
     try:
         found = _converted(kind, value)
     except (msgspec.ValidationError, TypeError):

@@ -11,8 +11,8 @@ A GPU gets a micro-batch that fits; a CPU changes no default. Does not import to
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
@@ -67,6 +67,11 @@ class Choice:
 
     settings: dict[str, Any]
     reason: str
+
+    def without(self, given: Mapping[str, Any]) -> Self:
+        """Return this choice without the settings that are given."""
+        left = {k: v for k, v in self.settings.items() if given.get(k) is None}
+        return replace(self, settings=left)
 
     def line(self, config: TrainConfig) -> str:
         """Return the flags of this choice that `config` has, with the reason; empty without any."""
@@ -248,8 +253,9 @@ def schedule_defaults(
         }
     elif for_gpu:
         pace = {"warmup_steps": min(_MOST_WARMUP, round(_LONG_WARMUP * config.steps))}
-    choices.append(Choice({k: v for k, v in pace.items() if k not in given}, reason))
     evaluations = _evaluations(manifest, config.steps, every, trained, sampled)
+    pace = {k: v for k, v in pace.items() if k not in given and k not in evaluations}
+    choices.append(Choice(pace, reason))
     choices.append(Choice({k: v for k, v in evaluations.items() if k not in given}, _EVALUATED))
     return [choice for choice in choices if choice.settings]
 
@@ -329,6 +335,8 @@ def _packed(
     rows = min(_FINE_ROWS, train.rows // _FINE_STEPS) if _finetunes(given) else 0
     step = max(slots, round_up(rows * train.tokens // train.rows, slots))
     settings = {"sequence_length": length, "micro_batch_tokens": slots, "step_tokens": step}
+    if given.get("step_rows") is not None:
+        del settings["step_tokens"]
     open_ones = {name: value for name, value in settings.items() if given.get(name) is None}
     return Choice(open_ones, f"the longest row has {longest:,} tokens")
 

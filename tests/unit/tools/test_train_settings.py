@@ -20,6 +20,7 @@ from support.hub_models import LABELS
 from support.training import make_config, parsed, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.tools import train
 from tokenfeed.tools.train_settings import (
     FILE_KINDS,
@@ -204,11 +205,15 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
             ["--config", "nowhere.yaml"],
             "nowhere.yaml: No such file or directory. Give a YAML",
         ),
+        (["--preset", "t4,"], r"`--preset`: expected auto, t4, .*, got an empty name\."),
         (["--export", ""], r"`--export` is empty: expected a path\. Is a shell variable unset"),
         (["--recompute=yes"], r"`--recompute`: takes no value\. See train --help"),
         (["--resume", "perhaps"], "`--resume`: expected true or false or auto, got perhaps"),
         (["--shards"], "`--shards` is empty"),
-        (["--track", "x"], "`--track`: expected a list of one of wandb, trackio, tensorboard"),
+        (
+            ["--track", "x"],
+            r"`--track`: expected one or several of wandb, trackio, tensorboard, got x\.",
+        ),
         ([], "`--shards` is needed"),
     ],
 )
@@ -298,6 +303,19 @@ def test_a_size_has_a_unit_or_is_plain_bytes(said: str | int, meant: int, tmp_pa
         config = parsed(*words, "--print-config")
         assert config.cache_bytes == meant
         assert config.as_dict()["cache_bytes"] == meant
+
+
+@pytest.mark.parametrize("task", ["complete", "tag"])
+def test_chosen_lines_name_each_open_setting_once(
+    task: Task, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    folder = write_labelled(tmp_path, task)
+    parsed("--shards", folder, "--step-rows", 4, "--patience", 8, "--steps", 30)
+    words = [w for m in caplog.messages for w in m.split(" (")[0].split() if w.startswith("--")]
+    assert "--eval-every" in words
+    assert len(words) == len({*words})
+    assert not {"--step-rows", "--step-tokens", "--patience", "--steps"} & {*words}
 
 
 @pytest.mark.parametrize("name", ["quick", "test", "production", "gpt2"])
