@@ -18,13 +18,15 @@ from types import FrameType
 import psutil
 import yaml
 
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.pipeline.text import facts
 from tokenfeed.tools.shell.console import print_json, run_command
-from tokenfeed.tools.train_phases import as_yaml, read_phases, run_phases
+from tokenfeed.tools.train_phases import as_yaml, named_phases, read_phases, run_phases
 from tokenfeed.tools.train_settings import Command, Parsed, read_command, read_options
 from tokenfeed.trainer.config.allocator import set_allocator
+from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.report.machine import Gpu, Host
 from tokenfeed.trainer.report.recommendations import Readings, recommended
 from tokenfeed.trainer.report.run_files import Report
@@ -118,7 +120,8 @@ def _run_phases(command: Command) -> int:
         print(as_yaml(command, read_phases(command)), end="")
         return 0
     if command.dry_run:
-        return _dry_run([phase.parsed for phase in read_phases(command)])
+        phases = named_phases(read_phases(command), command.phase)
+        return _dry_run([phase.parsed for phase in phases])
     requests = SignalRequests()
     run_phases(command, requests.should_stop, requests.should_save)
     return 0 if requests.ended_by is None else 128 + requests.ended_by
@@ -139,7 +142,11 @@ def monitor() -> int:
     """Show the load of GPUs and host with recommendations, once a second until Ctrl-C, or once if
     the output is not a terminal. With --run-dir, recommendations also use the report of that
     run."""
-    run_dir = read_options().get("run_dir")
+    options = read_options()
+    unread = [flag_of(name) for name in options if name not in ("monitor_only", "run_dir")]
+    if unread:
+        raise ConfigError(f"`{unread[0]}`: --monitor-only takes only --run-dir. Leave it out.")
+    run_dir = options.get("run_dir")
     gpus, host = [*Gpu.all()], Host()
     time.sleep(0.25)
     if not sys.stdout.isatty():

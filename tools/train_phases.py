@@ -119,7 +119,7 @@ def run_phases(
     # Without --run-dir each rank has chosen a folder of its own.
     command = dataclasses.replace(command, run_dir=world.from_rank_0(lambda: command.run_dir))
     phases = read_phases(command)
-    chosen = _chosen(phases, command.phase)
+    chosen = named_phases(phases, command.phase)
     world.from_rank_0(lambda: _write_config(command, phases))
     for phase in chosen:
         before = phases[phase.number - 2] if phase.number > 1 else None
@@ -152,7 +152,7 @@ def run_phases(
         print(found.summary())
 
 
-def _chosen(phases: list[Phase], named: str | None) -> list[Phase]:
+def named_phases(phases: list[Phase], named: str | None) -> list[Phase]:
     """Return the phase that --phase names, or all phases."""
     if named is None:
         return phases

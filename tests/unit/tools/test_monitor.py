@@ -48,3 +48,8 @@ def test_monitor_names_a_run_without_a_report(tmp_path: Path) -> None:
     assert f"{tmp_path} has no report yet" in shown
     refused = call(train.main, "--monitor-only", "--rundir", tmp_path, expect=2).stderr
     assert "Did you mean --run-dir?" in refused
+
+
+def test_monitor_rejects_settings_of_a_run() -> None:
+    refused = call(train.main, "--monitor-only", "--steps", 3, expect=2).stderr
+    assert "`--steps`: --monitor-only takes only --run-dir" in refused

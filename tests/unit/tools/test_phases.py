@@ -84,6 +84,8 @@ def test_print_config_of_phases_is_read_again(shards: Path, tmp_path: Path) -> N
 def test_dry_run_shows_all_phases_and_writes_nothing(shards: Path, tmp_path: Path) -> None:
     printed = call(train.main, "--config", written(tmp_path, shards, TWO), "--dry-run").stderr
     assert printed.count("model: support.training:small_model") == 2
+    one = call(train.main, "--config", tmp_path / "phases.yaml", "--dry-run", "--phase", 2).stderr
+    assert one.count("model: support.training:small_model") == 1
     assert not (tmp_path / "run").exists()
 
 

@@ -292,7 +292,8 @@ def test_record_without_text_is_not_called_one_without_label(tmp_path: Path) -> 
     write_lines(tmp_path / "a.jsonl", [{"tweet": "hi", "mood": "joy"}])
     units = cut_units(find_corpus((str(tmp_path),), out=tmp_path / "o", field="mood").sources, 99)
     fields = {"body": FieldKind.TEXT, "mood": FieldKind.LABEL}
-    with pytest.raises(CorpusError, match=r"^no usable record; .*no field `body`; it has: tweet, mood\.$"):
+    message = r"^no usable record; .*no field `body`; it has: tweet, mood\.$"
+    with pytest.raises(CorpusError, match=message):
         find_labels(units, CountLabels(fields, "mood", lambda values: {}), own="label")
 
 
