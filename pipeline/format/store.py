@@ -412,7 +412,8 @@ def open_place(path: str) -> Place:
     """
     if not path:
         raise ConfigError("the output has no name. Give a folder, or the address of a bucket.")
-    store = open_store(path)
+    # Without slashes, an address of the Hub would name a local folder.
+    store = None if path.startswith(("hf:", "hub:")) else open_store(path)
     if isinstance(store, Place) and store.is_writable:
         return store
     raise ConfigError(

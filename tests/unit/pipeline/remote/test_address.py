@@ -200,6 +200,12 @@ def test_every_scheme_is_opened_and_written_to_unless_it_is_the_webs(scheme: str
         assert open_place(url) == store
 
 
+@pytest.mark.parametrize("place", ["hf:somewhere/out", "hub:somewhere/out"])
+def test_open_place_rejects_hub_names_that_would_be_folders(place: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{place}: nothing can be written there"):
+        open_place(place)
+
+
 def test_a_scheme_that_the_client_knows_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STORES, "s3a", ObjectStore.from_url)
     assert open_store("s3a://somewhere/out").name == "s3a://somewhere/out"
