@@ -74,6 +74,7 @@ PROVED_ELSEWHERE = {
     "dry_run": "test_micro_batch_size.py",
     "monitor_only": "test_monitor.py",
     "num_workers": "test_train.py",  # of tests/commands: it starts processes
+    "prefetch": "test_b_feed.py",  # of tests/mission
     "shard_model": "test_ranks.py",  # likewise
 }
 
