@@ -261,7 +261,7 @@ def _spooled(
     """Write records to a temporary file, which is deleted when `stack` ends."""
     from tokenfeed.tools.corpus.field_paths import possible_columns
     from tokenfeed.tools.corpus.records import FieldKind
-    from tokenfeed.tools.corpus.spool import class_names, json_lines, spool
+    from tokenfeed.tools.corpus.spool import NAMED_RECORDS, class_names, json_lines, spool
     from tokenfeed.tools.encoding.tasks import ChatEncoder
     from tokenfeed.tools.jobs.progress_bar import bytes_read
 
@@ -271,7 +271,7 @@ def _spooled(
         fields = {**fields, "attention_mask": FieldKind.OPTIONAL_JSON}
     folder = None if "://" in options.paths[-1] else Path(options.paths[-1])
     with bytes_read(name) as advance:
-        blocks = json_lines(name, records, possible_columns(fields))
+        blocks = json_lines(name, records, possible_columns(fields), named=NAMED_RECORDS)
         file = spool(name, blocks, folder, split=split, advance=advance)
     stack.callback(file.file.close)
     return file._replace(class_names=class_names(records))

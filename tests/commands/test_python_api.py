@@ -26,7 +26,7 @@ from support.data_sets import files_of
 import tokenfeed
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools.corpus.records import FieldKind
-from tokenfeed.tools.corpus.spool import json_lines
+from tokenfeed.tools.corpus.spool import NAMED_RECORDS, json_lines
 from tokenfeed.tools.pretokenizing.options import Options
 
 NOT_IN_PYTHON = {"paths", "json", "part", "finish"}
@@ -93,7 +93,8 @@ def test_objects_become_the_json_lines_of_the_same_rows(
 def test_objects_give_the_shards_of_the_same_rows_in_a_file(
     rows: list[dict[str, Any]], tmp_path: Path, tokenizer: Path
 ) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(b"".join(json_lines("rows", rows, TEXT)))
+    lines = json_lines("rows", rows, TEXT, named=NAMED_RECORDS)
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(lines))
     run(tmp_path / "rows.jsonl", tmp_path / "out", "--tokenizer", tokenizer, "--shard-size", "20KB")
     made = tokenfeed.pretokenize(
         pd.DataFrame(rows), tmp_path / "python", tokenizer=tokenizer, shard_size="20KB"

@@ -27,6 +27,8 @@ from tokenfeed.tools.corpus.records import RAW_KINDS, FieldKind, Fields, shown_n
 
 _BLOCK_BYTES = 1 << 22
 _BATCH_RECORDS = 1000
+NAMED_RECORDS = 1000
+"""Records whose fields are named if they are not read."""
 """Rows that are encoded together."""
 _DEEP = {bytes, dict, list, tuple}
 """Types of values that may have bytes inside."""
@@ -128,7 +130,7 @@ def stdin_blocks() -> Iterator[bytes]:
         yield block
 
 
-def json_lines(name: str, records: object, fields: Fields) -> Iterator[bytes]:
+def json_lines(name: str, records: object, fields: Fields, *, named: int = 0) -> Iterator[bytes]:
     """Yield records as blocks of JSON Lines, with only the given fields.
 
     A record that lacks a field keeps the names of its other fields, for the reject. Records with
@@ -141,6 +143,7 @@ def json_lines(name: str, records: object, fields: Fields) -> Iterator[bytes]:
             mappings; or a function that returns an iterator of mappings, of texts (each the first
             field), or of Arrow tables.
         fields: The fields that the task reads.
+        named: How many records at the beginning keep the names of their other fields.
 
     Raises:
         ConfigError: `records` has another type, or can be read only once.
@@ -149,8 +152,11 @@ def json_lines(name: str, records: object, fields: Fields) -> Iterator[bytes]:
     """
     pieces: list[bytes] = []
     number = num_bytes = 0
+    names = dict.fromkeys(_column_names(records) if named else ())
     try:
-        for rows in _row_lists(name, records, fields):
+        for rows in _row_lists(name, records, fields, named):
+            if names and number < named:
+                rows = [names | row for row in rows]
             for piece in _encoded(name, number, rows):
                 pieces.append(piece)
                 num_bytes += len(piece)
@@ -164,7 +170,16 @@ def json_lines(name: str, records: object, fields: Fields) -> Iterator[bytes]:
     yield b"".join(pieces)
 
 
-def _row_lists(name: str, records: object, fields: Fields) -> Iterator[list[dict[str, Any]]]:
+def _column_names(records: object) -> list[str]:
+    """Return the names of all columns of a table or a data set; empty for other records."""
+    names = getattr(records, "column_names", None)
+    listed = getattr(records, "columns", ()) if names is None else names
+    return [*map(str, listed)] if isinstance(listed, Iterable) else []
+
+
+def _row_lists(
+    name: str, records: object, fields: Fields, named: int
+) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of records, as many as are encoded together. See `json_lines`."""
     needed, first = _needed(fields), next(iter(fields))
     most_rows = _BATCH_RECORDS if _SCALARS.issuperset(fields.values()) else 1
@@ -176,7 +191,7 @@ def _row_lists(name: str, records: object, fields: Fields) -> Iterator[list[dict
             num_characters += len(record)
         elif isinstance(record, (dict, Mapping)):
             row = {field: _text(record[field]) for field in fields if field in record}
-            if not row or not needed <= row.keys():
+            if number + len(rows) < named or not row or not needed <= row.keys():
                 row = dict.fromkeys(map(str, record)) | row
             rows.append(row)
             num_characters += len(text) if isinstance(text := row.get(first), str) else 0
@@ -299,14 +314,21 @@ def _rows(name: str, table: Any, fields: Fields) -> Iterator[list[dict[str, Any]
 def _text(value: Any) -> Any:
     """Decode bytes, also in lists and dicts, because msgspec would write them in base 64.
 
-    Invalid UTF-8 becomes surrogates, which the reader rejects.
+    Invalid UTF-8 becomes surrogates, which the reader rejects. A value that is nested too deeply
+    stays as it is: the encoder or the reader rejects it.
     """
+    with contextlib.suppress(RecursionError):
+        return _decoded(value)
+    return value
+
+
+def _decoded(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode(errors="surrogateescape")
     if isinstance(value, dict):
-        return {key: _text(item) for key, item in value.items()}
+        return {key: _decoded(item) for key, item in value.items()}
     if isinstance(value, list | tuple) and not _DEEP.isdisjoint(map(type, value)):
-        return [_text(item) for item in value]
+        return [_decoded(item) for item in value]
     return value
 
 

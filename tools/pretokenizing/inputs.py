@@ -22,7 +22,7 @@ from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Records
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
-from tokenfeed.tools.corpus.spool import Spooled
+from tokenfeed.tools.corpus.spool import NAMED_RECORDS, Spooled
 from tokenfeed.tools.corpus.units import (
     Unit,
     UnverifiedError,
@@ -45,8 +45,8 @@ _DEFAULT_VALIDATION, _LABELLED_VALIDATION = 0.01, 0.1
 larger. The shares depend neither on sizes nor on formats of files: a corpus that grows or is packed
 otherwise keeps its rows of validation. Evaluation takes fewer rows if it needs fewer."""
 _PROBED_RECORDS, _PROBED_FILES, _PROBED_BYTES = 10_000, 16, 1 << 24
-_NAMED_FILES, _NAMED_RECORDS, _NO_FIELD = 4, 1000, "\0"
-"""Files and records whose fields are named if they are not read; and a field that none has."""
+_NAMED_FILES, _NO_FIELD = 4, "\0"
+"""Files whose fields are named if they are not read; and a field that none has."""
 COUNTED_ALONE_BYTES = 32_000_000
 """Largest input in bytes that this process reads alone before workers would start."""
 
@@ -220,7 +220,7 @@ class Inputs:
         total = 0
         for source in self.corpus.sources[:_NAMED_FILES]:
             for records in islice(_first_records(source, {_NO_FIELD: FieldKind.TEXT}), 1):
-                for reject in islice(records.rejects, _NAMED_RECORDS):
+                for reject in islice(records.rejects, NAMED_RECORDS):
                     begin, _, names = reject.reason.partition(f" `{_NO_FIELD}`; it has: ")
                     unread = [n for n in names.removesuffix("...").split(", ") if n not in read]
                     if begin == "no column":

@@ -510,6 +510,23 @@ def test_a_mask_that_is_not_read_is_a_warning(tmp_path: Path, model: Path) -> No
     assert f"the field `loss_mask` was not read (1 of 1 records): {remedy}" in done.stderr
 
 
+@pytest.mark.parametrize("kind", ["list", "dataset", "table"])
+def test_fields_of_objects_that_are_not_read_are_named(
+    kind: str, tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"messages": [user("q"), answer("a")], "kto_tag": False, "source": "web"}] * 2
+    given: dict[str, Any] = {
+        "list": rows,
+        "dataset": datasets.Dataset.from_list(rows),
+        "table": pa.Table.from_pylist(rows),
+    }
+    options: dict[str, Any] = {"task": "chat", "tokenizer": model, "validation": 0}
+    done = tokenfeed.pretokenize(given[kind], tmp_path / "out", **options)
+    expected = "fields: kto_tag (2 of 2 records), source (2 of 2 records)"
+    assert done.summary.not_read == expected
+    assert "the field `kto_tag` was not read (2 of 2 records)" in caplog.text
+
+
 def test_padding_of_objects_is_left_out(tmp_path: Path, model: Path) -> None:
     rows = [{"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}]
     given: dict[str, Any] = {"task": "ids", "tokenizer": model, "validation": 0}
