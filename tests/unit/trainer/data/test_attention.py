@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tokenfeed.trainer.data.attention import (
     Scope,
     attend,
     choose_flash_attention,
+    kernel_line,
     size_only,
 )
 
@@ -139,10 +141,13 @@ CUDA = torch.device("cuda")
 def test_flash_attention_3_is_used_where_installed(hopper: Path) -> None:
     choose_flash_attention(CUDA, torch.bfloat16, drops=False)
     assert attention.current_flash_attention_impl() is None
+    line = partial(kernel_line, CUDA, torch.bfloat16, "ends", packed=True, drops=False)
+    assert "flash attention, version 2 (" in line()
     (hopper / "flash_attn_interface.py").write_text("")
     importlib.invalidate_caches()
     choose_flash_attention(CUDA, torch.bfloat16, drops=False)
     assert attention.current_flash_attention_impl() == "FA3"
+    assert line().endswith("flash attention, version 3")
 
 
 @pytest.mark.parametrize(
