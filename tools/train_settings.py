@@ -185,11 +185,6 @@ PHASE_KINDS = {name: kind for name, kind in FILE_KINDS.items() if name not in _O
 _PHASE_NAME = re.compile(r"(?!\d+$)[\w.-]+")
 
 
-def parse_config() -> TrainConfig:
-    """The settings in force."""
-    return read_command().command.settings()
-
-
 class Parsed(NamedTuple):
     """A command line."""
 

@@ -22,7 +22,7 @@ from tokenizers.models import WordLevel
 
 from support.data_sets import random_rows, write_rows
 from tokenfeed.pipeline.format.schema import IGNORED, Task, task_columns
-from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.tools.train_settings import read_command
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints, part_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.micro_batch import Head, HeadKind, MicroBatch
@@ -216,7 +216,7 @@ def make_config(
 def parsed(*words: object) -> TrainConfig:
     """The settings of the words of a command line of `train`."""
     with mock.patch.object(sys, "argv", ["train", *map(str, words)]):
-        return parse_config()
+        return read_command().command.settings()
 
 
 def run(config: TrainConfig, stop_after: int | None = None) -> Report:

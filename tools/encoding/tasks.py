@@ -86,8 +86,6 @@ _MEANINGFUL = {"chosen", "rejected", "label", "instruction", "history", "loss_ma
 _MEANINGFUL |= {"attention_mask", "completion_mask", "assistant_masks", "weight", "messages"}
 """Usual names of fields that change what a record means."""
 _OTHER_NAMES = {"kto_tag": "label", "functions": "tools"}
-"""The fields of a task by other usual names."""
-_OTHER_NAMES = {"kto_tag": "label", "functions": "tools"}
 """Usual names of fields that a task reads only if they are named, with the task's own names."""
 
 Encode = Callable[[list[bytes]], Ragged]

@@ -1102,7 +1102,7 @@ def test_a_template_with_its_variables_renders_the_same_text(start: str) -> None
         assert text_of(apart.render(conversation)) == text_of(whole.render(conversation))
 
 
-CALLING = """{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}\
+ENDING_CALLS = """{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}\
 {{ '<|start_header_id|>' + c.function.name + '<|end_header_id|>' }}{% endfor %}<|im_end|>\
 {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}""".replace(
     "{{ m.content }}", "{{ ('<|im_start|>' if m.role == 'assistant' else '') + m.content }}"
@@ -1119,7 +1119,7 @@ def test_an_answer_with_calls_learns_the_token_that_ends_messages() -> None:
         {"role": "tool", "content": "42"},
         {"role": "assistant", "content": "there"},
     ]
-    stops = [text for kind, text in pieces_of(CALLING, messages) if kind == "stop"]
+    stops = [text for kind, text in pieces_of(ENDING_CALLS, messages) if kind == "stop"]
     assert stops == ["<|im_end|>", "<|im_end|>"]
 
 
@@ -1176,7 +1176,9 @@ def test_very_many_messages_without_a_prompt_are_rejected() -> None:
 
 def test_append_finds_the_end_token_of_the_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
     template = tmp_path / "two ends.jinja"
-    ends = CALLING.replace("<|im_end|>", "<|im_end|>{{ '</s>' if m.role == 'assistant' else '' }}")
+    ends = ENDING_CALLS.replace(
+        "<|im_end|>", "<|im_end|>{{ '</s>' if m.role == 'assistant' else '' }}"
+    )
     template.write_text(ends)
     rows = [{"messages": [*conversation, conversation[0]]} for conversation in SHORT]
     make(rows, tmp_path / "out", tokenizer, "--chat-template", template)
