@@ -112,6 +112,7 @@ _NOTES = {
 _UNREAD = {
     "unread_tools": "tools: not in the template ({:,} conversations)",
     "unread_labels": "labels that are not true or false ({:,} records)",
+    "unread_systems": "system: beside another system message ({:,} conversations)",
     "weights": "weights other than 0 and 1 ({:,} messages; see --keep)",
 }
 _SHOWN_NAMES = 12

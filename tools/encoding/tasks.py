@@ -897,6 +897,9 @@ class ChatEncoder(TaskEncoder):
                 notes["joined_parts"] = num_joined
                 given = self.label and values[self.label][row]
                 notes["unread_labels"] = given is not None and not isinstance(given, bool)
+                system = self.system and values[self.system][row]
+                is_other = conversation.messages[0].get("content") != system
+                notes["unread_systems"] = bool(system) and is_other
                 for name, number in notes.items():
                     if number and (name in of_rows or len(of_rows) < _MOST_NOTES):
                         of_rows.setdefault(name, np.zeros(num_rows, np.int64))[row] = number

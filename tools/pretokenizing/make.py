@@ -515,6 +515,8 @@ _WARNED = {
     "text_arguments": "%s calls have arguments as a text, which the chat template writes as JSON "
     "again, with more quotes: give the arguments as objects",
     "weights": "%s messages have weights other than 0 and 1, not used: give --keep weight",
+    "unread_systems": "%s conversations begin with another system message than their system field, "
+    "which was not read",
     "unread_labels": "%s records have a label that is neither true nor false: they are learnt",
 }
 """Warnings by the counts of the manifest that change what a model learns."""

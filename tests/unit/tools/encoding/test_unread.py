@@ -325,6 +325,21 @@ def test_what_is_not_read_is_said(tmp_path: Path, model: Path) -> None:
     assert "source" not in done.stderr
 
 
+def test_systems_beside_other_system_messages_are_said(tmp_path: Path, model: Path) -> None:
+    own = [SYSTEM, user("q"), answer("a")]
+    records = [
+        {"messages": own, "system": "other"},
+        {"messages": own, "system": "s"},
+        {"messages": own[1:], "system": "s"},
+        {"messages": own, "system": ""},
+    ]
+    texts, _, done = run(records, tmp_path, model)
+    assert len({*texts}) == 1
+    said = "system: beside another system message (1 conversations)"
+    assert f"not read    {said}" in done.stdout
+    assert "warning: 1 conversations begin with another system message" in done.stderr
+
+
 def test_a_label_of_a_pair_is_not_read(tmp_path: Path, model: Path) -> None:
     texts, _, done = run([{"prompt": "q", **ANSWERS, "label": False}], tmp_path, model)
     assert len(texts) == 1
