@@ -74,6 +74,7 @@ NOT_RUN = {
     ("docs/security.md", "python -m tests.fuzz", "takes ten minutes"),
     ("docs/security.md", "python -m tests.fuzz", "takes ten minutes"),
     ("docs/training.md", "train --shards out/ --run-dir runs/gpt2", "needs a GPU"),
+    ("docs/training.md", "train --shards out/ --preset t4", "needs a GPU and a mounted drive"),
 }
 SHORT = {"docs/how/own-format.md", "docs/how/resume.md"}
 """Run by `make test-fast` too; the others take from 5 to 60 s, most of it imports."""
