@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -140,10 +140,10 @@ class ModelFiles:
 
 def _token_texts(given: Any) -> list[str]:
     """Return the texts of tokens in a list or a dict."""
-    listed = given.values() if isinstance(given, dict) else given
+    listed = [*given.values()] if isinstance(given, dict) else given
     texts = [
         each.get("content") if isinstance(each, dict) else each
-        for each in (listed if isinstance(listed, Iterable) else ())
+        for each in (listed if isinstance(listed, list) else ())
     ]
     return [text for text in texts if text and isinstance(text, str)]
 

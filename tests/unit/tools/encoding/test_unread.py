@@ -444,6 +444,7 @@ def test_tokens_of_templates_are_those_of_transformers(
         ({"additional_special_tokens": [{"content": "<x>"}]}, "<x>" + TEMPLATE, "<x>"),
         ({"added_tokens_decoder": {"300": {"content": "<x>"}}}, "<x>" + TEMPLATE, "<x>"),
         ({"bos_token": "<bos>", "extra_special_tokens": ["<x>"]}, TEMPLATE, ""),
+        ({"extra_special_tokens": "\u0394", "added_tokens_decoder": 1}, "\u0394" + TEMPLATE, ""),
     ],
 )
 def test_tokens_that_the_tokenizer_lacks_are_a_warning(
