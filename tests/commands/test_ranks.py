@@ -288,6 +288,8 @@ def test_adapters_and_compiled_models_on_ranks_train_as_on_one(
     folder = hub.save_model(tmp_path / "hub", "CausalLM", "Llama", vocab_size=64)
     cases: dict[str, dict[str, Any]] = {
         "adapters": {"model": f"hf:{folder}", "lora": 4},
+        "adapters in fp16": {"model": f"hf:{folder}", "lora": 4, "precision": "fp16"},
+        "hub in fp16": {"model": f"hf:{folder}", "precision": "fp16"},
         "compiled": {
             "compile": True,
             "micro_batch_tokens": 128,
@@ -305,4 +307,5 @@ def test_adapters_and_compiled_models_on_ranks_train_as_on_one(
     for name in cases:
         one = read_metrics(tmp_path / name / "one", "loss")
         for folder in (tmp_path / name).iterdir():
-            assert read_metrics(folder, "loss") == pytest.approx(one, rel=1e-5), folder
+            near = pytest.approx(one, rel=1e-4 if "fp16" in name else 1e-5)
+            assert read_metrics(folder, "loss") == near, folder

@@ -34,11 +34,12 @@ from support.training import assert_same_run, load_weights, read_metrics
 
 from tokenfeed.trainer.checkpoints import async_saver
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
+from tokenfeed.trainer.distributed import parallel  # noqa: F401  (else each fork imports it)
 from tokenfeed.trainer.distributed.world import StepSync, World
 from tokenfeed.trainer.loop import run as loop_run
 from tokenfeed.trainer.report.run_files import Report
 
-_MOST_STEPS, _PAUSE_S, _END_S = 10, 1.0, 20
+_MOST_STEPS, _LATEST_S, _PAUSE_S, _END_S = 10, 0.1, 5.0, 20
 _NOTED = os.pipe()
 _SETTINGS = {
     "steps": STEPS,
@@ -117,7 +118,7 @@ def session(settings: dict[str, Any], size: int, draw: random.Random) -> bool:
     ranks = started(settings, size)
     victims = draw.choice([[draw.choice(ranks)], ranks])
     wait_for(size * draw.randint(0, _MOST_STEPS), _PAUSE_S)
-    time.sleep(draw.uniform(0, 0.1))
+    time.sleep(draw.uniform(0, _LATEST_S))
     for victim in victims:
         os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
@@ -151,7 +152,7 @@ def main(shards: Path, folder: Path, kills: int) -> None:
     for name, kind in KINDS.items():
         settings = settings_of(kind, shards, folder / name / "undisturbed")
         assert not any(codes_of(started(settings, kind.undisturbed)))
-    slow_down(async_saver)
+    slow_down(async_saver, _LATEST_S)  # else no kill of a loaded machine may hit a save
     seen = {"kills": 0, "during_saves": 0, "same": 0, "changing": 0}
     while seen["kills"] < kills:
         name = min(KINDS, key=seen.__getitem__)

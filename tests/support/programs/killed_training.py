@@ -57,12 +57,12 @@ def verify(address: str) -> None:
             assert copy.get(step, Path(folder)).meta.step == step
 
 
-def slow_down(module: Any) -> None:
+def slow_down(module: Any, seconds: float = 0.02) -> None:
     write = module.write_tensors
 
     def slow(*args: Any) -> Any:
         checksum = write(*args)
-        time.sleep(0.02)
+        time.sleep(seconds)
         return checksum
 
     module.write_tensors = slow
