@@ -25,6 +25,7 @@ from support.hub_models import (
     train_config,
     write_shards,
 )
+from support.training import make_config, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
@@ -309,3 +310,21 @@ def test_its_loss_without_logits_is_that_of_its_logits(
         losses.append(torch.stack((loss.detach(), norm)))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
     assert isinstance(model.head_weight, torch.nn.Parameter)
+
+
+@pytest.mark.parametrize("name", ["Gemma3Text", "GPT2", "Qwen3"])
+def test_model_in_fp16_trains_as_in_fp32(name: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "hub", "CausalLM", name, initializer_range=0.02)
+    shards, losses = write_shards(tmp_path / "shards", "lm"), []
+    for precision in ("fp32", "fp16"):
+        run_dir = tmp_path / precision
+        own: dict[str, Any] = {
+            "precision": precision,
+            "learning_rate": 1e-2,
+            "model": f"hf:{folder}",
+        }
+        run(make_config(shards, run_dir, batching="packed", **own))
+        losses.append(read_metrics(run_dir, "loss"))
+    assert {*read_metrics(run_dir, "loss_scale").values()} == {65536}
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    assert losses[1][8] < 0.97 * losses[1][1]
