@@ -11,12 +11,15 @@ Frameworks count positions, ends and lengths of their own. This class gives them
   scheduler ends where the data end. The last batch of a pass ends an accumulation.
 - The Trainer of Lightning fetches one batch ahead if the length is unknown. The state that it saves
   is the state before that batch. Fabric does not fetch ahead.
+- The Trainer of Lightning, if it trains for a number of epochs, ignores the states of loaders in a
+  checkpoint of the end of an epoch. The loader loads them when Lightning begins to iterate.
 - Another DataLoader over the same data, as `skip_first_batches` of Accelerate makes, is refused: it
   would skip batches that a loaded state has skipped already.
 """
 
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -103,6 +106,10 @@ class StatefulShardLoader(DataLoader[Any]):
         return self._batches.rest is not None and self._batches.rest.has_ended
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        _load_states_of_lightning()
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
         is_ahead = _is_called_by(_LIGHTNING) and not self._has_length()
         gradients = _gradient_state() if self._is_prepared else None
         self._batches.is_asked_by_owner = True
@@ -175,6 +182,18 @@ def _is_called_by(modules: tuple[str, ...]) -> bool:
     """Return whether the calling method was called by one of the packages. Lightning does not mark
     a loader that it iterates, nor the state that it saves, in another way."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith(modules)
+
+
+def _load_states_of_lightning() -> None:
+    """Load the states of loaders that Lightning has read from a checkpoint and did not load, if its
+    fit loop is about to iterate for the first time."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "setup_data":
+        frame = frame.f_back
+    loop: Any = None if frame is None else frame.f_locals.get("self")
+    if states := getattr(loop, "_combined_loader_states_to_load", None):
+        loop._combined_loader_states_to_load = []
+        loop._combined_loader._load_state_dicts(states)
 
 
 def checked_loader(name: str, loader: Any, device: Any, trained: Any) -> ShardLoader:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from support.data_sets import WriteDataset
 
-from tokenfeed import Fixed, Mixture, ShardLoader, Stage
+from tokenfeed import Fixed, Mixture, Padded, ShardLoader, Stage
 from tokenfeed.integrations.dataloader import StatefulShardLoader
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.planning.policies import Batching
 
 pytestmark = [
     pytest.mark.slow,  # seconds, for the import
@@ -153,6 +154,42 @@ def test_reweighed_lightning_run_resumes_from_its_checkpoint(
     assert np.mean(of_other[13:]) == 1
     with pytest.raises(ConfigError, match="training has not begun"):
         module_of(stages).reweigh({other: 1})
+
+
+@pytest.mark.parametrize("limit", [1.0, 3])
+@pytest.mark.parametrize("batching", [Fixed(64), Padded(1000)], ids=str)
+def test_lightning_resumes_after_the_end_of_an_epoch(
+    both_splits: Path, tmp_path: Path, batching: Batching, limit: float
+) -> None:
+    """With a length that is known and one that is not, and with epochs of three batches.
+    Lightning itself loads no state of loaders then."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def run(checkpoint: Path | None = None) -> Any:
+        model = new_model()
+        ours = trainer(
+            tmp_path,
+            max_epochs=3,
+            limit_train_batches=limit,
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)],
+        )
+        data = {"batching": batching, "num_workers": 0}
+        trained = ShardLoader(both_splits, **data)
+        loaders = (
+            StatefulShardLoader(trained, transform=lambda batch: [batch]),
+            StatefulShardLoader(ShardLoader(both_splits, split="validation", **data)),
+        )
+        ours.fit(model, *loaders, ckpt_path=checkpoint)
+        return model
+
+    whole = run()
+    for epoch in (0, 1):
+        checkpoint = tmp_path / f"epoch={epoch}.ckpt"
+        trained = torch.load(checkpoint, weights_only=False)["global_step"]
+        rest = run(checkpoint)
+        assert rest.trained == whole.trained[trained:]
+        assert rest.trained
 
 
 def test_fabric_saves_the_state_after_the_last_batch(both_splits: Path, tmp_path: Path) -> None:
