@@ -27,6 +27,7 @@ from tokenfeed.trainer.config.run_config import (
     Settle,
     TrainConfig,
     phase_folders,
+    refuse_phases,
 )
 from tokenfeed.trainer.config.values import (
     Positive,
@@ -387,6 +388,7 @@ def _begun(given: dict[str, Any]) -> TrainConfig | None:
     if not _resumes(given):
         return None
     run_dir = given["run_dir"]
+    refuse_phases(run_dir)
     if is_auto or address:  # torch, as training needs it
         from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
         from tokenfeed.trainer.loop.uploads import is_ahead, settings_there

@@ -456,6 +456,15 @@ def phase_folders(run_dir: Path) -> list[Path]:
     return [run_dir / f"phase-{number}-{name}" for number, name in enumerate(names, 1)]
 
 
+def refuse_phases(run_dir: Path) -> None:
+    """Reject the folder of a run with phases as the folder of a run without."""
+    if phases := phase_folders(run_dir):
+        raise ConfigError(
+            f"`--run-dir`: {run_dir} holds a run with phases, {phases[0].name} and others. Go on "
+            "with it by `train --resume` and this folder alone, or give another folder."
+        )
+
+
 def check_multiple(config: Any, name: str, divisor_name: str) -> None:
     """Reject a setting that is not a multiple of another one."""
     value, divisor = getattr(config, name), getattr(config, divisor_name)

@@ -15,7 +15,7 @@ from tokenfeed.pipeline.planning.state import SavedState
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.allocator import allocator
-from tokenfeed.trainer.config.run_config import Settle, TrainConfig, phase_folders
+from tokenfeed.trainer.config.run_config import Settle, TrainConfig, refuse_phases
 from tokenfeed.trainer.data.datasets import weights_of
 from tokenfeed.trainer.distributed.world import RankError, World, join_world
 from tokenfeed.trainer.loop.loaders import peak_of_step, smaller_size
@@ -186,11 +186,7 @@ def _check_folder(config: TrainConfig) -> None:
             f"`--run-dir`: {config.run_dir} holds shards, and a run would mix its files with them. "
             "Give another folder."
         )
-    if phases := phase_folders(config.run_dir):
-        raise ConfigError(
-            f"`--run-dir`: {config.run_dir} holds a run with phases, {phases[0].name} and others. "
-            "Go on with it by `train --resume` and this folder alone, or give another folder."
-        )
+    refuse_phases(config.run_dir)
     checkpoints = Checkpoints.of_run(config.run_dir)
     if config.resume:
         checkpoints.to_resume()

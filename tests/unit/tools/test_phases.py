@@ -122,7 +122,8 @@ def test_a_run_with_phases_and_a_run_without_share_no_folder(shards: Path, tmp_p
     plain = tmp_path / "plain.yaml"
     plain.write_text(yaml.safe_dump(SETTINGS | {"shards": str(shards)}))
     words = ("--config", plain, "--run-dir", tmp_path / "run")
-    assert "holds a run with phases" in call(train.main, *words, expect=2).stderr
+    for more in ((), ("--resume",), ("--resume", "auto")):
+        assert "holds a run with phases" in call(train.main, *words, *more, expect=2).stderr
     words = ("--config", path, "--run-dir", tmp_path / "run/phase-1-top")
     assert "holds a run without phases" in call(train.main, *words, expect=2).stderr
 
