@@ -1,11 +1,12 @@
-"""What torch's compiler makes of the loss and of Muon."""
+"""What torch's compiler makes of the loss, of Muon and of fp16."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.training import make_head
+from support.training import make_config, make_head, read_metrics, run, write_labelled
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -102,3 +103,18 @@ def test_a_compiled_function_is_counted_for_any_number_of_tokens() -> None:
     assert fused.bytes == 2 * 4 * 16 * 1000
     assert product.flops == 2 * 16 * 32 * 1000
     assert product.bytes == 4 * (16 * 1000 + 32 * 1000 + 16 * 32)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
+def test_compiled_fp16_trains_as_eager_fp16(tmp_path: Path) -> None:
+    folder, found = write_labelled(tmp_path / "shards", "lm", count=100), []
+    own: dict[str, Any] = {"model": "support.training:one_layer_model", "precision": "fp16"}
+    for compiled in (False, True):
+        run_dir = tmp_path / str(compiled)
+        run(make_config(folder, run_dir, compile=compiled, batching="packed", steps=4, **own))
+        found.append([read_metrics(run_dir, key) for key in ("loss", "validation_loss")])
+        assert {*read_metrics(run_dir, "loss_scale").values()} == {65536}
+    for each, other in zip(*found, strict=True):
+        assert each == pytest.approx(other, rel=1e-4)

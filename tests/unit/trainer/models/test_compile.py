@@ -240,18 +240,3 @@ def test_compiler_may_make_the_graphs_of_every_shape() -> None:
         compile_model(Small())
         least = 2 * 2 * MOST_SHAPES
         assert min(limits.recompile_limit, limits.accumulated_recompile_limit) >= least
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_compiled_fp16_trains_as_eager_fp16(tmp_path: Path) -> None:
-    folder, found = write_labelled(tmp_path / "shards", "lm", count=100), []
-    own: dict[str, Any] = {"model": "support.training:one_layer_model", "precision": "fp16"}
-    for compiled in (False, True):
-        run_dir = tmp_path / str(compiled)
-        run(make_config(folder, run_dir, compile=compiled, batching="packed", steps=4, **own))
-        found.append([read_metrics(run_dir, key) for key in ("loss", "validation_loss")])
-        assert {*read_metrics(run_dir, "loss_scale").values()} == {65536}
-    for each, other in zip(*found, strict=True):
-        assert each == pytest.approx(other, rel=1e-4)
