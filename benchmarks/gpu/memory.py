@@ -99,14 +99,17 @@ class RunPlan:
 
     def peak(self, config: TrainConfig) -> int:
         """Return the peak bytes of tensors in a step with the largest micro-batches."""
+        shape = self.shape(config)
         self._memory.reset_peak()
         with self._mode, self._memory:
-            self._step(self.shape(config), config.accumulation)
+            self._step(shape, config.accumulation)
         return self._memory.peak
 
     def shape(self, config: TrainConfig) -> tuple[int, int]:
         """Return rows and padded length of the largest micro-batch."""
-        return self._loaders(config).largest_shape()
+        training, _ = self._loaders(config).largest()
+        rows, length = training.ids_BT.shape
+        return rows, length
 
     def _step(self, shape: tuple[int, int], parts: int) -> None:
         """Run a step of up to two micro-batches of a shape. A third one would need no more."""
