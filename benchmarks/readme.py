@@ -20,6 +20,7 @@ from benchmarks import frameworks, projects, recipes, torchtitan
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.protocol import RESULTS
 from benchmarks.remote import tables as remote_tables
+from benchmarks.scenarios import tables as scenarios_tables
 from benchmarks.shuffle import tables as shuffle_tables
 
 ROOT = Path(__file__).parents[1]
@@ -438,6 +439,7 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "roofline/parts": roofline_parts,
     "roofline/checks": roofline_checks,
     **remote_tables.TABLES,
+    **scenarios_tables.TABLES,
     **shuffle_tables.TABLES,
 }
 

@@ -4,6 +4,7 @@ docstrings   and the package each is from; at most 192 tokens
 comments     of the length of a tweet, and the package each is from; at most 128 tokens
 commands     25 sentences and the JSON that they ask for; others are held out
 files        source files, as documents
+modules      long source files, as documents
 """
 
 import ast
@@ -30,6 +31,8 @@ PAD, END = "[PAD]", "[SEP]"
 LAYERS = 2
 PACKAGES = 4
 FILES_OF = ("asyncio", "email", "http", "importlib", "logging", "xml")
+LONG = 3_000
+"""Characters of a long source file, at least."""
 HELD_OUT = 400
 """Records at most."""
 
@@ -110,6 +113,10 @@ def files() -> list[Record]:
     return [{"text": text} for package, text in sources() if text and package in FILES_OF]
 
 
+def modules() -> list[Record]:
+    return [{"text": text} for _, text in sources() if len(text) >= LONG]
+
+
 SOURCES: dict[str, Source] = {
     "docstrings": Source(
         "classify", lambda: by_package(docstrings(), range(10, 800)), 4096, longest=192
@@ -119,6 +126,7 @@ SOURCES: dict[str, Source] = {
     ),
     "commands": Source("complete", commands, 512, examples=25),
     "files": Source("lm", files, 4096, 256),
+    "modules": Source("lm", modules, 4096),
 }
 
 

@@ -1,9 +1,12 @@
 """The mission, proof: a test for each row of docs/mission.md, by public commands and API."""
 
+import json
 import re
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,14 +16,54 @@ from support import deepspeed_engine
 from support.commands import call
 from support.hub_models import config_of, write_shards
 
+from benchmarks.protocol import RESULTS
+from benchmarks.scenarios import counted
+from benchmarks.scenarios.case import SCENARIOS
+from benchmarks.scenarios.parts import PARTS
+from benchmarks.scenarios.simulated import loop
 from tokenfeed import Packed, Padded, ShardLoader
 from tokenfeed.integrations.steps import steps
 from tokenfeed.tools import train
 
+if TYPE_CHECKING:
+    from support.simulated_clocks import SimulatedClock
+
 ROOT = Path(__file__).parents[2]
 
 
-# ---------- m34 ----------
+@pytest.fixture
+def tiny_bert(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    options = {"vocab_size": 64, "intermediate_size": 64, **small}
+    monkeypatch.setattr("transformers.BertConfig", partial(transformers.BertConfig, **options))
+
+
+def test_m34_one_command_measures_each_optimization_before_and_after(
+    tiny_bert: None, clock: "SimulatedClock", tmp_path: Path
+) -> None:
+    results = json.loads((RESULTS / "optimizations.json").read_text())["results"]
+    situations = json.loads((RESULTS / "scenarios.json").read_text())["results"]
+    assert {entry["case"] for entry in situations} == set(SCENARIOS) == set("abcde")
+    assert {entry["case"] for entry in results} == set(PARTS)
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    first = page.index("<!-- benchmark:")
+    assert page[first:].startswith("<!-- benchmark:optimizations -->\n| optimization |")
+
+    def batches(seconds: float) -> Iterator[None]:
+        while True:
+            yield clock.sleep(seconds)
+
+    before, after = loop(batches(0.2), 20, tuned=False), loop(batches(0.02), 20, tuned=True)
+    assert before["ms_a_batch"] == pytest.approx(200 + 30 + 50, rel=0.01)
+    assert before["idle"] == pytest.approx(230 / 280, abs=0.01)
+    assert after["ms_a_batch"] == pytest.approx(50, rel=0.01)
+    assert after["idle"] < 0.01
+
+    fp32, bf16, fp16 = counted.by_precision(tmp_path)
+    assert bf16["gb"] == fp16["gb"] < fp32["gb"]
+    plain, recomputed = counted.by_batch(tmp_path)
+    assert recomputed["gb_by_rows"]["256"] < plain["gb_by_rows"]["256"]
+    assert plain["largest_batch_by_card_gb"]["80"] > plain["largest_batch_by_card_gb"]["12"] > 0
 
 
 def changed_lines(section: str) -> int:
