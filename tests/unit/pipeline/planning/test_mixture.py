@@ -1,6 +1,8 @@
 """A mixture keeps its proportions, whatever the sizes, weights and policy."""
 
 import dataclasses
+import json
+import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.data_sets import VOCABULARY_SIZE, random_rows, write_rows
+from support.data_sets import VOCABULARY_SIZE, random_rows, rows_of_ids, write_rows
 
 from tokenfeed import ShardLoader, Stage
-from tokenfeed.pipeline.errors import ConfigError, ManifestError
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
 from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.format.schema import task_columns
 from tokenfeed.pipeline.format.store import LocalStore
@@ -218,3 +220,42 @@ def test_seed_beyond_the_state_of_stages_is_refused_at_the_start(tmp_path: Path)
     ShardLoader(stages, batching=Padded(64), num_workers=0, seed=2**64 - 1).state_dict()
     with pytest.raises(ConfigError, match="`seed`=18446744073709551616: expected 64 bits at most"):
         ShardLoader(stages, batching=Padded(64), num_workers=0, seed=2**64)
+
+
+def test_mixture_of_many_data_sets_has_a_small_state(tmp_path: Path) -> None:
+    """With "continue", each of 110 data sets ends in a phase of its own."""
+    folders = [
+        write_rows(
+            tmp_path / str(number),
+            {"train": rows_of_ids(np.full(number + 1, number), np.ones(number + 1), 1000)},
+            1000,
+        )
+        for number in range(110)
+    ]
+    weights = {str(folder): 1.0 for folder in folders}
+
+    def loader(weights: dict[str, float]) -> ShardLoader:
+        mixture = Mixture(weights, exhausted="continue")
+        return ShardLoader(mixture, batching=Padded(64), num_workers=0, window_tokens=400)
+
+    first = loader(weights)
+    batches = iter(first)
+    next(batches)
+    state = json.dumps(first.state_dict())
+    assert len(state) < 10_000, "all phases take 30,000 and more"
+    second = loader(weights)
+    second.load_state_dict(json.loads(state))
+    rest = [batch.rows.tolist() for batch in batches]
+    assert [batch.rows.tolist() for batch in second] == rest
+    with pytest.raises(ResumeError, match="cannot resume: the state was saved with weights="):
+        loader(weights | {str(folders[0]): 2.0}).load_state_dict(json.loads(state))
+
+
+def test_mixture_of_many_data_sets_is_planned_within_seconds() -> None:
+    sources = tuple(sized(5 + number % 90, 1000, number) for number in range(500))
+    weights = tuple(1 + number / 7 for number in range(500))
+    started = time.process_time()
+    phases = mix(sources, weights, "continue", 1 << 20)
+    assert time.process_time() - started < 4, "20 s before"
+    given = np.sum([phase.batches for phase in phases], axis=0)
+    assert given.tolist() == [source.batches for source in sources]
