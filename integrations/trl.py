@@ -11,8 +11,8 @@ assistant tokens have no effect. Its losses, metrics, PEFT and callbacks work as
 and resuming are those of `ShardTrainer`.
 """
 
-# pyright: reportMissingImports=false, reportOptionalMemberAccess=false
-# The development environment has no TRL, so its types are unknown.
+# pyright: reportPrivateImportUsage=false, reportGeneralTypeIssues=false
+# TRL finds its names when they are first used, so their types are unknown.
 
 from typing import Any
 

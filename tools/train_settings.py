@@ -207,7 +207,8 @@ def read_command() -> Parsed:
     phases of a run are left as they are given."""
     given = _given()
     if "phases" in given:
-        return Parsed(Command(**{"shards": ""} | given))
+        settings: dict[str, Any] = {"shards": ""} | given
+        return Parsed(Command(**settings))
     return chosen_command(given)
 
 
@@ -481,7 +482,8 @@ def _scaled(
             f"`--scale-learning-rate`={by}: needs the size of the step that the rate is for. Give "
             "--reference-step-tokens or --reference-step-rows."
         )
-    done = dict.fromkeys(("scale_learning_rate", "reference_step_tokens", "reference_step_rows"))
+    names = ("scale_learning_rate", "reference_step_tokens", "reference_step_rows")
+    done: dict[str, Any] = dict.fromkeys(names)
     rate = given.get("learning_rate")
     if rate is None:
         _log.info(

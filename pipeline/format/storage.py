@@ -187,6 +187,7 @@ def held(path: Path, *, is_shared: bool = False) -> Iterator[bool]:
 
 
 def _hold(descriptor: int, *, is_shared: bool = False) -> bool:
+    assert fcntl is not None
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
@@ -246,7 +247,7 @@ def try_lock(path: str, first: int, count: int) -> Iterator[bool]:
 
 
 def _lock(descriptor: int, first: int, count: int) -> bool:
-    if not hasattr(fcntl, "F_OFD_SETLK"):  # macOS
+    if fcntl is None or not hasattr(fcntl, "F_OFD_SETLK"):  # Windows, macOS
         return True
     try:
         wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)

@@ -135,6 +135,8 @@ class Batching(ABC):
 
     def __eq__(self, other: object) -> bool:
         """Compare the rows and their order, which do not depend on rows of padding."""
+        if not isinstance(other, Batching):
+            return False
         return type(self) is type(other) and describe(self) == describe(other)
 
     def __hash__(self) -> int:

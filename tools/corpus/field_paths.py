@@ -122,7 +122,8 @@ def _formula(name: str) -> _Formula:
                 f"`--field` {name!r}: expected names of fields in braces, like "
                 r"'{context}\n{answers.text[0]}', and {{ or }} for a brace in the text."
             )
-        pieces.append(path or _ESCAPES.get(escape, text))
+        piece: str | _Path = path or _ESCAPES.get(escape) or text
+        pieces.append(piece)
     if not any(isinstance(piece, _Path) for piece in pieces):
         raise ConfigError(f"`--field` {name!r}: names no field in braces.")
     return _Formula(tuple(pieces))

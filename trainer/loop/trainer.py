@@ -20,7 +20,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ from tokenfeed.trainer.report.run_files import (
     planned_tokens,
     versions,
 )
-from tokenfeed.trainer.stall import Cause, StallMeter, warmup_steps
+from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.tasks.registry import task_of
 from tokenfeed.trainer.tasks.task import Metrics
 
@@ -362,7 +362,7 @@ class Trainer:
         return epoch_of(self.config, self.task.manifest, on_gpu=on_gpu)
 
     @contextlib.contextmanager
-    def _timed(self, cause: Cause) -> Iterator[None]:
+    def _timed(self, cause: Literal["evaluation", "checkpoint"]) -> Iterator[None]:
         """Charge a block to a cause of stall, and count its seconds."""
         began_s = time.perf_counter()
         with self.stall.cause(cause):
