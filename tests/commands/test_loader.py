@@ -213,7 +213,7 @@ gc.disable()
 def test_a_relative_folder_is_found_after_the_working_directory_changed(
     make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ) -> None:
-    folders = [make_dataset([9] * 20), make_dataset([9] * 20)]
+    folders = [make_dataset([9] * 20), make_dataset([10] * 18)]
     monkeypatch.chdir(folders[0].parent)
     names = [folder.name for folder in folders]
     with open_loader(Mixture(dict.fromkeys(names, 0.5)), num_workers=num_workers) as loader:  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 import torch
 from support import PROGRAMS, warm
 from support.programs.ranked_training import BEGINS
-from support.training import RUNS, load_weights, read_metrics
+from support.training import RUNS, load_weights, read_metrics, write_labelled
 
 PROGRAM = PROGRAMS / "ranked_training.py"
 SETTINGS: dict[str, Any] = {
@@ -141,7 +140,7 @@ class Trained(NamedTuple):
 @pytest.fixture(scope="module")
 def trained(every_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("runs")
-    shutil.copytree(every_task / "lm", folder / "more")
+    write_labelled(folder / "more", "lm", count=120)
     runs = runs_in(folder, every_task)
     return Trained(folder, dict(zip(runs, train([*runs.values()]), strict=True)))
 

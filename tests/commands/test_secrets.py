@@ -90,8 +90,20 @@ def test_train_and_report_keep_signatures_secret(
 ) -> None:
     monkeypatch.setitem(SIZES, "tiny", ModelSize(layers=1, width=32, heads=2))
     said, folder, fresh = Said(), tmp_path / "run", f"X-Amz-Signature={SECRET}-again"
+    (tmp_path / "first.json").write_text(
+        call(shards.main, "cat", documents, "--rows", 1, "--json").stdout
+    )
+    call(
+        shards.main,
+        "select",
+        documents,
+        tmp_path / "others",
+        "--drop",
+        "--rows",
+        tmp_path / "first.json",
+    )
     serve(server, documents, "one")
-    serve(server, documents, "two")
+    serve(server, tmp_path / "others", "two")
 
     def shards_at(query: str) -> tuple[str, ...]:
         return "--shards", f"{server.url}/one{query}=0.7", f"{server.url}/two{query}=0.3"

@@ -139,6 +139,8 @@ def test_the_command_prints_progress_and_summary(counting: Path, tmp_path: Path)
         "trained",
         "loss",
         "metrics",
+        "batch",
+        "time",
         "speed",
         "stall",
         "report",

@@ -149,7 +149,9 @@ def environment(archives: Archives, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_both_archives_hold_every_module(archives: Archives) -> None:
     modules = (path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
-    data = {"py.typed", "trainer/stall/page.html", "trainer/stall/style.css"}
+    data = {"py.typed", "trainer/stall/style.css"}
+    for pattern in ("trainer/stall/*.html", "trainer/presets/*.yaml"):
+        data |= {f"{path.relative_to(ROOT)}" for path in ROOT.glob(pattern)}
     kept = {"__init__.py", "__main__.py", *data, *(f"{path.relative_to(ROOT)}" for path in modules)}
     with tarfile.open(archives.sdist) as sdist:
         files = (member.name for member in sdist if member.isfile())

@@ -210,7 +210,11 @@ def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]
 
 def compile_with(monkeypatch: pytest.MonkeyPatch, backend: Callable[..., Any]) -> None:
     plain = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda m, **options: plain(m, backend=backend))
+    monkeypatch.setattr(
+        nn.Module,
+        "compile",
+        lambda m, dynamic, **_: plain(m, dynamic=dynamic, backend=backend),
+    )
 
 
 @pytest.fixture

@@ -73,6 +73,8 @@ def test_each_rank_has_a_device_of_its_own_and_the_backend_of_its_type(
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
     with simulate(monkeypatch):
         monkeypatch.setattr(torch.cuda, "set_device", current.append)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
         world = group.join_world("cuda")
     assert [world.device] == current == [torch.device("cuda:1")] == [asked["device_id"]]
     assert asked["backend"] == "cpu:gloo,cuda:nccl"
