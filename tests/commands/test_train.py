@@ -140,8 +140,8 @@ def test_the_command_prints_progress_and_summary(counting: Path, tmp_path: Path)
         "loss",
         "metrics",
         "batch",
-        "time",
         "speed",
+        "time",
         "stall",
         "report",
     ]
