@@ -233,7 +233,7 @@ def test_the_tail_of_a_window_compiles_nothing_anew(
     torch._dynamo.reset()
     run_dir = tmp_path / "run"
     report = run(make_config(few_rows, run_dir, eval_every=2, compile=True))
-    # Block and last norm: with gradients, and without them in evaluations, which are twice as large.
+    # Block and last norm: with gradients, and without them in evaluations of twice the size.
     assert compiled == [(4, 32, 64)] * 2 + [(8, 32, 64)] * 2
     for key in ("loss", "validation_loss"):
         expected = read_metrics(tmp_path / "plain", key)
