@@ -33,8 +33,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def tiny_bert(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    options = {"vocab_size": 64, "intermediate_size": 64, **small}
+    small = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    options = {"vocab_size": 64, "intermediate_size": 1024, **small}
     monkeypatch.setattr("transformers.BertConfig", partial(transformers.BertConfig, **options))
 
 
@@ -53,7 +53,7 @@ def test_m34_one_command_measures_each_optimization_before_and_after(
         while True:
             yield clock.sleep(seconds)
 
-    before, after = loop(batches(0.2), 20, tuned=False), loop(batches(0.02), 20, tuned=True)
+    before, after = loop(batches(0.2), 20, tuned=False), loop(batches(0.001), 20, tuned=True)
     assert before["ms_a_batch"] == pytest.approx(200 + 30 + 50, rel=0.01)
     assert before["idle"] == pytest.approx(230 / 280, abs=0.01)
     assert after["ms_a_batch"] == pytest.approx(50, rel=0.01)
