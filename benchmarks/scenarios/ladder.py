@@ -36,7 +36,7 @@ SKIPPED = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rung:
-    """A loop, by what it has changed."""
+    """A loop with the changes of one rung, and of all rungs before it."""
 
     said: str
     batches: Callable[[Data, int], Any]
@@ -91,7 +91,7 @@ def climb(data: Data, rung: str, rows: int, seed: int) -> Entry:
         data: The rows.
         rung: What the rung changes, or LAST.
         rows: Rows to train; the first steps are not timed.
-        seed: Of the first weights.
+        seed: Seed of the initial weights.
     """
     if rung == LAST:
         rows_s = _by_train(data, rows, seed)

@@ -558,7 +558,7 @@ def default_window_tokens(
 
 
 def _refuse_equal(sources: Iterable[OpenedSplit]) -> dict[str, OpenedSplit]:
-    """Return sources by fingerprint, by which a plan and a state know them.
+    """Return sources by fingerprint. Plans and states identify a source by its fingerprint.
 
     Raises:
         ConfigError: Two have the same content.

@@ -1,4 +1,4 @@
-"""Conversations are learnt as their records mean it, and what is not read is said."""
+"""Targets of conversations follow their records, and the summary names what was not read."""
 
 import json
 import shutil
