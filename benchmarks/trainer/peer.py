@@ -34,7 +34,7 @@ class Adapted(nn.Module):
         mask = None if causal else attention_mask[:, None, None, :]
         shown = MicroBatch(
             ids_BT=input_ids,
-            labels=labels,
+            targets=self._targets(labels),
             positions_BT=torch.arange(input_ids.shape[1])[None],
             scope=Scope(causal=causal, mask_BHTT=mask),
             is_token_BT=attention_mask,
@@ -42,6 +42,12 @@ class Adapted(nn.Module):
         logits = self.model(shown)
         loss = self.task.loss_of(logits, shown)
         return {"loss": loss.sum / loss.targets, "logits": logits}
+
+    def _targets(self, labels: Tensor) -> Tensor:
+        """Return what each slot predicts: in a causal model, the label of the next slot."""
+        if not self.task.head.causal:
+            return labels
+        return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def rows_of(shards: Path) -> list[dict[str, list[int]]]:
