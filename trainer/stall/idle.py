@@ -1,0 +1,372 @@
+"""The idle accounts turn steps and short traces into idle seconds with an interval, without I/O.
+
+Two marks enclose each bracket of the loop, so the idle seconds in brackets (gaps) are exact. The
+idle seconds inside the work cannot be read from marks. They are the work of a step minus its busy
+seconds, and short traces at regular times show the busy seconds:
+
+    busy(step)  = shape(size) * ratio(number)
+    shape(size) = a line through all traced steps
+    ratio(t)    = traced busy seconds / shape of one trace, and a line between two traces
+    idle        = sum of work - busy, over the steps in which the host may have been late
+
+Traces are a sample of a speed that changes. Between two traces the speed may have changed at any
+moment, so half of the interval is
+
+    1.2 * sqrt(sum over pieces of (change of the ratio * shape of the steps in between)^2)
+    + 0.3 % of busy + 0.3 us per kernel
+
+A step is proven ahead if the device had not reached its start when its end was queued: then the
+host was late nowhere in the step. An unusual step takes 15 % longer than its neighbours: a step
+with more kernels and a step in which the host stopped look alike, so only traced steps of this kind
+show which share of the extra time is work.
+
+Memory is bounded. Steps are folded into sums for each piece between two traces. After 64 traces,
+every second one is dropped.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+_PROVEN = 0.999
+"""Share of a step's work that must be proven ahead."""
+_HEAVIER = 1.1
+"""A traced step with this many times the usual kernels does not count for the ratio."""
+_UNUSUAL = 1.15
+"""A step whose work takes this many times as long as that of its neighbours is unusual."""
+_ALIKE = 0.25
+"""Unusual steps are alike if their factors differ by less than this share."""
+_REACH = 12
+"""Neighbours on each side of a step that set its level."""
+_LONE = 0.05
+"""Share by which busy seconds may be wrong with a single trace."""
+_SYSTEMATIC = 0.003
+"""Share by which a traced kernel may take longer or shorter than an untraced one."""
+_PAUSE_ERROR = 0.3e-6
+"""Seconds by which the measured pause of the device between two kernels may be wrong."""
+_EXPOSED = 0.003
+"""Share of traced work that idles for another stream, from which on rule 2 proves nothing."""
+_MOST_TRACES = 64
+_FOLD_AT = 1024
+_BINS = 1.05 ** np.arange(3, 100)
+"""Factors of unusual steps are sorted into bins of 5 %."""
+_NUMBER, _SIZE, _WORK, _AHEAD, _MARKS, _HAS_GAPS = range(6)
+_SUMS = 7
+"""Sums of a piece: steps, work, ahead, size, number, size * number, marks; then extra by factor."""
+
+
+@dataclass(slots=True)
+class Step:
+    """The marks of one step. Steps of the warm-up are not added to the accounts."""
+
+    number: int
+    """From 0, without gaps, also over steps that are not usable."""
+    size: float
+    """Token slots, or any number that the work of a step grows with; 1.0 if unknown."""
+    work: float
+    """Device seconds outside of brackets."""
+    ahead: float
+    """The part of `work` that was queued before it began."""
+    gaps: dict[str, float]
+    """Device seconds in brackets, by cause."""
+    marks: int
+    is_usable: bool = True
+    """False while a trace is on, and for the steps that the meter leaves out after a trace."""
+
+
+@dataclass(slots=True)
+class TracedStep:
+    """A valid step of a trace, in seconds. The last three are idle seconds inside the work.
+
+    Only the shares of the idle seconds are used: a tracer slows down launches.
+    """
+
+    number: int
+    size: float
+    busy: float
+    """Union of the kernels, plus the device's own pause between two kernels."""
+    kernels: int
+    span: float
+    """Work between the borders: `busy` plus idle."""
+    trace: int
+    waiting: float = 0.0
+    exchanging: float = 0.0
+    copying: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Idle seconds of all steps so far, left-out steps included."""
+
+    steps: int
+    seconds: float
+    gaps: dict[str, float]
+    """Exact idle seconds in brackets, by cause."""
+    inside: tuple[float, float, float]
+    """Idle seconds inside the work: likely, least, most. The least may be below 0: marks take lead
+    that is missing in a later gap."""
+    inside_causes: dict[str, float]
+    """`inside[0]`, split into launch, wait, communication and copy."""
+    bound: tuple[float, float]
+    """Idle seconds that marks alone prove: least and most."""
+    traces: int
+    is_inside_measured: bool
+    """False without a valid trace: then `inside` is (0, 0, what the bound leaves)."""
+
+    @property
+    def stall(self) -> float:
+        """The likely share of time in which the device was idle."""
+        return self._share(sum(self.gaps.values()) + self.inside[0])
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The share of time in which the device was idle: least and most."""
+        gaps = sum(self.gaps.values())
+        return self._share(gaps + self.inside[1]), self._share(gaps + self.inside[2])
+
+    def _share(self, seconds: float) -> float:
+        return min(1.0, max(0.0, seconds / self.seconds)) if self.seconds else 0.0
+
+
+class Accounts:
+    """Add steps and traced steps; read the idle seconds of the run so far at any time.
+
+    Args:
+        mark_seconds: Host seconds that a mark takes.
+        factor: Scales the part of the interval that comes from changes between traces.
+
+    Example:
+        A run of 100 steps of 10 ms has two traces, in which a step is busy for 7 ms and then for
+        8 ms. No step is proven ahead. Then 250 ms are idle. Half of the interval is 1.2 * 0.1 s
+        for the change, 2 ms for the tracer, and 3 ms if a step has 100 kernels.
+    """
+
+    def __init__(self, mark_seconds: float = 13e-6, factor: float = 1.2) -> None:
+        self._mark_seconds, self._factor = mark_seconds, factor
+        self.slower = 0.0
+        """Share by which steps were slower after the first trace; it widens the interval."""
+        self._used = self._left_out = 0
+        self._gaps: dict[str, list[float]] = {}
+        """By cause: seconds in usable steps, the number of such steps, seconds in others."""
+        self._recent: list[tuple[float, ...]] = []
+        """Usable steps not folded yet, and before them `_context` folded neighbours."""
+        self._context = 0
+        self._traced: list[TracedStep] = []
+        self._times: list[float] = []
+        """The mean step number of each trace."""
+        self._sums = np.zeros((1, 2, _SUMS + len(_BINS)))
+        """By piece between traces, for steps behind and steps proven ahead: `_SUMS` and `_BINS`."""
+
+    def add(self, step: Step) -> None:
+        """Add a step. Numbers must grow."""
+        for cause, seconds in step.gaps.items():
+            sums = self._gaps.setdefault(cause, [0.0, 0.0, 0.0])
+            sums[0 if step.is_usable else 2] += seconds
+            sums[1] += step.is_usable
+        if not step.is_usable:
+            self._left_out += 1
+            return
+        self._used += 1
+        row = (step.number, step.size, step.work, step.ahead, step.marks, bool(step.gaps))
+        self._recent.append(row)
+        if len(self._recent) >= _FOLD_AT:
+            end = len(self._recent) - _REACH
+            self._sums += self._tally(end)
+            del self._recent[: end - _REACH]
+            self._context = _REACH
+
+    def add_trace(self, steps: list[TracedStep]) -> None:
+        """Add the valid steps of one trace. Traces come in order."""
+        if not steps:
+            return
+        self._traced += steps
+        self._times.append(sum(step.number for step in steps) / len(steps))
+        self._sums = np.concatenate([self._sums, np.zeros_like(self._sums[:1])])
+        if len(self._times) > _MOST_TRACES:
+            self._thin()
+
+    def read(self) -> Idle:
+        """Return the idle seconds of all steps so far."""
+        sums = self._sums + self._tally(len(self._recent))
+        # What happens in most steps is scaled to all steps. Rare gaps of left-out steps are known.
+        scale = 1 + self._left_out / max(1, self._used)
+        gaps = {
+            cause: seconds * scale if 2 * steps > self._used else seconds + others
+            for cause, (seconds, steps, others) in self._gaps.items()
+        }
+        behind, ahead = sums[:, 0, :_SUMS].sum(0), sums[:, 1, :_SUMS].sum(0)
+        outside, unproven = sum(gaps.values()), (behind[1] - behind[2]) * scale
+        inside = (0.0, 0.0, unproven)
+        if self._times and self._used:
+            point, low, high = (seconds * scale for seconds in self._inside(sums))
+            inside = point, low, high
+        return Idle(
+            steps=self._used + self._left_out,
+            seconds=(behind[1] + ahead[1]) * scale + outside,
+            gaps=gaps,
+            inside=inside,
+            inside_causes=self._split(inside[0]),
+            bound=(outside, outside + unproven),
+            traces=len(self._times),
+            is_inside_measured=bool(self._times),
+        )
+
+    def _inside(self, sums: Array) -> tuple[float, float, float]:
+        """Return the idle seconds inside the work of usable steps: likely, least, most."""
+        start, slope = _line(self._traced)
+        times, ratios, pieces = self._ratios(start, slope)
+        marks = self._mark_seconds * sums[:, :, 6].sum()
+        # With exposed streams the host may be early, and yet the device waits.
+        sums = sums.sum(1) if self._has_exposed_streams() else sums[:, 0]
+        by_piece = np.zeros((len(times) + 1, sums.shape[1]))
+        np.add.at(by_piece, pieces, sums)
+        steps, work, ahead, size, number, both = by_piece[:, :6].T
+        shape, shape_by_number = start * steps + slope * size, start * number + slope * both
+        slopes = np.zeros(len(times) + 1)
+        slopes[1:-1] = np.diff(ratios) / np.diff(times)
+        left = np.concatenate([[0], np.arange(len(times))])
+        busy = shape * (ratios[left] - slopes * times[left]) + slopes * shape_by_number
+        half = self._half(shape, ratios) + _SYSTEMATIC * busy.sum()
+        kernels = sum(step.kernels for step in self._traced) / len(self._traced)
+        half += _PAUSE_ERROR * kernels * steps.sum()
+        least, likely, most = self._extra_work(
+            by_piece[:, _SUMS:].sum(0), start, slope, (times, ratios), busy.sum() / work.sum() / 2
+        )
+        idle, room = (work - busy).sum(), (work - ahead).sum()
+        low = _clip(idle - most - half - self.slower * work.sum(), room) - marks
+        # The marks made the device idle, or took lead that is missing in a later gap.
+        return (
+            _clip(idle - likely - marks, room),
+            low,
+            _clip(idle - least + half, room),
+        )
+
+    def _tally(self, end: int) -> Array:
+        """Return sums of the recent steps up to `end`, by piece."""
+        sums = np.zeros_like(self._sums)
+        if end <= self._context:
+            return sums
+        table = np.array(self._recent, float)
+        start, slope = _line(self._traced)
+        shape = start + slope * table[:, _SIZE]
+        # The host or the device sets the pace.
+        level = np.maximum(_medians(table[:, _WORK]), _medians(table[:, _WORK] / shape) * shape)[
+            self._context : end
+        ]
+        number, size, work, ahead, marks, has_gaps = table[self._context : end].T
+        is_ahead = (ahead >= _PROVEN * work).astype(int)
+        piece = np.searchsorted(self._times, number)
+        marks = np.where((is_ahead == 0) | (has_gaps > 0), marks, 0.0)
+        rows = np.stack(
+            [np.ones_like(work), work, ahead, size, number, size * number, marks], axis=1
+        )
+        np.add.at(sums[:, :, :_SUMS], (piece, is_ahead), rows)
+        factor = work / np.maximum(level, 1e-12)
+        odd = factor > _UNUSUAL
+        bins = np.clip(np.searchsorted(_BINS, factor[odd]), 1, len(_BINS) - 1)
+        np.add.at(sums, (piece[odd], is_ahead[odd], _SUMS + bins), (work - level)[odd])
+        return sums
+
+    def _ratios(self, start: float, slope: float) -> tuple[Array, Array, npt.NDArray[np.intp]]:
+        """Return the times and ratios of the traces, and a number for the piece after each trace.
+
+        A trace of nothing but heavier steps has no ratio, so its two pieces become one.
+        """
+        usual = _HEAVIER * float(np.median([step.kernels for step in self._traced]))
+        busy: dict[int, list[float]] = {step.trace: [0.0, 0.0] for step in self._traced}
+        for step in self._traced:
+            if step.kernels <= usual:
+                busy[step.trace][0] += step.busy
+                busy[step.trace][1] += start + slope * step.size
+        table = np.array(list(busy.values()))
+        has_ratio = table[:, 1] > 0
+        times = np.array(self._times)[has_ratio]
+        return times, table[has_ratio, 0] / table[has_ratio, 1], np.cumsum([0, *has_ratio])
+
+    def _half(self, shape: Array, ratios: Array) -> float:
+        """Return half of the interval that comes from changes between traces, in seconds.
+
+        A change by d at an unknown moment of a piece is an error of d / sqrt(12) of the piece. A
+        speed that comes and goes errs by d / sqrt(2). The factor is twice a value between the two.
+        """
+        if len(ratios) == 1:
+            return _LONE * float(shape.sum() * ratios[0])
+        pieces = shape[1:-1].copy()
+        pieces[0] += shape[0]
+        pieces[-1] += shape[-1]
+        return self._factor * float(np.linalg.norm(np.diff(ratios) * pieces))
+
+    def _extra_work(
+        self, extra: Array, start: float, slope: float, line: tuple[Array, Array], guess: float
+    ) -> tuple[float, float, float]:
+        """Return seconds of work in the extra time of unusual steps: least, likely, most."""
+        sizes = start + slope * np.array([step.size for step in self._traced])
+        numbers, busy, kernels, spans = np.array(
+            [(step.number, step.busy, step.kernels, step.span) for step in self._traced]
+        ).T
+        levels = np.maximum(np.median(spans), np.median(spans / sizes) * sizes)
+        added = busy - sizes * np.interp(numbers, *line)
+        odd = (spans > _UNUSUAL * levels) | (kernels > _HEAVIER * np.median(kernels))
+        factors = (spans / levels)[odd]
+        known = np.clip(added[odd] / np.maximum(spans - levels, 1e-9)[odd], 0.0, 1.0)
+        least = likely = most = 0.0
+        for seconds, factor in zip(extra, _BINS, strict=True):
+            alike = known[abs(factors - factor) < _ALIKE * factor]
+            if len(alike):
+                slack = 0.2 / len(alike)
+                least += seconds * max(0.0, alike.min() - slack)
+                likely += seconds * alike.mean()
+                most += seconds * min(1.0, alike.max() + slack)
+            else:
+                likely, most = likely + seconds * min(1.0, guess), most + seconds
+        return least, likely, most
+
+    def _has_exposed_streams(self) -> bool:
+        exposed = sum(step.exchanging + step.copying for step in self._traced)
+        return exposed > _EXPOSED * sum(step.span for step in self._traced)
+
+    def _split(self, inside: float) -> dict[str, float]:
+        """Divide the idle seconds inside the work by the shares that the traces show."""
+        idle = sum(max(0.0, step.span - step.busy) for step in self._traced)
+        shares = {
+            "wait": sum(step.waiting for step in self._traced) / max(1e-12, idle),
+            "communication": sum(step.exchanging for step in self._traced) / max(1e-12, idle),
+            "copy": sum(step.copying for step in self._traced) / max(1e-12, idle),
+        }
+        shares["launch"] = max(0.0, 1 - sum(shares.values()))
+        return {cause: inside * share / sum(shares.values()) for cause, share in shares.items()}
+
+    def _thin(self) -> None:
+        """Drop every second trace, and join the pieces on its two sides."""
+        traces = sorted({step.trace for step in self._traced})
+        kept = set(traces[::2])
+        self._traced = [step for step in self._traced if step.trace in kept]
+        self._times = self._times[::2]
+        joined = np.zeros((len(self._times) + 1, *self._sums.shape[1:]))
+        np.add.at(joined, (np.arange(len(self._sums)) + 1) // 2, self._sums)
+        self._sums = joined
+
+
+def _line(traced: list[TracedStep]) -> tuple[float, float]:
+    """Return busy seconds as a line over sizes: start and slope, neither below 0."""
+    if not traced:
+        return 0.0, 1.0
+    sizes, busy = np.array([(step.size, step.busy) for step in traced], float).T
+    most = busy.mean() / sizes.mean()
+    if len(sizes) < 4 or sizes.std() < 0.01 * sizes.mean():
+        return 0.0, most
+    slope = min(max(0.0, float(np.cov(sizes, busy)[0, 1] / sizes.var(ddof=1))), most)
+    return busy.mean() - slope * sizes.mean(), slope
+
+
+def _medians(values: Array) -> Array:
+    """Return the median of the neighbourhood of each value."""
+    padded = np.pad(values, _REACH, mode="reflect" if len(values) > _REACH else "edge")
+    return np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * _REACH + 1), axis=1)
+
+
+def _clip(seconds: float, most: float) -> float:
+    return min(max(0.0, seconds), most)
