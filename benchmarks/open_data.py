@@ -6,10 +6,8 @@ process of its own. Its clock starts when the records are open, before the impor
 function has its texts in memory, the other one parses JSON while the clock runs.
 
 `families`: the command on tokenizers that gigatoken does not take as they are, beside
-`datasets.map`: WordPiece (BERT), single digits (SmolLM, StarCoder), cl100k (GPT-4), nanochat's
-pattern, and Unigram. Each is trained here, or has the merges of one that was. `unigram` has pieces
-as SentencePiece makes them (T5, XLM-R): of letters, of digits or of signs. `unigram, mixed` is
-trained by `tokenizers`, and has pieces like `self.`.
+`datasets.map`: WordPiece (BERT), single digits (SmolLM, StarCoder), cl100k (GPT-4) and
+nanochat's pattern. Each is trained here, or has the merges of one that was.
 
 `adopted`: the loader on adopted files of Megatron, nanoGPT and OLMo, beside its own shards of the
 same rows, on documents and on lines. Repeats are interleaved, and ratios are of the same repeat.
@@ -34,7 +32,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from benchmarks.pretokenize.__main__ import datasets_map
 from benchmarks.pretokenize.__main__ import pretokenize as run_command
@@ -50,7 +48,6 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 WORKERS = 2
 SECONDS = 2.5
 COMMAND = "command, JSON Lines"
-APART = r"(?<=\p{L})(?!\p{L})|(?<=\p{N})(?!\p{N})|(?<=[^\p{L}\p{N}\u2581])(?=[\p{L}\p{N}])"
 """Matches between letters, digits and signs. SentencePiece has no piece across such a place."""
 OWN = "own shards"
 TIMES = ("times_command", "times_own", "times_datasets_map")
@@ -189,28 +186,10 @@ def families(folder: Path) -> dict[str, Path]:
     )
     wordpiece.train_from_iterator(texts[::3], trainer)
     made["wordpiece"] = wordpiece.to_str()
-    made["unigram"] = unigram(texts[::40], [pre_tokenizers.Split(Regex(APART), "isolated")])
-    made["unigram, mixed"] = unigram(texts[::40], [])
     for name, content in made.items():
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "tokenizer.json").write_text(content)
     return {name: folder / name for name in made}
-
-
-def unigram(texts: list[str], apart: list[Any]) -> str:
-    """Train a Unigram tokenizer. `apart` cuts its words during the training only."""
-    made = Tokenizer(models.Unigram())
-    spaces = normalizers.Replace(Regex(" {2,}"), " ")
-    made.normalizer = normalizers.Sequence([normalizers.NFKC(), spaces])
-    split = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
-    made.pre_tokenizer = pre_tokenizers.Sequence([*split, *apart])
-    special = ["<unk>", "</s>"]
-    trainer: Any = trainers.UnigramTrainer(
-        vocab_size=16_000, special_tokens=special, unk_token="<unk>", show_progress=False
-    )
-    made.train_from_iterator(texts, trainer)
-    made.pre_tokenizer = pre_tokenizers.Sequence(split)
-    return made.to_str()
 
 
 def measure_families(folder: Path, repeats: int) -> list[Entry]:

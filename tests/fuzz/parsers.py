@@ -4,7 +4,6 @@
 the valid files hold. Any other exception is a bug.
 """
 
-import base64
 import bz2
 import contextlib
 import gzip
@@ -63,7 +62,6 @@ from tokenfeed.tools.data_sets.explain import Explain
 from tokenfeed.tools.data_sets.export import Format, export_data_set
 from tokenfeed.tools.data_sets.verify import find_problems
 from tokenfeed.tools.encoding.chat_messages import Conversation
-from tokenfeed.tools.encoding.tiktoken_files import KNOWN, tiktoken_to_json
 from tokenfeed.tools.encoding.tokenizer import ModelFiles, TextTokenizer
 from tokenfeed.tools.pretokenizing.make import chat_template_of
 from tokenfeed.tools.pretokenizing.options import Options
@@ -308,10 +306,6 @@ LAYERS = {
         zstandard.ZstdCompressor(write_checksum=True).compress,
     ),
     "json": Layer(json.loads, lambda content: json.dumps(content).encode()),
-    "tiktoken": Layer(
-        lambda data: data.decode().splitlines(keepends=True),
-        lambda lines: "".join(lines).encode("utf-8", "surrogatepass"),
-    ),
 }
 """By the ending of the name, for files without an own layer."""
 
@@ -508,19 +502,11 @@ def _read_model(folder: Path, _: str) -> None:
                 raise Wrong("a template wrote an object of Python")
 
 
-def _read_tiktoken(folder: Path, _: str) -> None:
-    known = dict.fromkeys(range(1000), KNOWN[50_256])
-    json_bytes = tiktoken_to_json((folder / "a.tiktoken").read_bytes(), "tokenizer", known)
-    TextTokenizer.load(json_bytes, origin="tokenizer")
-
-
 _SAVED = {
     "saved/state.json": b'{"_data_files": [{"filename": "data-0.arrow"}], "_split": "train"}',
     "saved/data-0.arrow": _CORPORA["b.arrow"],
     "saved/dataset_info.json": b"{}",
 }
-_TOKENS = [*(bytes([byte]) for byte in range(256)), b"ab", b"abc"]
-_RANKS = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(_TOKENS)]
 PARSERS = {
     "shard": Parser(
         _make_shard,
@@ -551,7 +537,6 @@ PARSERS = {
     **{to: _index(to) for to in _INDEXES},
     "tokenizer": Parser(_files({"tokenizer.json": _TOKENIZER}), [_read_tokenizer]),
     "model files": Parser(_make_model, [_read_model]),
-    "tiktoken": Parser(_files({"a.tiktoken": "".join(_RANKS).encode()}), [_read_tiktoken]),
     "saved": Parser(_files(_SAVED), [_read_corpus]),
     "litdata": _token_rows(partial(write_litdata, chunk_rows=40), "chunk-0-0.bin"),
     "datatrove rows": _token_rows(write_datatrove, "0.ds"),

@@ -27,7 +27,7 @@ from tokenfeed.tools.encoding.engine_support import (
 )
 from tokenfeed.tools.encoding.routes import Routes, cut, sort_tokens
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
-from tokenfeed.tools.encoding.words import SpacedWords, Words
+from tokenfeed.tools.encoding.words import Words
 from tokenfeed.tools.shell.console import signals_held
 
 _COMPARED = {
@@ -118,8 +118,7 @@ class ReferenceEngine:
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer.tokenizer
         self._dtype = token_dtype(tokenizer.vocabulary_size)
-        made = (kind.of_tokenizer(tokenizer, self._encode_whole) for kind in (Words, SpacedWords))
-        self._words = next(filter(None, made), None)
+        self._words = Words.of_tokenizer(tokenizer, self._encode_whole)
 
     def encode(self, texts: list[bytes]) -> Ragged:
         """Encode UTF-8 texts.

@@ -9,6 +9,7 @@ contain an end token.
 import contextlib
 import json
 import logging
+import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,7 +36,6 @@ from tokenfeed.pipeline.format.manifest import (
 from tokenfeed.pipeline.format.store import Store, local_path, open_store
 from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.tools.encoding.engine_support import ID_LIMIT
-from tokenfeed.tools.encoding.tiktoken_files import is_tiktoken, tiktoken_to_json
 
 _END_TOKENS = (
     "<|endoftext|>",
@@ -300,6 +300,7 @@ def _end_token(
     return token, ""
 
 
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/=]+ [0-9]+\r?\n")
 _CONVERT = (
     "Convert it by transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER)."
 )
@@ -315,7 +316,7 @@ def fetch_beside(name: str, file: str) -> bytes | None:
 
 def fetch_tokenizer_json(name: str) -> bytes:
     """Read a tokenizer.json. `name` is a file, a folder with the file, the address of either, or a
-    hub id, which may end with `@` and a revision. A tiktoken file is converted.
+    hub id, which may end with `@` and a revision.
 
     Raises:
         TokenizerError: The tokenizer is missing, or the hub or store cannot be reached.
@@ -340,7 +341,7 @@ def fetch_tokenizer_json(name: str) -> bytes:
                 "one, or a hub id."
             ) from None
         _check_in_data_set(store, file)
-    return tiktoken_to_json(content, name) if is_tiktoken(content) else content
+    return content
 
 
 def _place(name: str) -> tuple[Store | None, str]:
@@ -376,6 +377,12 @@ def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
         if b"\x00" in json_bytes[:4096] or json_bytes[:1] == b"\n":  # a message of protobuf
             raise TokenizerError(
                 f"{origin}: is a SentencePiece model, not a tokenizer.json. {_CONVERT}"
+            ) from None
+        if _TIKTOKEN_LINE.match(json_bytes):
+            raise TokenizerError(
+                f"{origin}: is a tiktoken file, not a tokenizer.json. Convert it by transformers: "
+                "from transformers.integrations.tiktoken import convert_tiktoken_to_fast; "
+                "convert_tiktoken_to_fast(tiktoken.get_encoding(NAME), FOLDER)."
             ) from None
         raise TokenizerError(f"{origin}: is not a tokenizer.json ({error}).") from error
     tokenizer.no_truncation()

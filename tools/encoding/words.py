@@ -4,26 +4,18 @@ BERT's pre-tokenizer cuts a text at white space and at signs, and its normalizer
 character because of a character on the other side of such a cut. So the ids of a text are the ids
 of its words. The reference encodes a word when it first appears; then its ids are looked up. Words
 are cut at white space and signs of ASCII only. What else the tokenizer cuts at is inside a word.
-
-SentencePiece's Unigram tokenizers (T5, XLM-R, ALBERT) cut a text before each space. Their words
-begin with the space. A space is a cut only if the characters on both sides are letters, numerals or
-signs that the normalizer neither removes nor joins to a space. Most of these tokenizers join runs
-of white space. Then such a run is cut like one space, so a word of source code is the same word
-behind any indentation.
 """
 
 import itertools
 import re
 import string
-import unicodedata
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import tokenizers
-from tokenizers.models import Unigram, WordPiece
+from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
@@ -31,7 +23,6 @@ from tokenfeed.pipeline.arithmetic import Ragged, offsets_of, ranges
 from tokenfeed.tools.encoding.engine_support import COMPARED_TOKENIZERS
 from tokenfeed.tools.encoding.routes import matches
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.encoding.unigram import MARK, UnigramWords
 
 Encode = Callable[[list[bytes]], Ragged]
 """Encodes UTF-8 texts or words."""
@@ -153,13 +144,8 @@ class Words:
         if self._cache.num_bytes > CACHE_BYTES:
             self._cache = WordCache()
         data, ends, words = self._cut(texts)
-        cuts, numbers = self._found(data, words)
-        return self._cache.ids(numbers, np.searchsorted(cuts, ends))
-
-    def _found(self, data: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return where words or their parts begin, with the end of the last one, and the number of
-        each in the cache."""
-        return words, self._cache.find(data, words, self._encode_new)
+        numbers = self._cache.find(data, words, self._encode_new)
+        return self._cache.ids(numbers, np.searchsorted(words, ends))
 
     def _cut(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Cut texts into words. Leave out white space, which has no ids.
@@ -196,231 +182,6 @@ class Words:
         return Ragged(np.fromiter(flat, np.uint32, int(lengths.sum())), lengths)
 
 
-_LOCAL = {"Precompiled", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "StripAccents"}
-"""Normalizers that look at no character on the other side of a space between plain characters."""
-_RUNS_OF_SPACES = {"Regex": " {2,}"}
-_EXTENDING = "\u0e33\u0eb3\uff9e\uff9f\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
-"""Letters and signs that belong to the character before them."""
-_PREPENDED = (
-    "\u0d4e\U000111c2\U000111c3\U000113d1\U0001193f\U00011941\U00011a3a\U00011d46\U00011f02"
-)
-_PREPENDED += "".join(map(chr, range(0x11A84, 0x11A8A)))
-"""Letters that the character after them belongs to."""
-_FIRST, _LEFT_OUT = b"\xff", b"\xfe"
-_KNOWN, _BEFORE, _AFTER, _IS_MARK = map(np.uint8, (1, 2, 4, 8))
-
-
-class SpacedWords(Words):
-    """Words of a Unigram tokenizer, each with the space before it, and parts of words.
-
-    A byte that is never in UTF-8 stands before each text. So the first word of a text, which has no
-    space before it, is not taken for a part.
-    """
-
-    def __init__(self, tokenizer: TextTokenizer, encode: Encode, apart: str) -> None:
-        super().__init__(tokenizer, encode, apart)
-        content = msgspec.json.decode(tokenizer.json_bytes)
-        splits = "WhitespaceSplit" in str(content["pre_tokenizer"])
-        """Whether any white space ends a piece, and is dropped."""
-        between = {c: self._normalized(f"q{c}q").strip("q") for c in " \t\n\r"}
-        self._spaces = [
-            ord(c) for c, made in between.items() if made == " " or (splits and made.isspace())
-        ]
-        steps = _flat(content["normalizer"], "normalizers")
-        joins = bool(steps) and _joins_spaces(steps[-1])
-        spaces = [*map(chr, self._spaces)]
-        runs = (run for size in (2, 3) for run in itertools.product(spaces, repeat=size))
-        self._joins_spaces = (splits or joins) and all(
-            self._pieces(f"q{''.join(run)}q") == self._pieces("q q") for run in runs
-        )
-        printable = "".join(map(chr, range(0x21, 0x7F)))
-        replaces = any(step["type"] == "Replace" and not _joins_spaces(step) for step in steps)
-        keeps_ascii = not replaces and all(self._normalized(c) == c for c in printable)
-        self._plain = UnigramWords.from_tokenizer(tokenizer.tokenizer) if keeps_ascii else None
-        contents = [each["content"] for each in content["added_tokens"]]
-        if (unknown := content["model"].get("unk_id")) is not None:
-            contents.append(content["model"]["vocab"][unknown][0])  # two of them become one
-        # A run of spaces that becomes a mark is not stripped before these.
-        stripping = (
-            each["content"].encode()[0]
-            for each in content["added_tokens"]
-            if joins and steps[-1]["content"] == MARK
-            if splits or (each["normalized"] and each["lstrip"])
-        )
-        self._strips = np.zeros(256, bool)
-        """Whether each byte begins an added token before which a run of spaces is not one space."""
-        self._strips[[*stripping]] = True
-        pattern = b"|".join(re.escape(each.encode()) for each in contents)
-        self._added = re.compile(pattern or rb"(?!)")
-        self._is_unsure = np.empty(0, bool)
-        """By the number in the cache: is it a part that may have other ids in a word?"""
-        self._about = np.zeros(0x110000, np.uint8)
-        """What is known of each character: may it stand before or after a cut? Is it a mark?"""
-
-    @classmethod
-    def of_tokenizer(cls, tokenizer: TextTokenizer, encode: Encode) -> Self | None:
-        """See `Words`."""
-        if not tokenizers.__version__.startswith(COMPARED_TOKENIZERS):
-            return None
-        if not isinstance(tokenizer.tokenizer.model, Unigram):
-            return None
-        content = msgspec.json.decode(tokenizer.json_bytes)
-        steps = _flat(content["pre_tokenizer"], "pretokenizers")
-        splits = len(steps) > 1
-        added = content.get("added_tokens") or []
-        normalizer = tokenizer.tokenizer.normalizer
-        is_known = (
-            [step["type"] for step in steps] in (["Metaspace"], ["WhitespaceSplit", "Metaspace"])
-            and steps[-1].get("split", True)
-            and steps[-1]["replacement"] == "\u2581"
-            and (not splits or _prepends(steps[-1]))
-            and all(
-                _is_local(step) or (step["type"] == "Strip" and _prepends(steps[-1]))
-                for step in _flat(content["normalizer"], "normalizers")
-            )
-            and not any(
-                each["rstrip"]
-                or re.search(r"[\s\u2581]", each["content"])
-                or (
-                    each["normalized"]
-                    and normalizer
-                    and normalizer.normalize_str(each["content"]) != each["content"]
-                )
-                for each in added
-            )
-        )
-        return cls(tokenizer, encode, "") if is_known else None
-
-    def _pieces(self, text: str) -> list[str]:
-        split = self._tokenizer.pre_tokenizer.pre_tokenize_str(self._normalized(text))
-        return [piece for piece, _ in split]
-
-    def _normalized(self, text: str) -> str:
-        normalizer = self._tokenizer.normalizer
-        return normalizer.normalize_str(text) if normalizer else text
-
-    def _cut(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """See `Words`. White space before a word becomes one space."""
-        joined = _FIRST + _FIRST.join(texts)
-        ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)) + 1)
-        data = np.frombuffer(joined, np.uint8)
-        is_space = np.zeros(len(data), bool)
-        for space in self._spaces:
-            is_space |= data == space
-        is_space[-1] = False
-        changes = np.flatnonzero(is_space[1:] != is_space[:-1]) + 1
-        firsts, stops = changes[::2], changes[1::2]  # of runs
-        sizes, before = stops - firsts, _before(data, firsts)
-        about = self._about_characters(data, before)
-        is_cut = ((about & _BEFORE) != 0) & ((self._about_characters(data, stops) & _AFTER) != 0)
-        marks = np.flatnonzero(is_cut & ((about & _IS_MARK) != 0))
-        while len(marks):  # a space with a mark may become one space: what has the mark?
-            before[marks] = _before(data, before[marks])
-            about = self._about_characters(data, before[marks])
-            is_cut[marks] = (about & _BEFORE) != 0
-            marks = marks[is_cut[marks] & ((about & _IS_MARK) != 0)]
-        is_cut &= (sizes == 1) | ~self._strips[data[stops]] if self._joins_spaces else sizes == 1
-        is_left_out = np.append(False, is_space[1:] & is_space[:-1])
-        is_left_out[ranges(firsts[~is_cut] + 1, sizes[~is_cut] - 1)] = False
-        firsts, shifts = firsts[is_cut], offsets_of(sizes[is_cut] - 1)
-        data = data.copy()
-        data[firsts] = ord(" ")
-        np.putmask(data, is_left_out, ord(_LEFT_OUT))
-        ends = ends - shifts[np.searchsorted(firsts, ends)]
-        data = np.frombuffer(data.tobytes().translate(None, _LEFT_OUT), np.uint8)
-        is_start = np.zeros(len(data) + 1, bool)
-        is_start[0] = is_start[firsts - shifts[:-1]] = is_start[ends] = True
-        return data, ends, np.flatnonzero(is_start)
-
-    def _found(self, data: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `Words`. Words with an unsure part get the ids of the whole word: its number for the
-        first part, and the number of the empty word for the others."""
-        if not (self._plain and self._plain.has_parts):
-            return super()._found(data, words)
-        added = [found.start() for found in self._added.finditer(data.tobytes())]
-        cuts = self._plain.cut(data, words, added)
-        numbers = self._cache.find(data, cuts, self._encode_new)
-        unsure = np.flatnonzero(self._is_unsure[numbers])
-        if len(unsure):
-            places = np.unique(np.searchsorted(words, cuts[unsure], "right") - 1)
-            begins, ends = words[places], words[places + 1]
-            firsts, stops = np.searchsorted(cuts, begins), np.searchsorted(cuts, ends)
-            letters = data[ranges(begins, ends - begins)]
-            borders = np.append(0, offsets_of(ends - begins))  # an empty word, then these
-            nothing, *whole = self._cache.find(letters, borders, self._encode_new)
-            numbers[ranges(firsts, stops - firsts)] = nothing
-            numbers[firsts] = whole
-        return cuts, numbers
-
-    def _about_characters(self, data: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return what is known of the characters that begin at places."""
-        found = _characters(data, places)
-        for each in np.unique(found[self._about[found] == 0]).tolist():
-            self._about[each] = self._find_out(chr(each))
-        about: np.ndarray = self._about[found]
-        return about
-
-    def _find_out(self, character: str) -> np.uint8:
-        """Return whether a character may stand before or after the space of a cut."""
-        found, category = _KNOWN, unicodedata.category(character)[0]
-        alone = self._normalized("q")
-        if category in "LMNPS" and character not in _PREPENDED:
-            made = self._normalized("q" + character)
-            if made.startswith(alone) and made[len(alone) :].strip() == made[len(alone) :] != "":
-                is_mark = category == "M" or character in _EXTENDING
-                found |= _BEFORE | (_IS_MARK if is_mark else 0)
-        if category in "LNPS" and character not in _EXTENDING:
-            whole, head = self._normalized(f"q {character}q"), f"{alone} "
-            made = whole[len(head) : -len(alone)]
-            is_kept = whole == head + made + alone and made.strip() == made != ""
-            if is_kept and not made.startswith(MARK):
-                found |= _AFTER
-        return found
-
-    def _encode_new(self, words: list[bytes]) -> Ragged:
-        """See `Words`."""
-        joined, is_plain = b"".join(words), np.zeros(len(words), bool)
-        is_unsure = np.zeros(len(words), bool)
-        if self._plain and joined:
-            borders = offsets_of(np.fromiter(map(len, words), np.int64, len(words)))
-            letters = np.frombuffer(joined, np.uint8)
-            is_plain = self._plain.can_encode(letters, borders)
-            if self._added.search(joined):
-                is_plain &= [not self._added.search(word) for word in words]
-        others = (word.removeprefix(_FIRST) for word in itertools.compress(words, ~is_plain))
-        made = self._encode([*others])
-        if self._plain and is_plain.any():
-            parts = [*itertools.compress(words, is_plain)]
-            plain, is_unsure[is_plain] = self._plain.encode(parts)
-            is_unsure[is_plain] &= letters[borders[:-1][is_plain]] != ord(" ")
-            made = _woven(is_plain, plain, made)
-        self._is_unsure = np.append(self._is_unsure[: len(self._cache)], is_unsure)
-        return made
-
-
-def _before(data: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return where the characters before places begin."""
-    starts: np.ndarray = places - 1
-    for _ in range(3):
-        starts = starts - ((data[starts] & 0xC0) == 0x80)
-    return starts
-
-
-def _characters(data: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return the characters of UTF-8 that begin at places, int64. `_FIRST` is the last character of
-    Unicode, which has no meaning."""
-    found: np.ndarray = data[places].astype(np.int64)
-    found[found == ord(_FIRST)] = 0x10FFFF
-    wide = np.flatnonzero((found >= 0x80) & (found < 0x100))
-    lead, num_more = found[wide], 1 + (found[wide] >= 0xE0) + (found[wide] >= 0xF0)
-    codes = lead & (0x3F >> num_more)
-    for number in range(1, 4):
-        has = num_more >= number
-        codes[has] = codes[has] << 6 | data[places[wide[has]] + number] & 0x3F
-    found[wide] = codes
-    return found
-
-
 def _woven(is_first: np.ndarray, first: Ragged, second: Ragged) -> Ragged:
     """Return the rows of two in one order: a row of `first` for each True, or else of `second`."""
     made = Ragged(
@@ -428,31 +189,3 @@ def _woven(is_first: np.ndarray, first: Ragged, second: Ragged) -> Ragged:
         np.concatenate([first.lengths, second.lengths]),
     )
     return made.take(np.argsort(np.argsort(~is_first, kind="stable")))
-
-
-def _flat(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or a pre-tokenizer."""
-    if step is None:
-        return []
-    if step["type"] == "Sequence":
-        return [found for inner in step[name] for found in _flat(inner, name)]
-    return [step]
-
-
-def _is_local(step: dict[str, Any]) -> bool:
-    if step["type"] == "Replace" and not _joins_spaces(step):
-        return not re.search(r"\s", step["pattern"].get("String", " ") + step["content"])
-    return step["type"] == "Replace" or step["type"] in _LOCAL
-
-
-def _prepends(metaspace: dict[str, Any]) -> bool:
-    """Return whether a mark is put before every text. Then a word that lost its space is the
-    same."""
-    old = "always" if metaspace.get("add_prefix_space", True) else "never"
-    return bool(metaspace.get("prepend_scheme", old) == "always")
-
-
-def _joins_spaces(step: dict[str, Any]) -> bool:
-    """Return whether a `Replace` makes one space of a run of spaces."""
-    is_run = step["type"] == "Replace" and step["pattern"] == _RUNS_OF_SPACES
-    return is_run and step["content"] in (" ", "\u2581")
