@@ -21,7 +21,6 @@ SECONDS = 0.02
 def assert_slept(report: StallReport, seconds: float = SECONDS) -> None:
     """Data of each step took so long."""
     data = report.causes["data"]
-    assert data.p50_s == pytest.approx(seconds, abs=1e-3)
     assert data.seconds == pytest.approx(report.steps * seconds, rel=0.01)
     assert report.stall is not None
     parts = sum(part.seconds for part in report.causes.values())

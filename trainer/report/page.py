@@ -15,13 +15,8 @@ from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
 from tokenfeed.trainer.report.run_files import MetricsLine, Report, decode_lines, duration
-from tokenfeed.trainer.stall.stall_report import (
-    StallReport,
-    render_page,
-    save_page,
-    share_of,
-    stall_cards,
-)
+from tokenfeed.trainer.stall.stall_page import render_page, save_page, stall_cards
+from tokenfeed.trainer.stall.stall_report import StallReport, share_of
 
 _LARGEST = 1e100
 """Larger values are left out of plots: arithmetic with them would overflow."""

@@ -10,7 +10,7 @@ from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.text import count_of, facts
 from tokenfeed.trainer.config.run_config import PAGE_FILE, REPORT_FILE, phase_folders
 from tokenfeed.trainer.report.run_files import Report
-from tokenfeed.trainer.stall.stall_report import page_templates, save_page
+from tokenfeed.trainer.stall.stall_page import page_templates, save_page
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -344,16 +344,19 @@ def remedies(config: TrainConfig, task: Task) -> Mapping[str, str]:
     """Advice by cause, in terms of the options of `train`."""
     lower = "`--samples` or `--eval-tokens`" if config.samples else "`--eval-tokens`"
     return {
-        "data": "batches come late: raise `--num-workers`, or read from a faster disk",
-        "launch": "kernels are queued more slowly than they run: raise `--micro-batch-tokens`, or "
-        "add `--compile`",
+        "data": "raise `--num-workers`, or read from a faster disk",
+        "launch": "raise `--micro-batch-tokens`, or add `--compile`",
         "log": "raise `--log-every`",
         "checkpoint": "raise `--save-every`",
         "evaluation": f"raise `--eval-every`, or lower {lower} (`train` chooses what is not given)",
-        "exchange": "most of it is the exchange of gradients, not a late rank: raise "
-        "`--step-tokens`, or use a faster network",
+        "exchange": "raise `--step-tokens`, or use a faster network (no rank is late)",
         "padding": padding_remedy(config, task),
-        **({"other": "most of it writes the trace of `--profile`"} if config.profile else {}),
+        "steps": "train for more steps",
+        **(
+            {"other": "leave `--profile` out, whose trace takes most of it"}
+            if config.profile
+            else {}
+        ),
     }
 
 

@@ -42,7 +42,13 @@ from tokenfeed.trainer.config.run_config import (
 )
 from tokenfeed.trainer.report.recommendations import STALL_CAUSES, Readings
 from tokenfeed.trainer.stall.reading import StepSeconds
-from tokenfeed.trainer.stall.stall_report import StallReport, advice, speed_parts, stall_facts
+from tokenfeed.trainer.stall.stall_report import (
+    StallReport,
+    advice,
+    speed_parts,
+    stall_facts,
+    verdict_facts,
+)
 
 T = TypeVar("T")
 
@@ -214,6 +220,7 @@ class Report:
             speed.insert(1, f"{rates}, {duration(self.epoch_seconds)} an epoch")
         return facts(
             {
+                **verdict_facts(self.stall),
                 "model": f"{self.model}, {self.parameters / 1e6:.1f} M parameters{trained}, "
                 f"{self.precision} on {self.device}",
                 "trained": f"{count_of(self.steps, 'step')}{skipped}, "

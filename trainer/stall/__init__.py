@@ -4,9 +4,12 @@
     causes        what a device may wait for, with thresholds and remedies
     device        the device, its clock, and when to delay it so that the host gets ahead
     accounts      segments to idle seconds by cause, without side effects
-    reading       spans of work, running sums, readings with error bars, and the slowest rank
+    reading       spans of work, running sums, readings with error bars
+    ranks         the ranks of a run, compared
     watchers      loader, collector, compiler, memory, and waits for the GPU
-    stall_report  report.json, lines of text, page.html, and advice
+    stall_report  report.json and lines of text
+    verdict       verdict, reason, next step, and advice
+    stall_page    report.html
 
 Nothing here imports torch before a meter is made.
 """

@@ -24,26 +24,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall.accounts import Accounts, Divider, StepEnd
-from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
+from tokenfeed.trainer.stall.causes import CAUSES, REMEDIES, Cause, Phase
 from tokenfeed.trainer.stall.device import Calibration, Clock, MeteredDevice, Moment
-from tokenfeed.trainer.stall.reading import (
+from tokenfeed.trainer.stall.ranks import (
     Exchange,
     RankStall,
-    StallReading,
-    StepSeconds,
     is_distributed,
-    numbers_of,
     own_place,
     rank_stalls,
     slowest_rank,
 )
-from tokenfeed.trainer.stall.stall_report import (
-    REMEDIES,
-    StallReport,
-    advise,
-    cause_report,
-    interval_of,
-)
+from tokenfeed.trainer.stall.reading import StallReading, StepSeconds, numbers_of
+from tokenfeed.trainer.stall.stall_report import CauseReport, Interval, StallReport
+from tokenfeed.trainer.stall.verdict import conclude
 from tokenfeed.trainer.stall.watchers import (
     AllocatorWatch,
     CollectorWatch,
@@ -281,8 +274,7 @@ class StallMeter:
             slowest_rank=slowest_rank(self._ranks),
             advice=[],
         )
-        report.advice.extend(advise(report, self._remedies, self._loader))
-        return report
+        return conclude(report, self._remedies, self._loader)
 
     def gather(self, exchange: Exchange | None = None) -> None:
         """Exchange readings with the meters of the other ranks, for the next reports.
@@ -444,6 +436,41 @@ class MarkChain:
         if links:
             self._not_passed_at = polled_at
         self._last_mark, self._last = last_mark, last
+
+
+_LEAST_ERROR = 0.001
+"""Error from latencies and rounding, as a share of the time; measured on the simulated device."""
+
+
+def cause_report(cause: Cause, reading: StallReading, accounts: Accounts) -> CauseReport:
+    """Return the figures of one cause."""
+    fraction = reading.cause_fractions[cause]
+    return CauseReport(
+        fraction=fraction,
+        seconds=reading.cause_seconds[cause],
+        interval=interval_of(cause, reading, accounts),
+        speed_up=1 / max(1e-9, 1 - fraction),
+    )
+
+
+def interval_of(
+    cause: Cause | None, reading: StallReading, accounts: Accounts, unseen: float = 0.0
+) -> Interval | None:
+    """Return the interval of the share of a cause, or of all causes if None.
+
+    Its width comes from the spread of the steps and of the reference spans (see `reading`). Its
+    lower end is lowered by the time of the meter's marks, which may delay the device. Its upper end
+    is raised by unseen idle time.
+    """
+    half_width = accounts.batches.half_width(cause)
+    if not reading.seconds or half_width is None:
+        return None
+    fraction = reading.fraction if cause is None else reading.cause_fractions[cause]
+    step_error = half_width * (1 - reading.counted_fraction)
+    reference_error = reading.reference_error(cause) / reading.seconds
+    either_side = math.hypot(step_error, reference_error, _LEAST_ERROR if fraction else 0.0)
+    low = fraction - either_side - min(fraction, reading.marking_seconds / reading.seconds)
+    return max(0.0, low), min(1.0, fraction + either_side + unseen)
 
 
 def _whole(name: str, value: object, *, least: int = 0) -> int:

@@ -1,25 +1,22 @@
 """The parts of the stall's accounts, each a function of numbers, against slow or exact oracles."""
 
-import dataclasses
 import hashlib
 import os
 import random
 import re
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import ROOT
-from support.stall_device import SimulatedDevice
 from support.stall_scenarios import CLEAN, FAULTS, measure
 
-from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReport
+from tokenfeed.trainer.stall import CAUSES
 from tokenfeed.trainer.stall.accounts import LostLead
-from tokenfeed.trainer.stall.causes import ABOUT, Cause
+from tokenfeed.trainer.stall.causes import ABOUT
 from tokenfeed.trainer.stall.device import Calibration, ClockMap
 from tokenfeed.trainer.stall.reading import (
     BatchMeans,
@@ -30,8 +27,8 @@ from tokenfeed.trainer.stall.reading import (
     StallReading,
     WorkSums,
 )
-from tokenfeed.trainer.stall.stall_report import advise, cause_table, headline
-from tokenfeed.trainer.stall.watchers import CoreWait, LoaderUse
+from tokenfeed.trainer.stall.stall_report import cause_table, headline
+from tokenfeed.trainer.stall.watchers import CoreWait
 
 seconds = st.floats(0.0, 100.0)
 
@@ -113,77 +110,11 @@ def test_a_line_is_that_of_least_squares(points: list[tuple[int, float]]) -> Non
         assert line.total(1, 1000.0) == pytest.approx(slope * 1000 + offset, rel=1e-3, abs=1e-3)
 
 
-def report_with(stall: float = 0.0, **changes: Any) -> StallReport:
-    meter = StallMeter(clock=SimulatedDevice(), skipped_steps=0)
-    blank = meter.report()
-    causes = dict(blank.causes)
-    for name, fraction in changes.pop("causes", {}).items():
-        part = causes[name]
-        causes[name] = dataclasses.replace(part, fraction=fraction, speed_up=1 / (1 - fraction))
-    return dataclasses.replace(blank, stall=stall, at_most=stall, causes=causes, **changes)
-
-
-@pytest.mark.parametrize("cause", CAUSES)
-def test_advice_begins_at_its_threshold_and_names_something_to_change(cause: Cause) -> None:
-    named = ABOUT[cause].named
-    assert advise(report_with(causes={cause: 0.99 * named})) == []
-    (piece,) = advise(report_with(stall=named, causes={cause: 1.01 * named}))
-    assert piece.gain == pytest.approx(1 / (1 - 1.01 * named) - 1)
-
-
 def test_the_table_of_causes_in_the_documentation_has_all_and_says_the_same() -> None:
     text = (ROOT / "docs/how/stall.md").read_text()
     rows = re.findall(r"^\| `([a-z ]+)` \| ([^|]+) \|", text, re.MULTILINE)
     told = {cause: meaning.replace("`", "") for cause, meaning in rows if cause in CAUSES}
     assert list(told.items()) == [(cause, about.meaning) for cause, about in ABOUT.items()]
-
-
-def test_advice_names_lines_that_wait_and_padding_and_a_low_mfu() -> None:
-    waits = {"train.py:57": 4.0}
-    (piece,) = advise(report_with(stall=0.2, causes={"wait": 0.2}, events={"waits": waits}))
-    assert "train.py:57 (4 a step)" in piece.text
-    (piece,) = advise(report_with(padding=0.25))
-    assert piece.gain == pytest.approx(1 / 3)
-    assert "--" not in piece.text, "of a loop that is not ours"
-    (piece,) = advise(report_with(padding=0.25), {"padding": "`--batching packed`"})
-    assert piece.text == "padding 25%: `--batching packed`"
-    (piece,) = advise(report_with(mfu=0.1, stall=0.001))
-    assert "not the problem" in piece.text
-    assert advise(report_with(mfu=0.45, padding=0.01)) == []
-    assert advise(report_with(stall=None)) == []  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "batch_size", "remedy"),
-    [
-        (0, 4, "your Loader has num_workers=0: an item costs 2.3 ms; 10 workers would hide it"),
-        (0, None, "your Loader has num_workers=0: a batch costs 9.0 ms; 10 workers would hide it"),
-        (2, 4, "your Loader has num_workers=2: 22 workers would hide it"),
-        (None, 4, "batches come late: use more workers"),
-    ],
-)
-def test_advice_counts_the_workers_that_would_hide_loading(
-    num_workers: int | None, batch_size: int | None, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tokenfeed.trainer.stall.stall_report.usable_cores", lambda: 64)
-    loader = LoaderUse("Loader", num_workers, batch_size)
-    for batch in range(101):
-        loader.add(0.01 * batch + 0.001, 0.01 * batch + 0.010)
-    report = report_with(stall=0.9, causes={"data": 0.9})
-    (piece,) = advise(report, loader=loader)
-    assert piece.text.startswith(f"data 90.0%: {remedy}")
-    monkeypatch.setattr("tokenfeed.trainer.stall.stall_report.usable_cores", lambda: 2)
-    (piece,) = advise(report, loader=loader)
-    assert ("but this process has 2 cores" in piece.text) == (num_workers is not None)
-
-
-def test_starved_training_thread_is_reported() -> None:
-    (piece,) = advise(report_with(core_wait=0.66))
-    assert "got no core for 66% of the time" in piece.text
-    assert piece.gain == pytest.approx(0.66 / 0.34)
-    (piece,) = advise(report_with(core_wait=0.66, on_gpu=True))
-    assert piece.gain is None
-    assert advise(report_with(core_wait=0.05)) == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="counted by Linux alone")

@@ -2,89 +2,18 @@
 
 import dataclasses
 import random
-import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.stall_device import SimulatedDevice
 from support.stall_scenarios import REGIMES, Run
 
-from tokenfeed.trainer.report.page import RunData, page_of
-from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
-from tokenfeed.trainer.stall.causes import Cause
-from tokenfeed.trainer.stall.reading import numbers_of, rank_stalls, slowest_rank
-from tokenfeed.trainer.stall.stall_report import advise, rank_table, slowest_line
+from tokenfeed.trainer.report.page import RunData
+from tokenfeed.trainer.stall import StallMeter, StallReport
+from tokenfeed.trainer.stall.stall_report import slowest_line
 
 WARMUP, STEPS = 5, 100
 DATA, KERNELS, KERNEL, EXCHANGE = 0.5e-3, 100, 100e-6, 0.3e-3
-OWN = tuple(cause for cause in CAUSES if cause != "communication")
-
-
-def reading(steps: int = 10, *, work: float, communication: float, **gaps: float) -> StallReading:
-    causes: dict[Cause, float] = {"communication": communication}
-    causes.update(gaps)  # type: ignore[call-overload]
-    seconds = work + sum(causes.values())
-    return StallReading(steps=steps, tokens=10, slots=10, seconds=seconds, gaps=causes)
-
-
-def told(*readings: StallReading) -> Any:
-    return rank_stalls([numbers_of(each) for each in readings])
-
-
-def test_the_slowest_rank_is_who_waits_least_for_the_others_and_its_own_cause_is_named() -> None:
-    ranks = told(
-        reading(work=5, communication=4, data=1),
-        reading(work=5, communication=0, data=1, log=4),
-        reading(work=6, communication=3, data=1),
-    )
-    found = slowest_rank(ranks)
-    assert found is not None
-    assert (found.rank, found.cause) == (1, "log")
-    assert found.step_seconds == pytest.approx(0.4)
-    assert found.cost == pytest.approx(0.4)
-    assert [each.waited_seconds for each in ranks] == pytest.approx([4, 0, 3])
-
-
-def test_one_rank_is_not_compared_and_one_without_a_step_is_waited_for() -> None:
-    alone = reading(work=5, communication=0)
-    assert told(alone) == []
-    assert slowest_rank([]) is None
-    assert slowest_rank(told(alone, reading(0, work=0, communication=0))) is None
-
-
-@given(
-    own=st.lists(
-        st.lists(st.floats(0.0, 1.0), min_size=len(OWN), max_size=len(OWN)), min_size=2, max_size=9
-    ),
-    exchange=st.floats(0.0, 1.0),
-    steps=st.lists(st.integers(1, 1000), min_size=9, max_size=9),
-)
-def test_ranks_that_wait_for_the_last_are_told_so_whatever_steps_their_meters_left_out(
-    own: list[list[float]], exchange: float, steps: list[int]
-) -> None:
-    """The oracle: each step ends when the last rank is there, and the exchange is done."""
-    longest = max(map(sum, own))
-    readings = [
-        reading(
-            count,
-            work=0.0,
-            communication=count * (longest - sum(idle) + exchange),
-            **{cause: count * each for cause, each in zip(OWN, idle, strict=True)},
-        )
-        for count, idle in zip(steps, own, strict=False)
-    ]
-    ranks = told(*readings)
-    for rank, idle in zip(ranks, own, strict=True):
-        waited = longest - sum(idle)
-        assert rank.waited_seconds / rank.steps == pytest.approx(waited, abs=1e-6)
-    found = slowest_rank(ranks)
-    assert found is not None
-    assert sum(own[found.rank]) == pytest.approx(longest)
-    assert found.step_seconds == pytest.approx(longest - min(map(sum, own)), abs=1e-6)
 
 
 class Ranks:
@@ -159,7 +88,7 @@ def test_of_simulated_devices_that_are_alike_none_is_called_late() -> None:
     for number in range(1, WARMUP + STEPS + 1):
         ranks.step(number, "none")
     for report in ranks.reports():
-        assert slowest_line(report) == "no rank keeps the others waiting"
+        assert slowest_line(report).startswith("no rank keeps the others waiting")
         assert report.causes["communication"].seconds / report.steps > 0.9 * EXCHANGE
 
 
@@ -190,69 +119,6 @@ def test_what_follows_a_meeting_of_the_ranks_is_work_and_what_follows_their_talk
     assert report.causes["communication"].fraction == pytest.approx(met, rel=0.1)
     assert report.stall == pytest.approx(idle + met, abs=0.01)
     assert report.causes["launch"].fraction > 0.05
-
-
-def waiting_report(ranks: Sequence[Any], communication: float) -> StallReport:
-    """Of rank 0."""
-    meter = StallMeter(clock=SimulatedDevice(), skipped_steps=0)
-    blank = meter.report()
-    part = dataclasses.replace(
-        blank.causes["communication"], fraction=communication, speed_up=1 / (1 - communication)
-    )
-    causes = blank.causes | {"communication": part}
-    slowest = slowest_rank(ranks)
-    return dataclasses.replace(
-        blank, stall=communication, causes=causes, ranks=[*ranks], slowest_rank=slowest
-    )
-
-
-def test_advice_to_who_waits_is_that_of_the_rank_that_is_waited_for() -> None:
-    first = reading(work=5, communication=5)
-    late = told(first, reading(work=5, communication=0, data=5))
-    (piece,) = advise(waiting_report(late, 0.5))
-    assert "rank 1 is late by data: batches come late" in piece.text
-    assert piece.gain == pytest.approx(1.0)
-    (piece,) = advise(waiting_report(told(first, reading(work=10, communication=0)), 0.5))
-    assert "rank 1 is late by work: its work takes longer" in piece.text
-    (piece,) = advise(waiting_report(told(first, first), 0.5))
-    assert "not a late rank" in piece.text
-    (piece,) = advise(waiting_report([], 0.5))
-    assert "meter.gather()" in piece.text
-
-
-@pytest.mark.parametrize(("logging_of_late", "gain"), [(0, None), (0.5, 0.05), (5, 0.25)])
-def test_who_waits_gains_by_a_cause_of_its_own_only_what_the_late_rank_has_of_it_too(
-    logging_of_late: float, gain: float | None
-) -> None:
-    own = reading(work=5, communication=3, log=2)
-    late = reading(work=10 - logging_of_late, communication=0, log=logging_of_late)
-    report = waiting_report(told(own, late), 0.3)
-    log = dataclasses.replace(report.causes["log"], fraction=0.2, speed_up=1 / (1 - 0.2))
-    found = advise(dataclasses.replace(report, causes=report.causes | {"log": log}))
-    gains = [piece.gain for piece in found if piece.cause == "log"]
-    assert gains == ([] if gain is None else [pytest.approx(gain, abs=0.003)])
-
-
-def test_who_is_late_is_not_known_before_every_rank_has_measured_a_step() -> None:
-    ranks = told(reading(work=5, communication=0), reading(0, work=0, communication=0))
-    report = waiting_report(ranks, 0.5)
-    assert "is not known: some rank has not measured a step" in rank_table(report)[0]
-    assert "The slowest rank is not known" in page_of(RunData(folder=Path("run"), stall=report))
-
-
-def test_a_table_of_many_ranks_shows_the_slowest_and_the_page_all() -> None:
-    ranks = told(*(reading(work=rank, communication=100 - rank, data=1) for rank in range(64)))
-    report = waiting_report(ranks, 0.5)
-    lines = rank_table(report)
-    assert lines[0].startswith("rank 63 keeps the others waiting: work, 6.30 s a step")
-    assert re.findall(r"rank (\d+) ", "\n".join(lines[2:])) == [str(63 - n) for n in range(8)]
-    assert lines[-1].endswith("and 56 more, which waited longer")
-    page = page_of(RunData(folder=Path("run"), stall=report))
-    assert len(re.findall(r"<tr><th>\d+", page)) == 64
-    assert "<th>63 (late)</th>" in page
-    alone = waiting_report([], 0.5)
-    assert rank_table(alone) == []
-    assert "Ranks" not in page_of(RunData(folder=Path("run"), stall=alone))
 
 
 def test_a_loop_that_is_alone_in_the_end_keeps_what_ranks_told_before() -> None:

@@ -1,0 +1,409 @@
+"""Verdict, reason, next step and advice, and the late rank: from figures alone."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenfeed.trainer.report.page import RunData, page_of
+from tokenfeed.trainer.stall.causes import ABOUT, CAUSES, REMEDIES, Cause
+from tokenfeed.trainer.stall.ranks import rank_stalls, slowest_rank
+from tokenfeed.trainer.stall.stall_report import (
+    CauseReport,
+    RunTimes,
+    Sample,
+    Samples,
+    StallReport,
+    rank_table,
+)
+from tokenfeed.trainer.stall.verdict import advise, conclude
+from tokenfeed.trainer.stall.watchers import LoaderUse
+
+OWN = tuple(cause for cause in CAUSES if cause != "communication")
+
+
+def report_of(
+    causes: dict[Any, float] | None = None, *, seconds: float = 10.0, **changes: Any
+) -> StallReport:
+    """A report on 100 steps with shares of the time by cause, before its conclusions."""
+    shares = dict.fromkeys(CAUSES, 0.0) | (causes or {})
+    parts = {
+        cause: CauseReport(
+            fraction=share, seconds=share * seconds, interval=None, speed_up=1 / (1 - share)
+        )
+        for cause, share in shares.items()
+    }
+    stall = sum(shares.values())
+    values: dict[str, Any] = {
+        "stall": stall,
+        "interval": None,
+        "at_most": stall,
+        "causes": parts,
+        "steps": 100,
+        "queued_steps": 105,
+        "seconds": seconds,
+        "tokens": 0,
+        "real_tokens_per_s": None,
+        "padding": None,
+        "mfu": None,
+        "mfu_formula": None,
+        "core_wait": 0.0,
+        "device": "a device",
+        "on_gpu": True,
+        "method": "by hand",
+        "events": {},
+        "ranks": [],
+        "slowest_rank": None,
+        "advice": [],
+    }
+    return StallReport(**values | changes)
+
+
+def lines_of(report: StallReport, **settings: Any) -> dict[str, str]:
+    """The report as text, by the name of each line."""
+    found = re.findall(r"^(\S+) +(.*(?:\n .*)*)", str(conclude(report, **settings)), re.MULTILINE)
+    return dict(found)
+
+
+# ---------- verdict, reason, next step ----------
+@pytest.mark.parametrize("cause", CAUSES)
+def test_report_begins_with_verdict_reason_and_next_step(cause: Cause) -> None:
+    report = conclude(report_of({cause: 0.2}), {cause: "raise `eval_interval` (train.py:263)"})
+    first, second, third = str(report).splitlines()[:3]
+    assert first == f"verdict  {ABOUT[cause].verdict}"
+    assert second.startswith(f"reason   {ABOUT[cause].activity} 20.0% of 100.0 ms a step (2.0 s of")
+    if cause == "communication":
+        return  # what to change depends on the ranks
+    assert third.startswith("next     raise `eval_interval` (train.py:263)")
+    assert third.endswith(": up to 25.0% faster")
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_cause_below_its_threshold_is_neither_verdict_nor_advice(cause: Cause) -> None:
+    named = ABOUT[cause].named
+    below, above = (conclude(report_of({cause: x * named})) for x in (0.99, 1.01))
+    assert below.verdict == "THE DEVICE IS BUSY"
+    assert below.advice == []
+    assert above.verdict == ABOUT[cause].verdict
+    assert above.advice[0].gain == pytest.approx(1 / (1 - 1.01 * named) - 1)
+
+
+def test_two_near_causes_are_both_named() -> None:
+    report = conclude(report_of({"data": 0.20, "evaluation": 0.18, "log": 0.02}))
+    assert report.verdict == "WAITS FOR DATA AND EVALUATION"
+    assert "takes 20.0% and evaluating takes 18.0% of 100.0 ms a step (3.8 s of" in report.reason
+    report = conclude(report_of({"launch": 0.20, "data": 0.18}))
+    assert report.verdict == "THE HOST IS LATE AND WAITS FOR DATA"
+    report = conclude(report_of({"data": 0.20, "evaluation": 0.12}))
+    assert report.verdict == "WAITS FOR DATA"
+
+
+def test_many_small_causes_are_not_called_a_busy_device() -> None:
+    assert conclude(report_of({"data": 0.045, "evaluation": 0.045})).advice == []
+    report = conclude(report_of({"data": 0.045, "evaluation": 0.03, "launch": 0.029}))
+    assert report.verdict == "WAITS FOR DATA"
+
+
+def test_evaluation_is_said_to_compute_without_training() -> None:
+    found = lines_of(report_of({"evaluation": 0.25, "data": 0.02}))
+    assert "the device computes meanwhile, but does not train" in found["reason"]
+    assert found["stall"].splitlines()[0].endswith("; without evaluation 2.00%")
+    assert "without evaluation" not in lines_of(report_of({"data": 0.25}))["stall"]
+
+
+def test_uncertain_cause_is_not_the_verdict() -> None:
+    report = report_of({"data": 0.2})
+    data = dataclasses.replace(report.causes["data"], interval=(0.0, 0.5))
+    report = conclude(dataclasses.replace(report, causes={**report.causes, "data": data}))
+    assert (report.verdict, report.advice) == ("THE DEVICE IS BUSY", [])
+
+
+def test_busy_device_is_sent_to_padding_and_kernels() -> None:
+    report = conclude(report_of(padding=0.25))
+    assert report.verdict == "THE DEVICE IS BUSY"
+    assert report.reason == "the work takes 100.0% of 100.0 ms a step"
+    assert report.next_step == f"{REMEDIES['padding']}: up to 33.3% faster"
+    assert "--" not in report.next_step, "of a loop that is not ours"
+    report = conclude(report_of({"data": 0.004}))
+    assert report.reason.endswith("; the largest cause of stall is data, 0.4%")
+    assert report.next_step == "nothing to gain from faster feeding"
+    assert "kernels" in conclude(report_of(mfu=0.1)).next_step
+
+
+def test_on_a_cpu_the_work_itself_takes_the_time() -> None:
+    report = conclude(report_of(on_gpu=False))
+    assert report.verdict == "ON A CPU THE WORK ITSELF TAKES THE TIME"
+    assert report.next_step.startswith("use a GPU")
+    assert conclude(report_of({"data": 0.3}, on_gpu=False)).verdict == "WAITS FOR DATA"
+
+
+def test_thread_without_a_core_comes_first() -> None:
+    report = conclude(report_of({"evaluation": 0.2}, core_wait=0.66, on_gpu=False))
+    assert report.verdict == "SHORT OF CORES"
+    assert "got no core for 66% of the time" in report.reason
+    assert "beside that, evaluating takes 20.0%" in report.reason
+    assert report.next_step.endswith("use fewer workers and threads: up to 2.9 times as fast")
+    assert "evaluation 20.0%: evaluate less often" in str(report).split("advice")[1]
+    assert conclude(report_of({"evaluation": 0.2}, core_wait=0.15)).verdict != "SHORT OF CORES"
+    assert conclude(report_of(core_wait=0.66)).verdict == "THE DEVICE IS BUSY"
+    (piece,) = advise(report_of(core_wait=0.66))
+    assert piece.gain is None, "of a GPU that may have had work meanwhile"
+
+
+def test_loop_without_a_measured_step_says_what_was_seen() -> None:
+    nothing = report_of(stall=None, steps=0, seconds=0.0, queued_steps=0, at_most=None)
+    found = lines_of(nothing)
+    assert (found["verdict"], found["reason"]) == ("NOT MEASURED", "no step has ended")
+    assert found["next"] == "call `meter.step()` after each optimizer step"
+    found = lines_of(dataclasses.replace(nothing, queued_steps=3))
+    assert found["reason"] == "3 steps so far, all of them warm-up"
+    seen = "0 optimizer steps, 0 backward passes, 3 DataLoaders: does a child process train?"
+    found = lines_of(
+        dataclasses.replace(nothing, unmeasured=seen), remedies={"steps": "use torchrun"}
+    )
+    assert (found["reason"], found["next"]) == (seen, "use torchrun")
+    assert found["stall"] == f"not measured: {seen}"
+
+
+def test_work_that_was_not_measured_inside_is_no_busy_device() -> None:
+    why = "another profiler is running"
+    report = report_of({"data": 0.01}, unmeasured=why, at_most=0.84)
+    found = lines_of(report)
+    assert found["verdict"] == "HARDLY WAITS OUTSIDE OF THE WORK"
+    assert found["reason"].endswith(f"the device waits 1.0% of 100.0 ms a step; inside, {why}")
+    assert found["stall"].startswith("at least 1.00% of 10.0 s")
+    assert found["inside"] == f"not measured: {why}. With it, the stall is at most 84.0%"
+    report = conclude(report_of({"data": 0.2}, unmeasured=why, at_most=0.84))
+    assert report.verdict == "WAITS FOR DATA"
+    assert "takes at least 20.0% of" in report.reason
+
+
+def test_run_line_has_the_time_before_between_and_after_the_steps() -> None:
+    run = RunTimes(
+        total=38.2, before=9.1, warmup=1.2, after=1.9, after_by_cause={"evaluation": 0.1}
+    )
+    found = lines_of(report_of({"data": 0.2}, seconds=26.0, run=run))
+    assert found["run"] == (
+        "38.2 s: 9.1 s to the end of the first step, 1.2 s of warm-up, 26.0 s of 100 measured "
+        "steps, 1.9 s after the last (evaluation 0.1)"
+    )
+    running = dataclasses.replace(run, finished=False)
+    assert lines_of(report_of(run=running))["run"].startswith("38.2 s so far: 9.1 s to")
+    nothing = report_of(run=run, stall=None, steps=0, queued_steps=0, at_most=None)
+    assert lines_of(nothing)["run"] == "38.2 s"
+
+
+# ---------- advice ----------
+def test_advice_names_lines_that_wait() -> None:
+    (piece,) = advise(report_of({"wait": 0.2}, events={"waits": {"train.py:57": 4.0}}))
+    assert "train.py:57 (4 a step)" in piece.text
+    assert advise(report_of(mfu=0.45, padding=0.01)) == []
+    assert advise(report_of(stall=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "batch_size", "remedy"),
+    [
+        (0, 4, "your Loader has num_workers=0; set it to 10, since an item costs 2.3 ms"),
+        (0, None, "your Loader has num_workers=0; set it to 10, since a batch costs 9.0 ms"),
+        (2, 4, "your Loader has num_workers=2; set it to 22"),
+        (None, 4, "use more workers"),
+    ],
+)
+def test_next_step_counts_the_workers_that_hide_loading(
+    num_workers: int | None, batch_size: int | None, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenfeed.trainer.stall.verdict.usable_cores", lambda: 64)
+    loader = LoaderUse("Loader", num_workers, batch_size)
+    for batch in range(101):
+        loader.add(0.01 * batch + 0.001, 0.01 * batch + 0.010)
+    report = report_of({"data": 0.9})
+    assert conclude(report, loader=loader).next_step.startswith(remedy)
+    monkeypatch.setattr("tokenfeed.trainer.stall.verdict.usable_cores", lambda: 2)
+    found = conclude(report, loader=loader).next_step
+    assert ("but this process has 2 cores" in found) == (num_workers is not None)
+
+
+# ---------- ranks ----------
+def figures(
+    steps: int = 10, *, work: float, communication: float = 0.0, **causes: float
+) -> list[float]:
+    """What a rank tells the others: its steps, its seconds, and idle seconds by cause."""
+    idle = {"communication": communication} | causes
+    seconds = work + sum(idle.values())
+    return [steps, seconds, *(idle.get(cause, 0.0) for cause in CAUSES)]
+
+
+def on_ranks(*told: list[float], rank: int = 0, on_gpu: bool = True) -> StallReport:
+    """The report of a rank, from the figures of all ranks."""
+    steps, seconds, *causes = told[rank]
+    ranks = rank_stalls(told)
+    return conclude(
+        report_of(
+            {cause: idle / seconds for cause, idle in zip(CAUSES, causes, strict=True)},
+            seconds=seconds,
+            steps=int(steps),
+            rank=rank,
+            world_size=len(told),
+            ranks=ranks,
+            slowest_rank=slowest_rank(ranks),
+            on_gpu=on_gpu,
+        )
+    )
+
+
+def test_late_rank_is_named_with_its_own_cause() -> None:
+    told = (
+        figures(work=5, communication=4, data=1),
+        figures(work=5, communication=0, data=1, log=4),
+        figures(work=6, communication=3, data=1),
+    )
+    report = on_ranks(*told)
+    late = report.slowest_rank
+    assert late is not None
+    assert (late.rank, late.cause, late.hidden_seconds) == (1, "log", 0.0)
+    assert late.step_seconds == late.cost == pytest.approx(0.4)  # more than rank 0
+    assert report.verdict == "WAITS FOR RANK 1"
+    assert report.next_step == "rank 1: log less often: up to 66.7% faster"
+    assert [each.waited_seconds for each in report.ranks] == pytest.approx([4, 0, 3])
+    report = on_ranks(*told, rank=1)
+    assert report.verdict == "WAITS FOR LOGGING"
+    assert report.reason.endswith("; the other ranks wait for this rank, 400.0 ms a step")
+
+
+def test_late_rank_is_named_although_the_others_wait_inside_their_work() -> None:
+    """As in the backward pass of DDP, where no meter sees that a rank waits."""
+    told = figures(work=0.997, data=0.003), figures(work=0.638, data=0.362)
+    report = on_ranks(*told, on_gpu=False)
+    late = report.slowest_rank
+    assert late is not None
+    assert (late.rank, late.cause) == (1, "data")
+    assert late.step_seconds == late.hidden_seconds == pytest.approx(0.0359)
+    assert report.verdict == "WAITS FOR RANK 1"
+    assert report.reason == (
+        "rank 1 keeps the others waiting: data, 35.9 ms a step more than the median rank (35.9% of "
+        "a step); rank 0's work contains about 35.9 ms of waiting a step"
+    )
+    assert report.next_step.startswith("rank 1: use more workers")
+    assert "of waiting a step" in page_of(RunData(folder=Path("run"), stall=report))
+    report = on_ranks(*told, rank=1, on_gpu=False)
+    assert report.verdict == "WAITS FOR DATA"
+    assert report.reason.endswith("; rank 0 waits for this rank, 35.9 ms a step")
+
+
+@pytest.mark.parametrize(("more", "is_late"), [(0.029, False), (0.031, True)])
+def test_rank_is_late_from_three_percent_of_a_step(more: float, is_late: bool) -> None:
+    others = [figures(work=1 - 0.1, data=0.1) for _ in range(3)]
+    report = on_ranks(*others, figures(work=0.9 - more, data=0.1 + more))
+    assert ("rank 3 keeps the others waiting: data" in rank_table(report)[0]) == is_late
+    assert is_late or rank_table(report)[0].startswith("no rank keeps the others waiting")
+
+
+def test_rank_that_is_late_inside_its_work_is_named() -> None:
+    report = on_ranks(figures(work=5, communication=5), figures(work=10))
+    assert report.verdict == "WAITS FOR RANK 1"
+    assert report.next_step == f"rank 1: {REMEDIES['work']}: up to 2.0 times as fast"
+    report = on_ranks(figures(work=5, communication=5), figures(work=10), rank=1)
+    assert report.verdict == "THE DEVICE IS BUSY"
+    assert report.reason.endswith("; rank 0 waits for this rank, 500.0 ms a step")
+
+
+def test_slow_work_outweighs_a_smaller_cause_of_another_rank() -> None:
+    report = on_ranks(figures(work=9.5, data=0.5), figures(work=6, data=1, communication=3))
+    assert report.slowest_rank is not None
+    assert (report.slowest_rank.rank, report.slowest_rank.cause) == (0, "work")
+
+
+@given(
+    own=st.lists(
+        st.lists(st.floats(0.0, 1.0), min_size=len(OWN), max_size=len(OWN)), min_size=2, max_size=9
+    ),
+    exchange=st.floats(0.0, 1.0),
+    steps=st.lists(st.integers(1, 1000), min_size=9, max_size=9),
+    is_hidden=st.booleans(),
+)
+def test_last_rank_is_named_wherever_the_others_wait(
+    own: list[list[float]], exchange: float, steps: list[int], is_hidden: bool
+) -> None:
+    """The oracle: each step ends when the last rank is there, and the exchange is done. Ranks wait
+    as communication, or inside the work."""
+    longest = max(map(sum, own))
+    told = []
+    for count, idle in zip(steps, own, strict=False):
+        waits = count * (longest - sum(idle) + exchange)
+        seen = {"work": waits} if is_hidden else {"work": 0.0, "communication": waits}
+        causes = {cause: count * each for cause, each in zip(OWN, idle, strict=True)}
+        told.append(figures(count, **seen, **causes))  # type: ignore[arg-type]
+    ranks = rank_stalls(told)
+    found = slowest_rank(ranks)
+    assert found is not None
+    middle = sorted(map(sum, own))[(len(own) - 1) // 2]
+    assert sum(own[found.rank]) == pytest.approx(longest)
+    assert found.step_seconds == pytest.approx(longest - middle, abs=1e-6)
+    hidden = found.step_seconds if is_hidden else 0.0
+    assert found.hidden_seconds == pytest.approx(hidden, abs=1e-6)
+    for rank, idle in zip(ranks, own, strict=True):
+        waited = 0.0 if is_hidden else longest - sum(idle)
+        assert rank.waited_seconds / rank.steps == pytest.approx(waited, abs=1e-6)
+
+
+def test_advice_without_a_late_rank_is_about_the_exchange() -> None:
+    equal = figures(work=5, communication=5)
+    report = on_ranks(equal, equal)
+    assert report.verdict == "WAITS FOR OTHER RANKS"
+    assert "no rank is late" in report.next_step
+    assert "meter.gather()" in conclude(report_of({"communication": 0.5})).next_step
+
+
+@pytest.mark.parametrize(("logging_of_late", "gain"), [(0, None), (0.5, 0.05), (5, 0.25)])
+def test_rank_that_waits_gains_only_what_the_late_rank_has_of_a_cause_too(
+    logging_of_late: float, gain: float | None
+) -> None:
+    own = figures(work=5, communication=3, log=2)
+    late = figures(work=10 - logging_of_late, communication=0, log=logging_of_late)
+    gains = [piece.gain for piece in on_ranks(own, late).advice if piece.cause == "log"]
+    assert gains == ([] if gain is None else [pytest.approx(gain, abs=0.003)])
+
+
+def test_late_rank_is_unknown_before_every_rank_has_measured_a_step() -> None:
+    assert rank_stalls([figures(work=5)]) == []
+    assert slowest_rank([]) is None
+    report = on_ranks(figures(work=5), figures(0, work=0))
+    assert report.slowest_rank is None
+    assert "is not known: some rank has not measured a step" in rank_table(report)[0]
+    assert "The slowest rank is not known" in page_of(RunData(folder=Path("run"), stall=report))
+
+
+def test_table_of_many_ranks_shows_the_slowest_and_the_page_all() -> None:
+    report = on_ranks(*(figures(work=rank, communication=100 - rank, data=1) for rank in range(64)))
+    lines = rank_table(report)
+    assert lines[0].startswith("rank 63 keeps the others waiting: work, 3.20 s a step")
+    assert re.findall(r"rank (\d+) ", "\n".join(lines[2:])) == [str(63 - n) for n in range(8)]
+    assert lines[-1].endswith("and 56 more, which waited longer")
+    page = page_of(RunData(folder=Path("run"), stall=report))
+    assert len(re.findall(r"<tr><th>\d+", page)) == 64
+    assert "<th>63 (late)</th>" in page
+    alone = report_of()
+    assert rank_table(alone) == []
+    assert "Ranks" not in page_of(RunData(folder=Path("run"), stall=alone))
+
+
+# ---------- samples ----------
+@given(st.lists(st.integers(1, 400), max_size=300))
+def test_samples_stay_few_and_span_the_loop(gaps: list[int]) -> None:
+    samples, step = Samples(), 0
+    for gap in gaps:
+        step += gap
+        if samples.is_due(step):
+            samples.add(Sample(step=step, steps=step, seconds=step, tokens=0, causes={}))
+    latest = Sample(step=step + 1, steps=step + 1, seconds=step + 1, tokens=0, causes={})
+    found = samples.read(latest)
+    steps = [one.step for one in found]
+    assert steps == sorted(set(steps))
+    assert found[-1] is latest
+    assert len(found) <= 65
+    assert len(found) >= min(len(gaps), 16)

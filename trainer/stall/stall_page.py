@@ -1,0 +1,135 @@
+"""The page of a stall report, report.html: verdict, figures, causes, ranks, advice and plots."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.trainer.config.run_config import PAGE_FILE
+from tokenfeed.trainer.stall.causes import ABOUT
+from tokenfeed.trainer.stall.stall_report import (
+    StallReport,
+    gain_words,
+    headline,
+    late_rank,
+    main_of,
+    not_measured,
+    share_of,
+    short,
+    shown_causes,
+    slowest_line,
+    stall_facts,
+    stall_share,
+)
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+_LINES = ("run", "inside")
+"""Facts that the page shows as sentences."""
+
+
+def render_page(
+    folder: Path,
+    stall: StallReport,
+    *,
+    cards: Mapping[str, str] | None = None,
+    plots: Sequence[Any] = (),
+    report: Any = None,
+    samples: Any = None,
+    lengths: Sequence[tuple[str, int, float]] = (),
+    config: Any = None,
+) -> str:
+    """Return the page of a run or of a loop as text.
+
+    Args:
+        folder: The folder of the run, as the page shows it.
+        stall: A StallReport.
+        cards: The figures at the top, by name. Default: the figures of the stall report.
+        plots: Objects with a title, an explanation and an SVG.
+        report: The Report of a run by `train`; None for a loop that only has a meter.
+        samples: The line of metrics.jsonl with the latest samples; None without one.
+        lengths: Lengths of rows, how many rows have them, and the width of the bar, 0 to 1.
+        config: The settings of the run, as YAML.
+    """
+    return (
+        page_templates()
+        .get_template("page.html")
+        .render(
+            folder=str(folder),
+            report=report,
+            stall=stall,
+            cards=stall_cards(stall) if cards is None else cards,
+            facts={name: text for name, text in stall_facts(stall).items() if name in _LINES},
+            ranks=[rank for rank in stall.ranks if rank.steps],
+            late=late_rank(stall),
+            plots=plots,
+            samples=samples,
+            lengths=lengths,
+            config=config,
+        )
+    )
+
+
+def save_page(folder: Path, page: str) -> Path:
+    """Write report.html into a folder, atomically, and return its path."""
+    path = folder / PAGE_FILE
+    atomic_write(path, page.encode(errors="backslashreplace"))  # a path may not be UTF-8
+    return path
+
+
+def stall_cards(stall: StallReport) -> dict[str, str]:
+    """Return the figures of a stall report, by name, as the page shows them."""
+    speed = stall.real_tokens_per_s
+    return {
+        "stall": stall_share(stall),
+        "real tokens a second": "not measured" if speed is None else f"{speed:,.0f}",
+        "padding": share_of(stall.padding),
+        "MFU": share_of(stall.mfu),
+        "steps": f"{stall.steps:,}",
+    }
+
+
+@cache
+def page_templates() -> "Environment":
+    """Return the templates of this folder and the functions that they call. Escapes values."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # only for pages: slow to import
+
+    made = Environment(
+        loader=PackageLoader("tokenfeed.trainer.stall", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {"format_as": format, "sentence": _sentence, "code": _code, "short": short}
+    made.globals |= {
+        "about": ABOUT,
+        **{
+            function.__name__: function
+            for function in (
+                shown_causes,
+                gain_words,
+                headline,
+                main_of,
+                not_measured,
+                slowest_line,
+            )
+        },
+    }
+    return made
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _code(text: str) -> "Markup":
+    """Mark up text between backticks as code."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
