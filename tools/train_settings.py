@@ -384,8 +384,9 @@ def _begun(given: dict[str, Any]) -> TrainConfig | None:
     """Return the saved settings of the run that continues: of its copy if that is ahead. Replace
     `auto` by whether there is a run."""
     is_auto, address = given.get("resume") == "auto", given.get("upload")
-    if is_auto and "run_dir" not in given:
-        raise ConfigError("`--resume` auto needs --run-dir: the folder of the run.")
+    if given.get("resume") and "run_dir" not in given:
+        shown = " auto" if is_auto else ""
+        raise ConfigError(f"`--resume`{shown} needs --run-dir: the folder of the run.")
     if not _resumes(given):
         return None
     run_dir = given["run_dir"]

@@ -89,7 +89,7 @@ class TargetRule:
             if targets is None:
                 return None
             raise refusal(
-                "targets", targets, "None, because only data sets of `--task chat` have a choice"
+                "targets", targets, "no value: only data sets of `--task chat` have a choice"
             )
         if targets is None or targets == "assistant":
             return cls("assistant")

@@ -144,7 +144,7 @@ def paths_of(data: StorePath | Mixture | Sequence[Stage]) -> list[StorePath]:
     """
     if isinstance(data, Mixture):
         return list(data.weights)
-    if isinstance(data, str | PathLike | Store):
+    if isinstance(data, str | PathLike | Store) and data != "":
         return [data]
     stages: Sequence[object] = data if isinstance(data, Sequence) else ()
     folders = [folder for each in stages if isinstance(each, Stage) for folder in each.weights]

@@ -92,7 +92,8 @@ class Address:
             query = "" if f"?{query}" == _ANONYMOUS else query
         host, _, path = base.partition("/")
         if not host:
-            raise ConfigError(f"{shown}: has no {'host' if is_web else 'bucket'}.")
+            missing = "host" if is_web else "bucket"
+            raise ConfigError(f"{shown}: has no {missing}. Give {scheme}://{missing.upper()}/PATH.")
         try:
             _ = urlsplit(f"//{host}").port
         except ValueError as error:

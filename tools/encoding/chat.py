@@ -517,7 +517,7 @@ def _named(problem: str) -> Iterator[None]:
     except Unusable:
         raise Unusable(problem) from None
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()).rstrip(".")
         raise Unusable(f"{problem}: {reason[:200]}") from None
     except (AssertionError, AttributeError, RecursionError, SyntaxError) as error:
         raise Unusable(f"{problem}: {type(error).__name__}") from None

@@ -323,6 +323,10 @@ def fetch_tokenizer_json(name: str) -> bytes:
         ManifestError: A data set has the tokenizer, but not the one that its manifest names.
     """
     store, file = _place(name)
+    if store is None and name.endswith(".json"):
+        raise TokenizerError(
+            f"{name}: not found. Give a tokenizer.json, the folder or address of one, or a hub id."
+        )
     if store is None:
         content = _fetch_from_hub(name).read_bytes()
     else:

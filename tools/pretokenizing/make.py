@@ -291,8 +291,10 @@ def chat_template_of(options: Options, tokenizer: TextTokenizer, files: ModelFil
         try:
             source = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
-                f"`--chat-template` {options.chat_template}: cannot be read ({error})."
+                f"`--chat-template` {options.chat_template}: cannot be read ({why}). Give the file "
+                "of a template."
             ) from None
     elif source is not None and (with_tools := files.chat_templates.get("tool_use")):
         text, other = (each.removesuffix("\n") for each in (with_tools, source))  # as Jinja does

@@ -292,6 +292,13 @@ class Options:
                     "and `--tokenizer` names one. Leave one of them out."
                 )
         self._check_chat(given)
+        if "" in self.exclude:
+            raise ConfigError("`--exclude` is empty: expected a GLOB. Is a shell variable unset?")
+        if "fim_spm_rate" in given and not self.fim_rate:
+            raise ConfigError(
+                f"`--fim-spm-rate` {self.fim_spm_rate}: has no effect without `--fim-rate`. Give "
+                "both, or leave it out."
+            )
         if self.limit and self.append:
             raise ConfigError("`--limit` and `--append`: leave one of them out.")
         if self.strict and self.max_rejects is not None:

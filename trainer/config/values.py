@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -24,7 +25,9 @@ from tokenfeed.pipeline.text import is_address, public
 
 Positive = Annotated[int, Meta(ge=1, title="N", description="a whole number of at least 1")]
 NotNegative = Annotated[int, Meta(ge=0, title="N", description="a whole number of at least 0")]
-AboveZero = Annotated[float, Meta(gt=0, title="X", description="a number above 0")]
+AboveZero = Annotated[
+    float, Meta(gt=0, le=sys.float_info.max, title="X", description="a number above 0")
+]
 Bytes = Annotated[int, Meta(ge=0, title="SIZE", description="a size like 50GB, or 0")]
 """A number of bytes, which people may write with a unit."""
 Tokens = Annotated[int, Meta(ge=1, title="N", description="a number of tokens like 500M or 10B")]

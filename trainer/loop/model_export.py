@@ -128,6 +128,9 @@ def check_export(config: TrainConfig) -> None:
     is_exported = meta is not None and meta.step >= config.steps and Exported.of(folder)
     if folder.exists() and not is_exported:
         raise ConfigError(f"`--export`: {folder} exists already. Give a new one, or delete it.")
+    above = next(each for each in folder.absolute().parents if each.exists())
+    if not above.is_dir():
+        raise ConfigError(f"`--export`: {folder}: {above} is not a folder. Give another one.")
     read_tokenizer(first_of(config.shards))  # fail now, not after the last step
 
 

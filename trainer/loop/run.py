@@ -186,6 +186,8 @@ def _check_folder(config: TrainConfig) -> None:
             f"`--run-dir`: {config.run_dir} holds shards, and a run would mix its files with them. "
             "Give another folder."
         )
+    if config.run_dir.exists() and not config.run_dir.is_dir():
+        raise ConfigError(f"`--run-dir`: {config.run_dir} is not a folder. Give a new one.")
     refuse_phases(config.run_dir)
     checkpoints = Checkpoints.of_run(config.run_dir)
     if config.resume:

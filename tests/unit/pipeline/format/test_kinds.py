@@ -191,5 +191,5 @@ def test_unknown_targets_are_rejected(
 def test_targets_of_documents_are_rejected(tmp_path: Path) -> None:
     rows = random_rows(np.array([5, 6]), vocabulary_size=VOCABULARY)
     documents = write_rows(tmp_path / "lm", {"train": rows}, VOCABULARY)
-    with pytest.raises(ConfigError, match="`targets`='last': expected None, because only"):
+    with pytest.raises(ConfigError, match="`targets`='last': expected no value: only"):
         ShardLoader(documents, batching=Fixed(2), targets="last")

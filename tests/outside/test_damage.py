@@ -1,0 +1,48 @@
+"""A damaged shard: no flipped bit changes what a loader delivers, and `shards verify` finds each."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.commands import call
+
+from tokenfeed import Padded, ShardLoader
+from tokenfeed.pipeline.errors import ShardFormatError
+from tokenfeed.tools import shards
+
+STRIDE = 61
+"""Bytes from one flipped bit to the next: coprime to the width of all values."""
+
+
+def delivered(folder: Path) -> list[list[list[int]]]:
+    with ShardLoader(folder, batching=Padded(4096), num_workers=0) as loader:
+        return [batch["input_ids"].tolist() for batch in loader]
+
+
+def test_a_flipped_bit_is_refused_or_changes_no_row(text_shards: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(text_shards, tmp_path / "set")
+    whole, shard = delivered(folder), folder / "train/00000.arrow"
+    data, refused = shard.read_bytes(), 0
+    for place in range(0, len(data), STRIDE):
+        changed = bytearray(data)
+        changed[place] ^= 1 << place % 8
+        shard.write_bytes(changed)
+        try:
+            assert delivered(folder) == whole
+        except ShardFormatError as error:
+            assert str(shard) in str(error)
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > len(data) // STRIDE // 2
+
+
+@pytest.mark.parametrize("place", [0.01, 0.5, 0.99])
+def test_verify_finds_a_flipped_bit_anywhere(
+    text_shards: Path, tmp_path: Path, place: float
+) -> None:
+    folder = shutil.copytree(text_shards, tmp_path / "set")
+    shard = folder / "train/00000.arrow"
+    data = bytearray(shard.read_bytes())
+    data[int(len(data) * place)] ^= 1
+    shard.write_bytes(data)
+    assert str(shard) in call(shards.main, "verify", folder, expect=1).stdout
