@@ -1,4 +1,4 @@
-"""A damaged shard: no flipped bit changes what a loader delivers, and `shards verify` finds each."""
+"""A damaged shard: no flipped bit changes what a loader delivers. `shards verify` finds each."""
 
 import shutil
 from pathlib import Path
