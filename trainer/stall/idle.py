@@ -13,7 +13,9 @@ Traces are a sample of a speed that changes. Between two traces the speed may ha
 moment, so half of the interval is
 
     1.2 * sqrt(sum over pieces of (change of the ratio * shape of the steps in between)^2)
-    + 0.3 % of busy + 0.3 us per kernel
+
+A piece is the time between two traces. Three more errors are added as squares: 0.3 % of busy for
+traced durations, 0.1 us per kernel for the measured pause between kernels, and unusual steps.
 
 A step is proven ahead if the device had not reached its start when its end was queued: then the
 host was late nowhere in the step. An unusual step takes 15 % longer than its neighbours: a step
@@ -45,7 +47,7 @@ _LONE = 0.05
 """Share by which busy seconds may be wrong with a single trace."""
 _SYSTEMATIC = 0.003
 """Share by which a traced kernel may take longer or shorter than an untraced one."""
-_PAUSE_ERROR = 0.3e-6
+_PAUSE_ERROR = 0.1e-6
 """Seconds by which the measured pause of the device between two kernels may be wrong."""
 _EXPOSED = 0.003
 """Share of traced work that idles for another stream, from which on rule 2 proves nothing."""
@@ -53,7 +55,7 @@ _MOST_TRACES = 64
 _FOLD_AT = 1024
 _BINS = 1.05 ** np.arange(3, 100)
 """Factors of unusual steps are sorted into bins of 5 %."""
-_NUMBER, _SIZE, _WORK, _AHEAD, _MARKS, _HAS_GAPS = range(6)
+_SIZE, _WORK = 1, 2
 _SUMS = 7
 """Sums of a piece: steps, work, ahead, size, number, size * number, marks; then extra by factor."""
 
@@ -140,17 +142,19 @@ class Accounts:
 
     Example:
         A run of 100 steps of 10 ms has two traces, in which a step is busy for 7 ms and then for
-        8 ms. No step is proven ahead. Then 250 ms are idle. Half of the interval is 1.2 * 0.1 s
-        for the change, 2 ms for the tracer, and 3 ms if a step has 100 kernels.
+        8 ms. No step is proven ahead. Then 250 ms are idle. Half of the interval is about
+        1.2 * 100 steps * 1 ms = 120 ms.
     """
 
     def __init__(self, mark_seconds: float = 13e-6, factor: float = 1.2) -> None:
         self._mark_seconds, self._factor = mark_seconds, factor
         self.slower = 0.0
         """Share by which steps were slower after the first trace; it widens the interval."""
-        self._used = self._left_out = 0
-        self._gaps: dict[str, list[float]] = {}
-        """By cause: seconds in usable steps, the number of such steps, seconds in others."""
+        self._gaps: dict[str, Array] = {}
+        """By cause and piece: seconds in usable steps, the number of such steps, seconds in others.
+        A piece lies between two traces."""
+        self._left_out = np.zeros(1)
+        """By piece: steps that are not usable."""
         self._recent: list[tuple[float, ...]] = []
         """Usable steps not folded yet, and before them `_context` folded neighbours."""
         self._context = 0
@@ -163,14 +167,13 @@ class Accounts:
     def add(self, step: Step) -> None:
         """Add a step. Numbers must grow."""
         for cause, seconds in step.gaps.items():
-            sums = self._gaps.setdefault(cause, [0.0, 0.0, 0.0])
-            sums[0 if step.is_usable else 2] += seconds
-            sums[1] += step.is_usable
+            if cause not in self._gaps:
+                self._gaps[cause] = np.zeros((len(self._left_out), 3))
+            self._gaps[cause][-1] += (seconds, 1, 0) if step.is_usable else (0, 0, seconds)
         if not step.is_usable:
-            self._left_out += 1
+            self._left_out[-1] += 1
             return
-        self._used += 1
-        row = (step.number, step.size, step.work, step.ahead, step.marks, bool(step.gaps))
+        row = (step.number, step.size, step.work, step.ahead, step.marks, sum(step.gaps.values()))
         self._recent.append(row)
         if len(self._recent) >= _FOLD_AT:
             end = len(self._recent) - _REACH
@@ -184,65 +187,72 @@ class Accounts:
             return
         self._traced += steps
         self._times.append(sum(step.number for step in steps) / len(steps))
-        self._sums = np.concatenate([self._sums, np.zeros_like(self._sums[:1])])
+        self._sums, self._left_out = _longer(self._sums), _longer(self._left_out)
+        self._gaps = {cause: _longer(sums) for cause, sums in self._gaps.items()}
         if len(self._times) > _MOST_TRACES:
             self._thin()
 
     def read(self) -> Idle:
         """Return the idle seconds of all steps so far."""
         sums = self._sums + self._tally(len(self._recent))
-        # What happens in most steps is scaled to all steps. Rare gaps of left-out steps are known.
-        scale = 1 + self._left_out / max(1, self._used)
+        used = sums[:, :, 0].sum(1)
+        steps = float(used.sum() + self._left_out.sum())
+        # Left-out steps are like the usable ones of the same piece. More steps are left out where
+        # the host is ahead, so one factor for the whole run would be biased.
+        scale = np.where(used > 0, 1 + self._left_out / np.maximum(1, used), 0.0)
+        scale *= steps / max(1.0, float((scale * used).sum()))
+        sums *= scale[:, None, None]
+        # Gaps that occur in most steps are scaled. Rare gaps of left-out steps are known.
         gaps = {
-            cause: seconds * scale if 2 * steps > self._used else seconds + others
-            for cause, (seconds, steps, others) in self._gaps.items()
+            cause: float(
+                scale @ each[:, 0] if 2 * each[:, 1].sum() > used.sum() else each[:, ::2].sum()
+            )
+            for cause, each in self._gaps.items()
         }
-        behind, ahead = sums[:, 0, :_SUMS].sum(0), sums[:, 1, :_SUMS].sum(0)
-        outside, unproven = sum(gaps.values()), (behind[1] - behind[2]) * scale
-        inside = (0.0, 0.0, unproven)
-        if self._times and self._used:
-            point, low, high = (seconds * scale for seconds in self._inside(sums))
-            inside = point, low, high
+        totals = sums[:, :, :_SUMS].sum(0)
+        outside, unproven = sum(gaps.values()), float(totals[0, 1] - totals[0, 2])
+        is_measured = bool(self._times and used.sum())
+        inside = self._inside(sums) if is_measured else (0.0, 0.0, unproven)
         return Idle(
-            steps=self._used + self._left_out,
-            seconds=(behind[1] + ahead[1]) * scale + outside,
+            steps=round(steps),
+            seconds=float(totals[:, 1].sum()) + outside,
             gaps=gaps,
             inside=inside,
             inside_causes=self._split(inside[0]),
             bound=(outside, outside + unproven),
             traces=len(self._times),
-            is_inside_measured=bool(self._times),
+            is_inside_measured=is_measured,
         )
 
     def _inside(self, sums: Array) -> tuple[float, float, float]:
-        """Return the idle seconds inside the work of usable steps: likely, least, most."""
+        """Return the idle seconds inside the work: likely, least, most."""
         start, slope = _line(self._traced)
         times, ratios, pieces = self._ratios(start, slope)
-        marks = self._mark_seconds * sums[:, :, 6].sum()
+        marks = sums[:, :, 6].sum()
+        is_exposed = self._has_exposed_streams()
         # With exposed streams the host may be early, and yet the device waits.
-        sums = sums.sum(1) if self._has_exposed_streams() else sums[:, 0]
-        by_piece = np.zeros((len(times) + 1, sums.shape[1]))
-        np.add.at(by_piece, pieces, sums)
+        sums = sums.sum(1) if is_exposed else sums[:, 0]
+        by_piece = _joined(sums, pieces)
         steps, work, ahead, size, number, both = by_piece[:, :6].T
         shape, shape_by_number = start * steps + slope * size, start * number + slope * both
         slopes = np.zeros(len(times) + 1)
         slopes[1:-1] = np.diff(ratios) / np.diff(times)
         left = np.concatenate([[0], np.arange(len(times))])
         busy = shape * (ratios[left] - slopes * times[left]) + slopes * shape_by_number
-        half = self._half(shape, ratios) + _SYSTEMATIC * busy.sum()
-        kernels = sum(step.kernels for step in self._traced) / len(self._traced)
-        half += _PAUSE_ERROR * kernels * steps.sum()
+        guess = busy.sum() / max(1e-12, work.sum()) / 2
         least, likely, most = self._extra_work(
-            by_piece[:, _SUMS:].sum(0), start, slope, (times, ratios), busy.sum() / work.sum() / 2
+            by_piece[:, _SUMS:].sum(0), start, slope, (times, ratios), guess
         )
-        idle, room = (work - busy).sum(), (work - ahead).sum()
-        low = _clip(idle - most - half - self.slower * work.sum(), room) - marks
+        kernels = sum(step.kernels for step in self._traced) / len(self._traced)
+        tracer = _SYSTEMATIC * busy.sum() + _PAUSE_ERROR * kernels * steps.sum()
+        half = np.hypot(self._half(shape, ratios), tracer)
+        idle, room = (work - busy).sum(), work.sum() if is_exposed else (work - ahead).sum()
+        idle -= likely
+        low = idle - np.hypot(half, most - likely) - self.slower * work.sum()
+        high = idle + np.hypot(half, likely - least) - min(0.5 * marks, 0.125 * max(0.0, idle))
         # The marks made the device idle, or took lead that is missing in a later gap.
-        return (
-            _clip(idle - likely - marks, room),
-            low,
-            _clip(idle - least + half, room),
-        )
+        low = _clip(low, room) - marks
+        return float(_clip(idle - marks, room)), float(low), float(_clip(high, room))
 
     def _tally(self, end: int) -> Array:
         """Return sums of the recent steps up to `end`, by piece."""
@@ -252,14 +262,14 @@ class Accounts:
         table = np.array(self._recent, float)
         start, slope = _line(self._traced)
         shape = start + slope * table[:, _SIZE]
-        # The host or the device sets the pace.
-        level = np.maximum(_medians(table[:, _WORK]), _medians(table[:, _WORK] / shape) * shape)[
-            self._context : end
-        ]
-        number, size, work, ahead, marks, has_gaps = table[self._context : end].T
+        pace = _robust_line(shape, table[:, _WORK])
+        level = (pace * _medians(table[:, _WORK] / pace))[self._context : end]
+        number, size, work, ahead, marks, gaps = table[self._context : end].T
         is_ahead = (ahead >= _PROVEN * work).astype(int)
         piece = np.searchsorted(self._times, number)
-        marks = np.where((is_ahead == 0) | (has_gaps > 0), marks, 0.0)
+        marks *= self._mark_seconds
+        # Marks of a host with lead cost at most a later gap.
+        marks = np.where(is_ahead, np.minimum(gaps, marks), marks)
         rows = np.stack(
             [np.ones_like(work), work, ahead, size, number, size * number, marks], axis=1
         )
@@ -307,7 +317,7 @@ class Accounts:
         numbers, busy, kernels, spans = np.array(
             [(step.number, step.busy, step.kernels, step.span) for step in self._traced]
         ).T
-        levels = np.maximum(np.median(spans), np.median(spans / sizes) * sizes)
+        levels = _robust_line(sizes, spans)
         added = busy - sizes * np.interp(numbers, *line)
         odd = (spans > _UNUSUAL * levels) | (kernels > _HEAVIER * np.median(kernels))
         factors = (spans / levels)[odd]
@@ -345,9 +355,16 @@ class Accounts:
         kept = set(traces[::2])
         self._traced = [step for step in self._traced if step.trace in kept]
         self._times = self._times[::2]
-        joined = np.zeros((len(self._times) + 1, *self._sums.shape[1:]))
-        np.add.at(joined, (np.arange(len(self._sums)) + 1) // 2, self._sums)
-        self._sums = joined
+        piece = (np.arange(len(self._sums)) + 1) // 2
+        self._sums, self._left_out = _joined(self._sums, piece), _joined(self._left_out, piece)
+        self._gaps = {cause: _joined(sums, piece) for cause, sums in self._gaps.items()}
+
+
+def _joined(sums: Array, piece: npt.NDArray[np.intp]) -> Array:
+    """Return sums of pieces that are joined by these numbers."""
+    joined = np.zeros((int(piece[-1]) + 1, *sums.shape[1:]))
+    np.add.at(joined, piece, sums)
+    return joined
 
 
 def _line(traced: list[TracedStep]) -> tuple[float, float]:
@@ -360,6 +377,28 @@ def _line(traced: list[TracedStep]) -> tuple[float, float]:
         return 0.0, most
     slope = min(max(0.0, float(np.cov(sizes, busy)[0, 1] / sizes.var(ddof=1))), most)
     return busy.mean() - slope * sizes.mean(), slope
+
+
+def _robust_line(sizes: Array, seconds: Array) -> Array:
+    """Return the usual seconds of each size: a line from small to large sizes, by medians.
+
+    The line is level if the host sets the pace, and steep if the device does. Steps that stop, or
+    have more work, do not move it.
+    """
+    middle = float(np.median(seconds))
+    least, most = np.quantile(sizes, [0.33, 0.67])
+    small, large = sizes <= least, sizes >= most
+    run = np.median(sizes[large]) - np.median(sizes[small])
+    if run < 0.02 * most:
+        return np.full(len(sizes), max(middle, 1e-12))
+    slope = float(np.median(seconds[large]) - np.median(seconds[small])) / float(run)
+    line = float(np.median(seconds - slope * sizes)) + slope * sizes
+    return np.maximum(line, 0.1 * middle + 1e-12, dtype=np.float64)
+
+
+def _longer(sums: Array) -> Array:
+    """Return sums with a row for another piece."""
+    return np.concatenate([sums, np.zeros_like(sums[:1])])
 
 
 def _medians(values: Array) -> Array:
