@@ -3,13 +3,16 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config.run_config import PAGE_FILE
 from tokenfeed.trainer.stall.causes import ABOUT
+from tokenfeed.trainer.stall.plots import Plot, Series, fits, stall_plot
 from tokenfeed.trainer.stall.stall_report import (
+    Sample,
     StallReport,
     gain_words,
     headline,
@@ -37,7 +40,7 @@ def render_page(
     stall: StallReport,
     *,
     cards: Mapping[str, str] | None = None,
-    plots: Sequence[Any] = (),
+    plots: Sequence[Plot] | None = None,
     report: Any = None,
     samples: Any = None,
     lengths: Sequence[tuple[str, int, float]] = (),
@@ -49,12 +52,13 @@ def render_page(
         folder: The folder of the run, as the page shows it.
         stall: A StallReport.
         cards: The figures at the top, by name. Default: the figures of the stall report.
-        plots: Objects with a title, an explanation and an SVG.
+        plots: The plots. Default: those of the samples of the stall report.
         report: The Report of a run by `train`; None for a loop that only has a meter.
         samples: The line of metrics.jsonl with the latest samples; None without one.
         lengths: Lengths of rows, how many rows have them, and the width of the bar, 0 to 1.
         config: The settings of the run, as YAML.
     """
+    plots = sample_plots(stall.samples) if plots is None else plots
     return (
         page_templates()
         .get_template("page.html")
@@ -66,12 +70,39 @@ def render_page(
             facts={name: text for name, text in stall_facts(stall).items() if name in _LINES},
             ranks=[rank for rank in stall.ranks if rank.steps],
             late=late_rank(stall),
-            plots=plots,
+            plots=[plot for plot in plots if plot.series],
             samples=samples,
             lengths=lengths,
             config=config,
         )
     )
+
+
+def sample_plots(samples: Sequence[Sample]) -> list[Plot]:
+    """Return the plots of a loop that only has a meter."""
+    start = Sample(step=0, steps=0, seconds=0.0, tokens=0, causes={})
+    shares: list[tuple[int, dict[str, float]]] = []
+    times, speeds = Series("mean", [], []), Series("tokens/s", [], [])
+    for before, after in pairwise([start, *samples]):
+        steps, seconds = after.steps - before.steps, after.seconds - before.seconds
+        if steps <= 0 or seconds <= 0 or not fits(seconds) or not fits(after.tokens / seconds):
+            continue
+        # The estimate of idle time inside the work may fall as more of it is known.
+        idle = {each: part - before.causes.get(each, 0.0) for each, part in after.causes.items()}
+        shares.append((after.step, {c: max(0.0, x) / seconds for c, x in idle.items() if fits(x)}))
+        times.add(after.step, seconds / steps)
+        if after.tokens > before.tokens:
+            speeds.add(after.step, (after.tokens - before.tokens) / seconds)
+    return [
+        stall_plot(shares),
+        Plot(
+            "Seconds a step",
+            "Mean of the steps since the point before. It should be flat: a peak is an evaluation, "
+            "a checkpoint, or another program on the machine.",
+            [times],
+        ),
+        Plot("Real tokens a second", "Without padding, stall included.", [speeds]),
+    ]
 
 
 def save_page(folder: Path, page: str) -> Path:

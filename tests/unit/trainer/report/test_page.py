@@ -5,7 +5,7 @@ import re
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from support.commands import call
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import report as report_command
-from tokenfeed.trainer.report.page import Plot, RunData, Series, page_of, thinned, write_page
+from tokenfeed.trainer.report.page import RunData, page_of, write_page
 from tokenfeed.trainer.stall import StallReport
+from tokenfeed.trainer.stall.plots import Plot, Series, short, thinned
+from tokenfeed.trainer.stall.stall_report import Sample
 
 Values = st.floats(-1e9, 1e9).map(lambda value: round(value, 6))
 _VOID = {"meta"}
@@ -227,29 +229,42 @@ def test_axis_of_stall_has_different_labels(stall: float, labels: list[str]) -> 
     assert re.findall(r'text-anchor="end">([^<]+)</text>', page) == labels
 
 
+def box_on_a_phone(label: ElementTree.Element) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a label of 22 pixels, as a browser draws it."""
+    text, x, y = label.text or "", float(label.get("x", "0")), float(label.get("y", "0"))
+    width = sum(21.0 if letter in "%M" else 12.7 for letter in text)
+    left = x - {"start": 0.0, "middle": 0.5, "end": 1.0}[label.get("text-anchor", "start")] * width
+    return left, y - 20, left + width, y + 5
+
+
 @pytest.mark.slow
-@example(ys=[[3.0], [1.0]], stacked=True, from_zero=False)
+@example(ys=[[3.0], [1.0]], stacked=True, from_zero=False, is_share=False)
+@example(ys=[[0.3], [0.1]], stacked=True, from_zero=True, is_share=True)
 @given(
     ys=st.lists(st.lists(Values, min_size=1, max_size=20), min_size=1, max_size=7),
     stacked=st.booleans(),
     from_zero=st.booleans(),
+    is_share=st.booleans(),
 )
-def test_all_that_is_drawn_lies_within_the_picture(
-    ys: list[list[float]], stacked: bool, from_zero: bool
+def test_drawing_lies_within_the_picture_and_labels_apart(
+    ys: list[list[float]], stacked: bool, from_zero: bool, is_share: bool
 ) -> None:
     if stacked:
         ys = [[abs(value) for value in one[: min(map(len, ys))]] for one in ys]
     series = [Series(f"s{n}", list(range(len(one))), one) for n, one in enumerate(ys)]
-    plot = Plot("title", "reading", series, stacked=stacked, from_zero=from_zero)
+    form = (lambda share: f"{100 * share:.3g}%") if is_share else short
+    plot = Plot("title", "reading", series, stacked=stacked, from_zero=from_zero, format=form)
     drawing = ElementTree.fromstring(f"<svg>{plot.drawing()}</svg>")
     for element in drawing.iter():
-        for name, size in (("x", 720), ("y", 260), ("cx", 720), ("cy", 260)):
+        for name, size in (("x", 720), ("y", 280), ("cx", 720), ("cy", 280)):
             assert -0.1 <= float(element.get(name, "0")) <= size + 0.1
-    for label in drawing.iter("text"):  # as wide as on a phone
-        parts = {"start": 0.0, "middle": 0.5, "end": 1.0}
-        width = 12.1 * len(label.text or "")  # digits of 22 pixels
-        first = float(label.get("x", "0")) - parts[label.get("text-anchor", "start")] * width
-        assert 0 <= first < first + width <= 720, label.text
+    boxes = [box_on_a_phone(label) for label in drawing.iter("text")]
+    for left, top, right, bottom in boxes:
+        assert 0 <= left < right <= 720
+        assert 0 <= top < bottom <= 280
+    for one, other in combinations(boxes, 2):
+        is_beside = one[2] <= other[0] or other[2] <= one[0]
+        assert is_beside or one[3] <= other[1] or other[3] <= one[1]
     for path in drawing.iter("path"):
         numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", path.get("d", ""))]
         assert all(-0.1 <= number <= 720.1 for number in numbers)
@@ -320,20 +335,25 @@ def test_damaged_metrics_line_is_left_out(line: str, tmp_path: Path) -> None:
 @given(
     st.sampled_from(["report.json", "metrics.jsonl", "config.yaml"]),
     st.lists(st.integers(0, 2**31), min_size=1, max_size=3),
+    st.booleans(),
 )
-def test_flipped_bits_never_give_a_traceback(name: str, places: list[int]) -> None:
+def test_flipped_bits_never_give_a_traceback(name: str, places: list[int], is_run: bool) -> None:
     rank = {"rank": 0, "steps": 5, "seconds": 2.0, "causes": {"data": 0.5}, "fraction": 0.25}
     slow = {"rank": 0, "cause": "work", "step_seconds": 0.1, "cost": 0.2}
+    sample = {"step": 9, "steps": 4, "seconds": 2.0, "tokens": 90, "causes": {"data": 0.5}}
+    run = {"total": 9.0, "before": 2.0, "warmup": 1.0, "after": 1.0}
     stall = stall_of(ranks=[rank | {"waited_seconds": 0.1}], slowest_rank=slow)
+    stall |= {"samples": [sample], "run": run}
     waits = dict.fromkeys(("p50", "p95", "p99", "max"), 0.1)
     store = dict.fromkeys(("requests", "bytes", "retries", "outage_s", "hits", "damaged"), 5)
     report = report_of(stall=stall, rows_by_length=[0, 3, 9], metrics={"test": {"accuracy": 0.5}})
     report["remote"] = store | {"wait_s": waits}
+    report = report if is_run else {"stall": stall}
     with tempfile.TemporaryDirectory() as parent:
         lines = "".join(json.dumps(line) + "\n" for line in full_lines(3))
         folder = write_run(Path(parent) / "run", report, lines)
-        (folder / "config.yaml").write_text("seed: 7\nshards: x\nrun_dir: y\n")
-        content = bytearray((folder / name).read_bytes())
+        (folder / "config.yaml").write_text("seed: 7\nshards: x\nrun_dir: y\n" * is_run)
+        content = bytearray((folder / name).read_bytes() or b" ")
         for place in places:
             content[place // 8 % len(content)] ^= 1 << place % 8
         (folder / name).write_bytes(content)
@@ -364,3 +384,42 @@ def test_report_of_a_meter_has_a_page_and_is_read_again(tmp_path: Path) -> None:
     assert ended.stdout == f"{report}\npage     {page}\n"
     assert json.loads(call(report_command.main, tmp_path / "loop", "--json").stdout)["steps"] == 195
     Checked(page.read_text())
+
+
+def test_page_of_a_meter_plots_its_samples(tmp_path: Path) -> None:
+    """200 steps of 0.1 s; from step 105 on, the data takes half of the time."""
+    samples = [
+        Sample(
+            step=step,
+            steps=step - 5,
+            seconds=0.1 * (step - 5),
+            tokens=50 * (step - 5),
+            causes={"data": 0.05 * max(0, step - 105)},
+        )
+        for step in (55, 105, 155, 205)
+    ]
+    stall = StallReport(**stall_of(causes={}, samples=samples))
+    page = stall.write(tmp_path).read_text()
+    Checked(page)
+    figures = re.findall(r"(?s)<figure.*?</figure>", page)
+    assert [re.findall("<h3>(.*?)</h3>", figure)[0] for figure in figures] == [
+        "Stall by cause",
+        "Seconds a step",
+        "Real tokens a second",
+    ]
+    cells = [re.findall(r"<tr><th>(\d+)</th><td>(.*?)</td>", figure) for figure in figures]
+    steps = ["55", "105", "155", "205"]
+    assert cells[0] == list(zip(steps, ["0%", "0%", "50%", "50%"], strict=True))
+    assert cells[1] == [(step, "0.1") for step in steps]
+    assert cells[2] == [(step, "500") for step in steps]
+    assert page_of(RunData.of_folder(tmp_path)) == page
+
+
+def test_page_begins_with_verdict_reason_and_next_step() -> None:
+    verdict = {"verdict": "WAITS FOR DATA", "reason": "batches < 5", "next_step": "raise `--x`"}
+    page = page_of(run_of(report_of(stall=stall_of(**verdict)), full_lines()))
+    Checked(page)
+    shown = page.split("</h1>")[1]
+    places = [shown.index(part) for part in ("WAITS FOR DATA", "Batches &lt; 5.", "class=cards")]
+    assert places == sorted(places)
+    assert "Next: raise <code>--x</code>." in shown
