@@ -3,22 +3,23 @@
 Kernels of a stream run one after the other, each when it has been queued, its launch has come
 through, and what it waits for is done. A stream holds so many kernels; a host that queues one more
 waits. The device's clock runs at its own speed from its own beginning, and tells differences as
-CUDA does, in 32-bit milliseconds. It is a `Clock` of the stall meter. Several devices may share a
-host; `CudaOfDevices` offers them as torch.cuda does.
+CUDA does, in 32-bit milliseconds. It is a `Clock` of the stall meter, with a tracer. Several
+devices may share a host; `CudaOfDevices` offers them as torch.cuda does.
 """
 
 import contextlib
 import random
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tokenfeed.trainer.stall.device import Clock
+from tokenfeed.trainer.stall.marks import Clock, EventClock
+from tokenfeed.trainer.stall.traces import Trace
 
 COMPUTE = "compute"
 
@@ -51,6 +52,7 @@ class SimulatedDevice(Clock):
         drift: Of the device's clock.
         meter_seconds: Host seconds of the meter's Python around each mark.
         on: The host; None for one of its own.
+        traced: Whether there is a tracer.
     """
 
     method = "simulated"
@@ -67,6 +69,7 @@ class SimulatedDevice(Clock):
         drift: float = 2e-5,
         meter_seconds: float = 0.0,
         on: Host | None = None,
+        traced: bool = True,
     ) -> None:
         self.random = random.Random(seed)
         self.launch_seconds, self.latency, self.depth = launch, latency, depth
@@ -75,6 +78,9 @@ class SimulatedDevice(Clock):
         self.idle = 0.0
         self._compute = Stream(deque(maxlen=depth), free=self.host)
         self._streams = {COMPUTE: self._compute}
+        self.records: Records | None = None
+        """What a tracer records now."""
+        self.own_tracer = SimulatedTracer(self) if traced else None
 
     @property
     def host(self) -> float:
@@ -95,6 +101,7 @@ class SimulatedDevice(Clock):
         stream, launch = self._compute, self.launch_seconds
         ends, free, least = stream.ends, stream.free, stream.waits_until
         now, idle = self.clock.now, self.idle
+        kernel_rows = [] if self.records is None else self.records.kernels
         for _ in range(kernels):  # as `launch`, in a quarter of the time: tests queue millions
             now += launch * (1 + noise * (2 * draw() - 1))
             if len(ends) == depth and ends[0] > now:
@@ -105,8 +112,11 @@ class SimulatedDevice(Clock):
             if start > free:
                 idle += start - free
                 free = start
+            began = free
             free += seconds * (1 + noise * (2 * draw() - 1))
             ends.append(free)
+            if self.records is not None:
+                kernel_rows.append((began, free))
         self.clock.now, stream.free, self.idle = now, free, idle
 
     def compute_waits(self, moment: float) -> None:
@@ -115,7 +125,10 @@ class SimulatedDevice(Clock):
 
     def wait(self) -> None:
         """The host waits until all is done."""
+        began = self.host
         self.host = max(self.host, self._compute.free) + self.latency
+        if self.records is not None:
+            self.records.waits.append((began, self.host))
 
     @property
     def done(self) -> float:
@@ -125,14 +138,11 @@ class SimulatedDevice(Clock):
     def now(self) -> float:
         return self.host
 
-    def mark(self) -> tuple[float, float, float]:
-        self.host += self.meter_seconds / 2
-        before = self.host
-        self.host += 1e-6
+    def mark(self) -> float:
+        self.host += self.meter_seconds / 2 + 1e-6
         moment = self._queue(self._compute, 0.0)
-        self.host = after = self.host + 1e-6
-        self.host += self.meter_seconds / 2
-        return moment, before, after
+        self.host += self.meter_seconds / 2 + 1e-6
+        return moment
 
     def passed(self, mark: float) -> bool:
         return mark <= self.host
@@ -140,10 +150,8 @@ class SimulatedDevice(Clock):
     def seconds(self, earlier: float, later: float) -> float:
         return float(np.float32((later - earlier) * (1 + self.drift) * 1e3)) / 1e3
 
-    def spin(self, seconds: float) -> bool:
-        self.host += self.launch_seconds
-        self._queue(self._compute, seconds)
-        return True
+    def tracer(self) -> "SimulatedTracer | None":
+        return self.own_tracer
 
     def _queue(self, stream: Stream, seconds: float) -> float:
         ends, free, host = stream.ends, stream.free, self.clock
@@ -155,6 +163,9 @@ class SimulatedDevice(Clock):
         stream.free = end = start + seconds
         if seconds:
             ends.append(end)
+            if self.records is not None:
+                is_kernel = stream is self._compute
+                (self.records.kernels if is_kernel else self.records.copies).append((start, end))
         return end
 
     def _stream(self, name: str) -> Stream:
@@ -164,6 +175,74 @@ class SimulatedDevice(Clock):
 
     def _factor(self) -> float:
         return 1 + self.noise * (2 * self.random.random() - 1)
+
+
+@dataclass(slots=True)
+class Records:
+    """What a tracer has recorded, by the true clock."""
+
+    kernels: list[tuple[float, float]] = field(default_factory=list)
+    copies: list[tuple[float, float]] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    borders: list[tuple[float, float]] = field(default_factory=list)
+
+
+class SimulatedTracer:
+    """A tracer that drains the queue at both ends, loses the first kernels, and has a clock of its
+    own."""
+
+    least_seconds, usual_seconds = 0.5, 2.0
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self.traces = 0
+        self.lost_share = 0.0
+        """Share of kernels without a record."""
+        self.lost_borders: set[int] = set()
+        self.stretch = 1.0
+        """Speed of the tracer's clock."""
+        self.why: str | None = None
+        self.error: Exception | None = None
+
+    def why_not(self) -> str | None:
+        return self.why
+
+    def start(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self._device.wait()
+        self._device.host += 0.03
+        self._device.records = Records()
+        self.traces += 1
+
+    def border(self) -> None:
+        device, records = self._device, self._device.records
+        assert records is not None
+        device.records = None
+        device.host += device.launch_seconds
+        end = device._queue(device._compute, 1e-6)
+        records.borders.append((end - 1e-6, end))
+        device.records = records
+
+    def stop(self) -> Trace:
+        device, records = self._device, self._device.records
+        assert records is not None
+        device.records = None
+        device.wait()
+        device.host += 0.01
+        kernels, borders = np.array(records.kernels).reshape(-1, 2), np.array(records.borders)
+        is_lost = np.random.default_rng(self.traces).random(len(kernels)) < self.lost_share
+        lost = np.searchsorted(borders[:, 0], kernels[is_lost, 0], side="right") - 1
+        borders[list(self.lost_borders)] = np.nan
+        origin = 1e3 * self.traces
+        return Trace(
+            borders=(borders + origin) * self.stretch,
+            kernels=(kernels[~is_lost] + origin) * self.stretch,
+            lost=lost[(lost >= 0) & (lost < len(borders) - 1)],
+            pause=0.0,
+            copies=np.array(records.copies).reshape(-1, 2) + origin,
+            waits=np.array(records.waits).reshape(-1, 2) + origin,
+        )
 
 
 class CudaOfDevices:
@@ -179,7 +258,7 @@ class CudaOfDevices:
         self.contexts: set[int] = set()
         self.capturing: int | None = None
         """The device on whose stream a graph is captured."""
-        for name in ("device", "current_stream", "is_current_stream_capturing", "_sleep"):
+        for name in ("device", "current_stream", "is_current_stream_capturing"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "Event", self._event)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -189,6 +268,9 @@ class CudaOfDevices:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
         monkeypatch.setattr("time.perf_counter", devices[0].now)
+        monkeypatch.setattr(
+            EventClock, "tracer", lambda clock: devices[clock._device.index].own_tracer
+        )
 
     @contextlib.contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
@@ -202,9 +284,6 @@ class CudaOfDevices:
 
     def is_current_stream_capturing(self) -> bool:
         return self._use(self.current) == self.capturing
-
-    def _sleep(self, cycles: int) -> None:
-        self.devices[self._use(self.current)].spin(cycles / 1.5e9)
 
     def _event(self, *, enable_timing: bool) -> "_Event":
         assert enable_timing
@@ -224,7 +303,7 @@ class _Event:
     def record(self, stream: int | None = None) -> None:
         index = self._cuda.current_stream() if stream is None else stream
         self._device = self._cuda.devices[index]
-        self.moment = self._device.mark()[0]
+        self.moment = self._device.mark()
 
     def query(self) -> bool:
         return self._device.passed(self.moment)

@@ -1,12 +1,17 @@
 """Stall: time in which the device has no training work to run, by cause, with an error bar.
 
-    meter         StallMeter: the marks of a loop, and their chain
+    meter         StallMeter: what a loop calls
+    marks         clocks, and the chain of marks in the device's queue
+    traces        when to trace kernels, and how busy the device is in a trace
+    kineto        traces of a GPU by torch.profiler
+    idle          steps and traces to idle seconds with an interval, without side effects
+    cpu_work      where the work of a step begins on a CPU
+    waits         source lines that wait for a GPU
+    watchers      loader, collector, compiler, memory and cores
+    device        the device, its name and its peak rate
+    reading       readings of a meter
     causes        what a device may wait for, with thresholds and remedies
-    device        the device, its clock, and when to delay it so that the host gets ahead
-    accounts      segments to idle seconds by cause, without side effects
-    reading       spans of work, running sums, readings with error bars
     ranks         the ranks of a run, compared
-    watchers      loader, collector, compiler, memory, and waits for the GPU
     stall_report  report.json and lines of text
     verdict       verdict, reason, next step, and advice
     stall_page    report.html

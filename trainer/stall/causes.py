@@ -17,9 +17,6 @@ Cause = Literal[
     "other",
 ]
 
-Phase = Cause | Literal["work", "calibration"]
-"""The activity between two marks: the training's own work, or a cause of stall."""
-
 
 class About(NamedTuple):
     """A cause.
@@ -38,10 +35,6 @@ class About(NamedTuple):
     """General advice on what to change, for any training loop."""
     named: float
     """Share of the time from which verdicts and advice name the cause."""
-    drains: bool = False
-    """Whether the cause uses up the host's lead, so that later idle time is charged to it."""
-    interrupts: bool = False
-    """Whether the cause happens inside a span of work, which continues afterwards."""
 
 
 ABOUT: dict[Cause, About] = {
@@ -73,7 +66,6 @@ ABOUT: dict[Cause, About] = {
         "the host, which was late because it had waited for a value (.item())",
         "read values such as `loss.item()` a step later, or only when you log",
         named=0.01,
-        drains=True,
     ),
     "log": About(
         "WAITS FOR LOGGING",
@@ -81,7 +73,6 @@ ABOUT: dict[Cause, About] = {
         "a progress line",
         "log less often",
         named=0.01,
-        drains=True,
     ),
     "checkpoint": About(
         "WAITS FOR CHECKPOINTS",
@@ -89,7 +80,6 @@ ABOUT: dict[Cause, About] = {
         "the disk, which still wrote the checkpoint before; on a CPU also the copy of the state",
         "save less often, or in the background",
         named=0.01,
-        drains=True,
     ),
     "evaluation": About(
         "WAITS FOR EVALUATION",
@@ -97,7 +87,6 @@ ABOUT: dict[Cause, About] = {
         "the metrics of the validation split",
         "evaluate less often, or on fewer batches",
         named=0.05,
-        drains=True,
     ),
     "garbage collection": About(
         "WAITS FOR GARBAGE COLLECTION",
@@ -106,8 +95,6 @@ ABOUT: dict[Cause, About] = {
         "call `gc.freeze()` after the first steps and `gc.disable()`, and collect at progress "
         "lines",
         named=0.005,
-        drains=True,
-        interrupts=True,
     ),
     "allocator": About(
         "WAITS FOR MEMORY",
@@ -115,7 +102,6 @@ ABOUT: dict[Cause, About] = {
         "memory that was freed and allocated again",
         "set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, or use fewer shapes",
         named=0.005,
-        drains=True,
     ),
     "recompilation": About(
         "WAITS FOR THE COMPILER",
@@ -123,8 +109,6 @@ ABOUT: dict[Cause, About] = {
         "torch.compile, which compiled again after the first steps",
         "bound the shapes, or mark them dynamic",
         named=0.01,
-        drains=True,
-        interrupts=True,
     ),
     "communication": About(
         "WAITS FOR OTHER RANKS",
@@ -132,7 +116,6 @@ ABOUT: dict[Cause, About] = {
         "the exchange of gradients with other ranks, and late ranks",
         "`meter.gather()` finds the slowest rank",
         named=0.05,
-        drains=True,
     ),
     "other": About(
         "WAITS FOR OTHER CODE",
@@ -156,12 +139,3 @@ REMEDIES: dict[str, str] = {
 }
 """What to change, by cause, and about other things that cost time: the work of a late rank, the
 exchange of gradients, padding, and a loop without a measured step."""
-
-COUNTED: frozenset[Cause] = frozenset(
-    {"log", "checkpoint", "evaluation", "garbage collection", "recompilation"}
-)
-"""Causes that occur in few steps, each time between two marks.
-
-Every occurrence is measured, so these causes do not widen any interval. The steps between these
-events are a sample of the run. The events themselves are not a sample.
-"""

@@ -7,7 +7,7 @@
     print(meter.report())
 
 The marks form one chain, from the creation of the meter to its latest step. So causes and work sum
-to the wall time. Nothing here waits for the device.
+to the wall time. Only a short trace, now and then, waits for the device.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ import math
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -23,9 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.stall.accounts import Accounts, Divider, StepEnd
-from tokenfeed.trainer.stall.causes import CAUSES, REMEDIES, Cause, Phase
-from tokenfeed.trainer.stall.device import Calibration, Clock, MeteredDevice, Moment
+from tokenfeed.trainer.stall.causes import CAUSES, REMEDIES, Cause
+from tokenfeed.trainer.stall.cpu_work import ForwardWatch
+from tokenfeed.trainer.stall.device import MeteredDevice
+from tokenfeed.trainer.stall.idle import Accounts, Step
+from tokenfeed.trainer.stall.marks import Clock, MarkChain, Phase, StepEnd
 from tokenfeed.trainer.stall.ranks import (
     Exchange,
     RankStall,
@@ -34,16 +35,17 @@ from tokenfeed.trainer.stall.ranks import (
     rank_stalls,
     slowest_rank,
 )
-from tokenfeed.trainer.stall.reading import StallReading, StepSeconds, numbers_of
-from tokenfeed.trainer.stall.stall_report import CauseReport, Interval, StallReport
+from tokenfeed.trainer.stall.reading import StallReading, StepSeconds, StepTimes, numbers_of
+from tokenfeed.trainer.stall.stall_report import CauseReport, Sample, Samples, StallReport
+from tokenfeed.trainer.stall.traces import Tracing
 from tokenfeed.trainer.stall.verdict import conclude
+from tokenfeed.trainer.stall.waits import WaitFinder
 from tokenfeed.trainer.stall.watchers import (
     AllocatorWatch,
     CollectorWatch,
     CompilerWatch,
     CoreWait,
     LoaderUse,
-    WaitFinder,
     WatchedLoader,
 )
 
@@ -52,17 +54,22 @@ if TYPE_CHECKING:
 
 
 WARMUP_STEPS = 5
-_EXAMINED_STEPS = 5
-"""Steps to delay before each part between waits, after a step in which torch reported waits."""
 _EARLY_STEPS = (8, 16, 32)
-"""Steps after which to resolve segments early: spins may have shown waits."""
+"""Steps after which to resolve segments early, and to look for the compiler."""
 _LINKS_AT_ONCE = 256
 """Number of segments to resolve together. A tight loop runs several times faster than the same code
 run once after each step, because a step evicts this code's data from the CPU caches."""
+_MARK_SECONDS = 13e-6
+"""Host seconds of a mark among the code of a step. A row of marks alone is faster."""
+_TIMED_MARKS = 200
+_RECOVERY_STEPS = 20
+"""Steps to leave out after a trace, in which a host that was ahead gets its lead again."""
+_SAMPLE_SECONDS = 1.0
+"""Least seconds between two samples for plots. A reading takes about half a millisecond."""
+_LEAST_UNSEEN = 0.02
+"""Share of steps without a forward pass from which a CPU's work is unknown."""
 
-_Link = tuple[tuple[Any, float, float], Phase, StepEnd | None, Divider | None]
-"""A mark with the host time before and after it, the phase of the segment that it ends, the step
-that it ends, and what divides the work there. A tuple, since one is made at each mark."""
+UNSEEN = "host code that no hook saw counts as work"
 
 
 def warmup_steps(steps: int) -> int:
@@ -85,8 +92,10 @@ class StallMeter:
     marks the device has passed. Time after a step belongs to the next step, so time after the last
     step, such as the final checkpoint, is not measured.
 
-    Each mark takes about 13 µs of the host. In steps shorter than 2 ms the marks can raise the
-    stall by up to 3.4 percentage points; its interval contains this error.
+    On a GPU, idle time inside the work is measured by traces of three steps. A run of a few minutes
+    has about 12 of them. Each takes up to 0.2 s of the host, and later ones 0.3 % of the time. The
+    time of traces is left out. Each mark takes about 13 µs of the host, and each step has at least
+    one.
 
     Args:
         device: The device that the loop trains on. None: the first accelerator, or the CPU.
@@ -95,12 +104,9 @@ class StallMeter:
             a good estimate for a model of N parameters. It leaves out attention, which adds `12 * L
             * C * T` for L layers of width C and rows of T tokens.
         devices: Number of devices that share the tokens passed to `step`.
-        calibrate: Delay the device now and then, for less than 0.5 % of the time, so that kernels
-            are queued beforehand. This shows how long the work takes by itself. Without it, only an
-            upper bound of idle time inside the work is known.
         clock: A clock to use instead of the device's.
         remedies: Advice for reports, by cause, instead of the general advice. Further keys: `work`,
-            `exchange` and `padding`.
+            `exchange`, `padding` and `steps`.
     """
 
     def __init__(
@@ -110,34 +116,45 @@ class StallMeter:
         skipped_steps: int = WARMUP_STEPS,
         operations_per_token: float | None = None,
         devices: int = 1,
-        calibrate: bool = True,
         clock: Clock | None = None,
         remedies: Mapping[str, str] | None = None,
     ) -> None:
         devices = _whole("devices", devices, least=1)
-        skipped_steps = _whole("skipped_steps", skipped_steps)
+        self._warmup = skipped_steps = _whole("skipped_steps", skipped_steps)
         operations_per_token = _operations(operations_per_token)
+        self._core_wait = CoreWait() if clock is None else None
         self._machine = MeteredDevice(device, operations_per_token, devices, clock)
-        self._clock = self._machine.clock
-        self._is_beside_host = beside = self._clock.is_beside_host
-        self._accounts = Accounts(is_beside_host=beside, skipped_steps=skipped_steps)
-        self._calibration = Calibration(skipped_steps) if beside and calibrate else None
-        self._chain = MarkChain(self._clock, self._accounts)
-        self._append, self._mark = self._chain.append, self._clock.mark
-        self._phase: Phase = "work"
-        self._is_busy = False
+        self._clock = clock = self._machine.clock
+        self._place = own_place()
+        tracer = clock.tracer()
+        self._accounts = Accounts(_mark_seconds(clock) if tracer else _MARK_SECONDS)
+        is_alone = self._place[1] == 1
+        self._tracing = (
+            Tracing(tracer, skipped_steps, is_alone=is_alone, now=clock.now) if tracer else None
+        )
+        self._trace_is_on, self._recovering, self._lead = False, 0, 0.0
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._remedies = _remedies(remedies)
         self._ranks: list[RankStall] = []
         self._group: Any = None
-        self._place = own_place()
-        self._queued_steps, self._core_wait = 0, CoreWait() if clock is None else None
         self._loader: LoaderUse | None = None
-        self._waits = WaitFinder(weakref.WeakMethod(self._waited), self._clock.now)
+        self._number = self._steps = self._tokens = self._slots = self._unseen = 0
+        self._times, self._samples = StepTimes(), Samples()
+        self._unsampled = 0.0
+        """Seconds of steps since the latest sample."""
+        add = weakref.WeakMethod(self._add)  # a meter that nothing refers to is to be deleted
+        self._chain = MarkChain(clock, lambda step, end: (own := add()) and own(step, end))
+        self._cut = self._chain.add
+        self._is_busy = False
+        self._forward = None if clock.is_beside_host else ForwardWatch(self)
+        self._phase: Phase = "before" if self._forward else "work"
+        self._waits = WaitFinder()
         self._collector = CollectorWatch(self)
         self._compiler = CompilerWatch(self)
         self._compiler.attach()
         self._allocator = AllocatorWatch(self._machine.allocator_statistics)
+        if self._forward:
+            self._forward.wait()
 
     def watch(self, batches: Iterable[Batch]) -> "WatchedLoader[Batch]":
         """Return the same batches. Waiting for a batch is charged to `data`."""
@@ -162,43 +179,28 @@ class StallMeter:
         """Start a block of `cause`. Pass the result to `leave`."""
         if name not in CAUSES:
             _check_cause("enter", name)
-        if self._calibration is not None:
-            self._close_work(self._calibration)
-        outer: Phase = self._phase
-        self._is_busy = True  # inlines `_cut`: a call would take as long as its body (decision 20)
-        self._append((self._mark(), outer, None, None))
-        self._is_busy = False
+        outer = self._phase
+        self._end_segment(outer)
         self._phase = name
         return outer
 
     def leave(self, outer: Phase) -> None:
         """End a block of `cause`."""
-        self._is_busy = True
-        self._append((self._mark(), self._phase, None, None))
-        self._is_busy = False
+        self._end_segment(self._phase)
         self._phase = outer
-        if self._calibration is not None:
-            self._open_work(self._calibration)
 
     def charge(self, name: Cause) -> None:
         """Charge the time since the previous mark to a cause, where a block is not possible."""
         _check_cause("charge", name)
-        self._cut(name)
+        self._end_segment(name)
 
-    def mark(self) -> None:
-        """Set another mark inside the work, such as between forward and backward.
-
-        The mark narrows the bound of unseen idle time. With marks, a step of thousands of kernels
-        can be calibrated in parts.
-        """
-        self._divide("mark")
-
-    def step(self, tokens: int = 0, slots: int | None = None) -> None:
+    def step(self, tokens: int = 0, slots: int | None = None, size: float | None = None) -> None:
         """End a step. Call this after its last kernel was queued.
 
         Args:
             tokens: Real tokens trained in the step.
             slots: Token slots, padding included. Default: as many as tokens.
+            size: Any number that the work of a step grows with. Default: slots.
 
         Raises:
             ConfigError: The numbers are not whole, or there are fewer slots than tokens.
@@ -208,51 +210,87 @@ class StallMeter:
         if type(tokens) is not int or type(slots) is not int or not 0 <= tokens <= slots:
             tokens = _whole("tokens", tokens)
             slots = _whole("slots", slots, least=tokens)
-        self._queued_steps += 1
-        if self._is_beside_host:
-            self._step_of_device(tokens, slots)
-        else:
-            self._cut(self._phase, StepEnd(tokens, slots))
-        if self._chain.is_long or self._queued_steps in _EARLY_STEPS:
+        number = self._number
+        is_warmup = number < self._warmup
+        is_slowed = self._trace_is_on or self._recovering or self._waits.is_on
+        is_usable = not (is_warmup or is_slowed)
+        is_seen = self._forward is None or self._phase != "before"
+        end = StepEnd(
+            number,
+            float(size or slots or 1),
+            tokens,
+            slots,
+            is_warmup,
+            is_usable,
+            is_seen,
+            self._blamed(),
+        )
+        self._number = number + 1
+        self._end_segment(self._phase, end)
+        if self._forward is not None and self._phase == "work":
+            self._phase = "before"
+            self._forward.wait()
+        if self._recovering:
+            self._recovering -= 1
+        if self._waits.is_on:
+            self._waits.end_step()
+        if self._tracing is not None:
+            self._trace(self._tracing, number, is_usable=is_usable)
+        if len(self._chain) >= _LINKS_AT_ONCE or self._number in _EARLY_STEPS:
             self._resolve()
             self._compiler.attach()
 
     def find_waits(self, steps: int = 1) -> None:
         """Find the lines that wait for a GPU during the next steps, which are not measured.
 
-        After a spin that shows such waits, the meter examines one step by itself, and five more if
-        a line of this step waits.
+        A trace with stacks makes these steps several times slower.
         """
         steps = _whole("steps", steps, least=1)
-        if self._clock.is_beside_host:
+        if self._machine.on_gpu and not self._trace_is_on:
             self._waits.begin(steps)
 
     def read(self) -> StallReading:
         """Return the sums so far, without waiting for the device."""
         self._resolve()
-        return self._accounts.read()
+        return self._reading()
+
+    def _reading(self) -> StallReading:
+        idle = self._accounts.read()
+        _, least, most = map(float, idle.inside)
+        return StallReading(
+            steps=self._steps,
+            tokens=self._tokens,
+            slots=self._slots,
+            seconds=float(idle.seconds),
+            gaps=idle.gaps,  # type: ignore[arg-type]  # names of causes
+            inside={cause: float(part) for cause, part in idle.inside_causes.items() if part},  # type: ignore[misc]
+            least=least,
+            most=most,
+            is_inside_measured=idle.is_inside_measured or not self._clock.is_beside_host,
+        )
 
     def latest_steps(self) -> StepSeconds | None:
         """Return figures of the steps since the previous call; None without steps."""
         self._resolve()
-        return self._accounts.step_times.take()
+        return self._times.take()
 
     def report(self) -> StallReport:
         """Return a report on the steps so far, without waiting for the device."""
         self._place = max(self._place, own_place(), key=lambda place: place[1])
-        reading, accounts, machine = self.read(), self._accounts, self._machine
-        seconds, tokens_per_s = reading.seconds, reading.tokens_per_s
-        total = reading.fraction if reading.steps else None
-        unseen = reading.unseen_seconds / seconds if seconds else 0.0
+        reading, machine = self.read(), self._machine
+        tokens_per_s = reading.tokens_per_s
+        unmeasured = self._unmeasured(reading)
+        interval = reading.interval()
         mfu, formula = machine.mfu(tokens_per_s)
         report = StallReport(
-            stall=total,
-            interval=interval_of(None, reading, accounts, unseen),
-            at_most=None if total is None else min(1.0, total + unseen),
-            causes={cause: cause_report(cause, reading, accounts) for cause in CAUSES},
+            stall=reading.fraction if reading.steps else None,
+            interval=None if unmeasured or not reading.steps else interval,
+            at_most=self._at_most(reading) if reading.steps else None,
+            unmeasured=unmeasured,
+            causes={cause: _cause_report(cause, reading) for cause in CAUSES},
             steps=reading.steps,
-            queued_steps=self._queued_steps,
-            seconds=seconds,
+            queued_steps=self._number,
+            seconds=reading.seconds,
             tokens=reading.tokens,
             real_tokens_per_s=tokens_per_s if reading.tokens else None,
             padding=1 - reading.tokens / reading.slots if reading.slots else None,
@@ -273,6 +311,7 @@ class StallMeter:
             ranks=[*self._ranks],
             slowest_rank=slowest_rank(self._ranks),
             advice=[],
+            samples=self._samples.read(_sample(self._number, reading)) if reading.steps else [],
         )
         return conclude(report, self._remedies, self._loader)
 
@@ -288,8 +327,11 @@ class StallMeter:
             self._group = None  # the former group has ended; a new one may follow
             return
         with self.cause("communication"):
-            figures = (exchange or self._gathered)(numbers_of(self.read()))
-            self._ranks = rank_stalls(figures) or self._ranks
+            distance = self._tracing.schedule.distance if self._tracing else 0
+            figures = (exchange or self._gathered)([*numbers_of(self.read()), distance])
+            self._ranks = rank_stalls([numbers[:-1] for numbers in figures]) or self._ranks
+        if self._tracing is not None:
+            self._tracing.align(self._number, int(max(numbers[-1] for numbers in figures)))
 
     def _gathered(self, numbers: list[float]) -> list[list[float]]:
         """Exchange over a gloo group. The default group may wait for a GPU."""
@@ -309,6 +351,11 @@ class StallMeter:
         self._collector.close()
         self._compiler.close()
         self._waits.close()
+        if self._forward is not None:
+            self._forward.close()
+        if self._tracing is not None and self._trace_is_on:
+            self._trace_is_on = False
+            self._tracing.stop()
 
     def interrupt(self, cause: Cause) -> Phase | None:
         """Start an interruption, at any place of the program. Pass the result to `resume`.
@@ -318,71 +365,103 @@ class StallMeter:
         is_ours = threading.get_ident() == self._thread and os.getpid() == self._process
         if self._is_busy or not is_ours or not self._clock.takes_marks():
             return None
-        outer: Phase = self._phase
-        self._cut(outer)
+        outer = self._phase
+        self._end_segment(outer)
         self._phase = cause
         return outer
 
     def resume(self, outer: Phase) -> None:
         """End an interruption."""
-        self._cut(self._phase)
+        self._end_segment(self._phase)
         self._phase = outer
 
-    def _step_of_device(self, tokens: int, slots: int) -> None:
-        calibration, waits = self._calibration, self._waits
-        self._cut(self._phase, StepEnd(tokens, slots, not waits.is_looking, self._blamed()))
-        waits.end_step()
-        if self._accounts.waits_inside and not waits.is_looking:
-            if not waits.steps:
-                self.find_waits()
-            elif waits.found_none:
-                self._accounts.take_as_partly_queued()
-            elif waits.found_any and waits.steps < _EXAMINED_STEPS and calibration is not None:
-                self.find_waits(_EXAMINED_STEPS)
-        if calibration is not None:
-            examined = waits.steps if waits.is_looking else None
-            calibration.end_step(self._clock.now(), self._accounts.behind_share, examined)
+    def begin_work(self) -> bool:
+        """A forward pass begins on a CPU. Return whether it belongs to a step: not in a bracket."""
+        if self._phase != "before":
+            return False
+        self._end_segment("before")
+        self._phase = "work"
+        return True
 
-    def _waited(self, began: float | None) -> None:
-        """Divide the work after a wait for the device that began at a host time, if known."""
-        if self._phase == "work" and not self._is_busy and threading.get_ident() == self._thread:
-            self._divide("stop", began)
-
-    def _divide(self, divider: Divider, queued: float | None = None) -> None:
-        """Divide the work by a mark. If known, `queued` is when the work before it was queued."""
-        if self._calibration is not None:
-            self._close_work(self._calibration)
+    def _end_segment(self, phase: Phase, end: StepEnd | None = None) -> None:
+        """End a segment with a mark. Mark the meter as busy: the collector may run at any line."""
         self._is_busy = True
-        mark, before, after = self._mark()
-        moments = mark, before, after if queued is None else queued
-        self._append((moments, self._phase, None, divider))
+        self._cut(phase, end)
+        if self._trace_is_on and self._tracing is not None:
+            self._tracing.add(phase, None if end is None else end.number)
         self._is_busy = False
-        if self._calibration is not None:
-            self._open_work(self._calibration)
+
+    def _trace(self, tracing: Tracing, number: int, *, is_usable: bool) -> None:
+        """Start or end a trace after a step, if it is time."""
+        if self._trace_is_on:
+            if tracing.is_complete:
+                self._end_trace(tracing)
+            return
+        if is_usable:
+            is_ahead = not self._chain.is_queue_empty()
+            self._lead += (is_ahead - self._lead) / min(16, max(1, number - self._warmup))
+        if number >= tracing.schedule.next and not self._waits.is_on:
+            self._resolve()
+            if tracing.is_due(number):
+                self._begin_trace(tracing)
+
+    def _begin_trace(self, tracing: Tracing) -> None:
+        self._is_busy = True
+        self._trace_is_on = tracing.start()
+        self._cut("tracer")
+        if self._trace_is_on:
+            tracing.border()
+        self._is_busy = False
+
+    def _end_trace(self, tracing: Tracing) -> None:
+        self._is_busy, self._trace_is_on = True, False
+        trace = tracing.stop()
+        self._chain.resolve()  # the device has passed all marks
+        if trace is not None:
+            self._accounts.add_trace(tracing.read(trace))
+        self._cut("tracer")
+        self._is_busy = False
+        self._recovering = _RECOVERY_STEPS if self._lead > 0.5 else 1
+
+    def _add(self, step: Step, end: StepEnd) -> None:
+        """Add a step to the accounts, now that the device has passed its marks."""
+        if end.is_warmup:
+            return
+        self._accounts.add(step)
+        self._steps += 1
+        self._tokens += end.tokens
+        self._slots += end.slots
+        self._unseen += not end.is_seen
+        seconds = step.work + sum(step.gaps.values())
+        self._times.add(seconds)
+        self._unsampled += seconds
+        if self._unsampled > _SAMPLE_SECONDS and self._samples.is_due(end.number + 1):
+            self._unsampled = 0.0
+            self._samples.add(_sample(end.number + 1, self._reading()))
+        if self._tracing is not None:
+            self._tracing.watch(step)
+            self._accounts.slower = self._tracing.slower
+
+    def _unmeasured(self, reading: StallReading) -> str | None:
+        """Return why a part of the stall is unknown."""
+        if not self._clock.is_beside_host:
+            return UNSEEN if self._unseen > _LEAST_UNSEEN * reading.steps else None
+        if reading.is_inside_measured:
+            return None
+        return self._tracing.why_unmeasured if self._tracing else "the device has no tracer"
+
+    def _at_most(self, reading: StallReading) -> float:
+        """Return the stall plus all possible idle time that was not measured."""
+        if self._unmeasured(reading) is None:
+            return reading.fraction
+        return reading.interval()[1] if self._clock.is_beside_host else 1.0
 
     def _blamed(self) -> Cause | None:
-        has_allocated = self._allocator.poll(self._clock.now())
+        has_freed = self._allocator.poll(self._clock.now())
         if self._compiler.is_blamed:
             self._compiler.is_blamed = False
             return "recompilation"
-        return "allocator" if has_allocated else None
-
-    def _close_work(self, calibration: Calibration) -> None:
-        if self._phase == "work":
-            calibration.close(self._clock.now())
-
-    def _open_work(self, calibration: Calibration) -> None:
-        spin = calibration.open(self._clock.now()) if self._phase == "work" else 0.0
-        if spin and self._clock.spin(spin):
-            self._cut("calibration")
-        elif spin:
-            self._calibration = None  # this device cannot be delayed
-
-    def _cut(self, phase: Phase, end: StepEnd | None = None) -> None:
-        """End a segment with a mark. Mark the meter as busy: the collector may run at any line."""
-        self._is_busy = True
-        self._append((self._mark(), phase, end, None))
-        self._is_busy = False
+        return "allocator" if has_freed else None
 
     def _resolve(self) -> None:
         """Add segments whose marks the device has passed to the accounts."""
@@ -391,86 +470,34 @@ class StallMeter:
         self._is_busy = False
 
 
-class MarkChain:
-    """The chain of marks in the device's queue. Two neighbouring marks enclose a segment.
-
-    Appending a mark costs next to nothing. A segment is added to the accounts once the device has
-    passed its marks. Not safe for threads, nor for callbacks during `resolve`.
-    """
-
-    def __init__(self, clock: Clock, accounts: Accounts) -> None:
-        self._clock, self._accounts = clock, accounts
-        self._links: deque[_Link] = deque()
-        self.append = self._links.append
-        """Appends a mark that was just queued."""
-        self._last_mark: Any
-        self._last_mark, before, after = clock.mark()
-        self._last = Moment(0.0, before, after, after - before)
-        self._device = 0.0
-        self._not_passed_at = before
-        """The latest host time at which the device had not passed the first of these marks."""
-
-    @property
-    def is_long(self) -> bool:
-        """Whether enough segments wait to be resolved together."""
-        return len(self._links) >= _LINKS_AT_ONCE
-
-    def resolve(self) -> None:
-        """Add segments whose marks the device has passed to the accounts."""
-        links, clock, add = self._links, self._clock, self._accounts.add
-        last_mark, last, polled_at = self._last_mark, self._last, clock.now()
-        while links and clock.passed(links[0][0][0]):
-            (mark, before, after), phase, end, divider = links.popleft()
-            self._device += clock.seconds(last_mark, mark)
-            clock.recycle(last_mark)
-            # Marks on two streams may pass out of order. Device time then stays at the later value.
-            device = max(last.device, self._device)
-            earliest = max(before, self._not_passed_at)
-            moment = Moment(device, earliest, after, after - before)
-            add(phase, last, moment)
-            last_mark, last = mark, moment
-            if divider is not None:
-                self._accounts.mark(divider)
-            if end is not None:
-                self._accounts.end_step(end)
-        if links:
-            self._not_passed_at = polled_at
-        self._last_mark, self._last = last_mark, last
+def _mark_seconds(clock: Clock) -> float:
+    """Return the host seconds of a mark, with the query of the mark before it."""
+    began = clock.now()
+    chain = MarkChain(clock, lambda step, end: None)
+    for _ in range(_TIMED_MARKS):
+        chain.add("work")
+    return max(_MARK_SECONDS, (clock.now() - began) / _TIMED_MARKS)
 
 
-_LEAST_ERROR = 0.001
-"""Error from latencies and rounding, as a share of the time; measured on the simulated device."""
+def _sample(step: int, reading: StallReading) -> Sample:
+    causes = {cause: idle for cause, idle in reading.cause_seconds.items() if idle}
+    return Sample(
+        step=step,
+        steps=reading.steps,
+        seconds=reading.seconds,
+        tokens=reading.tokens,
+        causes=causes,
+    )
 
 
-def cause_report(cause: Cause, reading: StallReading, accounts: Accounts) -> CauseReport:
-    """Return the figures of one cause."""
+def _cause_report(cause: Cause, reading: StallReading) -> CauseReport:
     fraction = reading.cause_fractions[cause]
     return CauseReport(
         fraction=fraction,
         seconds=reading.cause_seconds[cause],
-        interval=interval_of(cause, reading, accounts),
+        interval=reading.interval(cause) if reading.steps and reading.is_inside_measured else None,
         speed_up=1 / max(1e-9, 1 - fraction),
     )
-
-
-def interval_of(
-    cause: Cause | None, reading: StallReading, accounts: Accounts, unseen: float = 0.0
-) -> Interval | None:
-    """Return the interval of the share of a cause, or of all causes if None.
-
-    Its width comes from the spread of the steps and of the reference spans (see `reading`). Its
-    lower end is lowered by the time of the meter's marks, which may delay the device. Its upper end
-    is raised by unseen idle time.
-    """
-    half_width = accounts.batches.half_width(cause)
-    if not reading.seconds or half_width is None:
-        return None
-    fraction = reading.fraction if cause is None else reading.cause_fractions[cause]
-    step_error = half_width * (1 - reading.counted_fraction)
-    reference_error = reading.reference_error(cause) / reading.seconds
-    either_side = math.hypot(step_error, reference_error, _LEAST_ERROR if fraction else 0.0)
-    low = fraction - either_side - min(fraction, reading.marking_seconds / reading.seconds)
-    return max(0.0, low), min(1.0, fraction + either_side + unseen)
 
 
 def _whole(name: str, value: object, *, least: int = 0) -> int:

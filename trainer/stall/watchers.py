@@ -1,4 +1,4 @@
-"""Watchers of events outside the marks: loader, collector, compiler, memory, waits for the GPU.
+"""Watchers of events outside the marks: loader, collector, compiler, memory and cores.
 
 All watchers use public functions of Python and torch. A watcher whose function is missing does
 nothing. Watchers of callbacks close when their meter is deleted.
@@ -8,18 +8,15 @@ import gc
 import sys
 import threading
 import time
-import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from opcode import opname
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tokenfeed.trainer.stall.causes import Cause, Phase
+from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.marks import Phase
 
 if TYPE_CHECKING:
     from tokenfeed.trainer.stall.meter import StallMeter
@@ -133,7 +130,7 @@ class AllocatorWatch:
         return {"allocations": self._count, "allocation_retries": self._retries}
 
     def poll(self, now: float) -> bool:
-        """Return whether memory was allocated or freed since the previous poll."""
+        """Return whether memory was freed since the previous poll, which stops the device."""
         if self._read is None or now < self._next_poll:
             return False
         self._next_poll = now + _SECONDS_BETWEEN_POLLS
@@ -148,7 +145,7 @@ class AllocatorWatch:
         before, self._last = self._last or found, found
         self._count += found[0] - before[0]
         self._retries += found[1] - before[1]
-        return found != before
+        return found[1] != before[1] or found[3] != before[3]
 
 
 class CoreWait:
@@ -175,156 +172,6 @@ class CoreWait:
             return int(self._path.read_text().split()[1]) * 1e-9
         except (OSError, ValueError, IndexError):  # another system, or a thread that has ended
             return None
-
-
-_MOST_SECONDS_OF_PROFILE = 30.0
-MESSAGE = "called a synchronizing CUDA operation"
-
-
-class WaitFinder:
-    """Counts, by source line, the waits for the GPU that torch warns about.
-
-    Torch keeps a warning until its function returns, so `on_wait` is called just after each wait.
-    When the wait began is known from a profile function, which notes the time of each call.
-
-    An examined step fails if an error ends a function that has called, at any depth, `begin`.
-    All settings are then restored at once, and the step does not count.
-
-    Args:
-        on_wait: A method to call after each wait, with the host time of the last call before it;
-            None if another profile function is set.
-        now: Returns the host time.
-    """
-
-    def __init__(
-        self,
-        on_wait: weakref.WeakMethod[Callable[[float | None], None]] | None = None,
-        now: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._on_wait, self._now = on_wait or (lambda: None), now
-        self._called: float | None = None
-        """Host time of the latest call or return of a function."""
-        self._lines: Counter[str] = Counter()
-        self._left = 0
-        self.steps = 0
-        """Number of examined steps."""
-        self._callers: set[int] = set()
-        """Addresses of the frames that were running when the examination began."""
-        self._caught: Any = None
-        self._mode_before: Any = None
-        self._can_look = False
-        """Whether torch can warn of waits."""
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether the current step is examined."""
-        return self._left > 0
-
-    @property
-    def found_none(self) -> bool:
-        """Whether steps were examined by torch, and no line waited."""
-        return self.steps > 0 and self._can_look and not self._lines
-
-    @property
-    def found_any(self) -> bool:
-        """Whether a line waited."""
-        return bool(self._lines)
-
-    def begin(self, steps: int) -> None:
-        """Examine this many steps from now on."""
-        self._left = steps
-        if self._caught is not None:
-            return
-        self._set_mode("warn")
-        self._caught = warnings.catch_warnings()
-        self._caught.__enter__()
-        warnings.filterwarnings("always", message=MESSAGE)  # even if warnings are errors
-        self._show = warnings.showwarning
-        warnings.showwarning = self._shown  # type: ignore[assignment]  # a method
-        if sys.getprofile() is None:
-            self._until = self._now() + _MOST_SECONDS_OF_PROFILE
-            self._callers = set(_addresses_of(sys._getframe(1)))
-            sys.setprofile(self._profiled)
-
-    def end_step(self) -> None:
-        """Count an examined step. After the last one, stop."""
-        if not self._left:
-            return
-        self._left -= 1
-        self.steps += self._caught is not None
-        if not self._left:
-            self.close()
-
-    def found(self) -> dict[str, float]:
-        """Return the waits per step by `file:line`, most frequent first."""
-        steps = max(1, self.steps)  # none yet within the first examined step
-        return {line: count / steps for line, count in self._lines.most_common()}
-
-    def close(self) -> None:
-        """Restore the settings of torch, of warnings and of Python."""
-        self._left = 0
-        if self._caught is None:
-            return
-        self._end_profile()
-        self._caught.__exit__(None, None, None)
-        self._caught = None
-        self._set_mode(self._mode_before)
-
-    def _shown(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
-        called = self._called  # before further calls
-        if MESSAGE in str(message):
-            self._lines[f"{filename}:{lineno}"] += 1
-            if on_wait := self._on_wait():
-                on_wait(called)
-        else:
-            self._show(message, category, filename, lineno, *rest)
-
-    def _profiled(self, frame: FrameType, event: str, value: Any) -> None:
-        """Note the time of a call or return, except while a warning is handled."""
-        if event == "return" and id(frame) in self._callers:
-            self._callers.remove(id(frame))  # another frame may get this address
-            if value is None and _has_failed(frame):
-                self.close()
-                self._left = 1  # leave the rest of this step out of the measurement, too
-                return
-        if frame.f_globals is not globals() and frame.f_globals is not warnings.__dict__:
-            self._called = self._now()
-            if self._called > self._until:  # the loop has ended within an examined step
-                self._end_profile()
-
-    def _end_profile(self) -> None:
-        self._called = None
-        if sys.getprofile() == self._profiled:
-            sys.setprofile(None)
-
-    def _set_mode(self, mode: Any) -> None:
-        cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
-        if cuda is None or not cuda.is_initialized():
-            return
-        try:
-            self._mode_before = cuda.get_sync_debug_mode()
-            cuda.set_sync_debug_mode(mode)
-            self._can_look = True
-        except (AttributeError, RuntimeError):  # a build of torch without sync debug mode
-            self._mode_before = None
-
-
-def _addresses_of(frame: FrameType | None) -> Iterator[int]:
-    """Yield the address of a frame and of all frames that have called it."""
-    while frame is not None:
-        yield id(frame)
-        frame = frame.f_back
-
-
-def _has_failed(frame: FrameType) -> bool:
-    """Return whether an error ends a frame that seems to return nothing.
-
-    A profile function sees a return in both cases. After an error, the frame is not at an
-    instruction that returns or yields. From Python 3.13 on, a frame that yields is at the RESUME
-    behind its YIELD_VALUE.
-    """
-    instruction = opname[frame.f_code.co_code[frame.f_lasti]]
-    return not instruction.startswith(("RETURN", "YIELD", "RESUME"))
 
 
 Batch = TypeVar("Batch")

@@ -1,16 +1,16 @@
-"""The stall meter as its callers meet it; test_stall_truth has its accounts beside the truth."""
+"""StallMeter as its callers use it, on simulated devices and on the CPU."""
 
 import contextlib
+import copy
 import gc
 import math
-import random
+import os
 import re
+import signal
 import sys
-import time
+import threading
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,23 +19,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.simulated_clocks import SimulatedClock
-from support.stall_device import CudaOfDevices, Host, SimulatedDevice
+from support.stall_device import CudaOfDevices, Host, SimulatedDevice, SimulatedTracer
 from torch.utils.data import DataLoader
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.reading import StepSeconds, StepTimes
-from tokenfeed.trainer.stall.watchers import MESSAGE, WaitFinder
+from tokenfeed.trainer.stall.traces import Trace
 
 
 def exact(**changes: Any) -> SimulatedDevice:
-    """A device without noise and latency."""
-    return SimulatedDevice(**{"noise": 0.0, "latency": 0.0, "launch": 0.0, "drift": 0.0} | changes)
+    """A device without noise, latency and tracer."""
+    plain = {"noise": 0.0, "latency": 0.0, "launch": 0.0, "drift": 0.0, "traced": False}
+    return SimulatedDevice(**plain | changes)
 
 
 def meter_of(device: SimulatedDevice, skipped_steps: int = 0) -> StallMeter:
-    return StallMeter(clock=device, skipped_steps=skipped_steps, calibrate=False)
+    return StallMeter(clock=device, skipped_steps=skipped_steps)
 
 
 def simulate(
@@ -70,16 +71,6 @@ def test_a_loader_slower_than_the_device_is_charged_exactly_the_idle_time() -> N
     assert reading.cause_seconds["data"] == pytest.approx(device.idle, rel=1e-3)
     _, steady = simulate(data=0.15, kernels=0.1, warmup_steps=1)
     assert steady.fraction == pytest.approx(1 / 3, abs=1e-3)
-
-
-def test_who_lost_the_lead_of_the_host_pays_for_the_next_late_batch() -> None:
-    _, with_log = simulate(data=0.05, kernels=0.1, log=0.02, warmup_steps=1)
-    assert with_log.cause_seconds["data"] < 1e-3  # hidden, but for the log
-    assert with_log.cause_seconds["log"] == pytest.approx(0.07 * 18 + 0.05, rel=0.1)
-    _, without = simulate(data=0.05, kernels=0.1, warmup_steps=1)
-    assert with_log.seconds - without.seconds == pytest.approx(
-        with_log.cause_seconds["log"], rel=0.01
-    )
 
 
 def test_warmup_steps_are_left_out() -> None:
@@ -241,7 +232,7 @@ def test_collection_in_forked_child_sets_no_mark(monkeypatch: pytest.MonkeyPatch
 def test_marks_on_two_streams_give_no_negative_time() -> None:
     device = exact()
     passes = iter([0.0, 1.0, 3.0, 2.0, 4.0])
-    device.mark = lambda: (7.0 + next(passes), device.host, device.host)  # type: ignore[method-assign]
+    device.mark = lambda: 7.0 + next(passes)  # type: ignore[method-assign]
     meter = meter_of(device)
     meter.step(1)
     with meter.cause("data"):
@@ -262,230 +253,340 @@ def test_a_meter_that_nothing_refers_to_no_longer_watches() -> None:
     assert gc.callbacks == before
 
 
-def test_lines_that_wait_are_counted_and_other_warnings_pass_even_where_they_are_errors() -> None:
-    finder = WaitFinder()
-    finder.begin(2)
-    for _ in range(2):
-        for _ in range(3):
-            warnings.warn(f"{MESSAGE} (...)", stacklevel=1)
-        finder.end_step()
-    (line, count), *rest = finder.found().items()
-    assert line.startswith(f"{__file__}:")
-    assert (count, rest) == (3.0, [])
-    assert not finder.is_looking
-    with pytest.raises(UserWarning, match="another"):  # the tests' own filter is back
-        warnings.warn("another", stacklevel=1)
+def idle_of_loop(
+    device: SimulatedDevice,
+    meter: StallMeter | None,
+    *,
+    steps: int = 400,
+    order: str = "first",
+    kernels: int = 300,
+    kernel_seconds: float = 20e-6,
+    data: float = 1e-3,
+    waits: bool = False,
+) -> float:
+    """Train, and return the true share of idle time after five steps."""
+
+    def fetch() -> None:
+        with meter.cause("data") if meter and order != "never" else contextlib.nullcontext():
+            device.host += data
+
+    begun = device.done, device.idle
+    for step in range(steps):
+        device.random.seed(step)
+        if step == 5:
+            begun = device.done, device.idle
+        if order != "last":
+            fetch()
+        device.work(kernels // 2, kernel_seconds)
+        if waits:
+            device.wait()
+            device.host += 1e-3
+        device.work(kernels // 2, kernel_seconds)
+        if order == "last":
+            fetch()
+        if meter:
+            meter.step(1000)
+    return (device.idle - begun[1]) / (device.done - begun[0])
 
 
-Item = Callable[[SimulatedDevice], None]
-"""Waits for the device, as `Tensor.item` does."""
-
-
-@pytest.fixture
-def item(monkeypatch: pytest.MonkeyPatch) -> Iterator[Item]:
-    """Let the meter look for waits."""
-    mode: Any = "default"
-
-    def set_mode(new: Any) -> None:
-        nonlocal mode
-        mode = new
-
-    def item(device: SimulatedDevice) -> None:
-        """Wait, then warn, as torch does. No profile function sees the inside of C++."""
-        before = sys.getprofile()
-        sys.setprofile(None)
-        device.wait()
-        if mode == "warn":
-            warnings.warn(MESSAGE, stacklevel=2)
-        sys.setprofile(before)
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    profile = sys.getprofile()
-    yield item
-    assert mode == "default"
-    assert sys.getprofile() == profile
-
-
-def shares(device: SimulatedDevice, step: Callable[[], None], steps: int) -> StallReport:
-    """Train, and check that the interval contains the true share of idle time."""
-    meter = StallMeter(clock=device, skipped_steps=10)
-    idle = began = 0.0
-    for number in range(steps + 10):
-        if number == 10:
-            idle, began = device.idle, device.host
-        with meter.cause("data"):
-            pass
-        step()
-        meter.step(1)
-    true = (device.idle - idle) / (device.host - began)
+def report_of(device: SimulatedDevice, **loop: Any) -> StallReport:
+    meter = StallMeter(clock=device)
+    idle_of_loop(device, meter, **loop)
     device.wait()
-    report = meter.report()
-    assert report.interval is not None
-    assert report.interval[0] <= true + 0.002, (report.interval, true)
-    assert report.interval[1] >= true - 0.002, (report.interval, true)
-    return report
+    meter.close()
+    return meter.report()
 
 
-@pytest.mark.parametrize("kernel_seconds", [1.2e-6, 15e-6])
-def test_a_step_of_more_kernels_than_the_queue_holds_is_idle_by_a_lower_bound(
-    item: Item, kernel_seconds: float
+@pytest.mark.parametrize("order", ["first", "last", "never"])
+@pytest.mark.parametrize("launch", [6e-6, 15e-6, 25e-6])
+@pytest.mark.parametrize("waits", [False, True])
+def test_stall_of_any_order_of_a_loop_is_within_its_interval(
+    order: str, launch: float, waits: bool
 ) -> None:
-    device = SimulatedDevice(launch=20e-6)  # 1,420 kernels, as in 200 layers
-    report = shares(device, lambda: device.work(1420, kernel_seconds), steps=150)
-    assert report.stall is not None
-    assert report.stall > 0.2
-    assert report.causes["launch"].fraction > 0.2
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A loop of 400 kernels a step that waits in the middle of its work."""
-
-    waits: int
-    kernel_seconds: float
-    launch_seconds: float
-    sleep: float
-    """Host seconds after each wait."""
-    varied: bool
-    """Whether batches have different sizes."""
-
-    def run(self, item: Item | None, *, metered: bool = False) -> tuple[float, float, StallMeter]:
-        """Return the true share of idle time, the seconds, and the meter. Without `item`, nothing
-        waits."""
-        device, draw = SimulatedDevice(launch=self.launch_seconds), random.Random(3)
-        meter = StallMeter(clock=device, skipped_steps=10)
-        for step in range(160):
-            if step == 10:
-                idle, began = device.idle, device.host
-            device.random.seed(step)
-            size = draw.uniform(0.5, 1.5) if self.varied else 1.0
-            with meter.cause("data") if metered else contextlib.nullcontext():
-                device.host += 50e-6
-            for part in range(self.waits + 1):
-                device.work(400 // (self.waits + 1), self.kernel_seconds * size)
-                if part < self.waits:
-                    if item is not None:
-                        item(device)
-                    device.host += self.sleep
-            if metered:
-                meter.step(int(1000 * size))
-        seconds = device.host - began
-        device.wait()
-        return (device.idle - idle) / seconds, seconds, meter
-
-
-@pytest.mark.parametrize("waits", [1, 2, 3, 4])
-@pytest.mark.parametrize("kernel_seconds", [5e-6, 12e-6, 50e-6])
-@pytest.mark.parametrize(("sleep", "varied"), [(0.0, True), (1e-3, True), (1e-3, False)])
-def test_idle_time_after_waits_in_the_middle_of_a_step_is_found(
-    item: Item, waits: int, kernel_seconds: float, sleep: float, varied: bool
-) -> None:
-    loop = Waiting(waits, kernel_seconds, 9e-6, sleep, varied)
-    true, seconds, _ = loop.run(item)
-    _, mended, _ = loop.run(None)
-    report = loop.run(item, metered=True)[2].report()
+    loop = {"order": order, "waits": waits}
+    true = idle_of_loop(SimulatedDevice(launch=launch), None, **loop)
+    report = report_of(SimulatedDevice(launch=launch, meter_seconds=11e-6), **loop)
+    assert report.unmeasured is None
     assert report.interval is not None
     low, high = report.interval
-    assert low - 0.003 <= true <= high + 0.003
-    assert high - low < 0.1
-    predicted = report.causes["wait"].speed_up
-    assert predicted == pytest.approx(seconds / mended, rel=0.12)
-    assert report.events["waits"].popitem()[1] == waits
+    assert low - 0.001 <= true <= high + 0.001
+    assert high - low < 0.06
+    assert report.stall == pytest.approx(true, abs=0.01)
+    assert report.stall == pytest.approx(sum(part.fraction for part in report.causes.values()))
 
 
-def test_loop_with_a_profile_function_of_its_own_keeps_it_and_has_a_bound(item: Item) -> None:
-    def profile(*_: object) -> None:
-        pass
+def test_late_launches_and_waits_are_told_apart() -> None:
+    late = report_of(SimulatedDevice(launch=25e-6), order="never").causes
+    assert late["launch"].fraction > 0.15
+    assert late["wait"].fraction < 0.01
+    waiting = report_of(SimulatedDevice(launch=6e-6), order="never", waits=True).causes
+    assert waiting["wait"].fraction > 0.1
+    assert waiting["launch"].fraction < 0.02
 
-    loop, before = Waiting(2, 12e-6, 9e-6, 1e-3, False), sys.getprofile()
-    true, _, _ = loop.run(item)
-    sys.setprofile(profile)
-    try:
-        report = loop.run(item, metered=True)[2].report()
-        assert sys.getprofile() is profile
-    finally:
-        sys.setprofile(before)
+
+def test_without_a_tracer_the_gaps_are_the_figure_and_there_is_no_interval() -> None:
+    report = report_of(SimulatedDevice(launch=25e-6, traced=False))
+    assert report.unmeasured == "the device has no tracer"
+    assert report.interval is None
+    assert report.causes["launch"].fraction == 0.0
+    assert report.causes["data"].fraction == report.stall > 0.05
+    assert "not measured: the device has no tracer" in str(report)
+
+
+def test_of_a_device_that_a_host_is_always_ahead_of_no_trace_is_needed() -> None:
+    device = SimulatedDevice(launch=5e-6)
+    report = report_of(device, steps=12)
+    assert device.own_tracer is not None
+    assert device.own_tracer.traces == 0
+    assert report.at_most == pytest.approx(0.0, abs=1e-3)
+
+
+def fails(tracer: SimulatedTracer) -> None:
+    tracer.error = RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
+
+
+def loses(tracer: SimulatedTracer) -> None:
+    tracer.lost_share = 0.2
+
+
+def loses_borders(tracer: SimulatedTracer) -> None:
+    tracer.lost_borders = {5, 9}
+
+
+def has_another_clock(tracer: SimulatedTracer) -> None:
+    tracer.stretch = 1.03
+
+
+def loses_all(tracer: SimulatedTracer) -> None:
+    tracer.lost_share = 1.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (fails, "the tracer failed: CUPTI_ERROR_NOT_INITIALIZED"),
+        (loses, r"3 traces in a row were void: the tracer loses \d\d% of the kernels"),
+        (loses_borders, "3 traces in a row were void: borders are missing"),
+        (has_another_clock, "3 traces in a row were void: steps take longer or shorter"),
+        (loses_all, "3 traces in a row were void: the traces contain no kernels"),
+    ],
+)
+def test_tracer_that_is_not_to_be_trusted_is_not_used_and_the_report_says_why(
+    fault: Callable[[SimulatedTracer], None], reason: str
+) -> None:
+    device = SimulatedDevice(launch=25e-6)
+    assert device.own_tracer is not None
+    fault(device.own_tracer)
+    report = report_of(device, steps=600)
+    assert report.unmeasured is not None
+    assert re.search(reason, report.unmeasured)
+    assert report.interval is None
+    assert device.own_tracer.traces <= 3
+
+
+def test_few_lost_kernels_are_made_up_for() -> None:
+    true = idle_of_loop(SimulatedDevice(launch=25e-6), None)
+    device = SimulatedDevice(launch=25e-6)
+    assert device.own_tracer is not None
+    device.own_tracer.lost_share = 0.015
+    report = report_of(device)
+    assert report.stall == pytest.approx(true, abs=0.01)
     assert report.interval is not None
-    assert report.interval[0] <= true <= report.interval[1]
-    (advice,) = (piece.text for piece in report.advice if piece.cause == "unseen")
-    assert re.search(r"waits for the device in the middle of it, at .*:\d+ \(2 a step\)", advice)
 
 
-def test_time_of_a_wait_is_that_of_the_call_that_waits() -> None:
-    """The calls that handle a warning do not count, neither at a new line nor at a known one."""
-    calls, found = 0, []
-
-    def now() -> float:
-        nonlocal calls
-        calls += 1
-        return calls
-
-    class Listener:
-        def waited(self, called: float | None) -> None:
-            found.append(called)
-
-    def wait() -> int:
-        ahead = calls
-        warnings.warn(MESSAGE, stacklevel=1)
-        return ahead
-
-    listener = Listener()
-    finder = WaitFinder(weakref.WeakMethod(listener.waited), now)
-    finder.begin(1)
-    before = [wait() for _ in range(3)]
-    finder.end_step()
-    assert found == [number + 1 for number in before]
-
-
-def test_error_that_leaves_an_examined_loop_restores_all_settings_at_once(item: Item) -> None:
-    device, profile, show = exact(), sys.getprofile(), warnings.showwarning
-    meter = StallMeter(clock=device, skipped_steps=0)
-
-    def callback() -> None:
-        """Begin as callbacks of other trainers do: their frames return before the next step."""
-        meter.step(1)
-        meter.find_waits(2)
-
-    def train(steps: int) -> None:
-        for number in range(4):
-            item(device)
-            with contextlib.suppress(KeyError):  # caught inside of the step: the step goes on
-                raise KeyError
-            if number == steps:
-                raise ValueError("a failed step")
-            callback()
-
-    for steps in (1, 2):
-        with pytest.raises(ValueError, match="a failed step"):
-            train(steps)
-        assert sys.getprofile() == profile
-        assert warnings.showwarning is show
-        assert torch.cuda.get_sync_debug_mode() == "default"
-    train(4)
-    assert sys.getprofile() != profile, "the loop may go on after an error"
+def test_tracer_that_is_taken_by_the_program_is_used_once_it_is_free() -> None:
+    device = SimulatedDevice(launch=25e-6)
+    tracer = device.own_tracer
+    assert tracer is not None
+    tracer.why = "a profiler of the program is on"
+    meter = StallMeter(clock=device)
+    idle_of_loop(device, meter, steps=150)
+    device.wait()
+    assert meter.report().unmeasured == "a profiler of the program is on"
+    assert tracer.traces == 0
+    tracer.why = None
+    idle_of_loop(device, meter, steps=150)
+    device.wait()
+    assert meter.report().unmeasured is None
     meter.close()
-    assert sum(meter.report().events["waits"].values()) > 0
 
 
-def test_report_within_the_first_examined_step_counts_its_waits(item: Item) -> None:
+def test_tracer_that_slows_launches_down_for_ever_is_used_once() -> None:
+    device = SimulatedDevice(launch=25e-6)
+    tracer = device.own_tracer
+    assert tracer is not None
+    stop = tracer.stop
+
+    def slowed() -> Trace:
+        device.launch_seconds *= 1.1
+        return stop()
+
+    tracer.stop = slowed  # type: ignore[method-assign]
+    meter = StallMeter(clock=device)
+    idle_of_loop(device, meter, steps=400)
+    device.wait()
+    reading, low = meter.read(), meter.report().interval
+    assert tracer.traces == 1
+    assert low is not None
+    assert low[0] < reading.fraction - 0.08, "what the tracer costs widens the interval"
+    meter.close()
+
+
+def test_copy_that_a_batch_waits_for_is_told_apart_from_a_late_batch() -> None:
     device = exact()
-    meter = StallMeter(clock=device, skipped_steps=0)
-    meter.find_waits()
-    item(device)
-    (count,) = meter.report().events["waits"].values()
+    meter = meter_of(device)
+    for _ in range(20):
+        with meter.cause("data"):
+            device.host += 0.01
+            device.compute_waits(device.host + 0.03)  # an event of the stream that copies
+        device.launch(0.1)
+        device.wait()
+        meter.step(1)
+    seconds = meter.read().cause_seconds
+    assert seconds["data"] == pytest.approx(20 * 0.01, rel=0.01)
+    assert seconds["copy"] == pytest.approx(20 * 0.03, rel=0.01)
     meter.close()
-    assert count == 1
 
 
-def test_error_in_an_examined_step_leaves_no_profile_function_after_close() -> None:
-    meter, before = StallMeter(clock=exact(), skipped_steps=0), sys.getprofile()
-    meter.find_waits()
-    with pytest.raises(ZeroDivisionError):
-        1 / 0  # noqa: B018
+def loop_on_cpu(clock: SimulatedClock, meter: StallMeter, steps: int, *, module: bool) -> None:
+    """Fetch for 4 ms, and train for 16 ms, of which a quarter is before the forward pass."""
+    layer = torch.nn.Linear(2, 2)
+    layer.register_forward_pre_hook(lambda *_: clock.sleep(0.016))
+    for _ in range(steps):
+        clock.sleep(0.004)
+        if module:
+            layer(torch.ones(1, 2)).sum().backward()
+        else:
+            clock.sleep(0.016)
+        meter.step(1)
+
+
+def test_on_a_cpu_batches_of_a_generator_are_no_work(clock: SimulatedClock) -> None:
+    meter = StallMeter("cpu", skipped_steps=2)
+    loop_on_cpu(clock, meter, 20, module=True)
+    report = meter.report()
+    assert report.stall == pytest.approx(0.2, abs=1e-3)
+    assert report.causes["other"].fraction == report.stall
+    assert report.interval == pytest.approx((0.2, 0.2), abs=1e-3)
+    assert report.unmeasured is None
     meter.close()
-    assert sys.getprofile() == before
+
+
+def test_on_a_cpu_without_a_module_there_is_no_interval(clock: SimulatedClock) -> None:
+    meter = StallMeter("cpu", skipped_steps=2)
+    loop_on_cpu(clock, meter, 20, module=False)
+    report = meter.report()
+    assert (report.stall, report.interval) == (0.0, None)
+    assert report.unmeasured == "host code that no hook saw counts as work"
+    assert report.unmeasured in str(report)
+    meter.close()
+
+
+def test_on_a_cpu_forward_passes_of_evaluations_and_of_data_begin_no_work(
+    clock: SimulatedClock,
+) -> None:
+    meter = StallMeter("cpu", skipped_steps=1)
+    trained, frozen = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False)
+    for _ in range(5):
+        with meter.cause("evaluation"):
+            trained(torch.ones(1, 2))
+            clock.sleep(0.1)
+        with torch.no_grad():
+            trained(torch.ones(1, 2))
+        frozen(torch.ones(1, 2))
+        clock.sleep(0.2)
+        trained(torch.ones(1, 2))
+        clock.sleep(0.3)
+        with meter.cause("log"):
+            clock.sleep(0.1)
+        clock.sleep(0.3)
+        meter.step(1)
+    shares = meter.report().causes
+    assert [shares[name].fraction for name in ("evaluation", "other", "log")] == pytest.approx(
+        [0.1, 0.2, 0.1], abs=1e-3
+    )
+    meter.close()
+
+
+def state_of_process() -> list[Any]:
+    """Everything of the process that a meter might change."""
+    from torch.nn.modules import module
+
+    return [
+        list(warnings.filters),
+        warnings.showwarning,
+        sys.getprofile(),
+        sys.gettrace(),
+        threading.excepthook,
+        [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)],
+        *(
+            dict(getattr(module, name))
+            for name in dir(module)
+            if name.startswith("_global_") and isinstance(getattr(module, name), dict)
+        ),
+        list(gc.callbacks),
+        list(sys.meta_path),
+        torch.nn.Module.__call__,
+        torch.autograd.backward,
+        torch.optim.Optimizer.step,
+        dict(os.environ),
+        torch.autograd.profiler._is_profiler_enabled,
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+@pytest.mark.parametrize("ends", ["close", "delete"])
+def test_process_after_a_meter_is_as_before(device: str, ends: str, clock: SimulatedClock) -> None:
+    gc.collect()
+    before = state_of_process()
+    simulated = SimulatedDevice() if device == "simulated" else None
+    meter = StallMeter("cpu", clock=simulated)
+    if simulated is not None:
+        idle_of_loop(simulated, meter, steps=40)
+    loop_on_cpu(clock, meter, 5, module=True)
+    during = state_of_process()
+    changed = [place for place, (a, b) in enumerate(zip(before, during, strict=True)) if a != b]
+    assert len(changed) == (1 if simulated else 2), "the callbacks of the collector, and the hook"
+    if ends == "close":
+        meter.close()
+    del meter
+    gc.collect()
+    assert state_of_process() == before
+
+
+def test_hook_of_a_meter_changes_no_module_and_no_other_thread(clock: SimulatedClock) -> None:
+    meter = StallMeter("cpu", skipped_steps=0)
+    layer = torch.nn.Linear(2, 2)
+    before = {name: copy.copy(value) for name, value in vars(layer).items()}
+    thread = threading.Thread(target=lambda: layer(torch.ones(1, 2)))
+    clock.sleep(0.5)
+    thread.start()
+    thread.join()
+    clock.sleep(0.5)
+    layer(torch.ones(1, 2))
+    clock.sleep(1.0)
+    meter.step(1)
+    assert meter.read().cause_seconds["other"] == pytest.approx(1.0, abs=1e-3)
+    assert dict(vars(layer)) == before
+    meter.close()
+
+
+@pytest.mark.slow
+def test_compiled_functions_compile_once_beside_a_meter() -> None:
+    layer, count = torch.nn.Linear(2, 2), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        count.append(1)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: layer(x).sum(), backend=backend, fullgraph=True)
+    meter = StallMeter("cpu", skipped_steps=0)
+    for _ in range(12):
+        compiled(torch.ones(1, 2)).backward()
+        meter.step(1)
+    meter.close()
+    assert len(count) <= 2
+    assert compiled(torch.ones(1, 2)).isfinite()
 
 
 def test_collection_during_compilation_leaves_later_work_uncharged() -> None:
@@ -513,7 +614,9 @@ class TwoGpus:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         host = Host()
-        self.devices = [SimulatedDevice(on=host, launch=9e-6) for _ in range(2)]
+        self.devices = [
+            SimulatedDevice(on=host, launch=9e-6, meter_seconds=11e-6) for _ in range(2)
+        ]
         self.cuda = CudaOfDevices(monkeypatch, self.devices)
 
     def train(self, steps: int, meter: StallMeter | None = None) -> None:
@@ -536,7 +639,10 @@ def test_meter_on_second_gpu_measures_that_gpu(monkeypatch: pytest.MonkeyPatch) 
     device = loop.devices[1]
     device.idle, begun = 0.0, device.done
     loop.train(100)
-    assert report.stall == pytest.approx(device.idle / (device.done - begun), abs=0.02)
+    true = device.idle / (device.done - begun)
+    assert report.interval is not None
+    assert report.interval[0] <= true <= report.interval[1]
+    assert report.stall == pytest.approx(true, abs=0.04), "marks take 6 % of these short steps"
     assert report.causes["launch"].fraction > 0.3
     assert loop.cuda.contexts == {1}, "a rank needs no context on the GPU of another"
 
@@ -582,28 +688,6 @@ def test_report_counts_retries_and_allocations_since_the_first_step(
     assert report.events["allocation_retries"] == 3
     assert report.events["allocations"] == 6
     assert report.causes["allocator"].seconds == pytest.approx(3 * 30e-3, rel=0.1)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_a_sleeping_host_is_stall_only_while_the_queue_is_empty() -> None:
-    busy_cycles = 400_000_000  # some 0.2 s on any recent GPU
-    meter = StallMeter("cuda", skipped_steps=1, calibrate=False)
-    for _ in range(4):
-        torch.cuda._sleep(busy_cycles)
-        with meter.cause("data"):
-            time.sleep(0.02)  # hidden behind the kernel
-        meter.step(1)
-    torch.cuda.synchronize()
-    hidden = meter.read()
-    assert hidden.cause_seconds["data"] < 1e-3
-    for _ in range(3):
-        torch.cuda.synchronize()
-        with meter.cause("log"):
-            time.sleep(0.02)
-        meter.step(1)
-    torch.cuda.synchronize()
-    assert meter.read().cause_seconds["log"] == pytest.approx(0.06, rel=0.2)
 
 
 def test_steps_are_timed_since_somebody_asked() -> None:

@@ -1,0 +1,246 @@
+"""Marks in a device's queue: the clocks that measure between them, and the chain of marks.
+
+A mark ends a segment. Segments are work, or gaps: time in a bracket, in which no training work was
+queued. Two neighbouring marks of a gap enclose nothing but idle time, so gaps are exact.
+
+Work may contain idle time. After a mark, the chain queries the mark before it. If the device has
+not passed that mark yet, all of the segment was queued before the device began it. So the host was
+late nowhere in the segment. This holds for any order of a loop, and for any name of a bracket.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.idle import Step
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenfeed.trainer.stall.traces import Tracer
+
+Phase = str
+"""The activity between two marks: a cause, `work`, `before` or `tracer`. `before` is the time on a
+CPU from the end of a step to the first forward pass. `tracer` belongs to nobody."""
+
+
+class Clock:
+    """Queues marks among a device's work, and measures the time between them.
+
+    This is the clock of a CPU: the host does the work itself, so host time is device time.
+    Subclasses are clocks of devices that work beside the host. Marks are of any type.
+    """
+
+    method = (
+        "stall on a CPU is the time that the training thread spends outside of its steps, by the "
+        "host's clock"
+    )
+    """One sentence for the report: what is measured, and how."""
+    is_beside_host = False
+    """Whether the device works in parallel with the host."""
+
+    def mark(self) -> Any:
+        """Queue a mark behind all work queued so far."""
+        return time.perf_counter()
+
+    def passed(self, mark: Any) -> bool:
+        """Return whether the device has reached the mark. Never waits."""
+        return True
+
+    def seconds(self, earlier: Any, later: Any) -> float:
+        """Return the device time between two neighbouring marks that it has passed."""
+        return float(later - earlier)
+
+    def recycle(self, mark: Any) -> None:
+        """Take back a mark that is no longer used."""
+
+    def takes_marks(self) -> bool:
+        """Return whether a mark may be queued now, at any place of the program."""
+        return True
+
+    def now(self) -> float:
+        """Return the host time."""
+        return time.perf_counter()
+
+    def tracer(self) -> "Tracer | None":
+        """Return the tracer of the device; None if it has none."""
+        return None
+
+
+class EventClock(Clock):
+    """The clock of a GPU. Events are pooled, and polled with `query`; nothing waits for them.
+
+    An elapsed time is a 32-bit float of milliseconds. Only short times are exact to microseconds,
+    so times are read between neighbouring events.
+    """
+
+    method = (
+        "GPU events: between events around code that queues no work of the training, all time is "
+        "idle; inside the work, idle time is the time of the steps minus the time of their kernels "
+        "in short traces"
+    )
+    is_beside_host = True
+
+    def __init__(self, device: "torch.device") -> None:
+        from tokenfeed.pipeline.feeding.devices import cuda
+
+        self._device = device
+        """The device of the events. Loops may use several devices and switch the current one."""
+        self._cuda = cuda
+        self._new_event = partial(cuda.Event, enable_timing=True)
+        self._pool: list[torch.Event] = []
+
+    def mark(self) -> "torch.Event":
+        """Record an event on the device's current stream."""
+        event = self._pool.pop() if self._pool else self._new_event()
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def passed(self, mark: "torch.Event") -> bool:
+        """Return whether the event has occurred."""
+        return bool(mark.query())
+
+    def seconds(self, earlier: "torch.Event", later: "torch.Event") -> float:
+        """Return the GPU time between two events."""
+        return float(earlier.elapsed_time(later)) / 1e3
+
+    def recycle(self, mark: "torch.Event") -> None:
+        """Keep the event for a later mark."""
+        self._pool.append(mark)
+
+    def takes_marks(self) -> bool:
+        """Return False while a CUDA graph is captured: the event would become a part of the
+        graph."""
+        with self._cuda.device(self._device):
+            return not self._cuda.is_current_stream_capturing()
+
+    def tracer(self) -> "Tracer":
+        """Return a tracer of the device's kernels."""
+        from tokenfeed.trainer.stall.kineto import KinetoTracer
+
+        return KinetoTracer(self._device)
+
+
+_LATE_SECONDS = 50e-6
+"""Usual seconds between two kernel launches. A gap that is longer than the host was in its bracket
+by more than this was a copy."""
+_UNUSUAL = 1.15
+"""A step whose work takes this many times as long as that of earlier steps is unusual."""
+
+
+class StepEnd(NamedTuple):
+    """What `StallMeter.step` records about a step."""
+
+    number: int
+    size: float
+    tokens: int = 0
+    slots: int = 0
+    is_warmup: bool = False
+    is_usable: bool = True
+    """False for a step that a trace has slowed down."""
+    is_seen: bool = True
+    """Whether a forward pass ended the time `before`. On a GPU always."""
+    blamed: Cause | None = None
+    """An event that happened during the step, at an unknown time, and stops the device."""
+
+
+class MarkChain:
+    """The chain of marks in the device's queue. Two neighbouring marks enclose a segment.
+
+    A step is added to the accounts once the device has passed its last mark. Not safe for threads,
+    nor for callbacks during `resolve`.
+
+    Args:
+        clock: The clock of the device.
+        add: Takes each step whose marks the device has passed, and how it ended.
+    """
+
+    def __init__(self, clock: Clock, add: Callable[[Step, StepEnd], object]) -> None:
+        self._clock, self._add_step = clock, add
+        self._mark, self._passed, self._now = clock.mark, clock.passed, clock.now
+        self._links: deque[tuple[Any, float, Phase, bool, StepEnd | None]] = deque()
+        """Each mark, the host time, the phase of its segment, whether the segment is proven ahead,
+        and the step that it ends."""
+        self._queued = self._resolved = self._mark()
+        self._resolved_at = self._now()
+        self._rates = deque[float](maxlen=16)
+        """Seconds of work by size, of the latest steps."""
+        self._device = self._latest = 0.0
+        """Device time of the latest resolved mark, and the latest of all."""
+        self._open()
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def add(self, phase: Phase, end: StepEnd | None = None) -> None:
+        """End a segment of this phase with a mark."""
+        mark = self._mark()
+        is_ahead = not self._passed(self._queued)
+        self._links.append((mark, self._now(), phase, is_ahead, end))
+        self._queued = mark
+
+    def is_queue_empty(self) -> bool:
+        """Return whether the device has passed the latest mark."""
+        return self._passed(self._queued)
+
+    def resolve(self) -> None:
+        """Add the steps whose marks the device has passed to the accounts."""
+        links, clock, earlier = self._links, self._clock, self._resolved
+        queued_at, gaps = self._resolved_at, self._gaps
+        while links and clock.passed(links[0][0]):
+            mark, at, phase, is_ahead, end = links.popleft()
+            self._device += clock.seconds(earlier, mark)
+            # Marks on two streams may pass out of order. Device time then stays at the later value.
+            seconds = max(0.0, self._device - self._latest)
+            self._latest += seconds
+            clock.recycle(earlier)
+            self._marks += 1
+            if phase == "work":
+                self._work += seconds
+                if is_ahead:
+                    self._ahead += seconds
+            elif phase == "before":
+                self._before += seconds
+            elif phase != "tracer":
+                late = seconds - (at - queued_at)
+                if phase == "data" and clock.is_beside_host and late > _LATE_SECONDS:
+                    gaps["copy"] = gaps.get("copy", 0.0) + late
+                    seconds -= late
+                gaps[phase] = gaps.get(phase, 0.0) + seconds
+            earlier, queued_at = mark, at
+            if end is not None:
+                self._end(end)
+                gaps = self._gaps
+        self._resolved, self._resolved_at = earlier, queued_at
+
+    def _open(self) -> None:
+        self._work = self._ahead = self._before = 0.0
+        self._marks, self._gaps = 0, dict[str, float]()
+
+    def _end(self, end: StepEnd) -> None:
+        gaps, work, ahead = self._gaps, self._work, self._ahead
+        if not self._clock.is_beside_host:  # the host itself does the work
+            if end.is_seen and self._before:
+                gaps["other"] = gaps.get("other", 0.0) + self._before
+            elif self._before:
+                work += self._before
+            ahead = work
+        else:
+            self._blame(end)
+            work, ahead = self._work, self._ahead
+        step = Step(end.number, end.size, work, ahead, gaps, self._marks, end.is_usable)
+        self._open()
+        self._add_step(step, end)
+
+    def _blame(self, end: StepEnd) -> None:
+        """Charge what a step takes longer than usual to an event that stops the device."""
+        rates = sorted(self._rates)
+        usual = rates[len(rates) // 2] * end.size if rates else self._work
+        if end.is_usable:
+            self._rates.append(self._work / end.size)
+        if end.blamed is not None and self._work > _UNUSUAL * usual:
+            self._gaps[end.blamed] = self._gaps.get(end.blamed, 0.0) + self._work - usual
+            self._work, self._ahead = usual, min(self._ahead, usual)

@@ -1,0 +1,461 @@
+"""Short traces of kernels: when to take them, and how busy the device is in their steps.
+
+A trace covers three whole steps, of which the first is not used. While it is on, the meter queues a
+tiny kernel of its own, a border, at each mark. So the trace itself shows where the segments begin,
+by the tracer's own clock. A device pauses for about a microsecond between two kernels even if its
+queue is full. This pause counts as busy: idle is what a full queue would have saved.
+"""
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenfeed.trainer.stall.idle import Step, TracedStep
+from tokenfeed.trainer.stall.marks import Phase
+
+Array = npt.NDArray[np.float64]
+
+TRACED_STEPS = 2
+_MOST_LOST = 0.03
+"""A step that lost a larger share of its kernels is void."""
+_SPAN_ERROR = 0.01
+_BORDER_SECONDS = 5e-6
+"""The span of a trace and that of the events may differ by 1 %, and by this for each border."""
+_MOST_VOID = 3
+"""Traces without a valid step, in a row, after which no more are taken."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a tracer recorded, in seconds by a clock of its own. Intervals are rows of two."""
+
+    borders: Array
+    """The kernels of `Tracer.border`, in order. Lost ones are NaN."""
+    kernels: Array
+    """Kernels of all streams, and copies on the stream of the marks, by their start."""
+    lost: npt.NDArray[np.intp]
+    """Launches without a record, by segment: the time between two borders."""
+    pause: float | None = None
+    """Seconds that the device pauses between two kernels although they are queued; None if
+    unknown."""
+    copies: Array = field(default_factory=lambda: np.empty((0, 2)))
+    """Copies on other streams."""
+    exchanges: Array = field(default_factory=lambda: np.empty((0, 2)))
+    """Kernels that exchange data with other ranks."""
+    waits: Array = field(default_factory=lambda: np.empty((0, 2)))
+    """Calls in which the host waited for the device."""
+    has_graphs: bool = False
+    """Whether CUDA graphs ran. Their lost kernels cannot be counted."""
+
+
+class Tracer(Protocol):
+    """Records kernels for a few steps. A trace costs the host some seconds to start and to read."""
+
+    least_seconds: float
+    """Seconds from trace to trace at the start of a run."""
+    usual_seconds: float
+    """Seconds from trace to trace later."""
+
+    def why_not(self) -> str | None:
+        """Return why no trace can be taken now; None if one can."""
+
+    def start(self) -> None:
+        """Start to record. May wait for the device. Raises any error if this is not possible."""
+
+    def border(self) -> None:
+        """Queue a tiny kernel that the trace will show as a border."""
+
+    def stop(self) -> Trace:
+        """Wait for the device, stop to record, and return the trace."""
+
+
+@dataclass(slots=True)
+class Segments:
+    """Figures of the segments between borders, in seconds. Unknown figures are NaN."""
+
+    span: Array
+    busy: Array
+    kernels: Array
+    lost: Array
+    waiting: Array
+    exchanging: Array
+    copying: Array
+
+
+def read_segments(trace: Trace, pause: float) -> Segments:
+    """Return how busy the device was between each two borders.
+
+    Example: kernels run from 0 to 10 µs and from 14 to 20 µs, between borders that end at 0 and
+        start at 20 µs. With a pause of 1 µs, the device was busy for 17 µs and idle for 3 µs.
+    """
+    begin, end = trace.borders[:-1, 1], trace.borders[1:, 0]
+    count = len(begin)
+    known = trace.borders[np.isfinite(trace.borders[:, 0])]
+    blocks = np.concatenate([trace.kernels, known])
+    blocks = blocks[np.argsort(blocks[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(blocks[:, 1])
+    gaps = np.stack([ends[:-1] + pause, blocks[1:, 0]], axis=1)
+    gaps = gaps[gaps[:, 1] > gaps[:, 0]]
+    starts = np.fmax.accumulate(np.nan_to_num(begin, nan=-np.inf))
+    place = np.searchsorted(starts, gaps[:, 0], side="right") - 1
+    is_inside = place >= 0
+    gaps, place = gaps[is_inside], place[is_inside]
+    idle = gaps[:, 1] - gaps[:, 0]
+    exchanging = _overlap(gaps, trace.exchanges)
+    copying = np.minimum(idle - exchanging, _overlap(gaps, trace.copies))
+    waiting = np.where(_contains(trace.waits, gaps[:, 0] - pause), idle - exchanging - copying, 0.0)
+
+    def by_segment(values: Array) -> Array:
+        return np.bincount(place, values, count)[:count].astype(float)
+
+    span = end - begin
+    ran = np.searchsorted(starts, trace.kernels[:, 0], side="right") - 1
+    kernels = np.bincount(ran[ran >= 0], minlength=count)[:count].astype(float)
+    lost = np.bincount(trace.lost, minlength=count)[:count].astype(float)
+    busy = (span - by_segment(idle)) * (1 + lost / np.maximum(1, kernels))
+    return Segments(span, busy, kernels, lost, *map(by_segment, (waiting, exchanging, copying)))
+
+
+def _overlap(gaps: Array, intervals: Array) -> Array:
+    """Return how many seconds of each gap any of the intervals covers."""
+    if not len(intervals):
+        return np.zeros(len(gaps))
+    intervals = intervals[np.argsort(intervals[:, 0])]
+    ends = np.maximum.accumulate(intervals[:, 1])
+    starts = np.maximum(intervals[:, 0], np.concatenate([[-np.inf], ends[:-1]]))
+    points = np.stack([starts, np.maximum(starts, ends)], axis=1).ravel()
+    covered = np.cumsum(np.diff(points, prepend=points[0]) * (np.arange(len(points)) % 2))
+    return np.asarray(np.diff(np.interp(gaps, points, covered), axis=1)[:, 0])
+
+
+def _contains(intervals: Array, moments: Array) -> npt.NDArray[np.bool_]:
+    """Return for each moment whether one of the intervals contains it."""
+    if not len(intervals):
+        return np.zeros(len(moments), bool)
+    intervals = intervals[np.argsort(intervals[:, 0])]
+    place = np.searchsorted(intervals[:, 0], moments, side="right") - 1
+    ends = np.maximum.accumulate(intervals[:, 1])
+    return (place >= 0) & (moments <= ends[np.maximum(place, 0)])
+
+
+class Schedule:
+    """Decides after which steps to trace: at regular times, never because of what a step does.
+
+    The distance is a power of two steps, and the exact step comes from a seed. So all ranks of a
+    run trace the same steps, although their clocks differ. `Tracing.align` removes the rest.
+
+    Example: steps take 0.1 s, and traces are to be 20 s apart. The distance is 256 steps. The
+    traces are within 51 steps of the steps 256, 512, 768, and so on.
+
+    Args:
+        first: Step to trace after.
+        least: Seconds from trace to trace at the start of a run.
+        usual: The same after `_EARLY` traces.
+    """
+
+    def __init__(self, first: int, least: float, usual: float) -> None:
+        self._least, self._usual = least, usual
+        self.next = first
+        self.distance = _LEAST_DISTANCE
+        self._count = 0
+        self._cost = 0.0
+
+    def traced(self, step: int, step_seconds: float, cost: float) -> None:
+        """Plan the next trace, now that one has ended at a step.
+
+        Args:
+            step: The latest step.
+            step_seconds: Seconds of a usual step.
+            cost: Host seconds that the trace took to start, to stop and to read.
+        """
+        self._count += 1
+        self._cost += cost
+        seconds = self._least
+        if self._count >= _EARLY:
+            seconds = max(self._usual, self._cost / self._count / _MOST_SHARE)
+            seconds *= 2 ** max(0, self._count // _FEW - 1)
+        while self.distance * step_seconds < seconds:
+            self.distance *= 2
+        self.plan(step)
+        if self._count == 1:  # steps after the first trace are compared with those before it
+            self.next = max(self.next, step + _STEPS_TO_COMPARE)
+
+    def plan(self, step: int, period: tuple[int, int] | None = None) -> None:
+        """Choose the step after which the next trace begins.
+
+        Args:
+            step: The latest step.
+            period: Distance of unusual steps, and the place of such a step: its number modulo the
+                distance. The second step of the trace will be such a step.
+        """
+        block = (step + self.distance // 2) // self.distance + 1
+        moved = random.Random(block * self.distance).uniform(-_JITTER, _JITTER)
+        self.next = max(step + 1, round((block + moved) * self.distance))
+        if period is not None:
+            every, place = period
+            self.next += (place - 2 - self.next) % every
+
+
+_LEAST_DISTANCE = 32
+_JITTER = 0.2
+_EARLY = 6
+"""Traces that a short run takes, whatever they cost."""
+_MOST_SHARE = 0.003
+"""Share of the time for traces, after the early ones."""
+_FEW = 32
+"""The distance doubles with each so many traces, as the accounts keep at most 64."""
+_STEPS_BEFORE = 10
+_STEPS_AFTER = 20
+"""Steps to compare before and after the first trace."""
+_STEPS_TO_COMPARE = 48
+"""Steps after the first trace in which 20 are usable, and the device has passed them."""
+_AIM_EVERY = 4
+
+
+class Tracing:
+    """Takes traces of a meter's steps, and reads them.
+
+    Args:
+        tracer: The tracer.
+        warmup: Steps that are not measured.
+        is_alone: Whether this is the only rank. Ranks have to trace the same steps, so only a
+            single rank aims at unusual steps.
+        now: Returns the host time.
+    """
+
+    def __init__(
+        self, tracer: Tracer, warmup: int, *, is_alone: bool, now: Callable[[], float]
+    ) -> None:
+        self._tracer, self._is_alone, self._now = tracer, is_alone, now
+        first = warmup + _STEPS_BEFORE
+        self.schedule = Schedule(first, tracer.least_seconds, tracer.usual_seconds)
+        self._why_ended: str | None = None
+        self.slower = 0.0
+        """Share by which steps were slower after the first trace."""
+        self.cost = 0.0
+        """Host seconds of all traces."""
+        self._cost = 0.0
+        self._count = self._void = self._left = 0
+        self._why_void = ""
+        self._labels: list[tuple[Phase, int | None]] = []
+        self._steps: dict[int, Step] = {}
+        """The steps of the present trace, by the marks."""
+        self._pauses: list[float] = []
+        self._kernels: list[int] = []
+        """Kernels of traced steps with CUDA graphs."""
+        self._numbers: list[int] = []
+        self._odd: list[int] = []
+        self._rates: list[float] = []
+        self._before: list[float] = []
+        self._after: list[float] = []
+        self._behind = 0
+
+    @property
+    def why_unmeasured(self) -> str | None:
+        """Why there is no valid trace; None if there is one."""
+        if self._numbers:
+            return None
+        return self._why_ended or self._why_void or "no trace has been taken yet"
+
+    def is_due(self, number: int) -> bool:
+        """Return whether a trace should begin after a step."""
+        if number < self.schedule.next:
+            return False
+        why_not = self._tracer.why_not()
+        if why_not is not None:  # perhaps later
+            self._why_void = why_not
+            self.schedule.plan(number)
+        return why_not is None
+
+    def start(self) -> bool:
+        """Start a trace; return whether this was possible. Then a border has to follow."""
+        began = self._now()
+        try:
+            self._tracer.start()
+        except Exception as error:  # whatever a tracer raises: no training fails by its meter
+            self._end(f"the tracer failed: {error}")
+            return False
+        self._cost = self._now() - began
+        self._left = TRACED_STEPS + 1
+        self._labels, self._steps = [], {}
+        return True
+
+    def border(self) -> None:
+        """Queue the first border."""
+        self._tracer.border()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the trace should end."""
+        return self._left <= 0
+
+    def add(self, phase: Phase, number: int | None) -> None:
+        """Queue a border behind a mark.
+
+        Args:
+            phase: The phase of the segment that ends.
+            number: The step that ends; None within a step.
+        """
+        self._tracer.border()
+        self._labels.append((phase, number))
+        self._left -= number is not None
+
+    def stop(self) -> Trace | None:
+        """End the trace, and wait for the device."""
+        began = self._now()
+        trace: Trace | None
+        try:
+            trace = self._tracer.stop()
+        except Exception as error:
+            self._end(f"the tracer failed: {error}")
+            trace = None
+        self._cost += self._now() - began
+        return trace
+
+    def read(self, trace: Trace) -> list[TracedStep]:
+        """Return the valid steps of a trace, once `watch` has got its steps."""
+        began = self._now()
+        self._count += 1
+        if trace.pause is not None:
+            self._pauses.append(trace.pause)
+        valid = self._valid(trace)
+        self._void = 0 if valid else self._void + 1
+        if self._void == _MOST_VOID:
+            self._end(f"{_MOST_VOID} traces in a row were void: {self._why_void}")
+        self._numbers += [step.number for step in valid]
+        self._cost += self._now() - began
+        self.cost += self._cost
+        number = next(number for _, number in reversed(self._labels) if number is not None)
+        if self._why_ended is None:
+            self.schedule.traced(number, self._step_seconds(), self._cost)
+            self._aim(number)
+        return valid
+
+    def align(self, number: int, distance: int) -> None:
+        """Trace the same steps as the other ranks, of which the largest distance counts."""
+        if distance > self.schedule.distance and self._why_ended is None:
+            self.schedule.distance = distance
+            self.schedule.plan(number)
+
+    def watch(self, step: Step) -> None:
+        """Look at a step after the warm-up: learn when to trace, and what traces change."""
+        if not step.is_usable:
+            self._steps[step.number] = step
+            return
+        rate = step.work / step.size
+        recent = sorted(self._rates[-16:])
+        self._rates = [*self._rates[-15:], rate]
+        if len(recent) >= 8 and rate > 1.15 * recent[len(recent) // 2]:
+            self._odd = [*self._odd[-2:], step.number]
+        if len(self._after) < _STEPS_AFTER:
+            self._compare(step, rate)
+
+    def _compare(self, step: Step, rate: float) -> None:
+        """Find out whether the tracer slows down later steps for good, as CUPTI may."""
+        if not self._count:
+            self._before = [*self._before[1 - _STEPS_AFTER :], rate]
+            return
+        self._after.append(rate)
+        self._behind += step.ahead < 0.999 * step.work
+        if len(self._after) < _STEPS_AFTER or self._behind < _STEPS_AFTER // 2:
+            return
+        before, after = median(self._before), median(self._after)
+        noise = (
+            sum(_deviation(rates) ** 2 / len(rates) for rates in (self._before, self._after)) ** 0.5
+        )
+        slower = after / before - 1 if before else 0.0
+        if slower > 0.01 and after - before > 3 * noise:
+            self.slower = slower
+            self._end(f"steps are {slower:.1%} slower since the first trace")
+
+    def _end(self, reason: str) -> None:
+        """Take no more traces."""
+        self._why_ended, self.schedule.next = reason, sys.maxsize
+
+    def _step_seconds(self) -> float:
+        steps = self._steps.values()
+        return median([step.work + sum(step.gaps.values()) for step in steps]) if steps else 1.0
+
+    def _aim(self, number: int) -> None:
+        """Move the next trace to a step that is unusual, if such steps come at equal distances."""
+        if len(self._odd) < 3 or not self._is_alone:
+            return
+        every = self._odd[2] - self._odd[1]
+        place = self._odd[2] % every if every else 0
+        latest = self._numbers[-_AIM_EVERY * TRACED_STEPS :]
+        is_regular = every > 2 and self._odd[1] - self._odd[0] == every <= self.schedule.distance
+        if is_regular and not any(each % every == place for each in latest):
+            self.schedule.plan(number, (every, place))
+
+    def _valid(self, trace: Trace) -> list[TracedStep]:
+        if len(trace.borders) != len(self._labels) + 1:
+            self._why_void = "borders are missing from the traces"
+            return []
+        pause = median(self._pauses) if self._pauses else 0.0
+        segments = read_segments(trace, pause)
+        found, rows, borders = list[TracedStep](), list[int](), 0
+        is_first = True
+        for row, (phase, number) in enumerate(self._labels):
+            borders += 1
+            if phase == "work":
+                rows.append(row)
+            if number is None:
+                continue
+            if not is_first and (step := self._steps.get(number)) is not None:
+                traced = self._traced(segments, rows, step, borders)
+                if isinstance(traced, str):
+                    self._why_void = traced
+                elif not trace.has_graphs or self._is_complete(traced):
+                    found.append(traced)
+            is_first, rows, borders = False, [], 0
+        return found
+
+    def _traced(
+        self, segments: Segments, rows: list[int], step: Step, borders: int
+    ) -> TracedStep | str:
+        """Return the figures of a step, or why they are void."""
+
+        def total(values: Array) -> float:
+            return float(values[rows].sum())
+
+        span, kernels, lost = map(total, (segments.span, segments.kernels, segments.lost))
+        if not np.isfinite(span):
+            return "borders are missing from the traces"
+        if not kernels:
+            return "the traces contain no kernels (does another program use CUPTI?)"
+        if lost > _MOST_LOST * (kernels + lost):
+            return f"the tracer loses {lost / (kernels + lost):.0%} of the kernels"
+        if abs(span - step.work) > _SPAN_ERROR * step.work + _BORDER_SECONDS * borders:
+            return "steps take longer or shorter by the tracer's clock than by events"
+        return TracedStep(
+            number=step.number,
+            size=step.size,
+            busy=total(segments.busy),
+            kernels=round(kernels + lost),
+            span=span,
+            trace=self._count,
+            waiting=total(segments.waiting),
+            exchanging=total(segments.exchanging),
+            copying=total(segments.copying),
+        )
+
+    def _is_complete(self, step: TracedStep) -> bool:
+        """Return whether a step with CUDA graphs has as many kernels as others."""
+        self._kernels.append(step.kernels)
+        usual = median(self._kernels)
+        if step.kernels >= (1 - _MOST_LOST) * usual:
+            return True
+        self._why_void = "the tracer loses kernels of CUDA graphs"
+        return False
+
+
+def _deviation(values: list[float]) -> float:
+    """Return the standard deviation of most of the values, from their median distance."""
+    middle = median(values)
+    return 1.4826 * median(abs(value - middle) for value in values)
