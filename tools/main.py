@@ -13,7 +13,7 @@ from tokenfeed.tools.shell.console import run_command, signals_held
 _COMMANDS = {
     "pretokenize": "Tokenize a corpus once, into shards.",
     "train": "Train a model on shards, and report the stall of the device.",
-    "report": "Print the report of a run.",
+    "report": "Print the report of a run, or compare two runs.",
     "shards": "Show, check, copy, merge, reduce, split, adopt or export data sets.",
     "doctor": "Print what a bug report needs: versions, devices, limits, and a test of the loader.",
 }

@@ -12,7 +12,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
 from tokenfeed.trainer.report.run_files import MetricsLine, Report, decode_lines, duration
 from tokenfeed.trainer.stall.plots import Plot, Series, fits, short, stall_plot
-from tokenfeed.trainer.stall.stall_page import render_page, save_page, stall_cards
+from tokenfeed.trainer.stall.stall_page import render_page, sample_plots, save_page, stall_cards
 from tokenfeed.trainer.stall.stall_report import StallReport, share_of
 
 
@@ -93,11 +93,16 @@ def page_of(run: RunData) -> str:
         run.stall,
         cards=None if run.report is None else _cards(run.report),
         samples=next((line for line in reversed(run.lines) if line.samples), None),
-        plots=None if run.report is None else _plots(run),
+        plots=plots_of(run),
         lengths=_lengths(run.report.rows_by_length) if run.report else [],
         report=run.report,
         config=run.config,
     )
+
+
+def plots_of(run: RunData) -> list[Plot]:
+    """Return the plots of a run, or of a loop with only a meter. Stall by cause is the first."""
+    return sample_plots(run.stall.samples) if run.report is None else _plots(run)
 
 
 def _cards(report: Report) -> dict[str, str]:

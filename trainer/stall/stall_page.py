@@ -105,9 +105,9 @@ def sample_plots(samples: Sequence[Sample]) -> list[Plot]:
     ]
 
 
-def save_page(folder: Path, page: str) -> Path:
-    """Write report.html into a folder, atomically, and return its path."""
-    path = folder / PAGE_FILE
+def save_page(folder: Path, page: str, name: str = PAGE_FILE) -> Path:
+    """Write a page into a folder, atomically, and return its path."""
+    path = folder / name
     atomic_write(path, page.encode(errors="backslashreplace"))  # a path may not be UTF-8
     return path
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -393,17 +394,31 @@ def test_table_of_many_ranks_shows_the_slowest_and_the_page_all() -> None:
 
 
 # ---------- samples ----------
+def sample_at(step: int) -> Sample:
+    return Sample(step=step, steps=step, seconds=step, tokens=0, causes={})
+
+
 @given(st.lists(st.integers(1, 400), max_size=300))
 def test_samples_stay_few_and_span_the_loop(gaps: list[int]) -> None:
     samples, step = Samples(), 0
     for gap in gaps:
         step += gap
         if samples.is_due(step):
-            samples.add(Sample(step=step, steps=step, seconds=step, tokens=0, causes={}))
-    latest = Sample(step=step + 1, steps=step + 1, seconds=step + 1, tokens=0, causes={})
+            samples.add(sample_at(step))
+    latest = sample_at(step + 1)
     found = samples.read(latest)
     steps = [one.step for one in found]
     assert steps == sorted(set(steps))
     assert found[-1] is latest
     assert len(found) <= 65
     assert len(found) >= min(len(gaps), 16)
+
+
+def test_samples_of_a_long_loop_are_evenly_spread() -> None:
+    samples = Samples()
+    for step in range(1, 10_001):
+        samples.add(sample_at(step))
+    steps = [one.step for one in samples.read(sample_at(10_001))]
+    distances = [after - before for before, after in pairwise([0, *steps[:-1]])]
+    assert max(distances) <= 2 * min(distances)
+    assert len(steps) >= 32

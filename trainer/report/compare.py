@@ -1,0 +1,271 @@
+"""Two runs, or two loops with a meter, side by side: as lines of text, as a page, for programs."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tokenfeed.pipeline.arithmetic import ceil_div
+from tokenfeed.trainer.report.page import RunData, plots_of
+from tokenfeed.trainer.stall.plots import fits
+from tokenfeed.trainer.stall.stall_page import page_templates, save_page
+from tokenfeed.trainer.stall.stall_report import Interval, Sample
+
+COMPARISON_FILE = "compare.html"
+_MOST_CAUSES, _MOST_SETTINGS = 4, 3
+_LEAST_CAUSE = 0.005
+"""A cause gets a row if it takes this share of the time of one of the runs."""
+_MOST_PARTS, _LEAST_PARTS = 16, 6
+_OWN = ("run_dir", "config")
+"""Settings that differ between any two runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A figure of both runs."""
+
+    name: str
+    a: float | None
+    b: float | None
+    """None if unknown."""
+    a_interval: Interval | None = None
+    b_interval: Interval | None = None
+    """95 % intervals, as far as they are known."""
+    is_share: bool = False
+
+    @property
+    def is_same(self) -> bool:
+        """Whether each figure lies within the interval of the other one."""
+        if None in (self.a, self.b, self.a_interval, self.b_interval):
+            return False
+        return _holds(self.b_interval, self.a) and _holds(self.a_interval, self.b)
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """The figure of each run, and the difference, in words."""
+        return self._text(self.a, self.a_interval), self._text(self.b, self.b_interval), self._more
+
+    def _text(self, value: float | None, interval: Interval | None) -> str:
+        if value is None:
+            return "not measured"
+        form: Callable[[float], str] = "{:.2%}".format if self.is_share else _digits
+        bar = f" [{form(interval[0])}, {form(interval[1])}]" if interval else ""
+        return form(value) + bar
+
+    @property
+    def _more(self) -> str:
+        if self.a is None or self.b is None:
+            return ""
+        if self.a == self.b:
+            return "none"
+        if self.is_same:
+            return "none: within both intervals"
+        if self.is_share:
+            points = 100 * abs(self.b - self.a)
+            return f"{points:.2f} points {'more' if self.b > self.a else 'less'}"
+        if not self.a:
+            return ""
+        return f"{abs(self.b / self.a - 1):.1%} {'more' if self.b > self.a else 'less'}"
+
+
+def _holds(interval: Interval | None, value: float | None) -> bool:
+    return interval is not None and value is not None and interval[0] <= value <= interval[1]
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Two runs."""
+
+    a: RunData
+    b: RunData
+    rows: list[Row]
+    settings: dict[str, tuple[Any, Any]]
+    """Settings that differ, with the value of each run; None if a run does not have the setting."""
+
+    @classmethod
+    def of(cls, a: Path, b: Path) -> "Comparison":
+        """Compare the runs, or the reports of meters, in two folders.
+
+        Raises:
+            ConfigError: A folder holds no report.
+        """
+        runs = RunData.of_folder(a), RunData.of_folder(b)
+        return cls(a=runs[0], b=runs[1], rows=[*_rows(*runs)], settings=_changed(*runs))
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The folders' names; their paths if the names are equal."""
+        a, b = self.a.folder, self.b.folder
+        return (a.name, b.name) if a.name != b.name else (str(a), str(b))
+
+    def summary(self) -> str:
+        """The comparison in at most 14 lines."""
+        table: list[tuple[str, ...]] = [
+            ("", *self.names),
+            ("verdict", self.a.stall.verdict, self.b.stall.verdict),
+            *((row.name, *row.cells) for row in self.rows),
+        ]
+        count = len(self.settings)
+        more = ". The page has all of them" if count > _MOST_SETTINGS else ""
+        table.append(("settings", f"{count or 'none'} differ{'s' * (count < 2)}{more}"))
+        table += [(f"  {name}", *map(_shown, pair)) for name, pair in self.settings.items()]
+        table = table[: len(table) - max(0, count - _MOST_SETTINGS)]
+        widths = [max(len(row[at]) for row in table if len(row) > 2) for at in range(3)]
+        return "\n".join(
+            "  ".join(
+                f"{cell:<{width}}" for cell, width in zip(row, [*widths, 0], strict=False)
+            ).rstrip()
+            for row in table
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The comparison for programs."""
+        sides = {
+            name: {
+                "folder": str(run.folder),
+                **{key: getattr(run.stall, key) for key in ("verdict", "reason", "next_step")},
+            }
+            for name, run in (("a", self.a), ("b", self.b))
+        }
+        rows = [dataclasses.asdict(row) | {"is_same": row.is_same} for row in self.rows]
+        return sides | {"rows": rows, "settings": self.settings}
+
+    def write(self) -> Path:
+        """Write compare.html into the second folder, atomically, and return its path."""
+        return save_page(self.b.folder, self.page(), COMPARISON_FILE)
+
+    def page(self) -> str:
+        """The comparison as a page."""
+        plots = zip(self.names, (plots_of(run)[0] for run in (self.a, self.b)), strict=True)
+        return (
+            page_templates()
+            .get_template("compare.html")
+            .render(
+                a=self.a,
+                b=self.b,
+                rows=self.rows,
+                settings={name: map(_shown, pair) for name, pair in self.settings.items()},
+                names=self.names,
+                plots=[(name, plot) for name, plot in plots if plot.series],
+            )
+        )
+
+
+def _rows(a: RunData, b: RunData) -> Iterator[Row]:
+    first, second = a.stall, b.stall
+    yield Row(
+        name="stall",
+        a=first.stall,
+        b=second.stall,
+        a_interval=first.interval,
+        b_interval=second.interval,
+        is_share=True,
+    )
+    size = {
+        cause: max(one.causes[cause].fraction for one in (first, second))
+        for cause in first.causes.keys() & second.causes.keys()
+    }
+    shown = sorted((x for x in size if size[x] >= _LEAST_CAUSE), key=lambda x: (-size[x], x))
+    for cause in shown[:_MOST_CAUSES]:
+        yield Row(
+            name=f"  {cause}",
+            a=first.causes[cause].fraction,
+            b=second.causes[cause].fraction,
+            a_interval=first.causes[cause].interval,
+            b_interval=second.causes[cause].interval,
+            is_share=True,
+        )
+    yield Row(
+        name="ms a step",
+        a=_milliseconds(first.step_seconds),
+        b=_milliseconds(second.step_seconds),
+        a_interval=_step_interval(a),
+        b_interval=_step_interval(b),
+    )
+    yield Row(name="real tokens/s", a=first.real_tokens_per_s, b=second.real_tokens_per_s)
+    if first.padding is not None or second.padding is not None:
+        yield Row(name="padding", a=first.padding, b=second.padding, is_share=True)
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def _step_interval(run: RunData) -> Interval | None:
+    """Return the 95 % interval of the milliseconds per step, from parts of the run.
+
+    Neighbouring steps are alike, so the spread of single steps would give too narrow an interval.
+    The means of a few long parts are nearly independent.
+    """
+    windows = [each for each in _windows(run) if all(x > 0 and fits(x) for x in each)]
+    size = max(1, ceil_div(len(windows), _MOST_PARTS))
+    parts = [windows[at : at + size] for at in range(0, len(windows), size)]
+    mean, count = run.stall.step_seconds, len(parts)
+    if count < _LEAST_PARTS or mean is None or not fits(mean):
+        return None
+    sums = [
+        (sum(steps for steps, _ in part), sum(seconds for _, seconds in part)) for part in parts
+    ]
+    spread = math.hypot(*(seconds - mean * steps for steps, seconds in sums))
+    quantile = 1.96 + 2.372 / (count - 1) + 2.823 / (count - 1) ** 2  # of Student's distribution
+    total = sum(steps for steps, _ in sums)
+    half = quantile * spread * math.sqrt(count / (count - 1)) / total
+    return 1e3 * (mean - half), 1e3 * (mean + half)
+
+
+def _windows(run: RunData) -> Iterator[tuple[float, float]]:
+    """Yield steps and seconds of consecutive parts of a run."""
+    if run.report is None:
+        zero = Sample(step=0, steps=0, seconds=0.0, tokens=0, causes={})
+        for before, after in pairwise([zero, *run.stall.samples]):
+            yield after.steps - before.steps, after.seconds - before.seconds
+        return
+    for last, line in pairwise(line for line in run.lines if line.steps_per_s):
+        steps = line.step - last.step
+        yield steps, steps / (line.steps_per_s or math.inf)
+
+
+def _changed(a: RunData, b: RunData) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ."""
+    first, second = _settings(a), _settings(b)
+    names = [name for name in [*first, *(second.keys() - first.keys())] if name not in _OWN]
+    return {
+        name: (first.get(name), second.get(name))
+        for name in names
+        if first.get(name) != second.get(name)
+    }
+
+
+def _settings(run: RunData) -> dict[str, Any]:
+    """Return the settings of a run by name, and what else its speed depends on."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(yaml.YAMLError):  # a damaged file
+        _flatten(yaml.safe_load(run.config), "", found)
+    found |= {"device": run.stall.device, "ranks": run.stall.world_size}
+    return found | {f"{name} version": text for name, text in _versions(run).items()}
+
+
+def _versions(run: RunData) -> dict[str, str]:
+    return {} if run.report is None else run.report.versions
+
+
+def _flatten(value: Any, name: str, into: dict[str, Any]) -> None:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            _flatten(part, f"{name}.{key}" if name else str(key), into)
+    elif name:
+        into[name] = value
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)
