@@ -1,41 +1,13 @@
 """Every format that a corpus may have: the same rows, the same care for what cannot be used."""
 
-import io
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from support.commands import ended_by, error_of, records_in, run
 from support.corpora import (
     random_texts,
-    texts,
     write_batches,
-    write_lines,
 )
-from support.data_sets import files_of
-
-
-def test_a_killed_run_continues_only_with_the_same_standard_input(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def feed(data: bytes) -> None:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-
-    data = write_lines(tmp_path / "a.jsonl", texts(2500)).read_bytes()
-    options = ("--tokenizer", tokenizer, "--shard-size", "100KB", "--workers", 1)
-    out = tmp_path / "out"
-    with open(tmp_path / "a.jsonl", "rb") as file:
-        ended_by(signal.SIGKILL, 2, "-", out, *options, stdin=file)
-    assert len(records_in(out)) >= 2
-    feed(data[:-2] + b"!}")
-    assert "of another command, input" in error_of("-", out, *options, expect=2)
-    for folder in (out, tmp_path / "undisturbed"):
-        feed(data)
-        run("-", folder, *options)
-    assert files_of(out) == files_of(tmp_path / "undisturbed")
-
 
 CUT_SHORT = """
 import os, sys

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.commands import COMMAND, kill_at, run
+from support.commands import COMMAND, run
 from support.corpora import write_ballast, write_long_corpus
 from support.data_sets import files_of
 from support.installed_servers import can_run_slurm, slurm
@@ -145,27 +144,3 @@ def test_a_slurm_array_gives_the_bytes_of_one_command(
         array = sbatch("--array=0-5", wrap=f"{command} --part $SLURM_ARRAY_TASK_ID/6")
         sbatch(f"--dependency=afterok:{array}", "--wait", wrap=f"{command} --finish")
     assert files_of(out) == files_of(tmp_path / "plain")
-
-
-@pytest.mark.long
-def test_a_part_and_the_finish_killed_at_any_write_change_no_byte(
-    corpus: Path, tmp_path: Path, tokenizer: Path
-) -> None:
-    options = ("--tokenizer", tokenizer, "--shard-size", "60KB", "--validation", "0.1")
-    run(corpus, tmp_path / "plain", *options)
-    expected = files_of(tmp_path / "plain")
-    before, out = tmp_path / "before", tmp_path / "out"
-    steps = ["--part=0/2", "--part=1/2", "--finish"]
-    for number, step in enumerate(steps):
-        moment, was_killed = 0, True
-        while was_killed:
-            if before.exists():
-                shutil.copytree(before, out)
-            was_killed = kill_at(moment, "pretokenize", corpus, out, *options, step)
-            for left in steps[number:]:
-                run(corpus, out, *options, left)
-            assert files_of(out) == expected
-            shutil.rmtree(out)
-            moment += 1
-        assert moment > 10
-        run(corpus, before, *options, step)

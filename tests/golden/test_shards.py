@@ -1,4 +1,4 @@
-"""Golden values of shards: what `pretokenize` makes of twelve corpora, to the byte.
+"""Golden values of shards: what `pretokenize` makes of thirteen corpora, to the byte.
 
 `shards.json` has for each corpus the digest of every file, the counts of records, the rejects, and
 the number of rows and a digest of every decoded column. Bytes may change with the version of a

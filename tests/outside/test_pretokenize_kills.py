@@ -2,21 +2,33 @@
 
 import base64
 import contextlib
+import io
 import json
 import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import warm
-from support.commands import COMMAND, ended_by, error_of, records_in, run, run_json, start
-from support.corpora import texts, write_ballast, write_long_corpus
+from support.commands import (
+    COMMAND,
+    ended_by,
+    error_of,
+    kill_at,
+    records_in,
+    run,
+    run_json,
+    start,
+)
+from support.corpora import texts, write_ballast, write_lines, write_long_corpus
 from support.data_sets import files_of
 from support.object_server import remote_store
 from support.processes import children_of, eventually
@@ -242,3 +254,62 @@ def _run_for(seconds: float, *arguments: object) -> bool:
         return True
     assert code == 0
     return False
+
+
+def test_a_killed_run_continues_only_with_the_same_standard_input(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def feed(data: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+    data = write_lines(tmp_path / "a.jsonl", texts(2500)).read_bytes()
+    options = ("--tokenizer", tokenizer, "--shard-size", "100KB", "--workers", 1)
+    out = tmp_path / "out"
+    with open(tmp_path / "a.jsonl", "rb") as file:
+        ended_by(signal.SIGKILL, 2, "-", out, *options, stdin=file)
+    assert len(records_in(out)) >= 2
+    feed(data[:-2] + b"!}")
+    assert "of another command, input" in error_of("-", out, *options, expect=2)
+    for folder in (out, tmp_path / "undisturbed"):
+        feed(data)
+        run("-", folder, *options)
+    assert files_of(out) == files_of(tmp_path / "undisturbed")
+
+
+def test_parts_do_each_unit_once_and_survive_a_kill(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    options = ("--tokenizer", tokenizer, "--shard-size", "5KB", "--validation", "0.1")
+    whole = run_json(corpus, tmp_path / "plain", *options)["units"]
+    out = tmp_path / "out"
+    assert kill_at(12, "pretokenize", corpus, out, *options, "--part=0/3")
+    parts = [run_json(corpus, out, *options, f"--part={part}/3") for part in range(3)]
+    units = [part["units"] for part in parts]
+    assert sum(units) == whole
+    assert max(units) - min(units) <= 1
+    run(corpus, out, *options, "--finish")
+    assert files_of(out) == files_of(tmp_path / "plain")
+
+
+@pytest.mark.long
+def test_a_part_and_the_finish_killed_at_any_write_change_no_byte(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    options = ("--tokenizer", tokenizer, "--shard-size", "60KB", "--validation", "0.1")
+    run(corpus, tmp_path / "plain", *options)
+    expected = files_of(tmp_path / "plain")
+    before, out = tmp_path / "before", tmp_path / "out"
+    steps = ["--part=0/2", "--part=1/2", "--finish"]
+    for number, step in enumerate(steps):
+        moment, was_killed = 0, True
+        while was_killed:
+            if before.exists():
+                shutil.copytree(before, out)
+            was_killed = kill_at(moment, "pretokenize", corpus, out, *options, step)
+            for left in steps[number:]:
+                run(corpus, out, *options, left)
+            assert files_of(out) == expected
+            shutil.rmtree(out)
+            moment += 1
+        assert moment > 10
+        run(corpus, before, *options, step)

@@ -1,4 +1,4 @@
-"""Twelve corpora, and what is in the data sets that `pretokenize` makes of them."""
+"""Corpora of every task and format, and what is in the data sets made of them."""
 
 import contextlib
 import gzip
@@ -213,7 +213,7 @@ def parquet() -> Words:
 
 def arrow() -> Words:
     """Arrow with several record batches: words and their tags, some without a partner."""
-    tokenizer()
+    tokenizer(template=True)
     names, rows = ["O", "B-A", "I-A"], []
     for number, text in enumerate(texts(150, most=12)):
         words = text.split()
@@ -223,7 +223,7 @@ def arrow() -> Words:
     with pa.ipc.new_file("in/a.arrow", table.schema) as writer:
         for batch in table.to_batches(max_chunksize=40):
             writer.write_batch(batch)
-    return "--task", "tag", "--field", "tokens=words", "--shard-size", "4KB"
+    return "--task", "tag", "--field", "tokens=words", "--add-special-tokens", "--shard-size", "4KB"
 
 
 def completions() -> Words:
@@ -331,6 +331,15 @@ def ids() -> Words:
     )
 
 
+def many() -> Words:
+    """More rows than a record batch holds, and then more tokens than one holds."""
+    tokenizer()
+    rows = [[number % 280] for number in range(17_000)]
+    rows += [[(number + k) % 280 for k in range(50)] for number in range(3000)]
+    lines("in/a.jsonl", [{"input_ids": row} for row in rows])
+    return "--task", "ids", "--validation", 0
+
+
 def code() -> Words:
     """Source files, half of them rearranged to fill in the middle; special tokens are ids."""
     tokenizer(template=True)
@@ -346,7 +355,7 @@ CORPORA: dict[str, Callable[[], Words]] = {
     made.__name__: made
     for made in (
         *(documents, hostile, folders, compressed, delimited, parquet, arrow, completions, chat),
-        *(preferences, ids, code),
+        *(preferences, ids, many, code),
     )
 }
 
