@@ -87,7 +87,9 @@ OPTIONS: dict[str, tuple[str, Any, int, dict[str, Any]]] = {
     "all tokens": ("chat", Packed(128, 4), 2, {"targets": "all"}),
     "words of anybody": ("preferences", Padded(256), 2, {"targets": {"text", "user"}}),
     "another ignored index": ("completions", Padded(256), 1, {"ignore_index": -1}),
-    "mapped rows": ("ids", Padded(256), 2, {"map": roll}),
+    "cut completions": ("completions", Padded(96, sequence_length=16), 2, {}),
+    "cut completions after a token": ("completions", Packed(16, 4, begin_token=90), 2, {}),
+    "mapped rows": ("ids", Padded(256), 2, {"map": roll, "epochs": 2}),
 }
 """Case -> kind, policy, ranks and options."""
 STREAMS = [f"stream {stream} of 2" for stream in range(2)]
