@@ -25,6 +25,7 @@ from tokenfeed.trainer.stall.stall_report import (
     slowest_line,
     stall_facts,
     stall_share,
+    waited_by,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def render_page(
         folder: The folder of the run, as the page shows it.
         stall: A StallReport.
         cards: The figures at the top, by name. Default: the figures of the stall report.
-        plots: The plots. Default: those of the samples of the stall report.
+        plots: The plots. Default: plots of the samples of the stall report.
         report: The Report of a run by `train`; None for a loop that only has a meter.
         samples: The line of metrics.jsonl with the latest samples; None without one.
         lengths: Lengths of rows, how many rows have them, and the width of the bar, 0 to 1.
@@ -149,6 +150,7 @@ def page_templates() -> "Environment":
                 main_of,
                 not_measured,
                 slowest_line,
+                waited_by,
             )
         },
     }

@@ -343,7 +343,7 @@ def rank_table(report: StallReport) -> list[str]:
         slowest_line(report),
         _row("", "stall", "waited") + "  most of its own",
         *(
-            _row(f"rank {each.rank}", f"{each.fraction:.2%}", short(each.waited_seconds))
+            _row(f"rank {each.rank}", f"{each.fraction:.2%}", waited_by(each, late))
             + f"  {main_of(each)}"
             for each in shown
         ),
@@ -368,6 +368,13 @@ def slowest_line(report: StallReport) -> str:
             whose = f"rank {1 - late.rank}'s work"
         line += f"; {whose} contains about {short(late.hidden_seconds)} of waiting a step"
     return line
+
+
+def waited_by(rank: RankStall, late: SlowestRank | None) -> str:
+    """Return how long a rank waited for others; "in work" if most of it is hidden in its work."""
+    if late and late.rank != rank.rank and late.hidden_seconds > 0.5 * late.step_seconds:
+        return "in work"
+    return short(rank.waited_seconds)
 
 
 def late_rank(report: StallReport) -> SlowestRank | None:

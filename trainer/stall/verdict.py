@@ -47,12 +47,12 @@ def conclude(
             are those of `REMEDIES`.
         loader: The loader that the loop waits for.
     """
-    known = REMEDIES | dict(remedies or {})
+    known = general = REMEDIES | dict(remedies or {})
     if loader is not None and loader.num_workers is not None and report.steps:
         waiting = report.causes["data"].fraction
-        known["data"] = _loader_remedy(loader, loader.num_workers, waiting)
+        known = general | {"data": _loader_remedy(loader, loader.num_workers, waiting)}
     found = advise(report, known)
-    verdict, reason, next_step = _verdict(report, found, known)
+    verdict, reason, next_step = _verdict(report, found, general)
     return dataclasses.replace(
         report, verdict=verdict, reason=reason, next_step=next_step, advice=found
     )
@@ -61,28 +61,33 @@ def conclude(
 def _verdict(
     report: StallReport, found: list[Advice], remedies: Mapping[str, str]
 ) -> tuple[str, str, str]:
-    """Return verdict, reason and next step."""
+    """Return verdict, reason and next step.
+
+    Args:
+        report: The report.
+        found: Its advice.
+        remedies: Remedies for any rank, whatever this rank's own loader needs.
+    """
     if report.stall is None:
-        return (
-            "NOT MEASURED",
-            not_measured(report).removeprefix("not measured: "),
-            remedies["steps"],
-        )
+        why = not_measured(report).removeprefix("not measured: ")
+        return "NOT MEASURED", why, remedies["steps"]
     causes, late = main_causes(report), late_rank(report)
     of_cause = {piece.cause: piece for piece in found}
     verdict, reason = " AND ".join(_short_verdicts(causes)), _share_words(report, causes)
     named: Advice | None = of_cause.get(causes[0]) if causes else None
+    share = report.causes[causes[0]].fraction if causes else 0.0
     is_waiting = late is not None and late.rank != report.rank
     if late and is_waiting and (not causes or late.cost >= _own_share(report, causes[0])):
         change = f"rank {late.rank}: {remedies[late.cause]}"
         named = Advice(cause="communication", text="", change=change, gain=_gain(late.cost))
         verdict, reason = f"WAITS FOR RANK {late.rank}", slowest_line(report)
+        share = max(share, late.cost)
     elif not causes:
         named, verdict, reason = _without_cause(report, found)
     if late and late.rank == report.rank:
         reason += f"; {_others(report)} for this rank, {short(late.step_seconds)} a step"
     wait = report.core_wait or 0.0
-    if wait >= _SHORT_OF_CORES and not (report.on_gpu and report.stall < _LITTLE_STALL):
+    if wait >= _SHORT_OF_CORES and wait > share and (share or not report.on_gpu):
         reason = f"{_core_words(wait)}; beside that, {reason}"
         named, verdict = of_cause["cores"], "SHORT OF CORES"
     if named is None:

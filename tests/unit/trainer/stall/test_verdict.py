@@ -149,7 +149,14 @@ def test_thread_without_a_core_comes_first() -> None:
     assert "beside that, evaluating takes 20.0%" in report.reason
     assert report.next_step.endswith("use fewer workers and threads: up to 2.9 times as fast")
     assert "evaluation 20.0%: evaluate less often" in str(report).split("advice")[1]
-    assert conclude(report_of({"evaluation": 0.2}, core_wait=0.15)).verdict != "SHORT OF CORES"
+    assert conclude(report_of(core_wait=0.66, on_gpu=False)).verdict == "SHORT OF CORES"
+
+
+def test_wait_for_a_core_is_no_verdict_where_it_explains_little() -> None:
+    assert conclude(report_of({"evaluation": 0.1}, core_wait=0.15)).verdict != "SHORT OF CORES"
+    report = conclude(report_of({"data": 0.8}, core_wait=0.3))
+    assert report.verdict == "WAITS FOR DATA"
+    assert "got no core for 30% of the time" in str(report).split("advice")[1]
     assert conclude(report_of(core_wait=0.66)).verdict == "THE DEVICE IS BUSY"
     (piece,) = advise(report_of(core_wait=0.66))
     assert piece.gain is None, "of a GPU that may have had work meanwhile"
@@ -290,6 +297,7 @@ def test_late_rank_is_named_although_the_others_wait_inside_their_work() -> None
         "a step); rank 0's work contains about 35.9 ms of waiting a step"
     )
     assert report.next_step.startswith("rank 1: use more workers")
+    assert re.search(r"rank 0 +0.30% +in work", str(report))
     assert "of waiting a step" in page_of(RunData(folder=Path("run"), stall=report))
     report = on_ranks(*told, rank=1, on_gpu=False)
     assert report.verdict == "WAITS FOR DATA"
