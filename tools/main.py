@@ -15,6 +15,7 @@ _COMMANDS = {
     "train": "Train a model on shards, and report the stall of the device.",
     "report": "Print the report of a run, or compare two runs.",
     "shards": "Show, check, copy, merge, reduce, split, adopt or export data sets.",
+    "stall": "Measure where the time of any training script goes, without a change to it.",
     "doctor": "Print what a bug report needs: versions, devices, limits, and a test of the loader.",
 }
 
@@ -25,6 +26,9 @@ def main() -> None:
     if name not in _COMMANDS:
         run_command(lambda: _without_command(name))
     sys.argv[1:] = words
+    if name == "stall":  # runs a script of the user, whose signals and streams are its own
+        import_module("tokenfeed.tools.stall").main()
+        return
     run_command(lambda: _start(name))
 
 

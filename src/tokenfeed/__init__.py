@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tokenfeed.tools.python_api import Pretokenized as Pretokenized
     from tokenfeed.tools.python_api import pretokenize as pretokenize
     from tokenfeed.trainer.stall.meter import StallMeter as StallMeter
+    from tokenfeed.trainer.watch.watch import watch as watch
 
 _HOME = {
     "Batch": "pipeline.feeding.batch",
@@ -45,6 +46,7 @@ _HOME = {
     "StallMeter": "trainer.stall.meter",
     "merge_states": "pipeline.planning.state",
     "pretokenize": "tools.python_api",
+    "watch": "trainer.watch.watch",
 }
 
 __all__ = ["__version__", *sorted(name for name in _HOME if not _HOME[name].startswith("tools."))]

@@ -38,7 +38,7 @@ def test_tokenfeed_runs_every_command(tmp_path: Path) -> None:
 def test_tokenfeed_names_its_commands(tmp_path: Path) -> None:
     listed = tokenfeed("--help", cwd=tmp_path).stdout
     wrong, near = tokenfeed("xyz", cwd=tmp_path), tokenfeed("tokenize", cwd=tmp_path)
-    for name in ("pretokenize", "train", "report", "shards", "doctor"):
+    for name in ("pretokenize", "train", "report", "shards", "stall", "doctor"):
         assert name in listed
         assert name in wrong.stderr
     assert "Did you mean pretokenize?" in near.stderr

@@ -38,7 +38,7 @@ def test_imports_point_one_way(layer: str) -> None:
 ROOMS = {
     "pipeline": ["remote", "format", "planning", "caching", "windows", "feeding"],
     "trainer": [
-        *("config", "stall", "distributed", "checkpoints", "data", "tasks", "models"),
+        *("config", "stall", "watch", "distributed", "checkpoints", "data", "tasks", "models"),
         *("optim", "report", "loop"),
     ],
     "tools": [

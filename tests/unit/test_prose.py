@@ -25,6 +25,7 @@ CODE: tuple[str, ...] = (
     "trainer/report",
     "trainer/stall",
     "trainer/tasks",
+    "trainer/watch",
 )
 """Folders whose docstrings, comments and messages are checked, such as "pipeline"."""
 FORBIDDEN = {

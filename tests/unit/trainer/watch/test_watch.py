@@ -1,0 +1,534 @@
+"""A loop is measured unchanged, and the process is afterwards as it was before."""
+
+import copy
+import gc
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import tokenfeed
+from tokenfeed.trainer.watch import watch as module
+from tokenfeed.trainer.watch.watch import Watch
+
+torch.set_num_threads(1)
+
+
+class Items(Dataset[torch.Tensor]):
+    """Items that take some time each."""
+
+    def __init__(self, count: int = 64, seconds: float = 0.0) -> None:
+        self.count, self.seconds, self.slept = count, seconds, 0.0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= self.count:
+            raise IndexError
+        nap(self, self.seconds)
+        return torch.ones(8)
+
+
+def nap(holder: Any, seconds: float) -> None:
+    began = time.perf_counter()
+    time.sleep(seconds)
+    holder.slept += time.perf_counter() - began
+
+
+class Model(torch.nn.Module):
+    """A model whose forward pass takes some milliseconds."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        result: torch.Tensor = self.layers(x)
+        return result.sum()
+
+
+def wakeup() -> int:
+    signal.set_wakeup_fd(found := signal.set_wakeup_fd(-1))
+    return found
+
+
+def state() -> dict[str, Any]:
+    """Return everything of the process that a watch may touch."""
+    from torch.nn.modules import module as modules
+    from torch.optim import optimizer as optimizers
+    from torch.utils.data import dataloader
+
+    return {
+        "save": (torch.save, torch.serialization.save),
+        "train": torch.nn.Module.train,
+        "next": dataloader._BaseDataLoaderIter.__next__,
+        "loader": (dataloader.DataLoader.__iter__, dataloader.DataLoader.__init__),
+        "backward": torch.autograd.backward,
+        "scaler": (torch.amp.GradScaler.update, torch.cuda.amp.GradScaler.update),
+        "spawn": torch.multiprocessing.start_processes,
+        "hooks": (
+            dict(optimizers._global_optimizer_post_hooks),
+            dict(optimizers._global_optimizer_pre_hooks),
+            dict(modules._global_forward_pre_hooks),
+            dict(modules._global_forward_hooks),
+        ),
+        "finders": [*sys.meta_path],
+        "exit": os._exit,
+        "signals": [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)],
+        "wakeup": wakeup(),
+        "filters": [*warnings.filters],
+        "profile": (sys.getprofile(), sys.gettrace(), threading.getprofile()),
+        "collector": [*gc.callbacks],
+        "excepthook": sys.excepthook,
+        "threads": {each.name for each in threading.enumerate()} - {"tokenfeed-stall"},
+    }
+
+
+def train(model: Model, steps: int, data: Iterator[Any] | None = None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(steps):
+        model(next(data) if data else torch.ones(4, 8)).backward()
+        optimizer.step()
+
+
+train(Model(), 1)  # torch imports more, which changes filters of warnings
+
+
+def test_watch_restores_everything_twice() -> None:
+    before = state()
+    for _ in range(2):
+        with tokenfeed.watch() as running:
+            train(Model(), 12)
+        after = state()
+        assert running.report.queued_steps == 12
+        for name, value in before.items():
+            assert after[name] == value, name
+
+
+def test_watch_restores_everything_after_error() -> None:
+    before = state()
+    running = Watch()
+
+    def fail() -> None:
+        with running:
+            train(Model(), 8)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert state() == before
+    assert running.report.queued_steps == 8
+
+
+def test_watch_changes_no_random_number() -> None:
+    def outcome() -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(3)
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in DataLoader(Items(48), batch_size=4, shuffle=True):
+            model(batch + torch.rand(4, 8)).backward()
+            optimizer.step()
+        return model.layers[0].weight, torch.rand(3)  # type: ignore[return-value,union-attr]
+
+    plain = outcome()
+    with tokenfeed.watch():
+        watched = outcome()
+    assert all(map(torch.equal, plain, watched))
+
+
+def test_watch_keeps_what_the_user_replaced_meanwhile() -> None:
+    original = torch.save
+    try:
+        with tokenfeed.watch():
+            train(Model(), 8)
+            inner = torch.save
+            torch.save = replaced = lambda *args, **kwargs: inner(*args, **kwargs)
+        assert torch.save is replaced
+        torch.save({}, io.BytesIO())  # through the former hook, which does nothing now
+    finally:
+        torch.save = original
+
+
+def test_models_stay_picklable_and_equal() -> None:
+    model, plain = Model(), Model()
+    plain.load_state_dict(model.state_dict())
+    loader = DataLoader(Items(), batch_size=8)
+    keys = model.__dict__.keys(), loader.__dict__.keys()
+    with tokenfeed.watch():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for batch in loader:
+            model(batch).backward()
+            optimizer.step()
+            torch.save(model, io.BytesIO())
+            copy.deepcopy(model)
+            pickle.dumps((optimizer, loader, torch.save, torch.nn.Module.train))
+    assert (model.__dict__.keys(), loader.__dict__.keys()) == keys
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+    assert all(not getattr(each, name) for each in model.modules() for name in hooks)
+    assert isinstance(iter(loader), torch.utils.data.dataloader._BaseDataLoaderIter)
+
+
+class BadBatch(dict[str, Any]):
+    """A batch that raises when a hook looks into it."""
+
+    def get(self, *_: Any) -> Any:
+        raise RuntimeError("keys are secret")
+
+
+class BadBatches(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield BadBatch(x=torch.ones(4, 8))
+
+
+def test_fault_of_a_hook_ends_the_watch_only(capfd: pytest.CaptureFixture[str]) -> None:
+    before = state()
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trained = 0
+    with tokenfeed.watch() as running:
+        for number, batch in zip(
+            range(20), DataLoader(BadBatches(), batch_size=None), strict=False
+        ):
+            model(batch["x"]).backward()
+            optimizer.step()
+            trained = number + 1
+    assert trained == 20
+    assert running.run.steps == 1
+    assert "ended at step 1 by RuntimeError: keys are secret" in capfd.readouterr().err
+    assert state() == before
+
+
+def counted(loop: Any) -> Any:
+    with tokenfeed.watch() as running:
+        loop()
+    return running.run
+
+
+def test_gan_counts_steps_of_the_leader(capfd: pytest.CaptureFixture[str]) -> None:
+    first, second = Model(), Model()
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.0) for each in (first, second)]
+
+    def loop() -> None:
+        for _ in range(10):
+            for number in (1, 0, 0, 0):
+                (first, second)[number](torch.ones(4, 8)).backward()
+                optimizers[number].step()
+
+    assert counted(loop).steps in (30, 31)  # the other optimizer led first
+    assert "Adam, number 2 of 2 optimizers" in capfd.readouterr().err
+
+
+def test_two_optimizers_of_an_update_count_once() -> None:
+    model = Model()
+    parts = [torch.optim.SGD([each], lr=0.0) for each in model.parameters()]
+
+    def loop() -> None:
+        for _ in range(20):
+            model(torch.ones(4, 8)).backward()
+            for each in parts:
+                each.step()
+
+    assert counted(loop).steps == 20
+
+
+def test_second_training_takes_over() -> None:
+    def loop() -> None:
+        train(Model(), 10)
+        gc.collect()
+        train(Model(), 15)
+
+    assert counted(loop).steps in (24, 25)
+
+
+def test_scaler_counts_skipped_steps(capfd: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu")
+
+    def loop() -> None:
+        for number in range(40):
+            loss = scaler.scale(model(torch.ones(4, 8)))
+            (loss * (float("inf") if number in (7, 8, 20, 39) else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    run = counted(loop)
+    assert (run.steps, run.skipped) == (40, 4)
+    assert "40 steps of SGD; the scaler skipped 4 of them" in capfd.readouterr().err
+
+
+def test_loop_without_optimizer_counts_backward_passes(capfd: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+
+    def loop() -> None:
+        for _ in range(40):
+            model(torch.ones(4, 8)).backward()
+
+    assert counted(loop).steps == 24  # 16 are needed to be sure
+    assert "steps, which are backward passes" in capfd.readouterr().err
+
+
+def test_late_optimizer_ends_the_count_of_backward_passes() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def loop() -> None:
+        for _ in range(8):
+            for _ in range(40):
+                model(torch.ones(4, 8)).backward()
+            optimizer.step()
+
+    run = counted(loop)
+    assert (run.steps, run.report.queued_steps, run.by_optimizer) == (8, 8, True)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
+def test_compiled_step_still_trains() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    weight = model.layers[0].weight.clone()  # type: ignore[union-attr,operator]
+
+    @torch.compile(backend="eager")
+    def step() -> None:
+        optimizer.step()
+
+    def loop() -> None:
+        for _ in range(20):
+            model(torch.rand(4, 8)).backward()
+            step()
+
+    assert counted(loop).steps > 0
+    assert not torch.equal(weight, model.layers[0].weight)  # type: ignore[arg-type,union-attr]
+
+
+class Naps:
+    slept = 0.0
+
+
+def share(slept: float, report: Any) -> float:
+    return slept / report.seconds
+
+
+def test_slow_items_are_data() -> None:
+    items, model = Items(10_000, 0.002), Model(0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    slept = 0.0
+    with tokenfeed.watch() as running:
+        for number, batch in enumerate(DataLoader(items, batch_size=4)):
+            model(batch).backward()
+            optimizer.step()
+            if number == 4:
+                slept = items.slept
+            if number == 40:
+                break
+    report = running.report
+    assert report.causes["data"].fraction == pytest.approx(
+        share(items.slept - slept, report), abs=0.02
+    )
+    assert report.verdict in ("WAITS FOR DATA", "SHORT OF CORES")
+
+
+@pytest.mark.parametrize("calls_train", [True, False])
+def test_eval_mode_is_evaluation(calls_train: bool) -> None:
+    """Also without `train()`: the next batch of the training data ends the evaluation."""
+    model, naps = Model(0.01), Naps()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    slept = 0.0
+    with tokenfeed.watch() as running:
+        for number, batch in enumerate(DataLoader(Items(240), batch_size=4)):
+            model(batch).backward()
+            optimizer.step()
+            if number == 4:
+                slept = naps.slept
+            if number % 10 == 9:
+                model.eval()
+                began = time.perf_counter()
+                for held_out in DataLoader(Items(8), batch_size=4):
+                    model(held_out)
+                    time.sleep(0.02)
+                naps.slept += time.perf_counter() - began
+                if calls_train:
+                    model.train()
+            if number == 45:
+                break
+    report = running.report
+    expected = share(naps.slept - slept, report)
+    assert report.causes["evaluation"].fraction == pytest.approx(expected, abs=0.02)
+    assert report.causes["other"].fraction < 0.1  # a forward pass of an evaluation is no step's
+
+
+def test_eval_of_a_part_or_of_a_teacher_is_no_evaluation() -> None:
+    model, teacher = Model(0.002), Model(0.002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tokenfeed.watch() as running:
+        for _ in range(20):
+            model.train()
+            model.layers[1].eval()  # type: ignore[union-attr,operator]
+            teacher.eval()
+            loss = model(teacher(torch.ones(4, 8)) * torch.ones(4, 8))
+            loss.backward()
+            optimizer.step()
+    assert running.report.causes["evaluation"].seconds == 0
+
+
+def test_saving_is_checkpoint(tmp_path: Path) -> None:
+    class Slow(io.BytesIO):
+        def write(self, data: Any) -> int:
+            time.sleep(0.001)
+            return super().write(data)
+
+    model, naps, slept = Model(0.01), Naps(), 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tokenfeed.watch() as running:
+        for number in range(40):
+            model(torch.ones(4, 8)).backward()
+            optimizer.step()
+            if number == 4:
+                slept = naps.slept
+            if number % 8 == 0 and number < 39:
+                began = time.perf_counter()
+                torch.save(model.state_dict(), Slow())
+                naps.slept += time.perf_counter() - began
+    report = running.report
+    expected = share(naps.slept - slept, report)
+    assert expected > 0.1
+    assert report.causes["checkpoint"].fraction == pytest.approx(expected, abs=0.02)
+
+
+def test_time_after_last_step_is_in_the_run_line(capfd: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+    with tokenfeed.watch() as running:
+        train(model, 10)
+        model.eval()
+        time.sleep(0.2)
+        model.train()
+        time.sleep(0.1)
+    times = running.report.run
+    assert times.after == pytest.approx(0.3, abs=0.1)
+    assert times.after_by_cause["evaluation"] == pytest.approx(0.2, abs=0.08)
+    assert times.before + times.warmup + running.report.seconds + times.after == pytest.approx(
+        times.total, abs=0.01
+    )
+    assert "after the last (evaluation 0.2)" in capfd.readouterr().err
+
+
+def test_training_in_another_thread_is_measured() -> None:
+    def loop() -> None:
+        worker = threading.Thread(target=train, args=(Model(), 20))
+        worker.start()
+        model = Model()
+        while worker.is_alive():
+            model.eval()  # of the main thread: no evaluation of the training
+            model.train()
+        worker.join()
+
+    run = counted(loop)
+    assert run.steps == 20
+    assert run.report.causes["evaluation"].seconds == 0
+
+
+def test_hooks_do_nothing_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tokenfeed.watch() as running:
+        train(Model(), 10)
+        monkeypatch.setattr(running, "pid", -1)  # as a fork of this process sees it
+        train(Model(), 10)
+        torch.save({}, io.BytesIO())
+        monkeypatch.undo()
+    assert running.run.steps == 10
+
+
+def test_loop_without_step_names_what_was_seen(capfd: pytest.CaptureFixture[str]) -> None:
+    with tokenfeed.watch() as running:
+        model = Model()
+        for batch in DataLoader(Items(8), batch_size=4):
+            model(batch).backward()
+    assert running.report is None
+    found = capfd.readouterr().err
+    assert "verdict  NOT MEASURED" in found
+    assert "0 optimizer steps, 2 backward passes, 1 DataLoader in this process" in found
+
+
+def test_next_step_names_setting_and_line(capfd: pytest.CaptureFixture[str]) -> None:
+    model = Model(0.002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    eval_interval = 4
+
+    def validate() -> None:
+        model.eval()
+        time.sleep(0.05)
+        model.train()
+
+    with tokenfeed.watch():
+        for number in range(30):
+            model(torch.ones(4, 8)).backward()
+            optimizer.step()
+            if number % eval_interval == 0:
+                validate()
+    line = validate.__code__.co_firstlineno + 9
+    found = capfd.readouterr().err
+    assert f"raise `eval_interval` (test_watch.py:{line})" in found
+
+
+def test_steps_limit_ends_the_cost_and_prints_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    before, model = state(), Model()
+    with Watch(steps=(10, 20)) as running:
+        train(model, 20)
+        assert state() == before
+        found = capfd.readouterr().err
+        train(model, 20)
+    assert "10 measured steps" in found
+    assert running.report.steps == 10
+    assert capfd.readouterr().err == ""
+
+
+def test_snapshot_tells_that_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SNAPSHOT_S", 0.0)
+    with tokenfeed.watch(tmp_path):
+        train(Model(), 10)
+        text = (tmp_path / "report.json").read_text()
+        assert '"finished": false' in text
+    assert '"finished": true' in (tmp_path / "report.json").read_text()
+    assert (tmp_path / "report.html").exists()
+
+
+def test_nothing_is_written_without_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with tokenfeed.watch():
+        train(Model(), 10)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_mapping_batches_count_tokens() -> None:
+    class Rows(IterableDataset[Mapping[str, torch.Tensor]]):
+        def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
+            while True:
+                mask = torch.ones(4, 8, dtype=torch.long)
+                mask[:, 6:] = 0
+                yield {"input_ids": torch.ones(4, 8), "attention_mask": mask}
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tokenfeed.watch() as running:
+        for number, batch in enumerate(DataLoader(Rows(), batch_size=None)):
+            model(batch["input_ids"]).backward()
+            optimizer.step()
+            if number == 20:
+                break
+    assert running.report.padding == pytest.approx(0.25)

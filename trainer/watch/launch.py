@@ -1,0 +1,129 @@
+"""Run a script or a module as `python` does, in this process.
+
+The script gets a `__main__` module of its own, which stays in place at the end: exit functions,
+threads and pickles need it.
+"""
+
+import os
+import runpy
+import sys
+import threading
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.watch.watch import Watch
+
+_LAUNCHERS = {
+    "torchrun": "torchrun",
+    "accelerate": "accelerate launch",
+    "deepspeed": "deepspeed --module",
+    "srun": "srun python",
+    "mpirun": "mpirun python",
+}
+"""Programs that start other processes, and the command that starts Python's `-m` with them."""
+_LAUNCHER_MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun"}
+
+
+def run_watched(words: list[str], running: Watch) -> int | str | None:
+    """Run a script, or a module behind `-m`, and return the exit code of the process.
+
+    Args:
+        words: The script or `-m MODULE`, and its arguments.
+        running: A watch to run it under.
+
+    Raises:
+        ConfigError: The words are another launcher, or name no file.
+    """
+    check_words(words)
+    code: int | str | None = None
+    end = ""
+    running.start()
+    try:
+        _run_module(words[1:]) if words[0] == "-m" else _run_script(words)
+    except SystemExit as exit_:
+        code = exit_.code
+        end = f"sys.exit({code!r})" if code else ""
+    except KeyboardInterrupt:
+        end = "KeyboardInterrupt"
+        raise
+    except BaseException as error:
+        end, code = type(error).__name__, 1
+        error.__traceback__ = _own_part(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        if end != "KeyboardInterrupt":
+            _wait_for(running.thread)
+        running.finish(end)
+    exit_code: int | str | None = running.exit_code(code)
+    return exit_code
+
+
+def check_words(words: list[str]) -> None:
+    """Reject a launcher and a script that is not a file."""
+    name = os.path.basename(words[0])
+    if name == "-m":
+        if len(words) < 2:
+            raise ConfigError("`-m`: expected the name of a module.")
+        name = _LAUNCHER_MODULES.get(words[1], "")
+        name = "accelerate" if words[1].startswith("accelerate.") else name
+        words = words[1:]
+    elif name.startswith("python") and not name.endswith(".py"):
+        rest = " ".join(words[1:])
+        raise ConfigError(f"`{words[0]}`: leave it out. Run `tokenfeed stall {rest}`.")
+    if name in _LAUNCHERS:
+        own = [each for each in words[1:] if each not in ("launch", "--module")]
+        is_start = [each.endswith(".py") or each == "-m" for each in own]
+        at = is_start.index(True) if True in is_start else len(own)
+        parts = [_LAUNCHERS[name], *own[:at], "-m tokenfeed stall", *own[at:]]
+        raise ConfigError(
+            f"`{name}` starts other processes, which would not be measured. "
+            f"Run `{' '.join(parts)}`."
+        )
+    if words[0] != "-m" and not name and "." in words[0]:
+        return
+    if words[0] != "-m" and name and not Path(words[0]).is_file():
+        raise ConfigError(f"{words[0]}: no such file. Expected a Python script, or `-m MODULE`.")
+
+
+def _run_script(words: list[str]) -> None:
+    path = os.path.abspath(words[0])
+    main = _begin(os.path.dirname(os.path.realpath(path)))
+    loader = SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __loader__=loader, __cached__=None)
+    sys.argv = [*words]
+    exec(loader.source_to_code(Path(path).read_bytes(), path), main.__dict__)
+
+
+def _run_module(words: list[str]) -> None:
+    _begin(os.getcwd())
+    sys.argv = [*words]
+    runpy._run_module_as_main(words[0], alter_argv=True)  # type: ignore[attr-defined]
+
+
+def _begin(folder: str) -> ModuleType:
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+    return main
+
+
+def _wait_for(thread: int | None) -> None:
+    """Wait for the thread that trains, as Python does when the main thread has ended."""
+    for each in threading.enumerate():
+        if each.ident == thread and not each.daemon and each is not threading.current_thread():
+            each.join()
+
+
+def _own_part(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of the launch."""
+    while trace is not None and _is_launch(trace):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_launch(trace: TracebackType) -> bool:
+    file = trace.tb_frame.f_code.co_filename
+    return file == __file__ or file.endswith("runpy.py") or file.startswith("<frozen runpy")

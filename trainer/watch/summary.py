@@ -1,0 +1,376 @@
+"""The result of a watch: lines of text on stderr, and report.json with the page."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenfeed.pipeline.feeding.placement import usable_cores
+from tokenfeed.pipeline.text import count_of, facts
+from tokenfeed.trainer.config.run_config import PAGE_FILE
+from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.stall_report import (
+    RunTimes,
+    StallReport,
+    advice,
+    gain_words,
+    short,
+    stall_facts,
+    verdict_facts,
+)
+from tokenfeed.trainer.stall.verdict import conclude
+from tokenfeed.trainer.watch.lines import Line
+from tokenfeed.trainer.watch.places import FRAMEWORKS, Place, Site, interval_of
+from tokenfeed.trainer.watch.ranks import RankFiles
+
+_WAIT_S, _WAIT_AFTER_ERROR_S = 5.0, 1.0
+"""How long rank 0 waits for the readings of other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """A DataLoader of the script, and where it was made."""
+
+    site: Site
+    name: str
+    num_workers: int
+    batch_size: int | None
+
+
+@dataclass(slots=True)
+class Run:
+    """What the hooks saw in one process. Times are those of the host."""
+
+    place: tuple[int, int] | None = None
+    began: float = field(default_factory=time.perf_counter)
+    first: float = 0.0
+    """When the first step ended."""
+    last: float = 0.0
+    ended: float = 0.0
+    end: str = ""
+    """What ended the script early; empty if it came to its end."""
+    fault: str = ""
+    """The error of a hook, which ended the watch."""
+    steps: int = 0
+    skipped: int = 0
+    backwards: int = 0
+    by_optimizer: bool = False
+    """Whether steps are those of an optimizer, not backward passes."""
+    optimizers: list[str] = field(default_factory=list)
+    leader: int = 0
+    """Index of the optimizer whose steps count."""
+    loaders: dict[int, Loader] = field(default_factory=dict)
+    """The loaders of the script, by the id of their data set."""
+    loader: Loader | None = None
+    """The loader of the training batches."""
+    children: int = 0
+    """Processes that `mp.spawn` started."""
+    parts: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by cause since the latest step."""
+    sites: dict[Cause, defaultdict[Site, float]] = field(default_factory=dict)
+    """Seconds by cause and by source line, since the first step."""
+    data_seconds: float = 0.0
+    lines: list[Line] = field(default_factory=list)
+    ideal_marks: list[tuple[float, float, float]] = field(default_factory=list)
+    ideal_steps: int = 0
+    missing: list[int] = field(default_factory=list)
+    """Ranks that left no reading."""
+    report: Any = None
+
+    def spent(self, cause: Cause, seconds: float, site: Site | None) -> None:
+        """Count a block of time."""
+        self.parts[cause] += seconds
+        self.data_seconds += seconds if cause == "data" else 0.0
+        if site is not None and site.places:
+            self.sites.setdefault(cause, defaultdict(float))[site] += seconds
+
+    def end_step(self, now: float) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.last = now
+        if self.steps == 1:
+            self.first = now
+            self.sites.clear()
+        self.parts.clear()
+
+    def restart(self) -> None:
+        """Count steps anew."""
+        self.steps = self.skipped = 0
+
+    def times(self, measured: float) -> RunTimes:
+        """Return the parts of the whole run."""
+        now = self.ended or time.perf_counter()
+        before, steps = self.first - self.began, self.last - self.first
+        return RunTimes(
+            total=now - self.began,
+            before=before,
+            warmup=max(0.0, steps - measured),
+            after=now - self.last,
+            after_by_cause=dict(self.parts),
+            finished=bool(self.ended),
+        )
+
+    def step_words(self) -> str:
+        """Describe what a step is."""
+        if not self.by_optimizer:
+            return f"{self.steps:,} steps, which are backward passes: no optimizer of torch stepped"
+        text = f"{count_of(self.steps, 'step')} of {self.optimizers[self.leader]}"
+        if len(self.optimizers) > 1:
+            text += f", number {self.leader + 1} of {len(self.optimizers)} optimizers"
+        if self.skipped:
+            text += f"; the scaler skipped {self.skipped:,} of them"
+        return text
+
+    def unseen_words(self, has_torch: bool) -> str:
+        """Explain why there is no step."""
+        if not has_torch:
+            return "the script did not import torch"
+        seen = ", ".join(
+            count_of(number, noun, plural)
+            for number, noun, plural in (
+                (len(self.optimizers), "optimizer step", ""),
+                (self.backwards, "backward pass", "backward passes"),
+                (len(self.loaders), "DataLoader", ""),
+            )
+        )
+        if self.children:
+            return f"{seen} in this process; {self.children} processes of `mp.spawn` were measured"
+        return f"{seen} in this process. Does a process that it started train?"
+
+    def missing_words(self) -> str:
+        """Name the ranks that left no reading."""
+        if not self.missing:
+            return ""
+        ranks = ", ".join(map(str, self.missing))
+        return (
+            f"ranks {ranks} left no reading. Start all of them by "
+            "`torchrun ... -m tokenfeed stall ...`"
+        )
+
+    def line_words(self) -> str:
+        """Describe host code that no hook sees."""
+        found = []
+        for line in self.lines:
+            calls = f" in {line.calls}()" if line.calls else ""
+            share = "" if line.share is None else f" {line.share:.1%} ±{line.error:.1%}"
+            found.append(f"{Place(line.file, line.line)}{calls}{share}")
+        if found and self.lines[0].share is None:
+            found[-1] += " (shares of lines need Python 3.12)"
+        return "\n".join(found)
+
+    def ideal_words(self) -> str:
+        """Compare steps with the loader and steps with replayed batches."""
+        if not self.ideal_steps:
+            return ""
+        if not self.data_seconds:
+            return "no batch of a DataLoader was seen, so none was replayed"
+        seconds = []
+        for (began, known, data), (ended, known_later, data_later) in (
+            self.ideal_marks[:2],
+            self.ideal_marks[2:],
+        ):
+            others = (known_later - known) - (data_later - data)
+            seconds.append((ended - began - others) / self.ideal_steps)
+        with_loader, replayed = seconds
+        gain = gain_words(max(0.0, with_loader / replayed - 1)).removeprefix("up to ")
+        return (
+            f"{short(with_loader)} a step with the loader, {short(replayed)} with batches that are "
+            f"ready: {gain}"
+        )
+
+    def remedies(self, report: StallReport) -> dict[str, str]:
+        """Return what to change, with the settings and lines of this script."""
+        found = {"other": "do less between the steps"}
+        for cause, verb in _VERBS.items():
+            if sites := self.sites.get(cause):
+                site = max(sites, key=lambda each: sites[each])
+                found[cause] = _remedy(cause, verb, site)
+        if self.loader is not None and report.steps:
+            waiting = report.causes["data"].fraction
+            found["data"] = _loader_remedy(self.loader, waiting)
+        if self.lines:
+            first = Place(self.lines[0].file, self.lines[0].line)
+            found["other"] = f"look at {first}, or let a worker do what it does"
+        return found
+
+
+_VERBS: dict[Cause, str] = {
+    "evaluation": "evaluate less often",
+    "checkpoint": "save less often, or in the background",
+    "log": "log less often",
+}
+_SPARE = 1.1
+"""Workers to advise, divided by the workers that would just keep up."""
+
+
+def _remedy(cause: Cause, verb: str, site: Site) -> str:
+    """Return which setting to change, and at which line."""
+    line = site.places[0]
+    if site.framework:
+        return f"{FRAMEWORKS[site.framework][cause]} ({site.places[-1]})"
+    if (found := interval_of(site.places)) is None:
+        return f"{verb} ({line})"
+    setting, line = found
+    if setting.isdigit():
+        return f"{verb} than every {setting} steps ({line})" if verb.endswith("often") else ""
+    return f"raise `{setting}` ({line})"
+
+
+def _loader_remedy(loader: Loader, waiting: float) -> str:
+    """Return how many workers would keep up.
+
+    Example: without workers, a loader takes 91 % of a loop's time. Each batch then trains for the
+    other 9 %, so 91 / 9 = 10.1 workers would just keep up, and 12 are advised.
+    """
+    busy = loader.num_workers or waiting
+    needed = math.ceil(_SPARE * busy / max(1e-9, 1 - waiting))
+    needed, cores = max(loader.num_workers + 1, needed), usable_cores()
+    if loader.site.framework and "data" in FRAMEWORKS[loader.site.framework]:
+        text = FRAMEWORKS[loader.site.framework]["data"].replace("raise", "set")
+        text += f" to {needed}"
+    else:
+        text = f"set `num_workers={needed}`"
+    place = f" ({loader.site.places[0]})" if loader.site.places else ""
+    text += f" in your {loader.name}{place}" if not loader.site.framework else place
+    return text + f", and make items cheaper: there are {cores} cores" * (needed > cores)
+
+
+class Summary:
+    """Reports a run: prints it on rank 0, and writes it to a folder.
+
+    Args:
+        run: What the hooks saw.
+        out: Folder of the report; None to write nothing.
+        fail_above: Share of stall from which `exit_code` returns 3.
+    """
+
+    def __init__(self, run: Run, out: Path | None, fail_above: float | None) -> None:
+        self._run, self._out, self._fail_above = run, out, fail_above
+        self._rank, self._size = 0, 1
+        self._files: RankFiles | None = None
+        self._is_launched = run.place is not None or "WORLD_SIZE" in os.environ
+        self._has_torch = self._has_said = False
+
+    def begin(self, torch: Any) -> None:
+        """Find out the rank of this process, at its first step."""
+        self._rank, self._size = self._run.place or (0, 1)
+        group = torch.distributed
+        if group.is_available() and group.is_initialized():
+            self._rank, self._size = group.get_rank(), group.get_world_size()
+        elif self._run.place is None:
+            self._rank = int(os.environ.get("RANK", 0))
+            self._size = int(os.environ.get("WORLD_SIZE", 1))
+        if self._size > 1:
+            self._files = RankFiles(self._rank, self._size, os.environ)
+
+    def write_snapshot(self, meter: Any) -> None:
+        """Write report.json of a run that still goes on."""
+        self._write(self._read(meter))
+
+    def close(self, meter: Any, has_torch: bool, can_wait: bool) -> None:
+        """Write and print the report. Nothing here may raise.
+
+        Args:
+            meter: The meter; None if no step was seen.
+            has_torch: Whether the script imported torch.
+            can_wait: Whether `say` is called if a signal ends the process while this waits for
+                other ranks. Otherwise this prints the report of this rank before it waits.
+        """
+        self._has_torch = has_torch
+        try:
+            self._close(meter, can_wait)
+        except Exception as error:
+            self._run.fault = self._run.fault or f"{type(error).__name__}: {error}"
+            self.say()
+
+    def exit_code(self, code: Any) -> Any:
+        """Return the exit code of the process, for the one of the script."""
+        report, limit = self._run.report, self._fail_above
+        is_above = limit is not None and report is not None and (report.stall or 0.0) > limit
+        return _ABOVE if is_above and code in (None, 0) and self._prints else code
+
+    def say(self) -> None:
+        """Print the report, once."""
+        if self._has_said or not self._prints:
+            return
+        self._has_said = True
+        with contextlib.suppress(Exception):  # stderr may be closed
+            sys.stderr.write(self._text() + "\n")
+            sys.stderr.flush()
+
+    @property
+    def _prints(self) -> bool:
+        return self._files.is_leader if self._files else self._rank == 0
+
+    def _close(self, meter: Any, can_wait: bool) -> None:
+        if meter is None:
+            return self.say()
+        run = self._run
+        run.report = run.report or self._read(meter)  # an ideal loader ends the measured steps
+        self._write(run.report)
+        if self._files is None:
+            return self.say()
+        if not can_wait:
+            self.say()
+        files, seconds = self._files, _WAIT_S if can_wait else _WAIT_AFTER_ERROR_S
+        meter.gather(lambda numbers: self._exchange(files, numbers, seconds))
+        if self._prints:
+            run.report = self._read(meter)
+            self._write(run.report)
+        return self.say()
+
+    def _exchange(
+        self, files: RankFiles, numbers: list[float], seconds: float
+    ) -> list[list[float]]:
+        files.write(numbers)
+        if not files.is_leader:
+            return [numbers]
+        found = files.read(seconds if self._is_launched else 0.0)
+        missing = [rank for rank in files.ranks if rank not in found]
+        self._run.missing = missing
+        return [found.get(rank, [0.0] * len(numbers)) for rank in files.ranks]
+
+    def _read(self, meter: Any) -> StallReport:
+        report: StallReport = meter.report()
+        report = dataclasses.replace(report, run=self._run.times(report.seconds))
+        return conclude(report, self._run.remedies(report))
+
+    def _write(self, report: StallReport) -> None:
+        if self._out is None:
+            return
+        folder = self._out if self._prints else self._out / f"rank{self._rank}"
+        try:
+            report.write(folder)
+        except OSError as error:
+            self._run.fault = self._run.fault or f"{folder}: {error.strerror}"
+
+    def _text(self) -> str:
+        run = self._run
+        if run.report is None:
+            text = {"verdict": "NOT MEASURED", "reason": run.unseen_words(self._has_torch)}
+            return facts(text | {"watch": run.fault and f"ended by {run.fault}"})
+        folder = self._out
+        return facts(
+            {
+                **verdict_facts(run.report),
+                **stall_facts(run.report),
+                "advice": advice(run.report),
+                "missing": run.missing_words(),
+                "steps": run.step_words(),
+                "lines": run.line_words(),
+                "ideal": run.ideal_words(),
+                "end": run.end,
+                "watch": run.fault and f"ended at step {run.steps} by {run.fault}",
+                "page": str(folder / PAGE_FILE) if folder else "",
+            }
+        )
+
+
+_ABOVE = 3
+"""Exit code if the stall is above the limit."""

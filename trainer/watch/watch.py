@@ -1,0 +1,462 @@
+"""Hooks of torch that drive a StallMeter, for a training loop that is not ours.
+
+Rules of all hooks: they attach nothing to objects of the user, since models are pickled whole. They
+never raise: the first fault ends the watch. They do nothing in another process or thread. At the
+end, everything is restored.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.meter import WARMUP_STEPS, StallMeter
+from tokenfeed.trainer.watch.lines import HostLines
+from tokenfeed.trainer.watch.patches import CALLS, Finder, Patches
+from tokenfeed.trainer.watch.places import Site, site_of
+from tokenfeed.trainer.watch.summary import Loader, Run, Summary
+from tokenfeed.trainer.watch.termination import Termination
+
+_BACKWARDS = 16
+"""Backward passes without an optimizer of torch, from which on each one counts as a step."""
+_SNAPSHOT_S = 60.0
+_KEPT_BATCHES = 8
+"""Batches that an ideal loader replays."""
+_OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def _guarded(hook: Hook) -> Hook:
+    """Do nothing in another process or thread, and end the watch at the first fault."""
+
+    @functools.wraps(hook)
+    def run(self: "Watch", *args: Any) -> Any:
+        # torch.compile may trace this. It must end here, before it calls anything else.
+        if self.torch is None or self.torch.compiler.is_compiling() or not self.is_on:
+            return None
+        if self.pid != os.getpid() or self.thread not in (None, threading.get_ident()):
+            return None
+        try:
+            return hook(self, *args)
+        except Exception as error:
+            self.is_on = False
+            self.run.fault = f"{type(error).__name__}: {error}"
+            return None
+
+    return run  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """A block of time that belongs to a cause."""
+
+    cause: Cause
+    meter: Any
+    outer: Any
+    began: float
+    site: Site | None
+
+
+class Watch:
+    """Measures the training loop that runs in this process, between `start` and `finish`.
+
+    Args:
+        out: Folder for the report, with a snapshot each minute. None writes nothing.
+        steps: Measure the steps after the first of these numbers, up to the second, and stop then.
+        ideal_steps: Train this number of steps, then as many on replayed batches, and end the
+            process.
+        place: Rank and number of ranks of a child process; None to find them out.
+        fail_above: Share of stall from which the exit code is 3 instead of 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        out: Path | None = None,
+        steps: tuple[int, int] | None = None,
+        ideal_steps: int = 0,
+        place: tuple[int, int] | None = None,
+        fail_above: float | None = None,
+    ) -> None:
+        self.pid, self.is_on = os.getpid(), True
+        self.thread: int | None = None
+        """The thread that trains, from its first step on."""
+        self.torch: Any = None
+        self.run = Run(place=place)
+        self._summary = Summary(self.run, out, fail_above)
+        self._limits, self._ideal, self._out, self._place = steps, ideal_steps, out, place
+        self._patches, self._is_finished = Patches(), False
+        self._termination: Termination | None = None
+        self._meter: Any = None
+        self._inside: _Block | None = None
+        self._evaluation: _Block | None = None
+        self._known = 0.0
+        """Seconds in blocks so far."""
+        self._in_mode = False
+        self._leader: Any = None
+        self._since_leader: Counter[int] = Counter()
+        self._trained: dict[int, set[int]] = {}
+        """Ids of the parameters of each optimizer."""
+        self._calls_since_update = self._backwards = self._tokens = self._slots = 0
+        self._training: Any = None
+        """The data set of the training batches."""
+        self._kept: list[Any] = []
+        self._lines: HostLines | None = None
+        self._next_snapshot = 0.0
+
+    def __enter__(self) -> "Watch":
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish(kind.__name__ if kind else "")
+
+    @property
+    def report(self) -> Any:
+        """The StallReport at the end; None if no step was measured."""
+        return self.run.report
+
+    def start(self) -> None:
+        """Install the hooks. Hooks of torch follow once the script imports torch."""
+        finder = Finder(["torch", *{call.module for call in CALLS}], self._imported)
+        sys.meta_path.insert(0, finder)
+        self._patches.at_end(lambda: sys.meta_path.remove(finder))
+        for name in ["torch", *{call.module for call in CALLS}]:
+            if module := sys.modules.get(name):
+                self._imported(module)
+        leave = os._exit
+
+        def exit_now(code: int) -> None:
+            self.finish("os._exit")
+            leave(self.exit_code(code))
+
+        self._patches.replace(os, "_exit", exit_now)
+        self._termination = Termination.install(self._terminated)
+
+    def finish(self, end: str = "") -> None:
+        """Restore everything, and report. `end` is what ended the script early."""
+        if self._is_finished or self.pid != os.getpid():
+            return
+        self._is_finished, self.is_on = True, False
+        run, patched = self.run, self._patches
+        run.end, run.ended = end, time.perf_counter()
+        with contextlib.suppress(Exception):
+            if self._lines is not None:
+                self._lines.close()
+                run.lines = self._lines.lines()
+        patched.restore()
+        is_safe = not end and self._termination is not None and self._termination.is_ours
+        self._summary.close(self._meter, self.torch is not None, is_safe)
+        if self._meter is not None:
+            self._meter.close()
+        if self._termination is not None:
+            self._termination.close()
+
+    def exit_code(self, code: Any) -> Any:
+        """Return the exit code of the process, for the one of the script."""
+        return self._summary.exit_code(code)
+
+    def _terminated(self) -> None:
+        self.finish("SIGTERM")
+        self._summary.say()  # if it waits for other ranks
+
+    def _imported(self, module: ModuleType) -> None:
+        """Patch a module whose code has run."""
+        try:
+            if module.__name__ == "torch":
+                self._attach(module)
+            for call in CALLS:
+                if call.module == module.__name__:
+                    self._patches.wrap(module, call, self._charged)
+        except Exception as error:
+            self.is_on, self.run.fault = False, f"{type(error).__name__}: {error}"
+
+    def _attach(self, torch: Any) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.utils.data import dataloader
+
+        spawning = sys.modules["torch.multiprocessing.spawn"]  # `spawn` of its parent is a function
+        self.torch, watch, patched = torch, self, self._patches
+        fetch, make = dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader.__init__
+        train, update = torch.nn.Module.train, torch.amp.GradScaler.update
+        backward, start = torch.autograd.backward, spawning.start_processes
+
+        @functools.wraps(fetch)
+        def next_batch(iterator: Any) -> Any:
+            if (kept := watch._before_fetch(iterator)) is not None:
+                return kept
+            block = watch.enter("data")
+            try:
+                batch = fetch(iterator)
+            finally:
+                watch.leave(block)
+            watch._fetched(block, iterator, batch)
+            return batch
+
+        @functools.wraps(make)
+        def make_loader(loader: Any, *args: Any, **kwargs: Any) -> None:
+            make(loader, *args, **kwargs)
+            watch._made_loader(loader)
+
+        @functools.wraps(train)
+        def set_mode(module: Any, mode: bool = True) -> Any:
+            is_outermost, watch._in_mode = not watch._in_mode, True
+            try:
+                return train(module, mode)
+            finally:
+                if is_outermost:
+                    watch._in_mode = False
+                    watch._mode_changed(module, mode)
+
+        @functools.wraps(update)
+        def update_scale(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            update(scaler, *args, **kwargs)
+            watch._scaled(scaler)
+
+        @functools.wraps(backward)
+        def count_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            backward(tensors, *args, **kwargs)
+            watch._after_backward(tensors)
+
+        @functools.wraps(start)
+        def start_processes(
+            fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **given: Any
+        ) -> Any:
+            if watch.is_on and watch.pid == os.getpid():
+                watch.run.children += nprocs
+                fn = _Child(fn, nprocs, watch._out, watch._limits)
+            return start(fn, args, nprocs, *more, **given)
+
+        patched.at_end(register_optimizer_step_post_hook(self._after_optimizer).remove)
+        patched.replace(dataloader._BaseDataLoaderIter, "__next__", next_batch)
+        patched.replace(dataloader.DataLoader, "__init__", make_loader)
+        begin = self._charged(dataloader.DataLoader.__iter__, "data")  # starts workers
+        patched.replace(dataloader.DataLoader, "__iter__", begin)
+        patched.replace(torch.nn.Module, "train", set_mode)
+        patched.replace(torch.amp.GradScaler, "update", update_scale)
+        patched.replace(torch.autograd, "backward", count_backward)
+        patched.replace(spawning, "start_processes", start_processes)
+        patched.replace(torch.multiprocessing, "start_processes", start_processes)
+
+    def _charged(self, call: Callable[..., Any], cause: Cause) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if cause == "checkpoint" and self._ideal:
+                return None  # the run is thrown away
+            block = self.enter(cause)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.leave(block)
+
+        return run
+
+    @_guarded
+    def enter(self, cause: Cause) -> "_Block | None":
+        """Begin a block. The outermost one counts: what an evaluation fetches is evaluation."""
+        if self._inside is not None:
+            return None
+        site = None if cause == "data" else site_of(sys._getframe(2))
+        meter = self._meter
+        outer = meter.enter(cause) if meter is not None else None
+        self._inside = _Block(cause, meter, outer, time.perf_counter(), site)
+        return self._inside
+
+    @_guarded
+    def leave(self, block: "_Block | None") -> None:
+        """End a block. Pass the result of `enter`."""
+        if block is None or self._inside is not block:
+            return
+        self._inside = None
+        if block.meter is not None and block.meter is self._meter:
+            block.meter.leave(block.outer)
+        seconds = time.perf_counter() - block.began
+        self._known += seconds
+        self.run.spent(block.cause, seconds, block.site)
+
+    @_guarded
+    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._calls_since_update += 1
+        if id(optimizer) not in self._trained:
+            groups = optimizer.param_groups
+            self._trained[id(optimizer)] = {id(p) for group in groups for p in group["params"]}
+            self.run.optimizers.append(type(optimizer).__name__)
+        if self._meter is None or not self.run.by_optimizer:  # it counted backward passes so far
+            self._begin(next(p for group in optimizer.param_groups for p in group["params"]).device)
+            self.run.by_optimizer = True
+        # A step is a step of one optimizer, the leader: no other one steps twice between its steps.
+        self._since_leader[id(optimizer)] += 1
+        leader = self._leader() if self._leader is not None else None
+        if leader is None or (optimizer is not leader and self._since_leader[id(optimizer)] > 1):
+            self._leader, leader = weakref.ref(optimizer), optimizer
+            self.run.leader = [*self._trained].index(id(optimizer))
+        if optimizer is leader:
+            self._since_leader.clear()
+            self._end_step()
+
+    @_guarded
+    def _scaled(self, scaler: Any) -> None:
+        """Count a step that the scaler skipped, because a gradient was infinite."""
+        if scaler.is_enabled() and not self._calls_since_update and self._meter is not None:
+            self.run.skipped += 1
+            self._end_step()
+        self._calls_since_update = 0
+
+    @_guarded
+    def _after_backward(self, tensors: Any) -> None:
+        """Count a backward pass as a step, if no optimizer of torch was seen in many of them."""
+        self._backwards += 1
+        self.run.backwards += 1
+        if self.run.by_optimizer or self._backwards <= _BACKWARDS:
+            return
+        if self._meter is None:
+            self._begin((tensors if hasattr(tensors, "device") else tensors[0]).device)
+        self._end_step()
+
+    @_guarded
+    def _mode_changed(self, module: Any, mode: bool) -> None:
+        """Begin an evaluation at `eval()` of a trained module, and end it at `train()`."""
+        if self._inside is not (self._evaluation if mode else None):
+            return
+        held = {id(p) for p in module.parameters()}
+        trained = self._trained.values()
+        if trained and not any(2 * len(held & ids) > len(ids) for ids in trained):
+            return  # a teacher, a metric, or a frozen part of the model
+        if mode:
+            self.leave(self._evaluation)
+        else:
+            self._evaluation = self.enter("evaluation")
+
+    @_guarded
+    def _made_loader(self, loader: Any) -> None:
+        site = site_of(sys._getframe(2))
+        self.run.loaders[id(loader.dataset)] = Loader(
+            site, type(loader).__name__, loader.num_workers, loader.batch_size
+        )
+
+    @_guarded
+    def _before_fetch(self, iterator: Any) -> Any:
+        """End an evaluation of a loop that never calls `train()`. Return a batch to replay."""
+        source = getattr(iterator, "_dataset", None)
+        if self._evaluation is not None and self._inside is self._evaluation:
+            if source is not self._training:
+                return None
+            self.leave(self._evaluation)
+        is_replayed = self._ideal and self._kept and self.run.steps >= self._warmup + self._ideal
+        if not is_replayed or self._inside is not None or source is not self._training:
+            return None
+        return self._kept[self.run.steps % len(self._kept)]
+
+    @_guarded
+    def _fetched(self, block: "_Block | None", iterator: Any, batch: Any) -> None:
+        if block is None:
+            return
+        source = getattr(iterator, "_dataset", None)
+        if self._meter is None:
+            return
+        if self._training is None:
+            self._training = source
+            self.run.loader = self.run.loaders.get(id(source))
+        rows = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(rows, self.torch.Tensor):
+            mask = batch.get("attention_mask")
+            is_known = isinstance(mask, self.torch.Tensor) and mask.device.type == "cpu"
+            self._slots += rows.numel()
+            self._tokens += int(mask.count_nonzero()) if is_known else rows.numel()
+        if self._ideal and source is self._training:
+            kept = type(batch)(batch) if isinstance(batch, dict | list) else batch
+            self._kept = [*self._kept, kept][-_KEPT_BATCHES:]
+
+    @property
+    def _warmup(self) -> int:
+        return max(1, self._limits[0]) if self._limits is not None else WARMUP_STEPS
+
+    def _begin(self, device: Any) -> None:
+        if self._meter is not None:
+            self._meter.close()
+            self.run.restart()
+        self.thread = threading.get_ident()
+        self._meter = StallMeter(device, skipped_steps=self._warmup)
+        self._summary.begin(self.torch)
+        if self._lines is not None:
+            self._lines.close()
+        self._lines = HostLines(
+            self.thread, lambda: self._inside is not None, lambda: self._known, _OWN
+        )
+        self._next_snapshot = time.perf_counter() + _SNAPSHOT_S
+
+    def _end_step(self) -> None:
+        if self._inside is not None:
+            self.leave(self._inside)
+        self._meter.step(self._tokens, max(self._tokens, self._slots))
+        self._tokens = self._slots = 0
+        run, now = self.run, time.perf_counter()
+        run.end_step(now)
+        if self._lines is not None:
+            self._lines.end_step()
+        if self._out is not None and now > self._next_snapshot:
+            self._next_snapshot = now + _SNAPSHOT_S
+            self._summary.write_snapshot(self._meter)
+        if self._limits is not None and run.steps >= self._limits[1]:
+            self.finish(f"step {run.steps}")
+        elif self._ideal:
+            self._end_ideal_step(run)
+
+    def _end_ideal_step(self, run: Run) -> None:
+        """Time steps with the loader, then as many with replayed batches, and end the process."""
+        begin, middle = self._warmup, self._warmup + self._ideal
+        end = middle + self._warmup + self._ideal
+        if run.steps in (begin, middle, middle + self._warmup, end):
+            if self.torch.cuda.is_initialized():
+                self.torch.cuda.synchronize()
+            run.ideal_marks.append((time.perf_counter(), self._known, run.data_seconds))
+        if run.steps == middle:
+            run.report = self._meter.report()
+        if run.steps == end:
+            run.ideal_steps = self._ideal
+            self.finish("the last replayed step")
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(self.exit_code(0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A function that a child process of `mp.spawn` runs, watched. It can be pickled."""
+
+    function: Callable[..., Any]
+    count: int
+    out: Path | None
+    steps: tuple[int, int] | None
+
+    def __call__(self, index: int, *args: Any) -> Any:
+        with Watch(out=self.out, steps=self.steps, place=(index, self.count)):
+            return self.function(index, *args)
+
+
+@contextlib.contextmanager
+def watch(out: str | os.PathLike[str] | None = None) -> Iterator[Watch]:
+    """Measure the training loop in a `with` block, and print where its time went.
+
+    Use it in notebooks. `tokenfeed stall train.py` does the same for a script.
+
+    Args:
+        out: Folder for report.json and report.html. None writes nothing.
+
+    Returns:
+        A watch. After the block, its `report` is a StallReport, or None if no step was measured.
+    """
+    with Watch(out=None if out is None else Path(out)) as running:
+        yield running
