@@ -9,13 +9,15 @@ function has its texts in memory, the other one parses JSON while the clock runs
 `datasets.map`: WordPiece (BERT), single digits (SmolLM, StarCoder), cl100k (GPT-4) and
 nanochat's pattern. Each is trained here, or has the merges of one that was.
 
-`adopted`: the loader on adopted files of Megatron, nanoGPT and OLMo, beside its own shards of the
-same rows, on documents and on lines. Repeats are interleaved, and ratios are of the same repeat.
+`tokens`: the command on token files of Megatron, nanoGPT and OLMo, beside zstd level 1 on the same
+bytes with as many processes. The files repeat the rows of the corpus up to four bytes of ids per
+byte of it. Repeats are interleaved, and ratios are of the same repeat.
 
-    python -m benchmarks.open_data [--megabytes 100] [--repeats 5] [--only api adopted families]
+    python -m benchmarks.open_data [--megabytes 100] [--repeats 5] [--only api tokens families]
 """
 
 import argparse
+import gzip
 import json
 import os
 import resource
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -37,21 +40,16 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from benchmarks.pretokenize.__main__ import datasets_map
 from benchmarks.pretokenize.__main__ import pretokenize as run_command
 from benchmarks.protocol import RESULTS, summary, write_result
-from benchmarks.text_loaders.data import CUTS, pretokenize, standard_library, write_json_lines
-from tokenfeed import Packed, Padded, ShardLoader
+from benchmarks.text_loaders.data import pretokenize, standard_library, write_json_lines
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.data_sets.adopt import adopt
 from tokenfeed.tools.data_sets.export import Format, export_data_set
 from tokenfeed.tools.encoding.engine_support import GPT_2, GPT_4, NANOCHAT, split_steps
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 WORKERS = 2
 SECONDS = 2.5
 COMMAND = "command, JSON Lines"
 """Matches between letters, digits and signs. SentencePiece has no piece across such a place."""
-OWN = "own shards"
-TIMES = ("times_command", "times_own", "times_datasets_map")
-BATCHING = {"documents": Packed(2048, 8), "lines": Padded(16_384)}
+TIMES = ("times_command", "times_zstd", "times_datasets_map")
 FILES: dict[Format, str] = {"megatron": "train.bin", "nanogpt": "train.bin", "olmo": "train.npy"}
 
 API = """
@@ -86,7 +84,7 @@ Entry = dict[str, Any]
 
 
 def make_data(folder: Path, megabytes: float) -> None:
-    """Write the corpus in every form, a tokenizer, and shards of documents and of lines."""
+    """Write the corpus in every form, a tokenizer, and files of tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = list(standard_library())
     corpus = folder / "corpus.jsonl"
@@ -96,14 +94,12 @@ def make_data(folder: Path, megabytes: float) -> None:
     write_json_lines(corpus, texts, int(megabytes * 1e6))
     records = [msgspec.json.decode(line) for line in corpus.read_bytes().splitlines()]
     corpus.write_bytes(msgspec.json.Encoder().encode_lines(records))  # the bytes of a copy
-    write_json_lines(folder / "lines.jsonl", list(CUTS["short"](texts)), int(megabytes * 3e5))
-    for name, kind in (("corpus", "documents"), ("lines", "lines")):
-        own = folder / kind / OWN
-        pretokenize(folder / f"{name}.jsonl", own, "--tokenizer", tokenizer)
-        for to, file in FILES.items():
-            export_data_set(str(own), folder / kind / f"{to} files", to)
-            made_by = TextTokenizer.load(tokenizer.read_bytes(), origin=tokenizer)
-            adopt([str(folder / kind / f"{to} files" / file)], str(folder / kind / to), made_by)
+    pretokenize(corpus, folder / "documents", "--tokenizer", tokenizer)
+    for to in FILES:
+        export_data_set(str(folder / "documents"), folder / to, to)
+    ids = np.fromfile(folder / "nanogpt" / FILES["nanogpt"], np.uint16)
+    times = max(int(4e6 * megabytes / ids.nbytes), 1)
+    repeat_files(folder, times)
     script = """
 import sys, datasets
 data = datasets.load_dataset("json", data_files=sys.argv[1], split="train", cache_dir=sys.argv[2])
@@ -213,45 +209,70 @@ def measure_families(folder: Path, repeats: int) -> list[Entry]:
     return results
 
 
-def drained(path: Path, batching: Any) -> float:
-    """M tokens/s of a loader, after its first batch."""
-    loader = ShardLoader(path, batching=batching, num_workers=WORKERS, epochs=None, seed=0)
-    batches = iter(loader)
-    next(batches)
-    started = now = time.perf_counter()
-    tokens = 0
-    while now - started < SECONDS:
-        batch = next(batches)
-        batch["input_ids"], batch["labels"]
-        if batch.get("attention_mask") is None:
-            batch["position_ids"]
-        tokens += batch.num_tokens
-        now = time.perf_counter()
-    return tokens / (now - started) / 1e6
+def repeat_files(folder: Path, times: int) -> None:
+    """Repeat the rows of the token files, with their indexes."""
+    lengths = np.fromfile(folder / "megatron" / "train.idx", "<i4", offset=34)
+    (rows,) = np.fromfile(folder / "megatron" / "train.idx", "<u8", 1, offset=18).tolist()
+    lengths = np.tile(lengths[:rows], times)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    for to, file in FILES.items():
+        ids = (folder / to / file).read_bytes()
+        (folder / to / file).write_bytes(ids * times)
+    head = (folder / "megatron" / "train.idx").read_bytes()[:18]
+    (folder / "megatron" / "train.idx").write_bytes(
+        head
+        + np.array([len(ends), len(ends) + 1], "<u8").tobytes()
+        + lengths.tobytes()
+        + (2 * (ends - lengths)).tobytes()
+        + np.arange(len(ends) + 1, dtype="<i8").tobytes()
+    )
+    pairs = zip((ends - lengths).tolist(), ends.tolist(), strict=True)
+    with gzip.open(folder / "olmo" / "train.csv.gz", "wt", compresslevel=1) as table:
+        table.writelines(f"{begin},{end},{n},corpus,{n}\n" for n, (begin, end) in enumerate(pairs))
 
 
-def measure_adopted(folder: Path, repeats: int) -> list[Entry]:
+COMPRESS = """
+import sys, time, zstandard
+from concurrent.futures import ProcessPoolExecutor
+def part(number):
+    size = len(data := open(sys.argv[1], "rb").read()) // WORKERS + 1
+    data, made = memoryview(data)[number * size : (number + 1) * size], zstandard.ZstdCompressor(1)
+    return sum(len(made.compress(data[at : at + (1 << 20)])) for at in range(0, len(data), 1 << 20))
+if __name__ == "__main__":
+    started = time.perf_counter()
+    with ProcessPoolExecutor(WORKERS) as pool:
+        sum(pool.map(part, range(WORKERS)))
+    print(time.perf_counter() - started)
+""".replace("WORKERS", str(WORKERS))
+"""Prints the seconds in which processes compress a file."""
+
+
+def measure_tokens(folder: Path, repeats: int) -> list[Entry]:
+    script = folder / "compress.py"
+    script.write_text(COMPRESS)
     results = []
-    for kind, batching in BATCHING.items():
-        runs: dict[str, list[float]] = {name: [] for name in (OWN, *FILES)}
+    for to, file in FILES.items():
+        path, ours, bound = folder / to / file, list[float](), list[float]()
         for _ in range(repeats):
-            for name in runs:
-                runs[name].append(drained(folder / kind / name, batching))
-        results += [
-            {
-                "part": "adopted",
-                "case": f"{name}, {kind}",
-                "mtok_s": summary(speeds),
-                "times_own": ratio(speeds, runs[OWN]),
-            }
-            for name, speeds in runs.items()
-        ]
+            command = [sys.executable, str(script), str(path)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            bound.append(path.stat().st_size / 1e6 / float(done.stdout))
+            shutil.rmtree(folder / "copy", ignore_errors=True)
+            started = time.perf_counter()
+            pretokenize(
+                path, folder / "copy", "--task", "ids", "--tokenizer", folder / "trained",
+                "--workers", WORKERS,
+            )  # fmt: skip
+            ours.append(path.stat().st_size / 1e6 / (time.perf_counter() - started))
+        entry: Entry = {"part": "tokens", "case": f"token file, {to}", "mb_per_s": summary(ours)}
+        entry |= {"zstd_mb_per_s": summary(bound), "times_zstd": ratio(ours, bound)}
+        results.append(entry)
     return results
 
 
 def show(results: list[Entry]) -> None:
     columns = ("seconds", "cpu_s", "mtok_s", "mb_per_s")
-    table = Table("case", "seconds", "CPU s", "M tokens/s", "MB/s", "times command, own or map")
+    table = Table("case", "seconds", "CPU s", "M tokens/s", "MB/s", "times command, zstd or map")
     for entry in results:
         middle = {name: f"{x['median']}" for name, x in entry.items() if isinstance(x, dict)}
         (times,) = (entry[name] for name in TIMES if name in entry)
@@ -261,7 +282,7 @@ def show(results: list[Entry]) -> None:
 
 PARTS: dict[str, Callable[[Path, int], list[Entry]]] = {
     "api": measure_api,
-    "adopted": measure_adopted,
+    "tokens": measure_tokens,
     "families": measure_families,
 }
 

@@ -350,7 +350,7 @@ def growing_table(results: list[Entry]) -> list[list[str]]:
 def open_data_table(results: list[Entry]) -> list[list[str]]:
     """What other sources of texts and of tokens cost, beside our own."""
     header = ["compared", "seconds", "M tokens/s", "MB/s", "times"]
-    times = {"api": "times_command", "adopted": "times_own", "families": "times_datasets_map"}
+    times = {"api": "times_command", "tokens": "times_zstd", "families": "times_datasets_map"}
     return [
         header,
         *(

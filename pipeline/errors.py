@@ -104,7 +104,7 @@ def refused(path: str, what: str, cause: Exception) -> ShardFormatError:
         number: int | None = errno.ENOMEM
     else:
         number = cause.errno if isinstance(cause, OSError) else None
-    if number in (None, errno.EINVAL):  # EINVAL: a stitched file
+    if number in (None, errno.EINVAL):  # EINVAL: not a regular file
         return damaged(path, what, cause)
     return ShardFormatError(
         f"{path}: {what}: {os.strerror(number)}. {_REMEDIES.get(number, _DISK)}"

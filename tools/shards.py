@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from tokenfeed.tools.shell.command_line import Subcommand
 
 
+_WITHDRAWN = {
+    "adopt": "`pretokenize FILE... OUT --task ids --tokenizer TOKENIZER` copies the tokens.",
+}
+"""What to do instead of commands that existed before; docs/limits.md lists them."""
+
+
 def main() -> None:
     """Run the command `shards`."""
     run_command(_command)
@@ -27,15 +33,14 @@ def _command() -> int:
         subcommands = import_subcommands()
     return run_subcommand(
         "shards",
-        "Show, check, copy, merge, reduce, split, adopt or export data sets, or show what training "
-        "reads.",
+        "Show, check, copy, merge, reduce, split or export data sets, or show what training reads.",
         subcommands,
+        _WITHDRAWN,
     )
 
 
 def import_subcommands() -> dict[str, type[Subcommand]]:
     """Import the subcommands, and return them by name."""
-    from tokenfeed.tools.data_sets.adopt import Adopt
     from tokenfeed.tools.data_sets.cat import Cat
     from tokenfeed.tools.data_sets.copy import Copy
     from tokenfeed.tools.data_sets.explain import Explain
@@ -55,7 +60,6 @@ def import_subcommands() -> dict[str, type[Subcommand]]:
         "select": Select,
         "split": Split,
         "export": Export,
-        "adopt": Adopt,
         "explain": Explain,
         "plan": ShowPlan,
     }

@@ -22,7 +22,6 @@ import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, error_line
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
-from tokenfeed.pipeline.format.stitched import STITCHED_SUFFIX
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import Store, StorePath, keep, once, open_store
 
@@ -419,15 +418,10 @@ class Manifest:
 
 
 def _is_own(name: str) -> bool:
-    """Return whether a manifest would list a file that tokenfeed reads without it.
-
-    A file that ends with `.stitched` is read in place of the shard beside it, and may name any file
-    of the machine. File systems may ignore case.
-    """
-    parts = posixpath.normpath(name).casefold().split("/")
-    return parts[0] in (MANIFEST_FILE, MADE_BY_FILE, PARTS_FOLDER) or any(
-        part.endswith(STITCHED_SUFFIX) for part in parts
-    )
+    """Return whether a manifest would list a file that tokenfeed reads without it. File systems may
+    ignore case."""
+    first = posixpath.normpath(name).casefold().split("/")[0]
+    return first in (MANIFEST_FILE, MADE_BY_FILE, PARTS_FOLDER)
 
 
 def length_histogram(lengths: np.ndarray) -> np.ndarray:

@@ -12,7 +12,6 @@ always read the current file. Torch-free.
 """
 
 import contextlib
-import errno
 import logging
 import os
 import shutil
@@ -27,13 +26,6 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 import pyarrow as pa
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.stitched import (
-    STITCHED_SUFFIX,
-    ReadAt,
-    StitchedFile,
-    is_stitched,
-    stitched_size,
-)
 from tokenfeed.pipeline.format.storage import (
     TEMPORARY_SUFFIX,
     atomic_file,
@@ -42,7 +34,7 @@ from tokenfeed.pipeline.format.storage import (
     file_xxh3,
     open_regular,
 )
-from tokenfeed.pipeline.remote.address import SCHEMES, object_address
+from tokenfeed.pipeline.remote.address import SCHEMES
 from tokenfeed.pipeline.remote.object_file import FileFacts, Ranges, VersionedBytes
 from tokenfeed.pipeline.remote.retrying import Traffic
 from tokenfeed.pipeline.text import is_address, public
@@ -224,9 +216,8 @@ class LocalStore:
         return str(self.folder / name)
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file, or of the shard that a stitched file stands for."""
-        path = os.path.join(self.root, name)
-        return stitched_size(path + STITCHED_SUFFIX) if is_stitched(path) else os.stat(path).st_size
+        """Return the bytes of a file."""
+        return os.stat(os.path.join(self.root, name)).st_size
 
     def open(self, name: str, size: int) -> pa.NativeFile:
         """Open a file with any name that the system allows; a small file is read into memory.
@@ -234,15 +225,13 @@ class LocalStore:
         Arrow reads a footer in its own threads. From memory this costs no change of threads.
         """
         path = os.path.join(self.root, name)
-        if is_stitched(path):
-            return pa.PythonFile(StitchedFile(path + STITCHED_SUFFIX, _ranges_of), "r")
         if size <= _SMALL_BYTES:
             return pa.BufferReader(self.read(name))
         check_regular(path, os.stat(path))
         return pa.OSFile(os.fsencode(path))
 
     def read(self, name: str) -> bytes:
-        """Return the whole of a small file, which is never a stitched one."""
+        """Return the whole of a small file."""
         with open_regular(os.path.join(self.root, name)) as file:
             return file.read()
 
@@ -340,15 +329,6 @@ class LocalStore:
     def room(self) -> Iterator[Path]:
         """See `Place`: yields the folder itself, so files are written in their final place."""
         yield self.folder
-
-
-def _ranges_of(address: str) -> ReadAt:
-    """Return what reads some bytes of an object."""
-    folder, name = object_address(address)
-    store = open_store(folder)
-    if not isinstance(store, RangedStore):
-        raise OSError(errno.EINVAL, "is not a store that can be read by ranges", address)
-    return lambda length, start: store.read_range(name, start, length).data
 
 
 def _object_store(url: str) -> Store:

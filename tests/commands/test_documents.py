@@ -50,7 +50,7 @@ NOT_RUN = {
     ("README.md", "pip install torch", NETWORK),
     ("README.md", "tokenfeed pretokenize chats.jsonl chat/", NETWORK),
     ("docs/benchmarks.md", "python -m venv peers", "needs the network and an hour"),
-    ("docs/how/adopt.md", "pretokenize mds/", "needs files of mosaicml-streaming"),
+    ("docs/how/token-files.md", "from streaming", "needs files of mosaicml-streaming"),
     ("docs/how/remote.md", "train --shards s3://bucket/out", "needs a bucket"),
     ("docs/how/remote.md", "from tokenfeed import Padded, ShardLoader", "needs a bucket"),
     ("docs/how/chat.md", "pretokenize chats.jsonl chat/ --task chat --tokenizer Qwen", NETWORK),

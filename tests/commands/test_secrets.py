@@ -232,8 +232,6 @@ def test_no_command_shows_or_stores_secrets_of_addresses(
         ("split", documents, at("parts")),
         ("export", at("set"), "OUT", "--json"),
         ("export", documents, at("exported")),
-        ("adopt", at("a.bin"), "OUT", "--tokenizer", tokenizer),
-        ("adopt", "corpus/a.txt", at("adopted"), "--tokenizer", at("tok")),
         ("explain", at("set"), "--state", at("state")),
         ("explain", at("set")),
     ):

@@ -150,7 +150,7 @@ def _described(error: BaseException) -> str:
 _OUTCOMES = ("same", "unread", "rejected", "accepted")
 """Of a mutation: it changes nothing; a first check rejects it; a later one; a reader accepts it."""
 _FIRST_CHECKS = re.compile(
-    r"checksum|cut short|JSON|stitched file is damaged|Not an Arrow file|File is too small|"
+    r"checksum|cut short|JSON|Not an Arrow file|File is too small|"
     r"is not a loader state\.|Expecting|Extra data|control character|codec can't|gzip|"
     r"decompress|end-of-stream|buffer: (expected|invalid unicode|lone|trailing|EOF)|"
     r"header (too|length)|line [\d,]+ is b'"

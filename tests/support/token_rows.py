@@ -1,11 +1,9 @@
-"""Write files of litData, mosaicml-streaming and datatrove, with the bytes of their own writers."""
+"""Write rows of token ids as other projects do: the bytes of their own writers."""
 
-import json
+import gzip
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 Rows = list[list[int]]
@@ -20,63 +18,73 @@ def save_words(path: Path, size: int) -> Path:
     return path
 
 
-def write_litdata(
-    folder: Path, rows: Rows, *, as_dict: bool = False, packed: bool = False, chunk_rows: int = 40
-) -> None:
-    """Write a folder as `optimize` of litData does: int32 tensors for its `TokensLoader`, or dicts
-    of a tensor, a mask and an int."""
-    chunks = []
-    for number, start in enumerate(range(0, len(rows), chunk_rows)):
-        samples = []
-        for row in rows[start : start + chunk_rows]:
-            leaves = [np.array(row, "<i4").tobytes()]
-            if as_dict:
-                leaves = [np.array(row, "<i8").tobytes(), bytes([1] * len(row)), bytes(8)]
-                leaves.insert(0, np.array([len(leaf) for leaf in leaves], "<u4").tobytes())
-            samples.append(b"".join(leaves))
-        ends = 8 + 4 * len(samples) + np.cumsum([0, *map(len, samples)])
-        content = np.array([len(samples), *ends], "<u4").tobytes() + b"".join(samples)
-        name = f"chunk-0-{number}.zstd.bin" if packed else f"chunk-0-{number}.bin"
-        info = {"chunk_bytes": len(content), "chunk_size": len(samples), "filename": name}
-        chunks.append(info | {"dim": None})
-        (folder / name).write_bytes(zstandard.compress(content) if packed else content)
-    spec: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
-    if as_dict:
-        spec = {"type": "builtins.dict", "context": '["input_ids", "mask", "number"]'}
-    formats = ["no_header_tensor:18", "no_header_numpy:4", "int"] if as_dict else None
-    config = {
-        "compression": "zstd" if packed else None,
-        "data_format": formats or ["no_header_tensor:16"],
-        "data_spec": json.dumps([1, spec]),
-        "item_loader": "PyTreeLoader" if as_dict else "TokensLoader",
-    }
-    (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))
+def ids_of(rows: Rows, width: int = 2) -> np.ndarray:
+    """Return all ids, one row after another."""
+    return np.array([token for row in rows for token in row], f"<u{width}")
 
 
-def mds_shard(samples: list[list[bytes]], config: dict[str, Any]) -> bytes:
-    """Return a shard of mosaicml-streaming: the values of each column of each sample."""
-    sizes = config["column_sizes"]
-    whole = [
-        b"".join(
-            [
-                np.uint32(len(value)).tobytes()
-                for value, size in zip(sample, sizes, strict=True)
-                if size is None
-            ]
-            + sample
-        )
-        for sample in samples
+def _ends_of(rows: Rows) -> np.ndarray:
+    return np.cumsum([len(row) for row in rows])
+
+
+def write_megatron(folder: Path, rows: Rows, width: int = 2) -> Path:
+    """Write what `IndexedDatasetBuilder` writes. Each third document has two sequences."""
+    sizes: list[int] = []
+    borders = [0]
+    for number, row in enumerate(rows):
+        cut = len(row) // 2 if number % 3 == 0 else 0
+        sizes += [cut, len(row) - cut] if cut else [len(row)]
+        borders.append(len(sizes))
+    places = np.append(0, np.cumsum(sizes)[:-1]) * width
+    (folder / "train.bin").write_bytes(ids_of(rows, width).tobytes())
+    (folder / "train.idx").write_bytes(
+        b"MMIDIDX\0\0"
+        + np.uint64(1).tobytes()
+        + bytes([8 if width == 2 else 4])
+        + np.array([len(sizes), len(borders)], "<u8").tobytes()
+        + np.array(sizes, "<i4").tobytes()
+        + places.astype("<i8").tobytes()
+        + np.array(borders, "<i8").tobytes()
+    )
+    return folder / "train.bin"
+
+
+def write_nanogpt(folder: Path, rows: Rows, width: int = 2) -> Path:
+    """Write what `prepare.py` of nanoGPT writes: ids alone."""
+    (folder / "train.bin").write_bytes(ids_of(rows).tobytes())
+    return folder / "train.bin"
+
+
+def write_llm_c(folder: Path, rows: Rows, width: int = 2) -> Path:
+    """Write what `write_datafile` of llm.c writes: a header of 256 numbers, and ids."""
+    header, ids = np.zeros(256, "<i4"), ids_of(rows, width)
+    header[:3] = (*((20240520, 1) if width == 2 else (20240801, 7)), len(ids))
+    (folder / "train_000001.bin").write_bytes(header.tobytes() + ids.tobytes())
+    return folder / "train_000001.bin"
+
+
+def write_olmo(folder: Path, rows: Rows, width: int = 2) -> Path:
+    """Write what dolma writes: ids alone, and a packed table of their rows."""
+    ends = _ends_of(rows).tolist()
+    starts = [0, *ends[:-1]]
+    lines = [
+        f"{a},{b},id-{n},s.gz,{n}\n" for n, (a, b) in enumerate(zip(starts, ends, strict=True))
     ]
-    content = json.dumps(config).encode()
-    first = 4 * (len(whole) + 2) + len(content)
-    ends = [first, *(first + np.cumsum([len(each) for each in whole])).tolist()]
-    numbers = np.array([len(whole), *ends], np.uint32).tobytes()
-    return numbers + content + b"".join(whole)
+    (folder / "part-0.npy").write_bytes(ids_of(rows, width).tobytes())
+    (folder / "part-0.csv.gz").write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
+    return folder / "part-0.npy"
 
 
-def write_datatrove(folder: Path, rows: Rows, *, width: int = 2) -> None:
+def write_numpy(folder: Path, rows: Rows, width: int = 2) -> Path:
+    """Write the ids by `numpy.save`."""
+    np.save(folder / "train.npy", ids_of(rows, width))
+    return folder / "train.npy"
+
+
+def write_datatrove(folder: Path, rows: Rows, width: int = 2) -> Path:
     """Write what `TokenizedFile` of datatrove writes."""
-    ids = np.array([token for row in rows for token in row], f"<u{width}")
+    ids = ids_of(rows, width)
     (folder / "0.ds").write_bytes(ids.tobytes())
-    (folder / "0.ds.index").write_bytes(np.cumsum([len(row) for row in rows]).astype("<u8").data)
+    (folder / "0.ds.index").write_bytes(_ends_of(rows).astype("<u8").tobytes())
     (folder / "0.ds.metadata").write_text(f"gpt2|{width}\n{len(ids)}\n{len(ids) / 1e3:.2f} kT")
+    return folder / "0.ds"

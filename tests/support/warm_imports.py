@@ -14,7 +14,7 @@ for name in (
     *("awkward", "gigatoken", "rich.console", "rich.progress", "rich.table"),
     *("pandas", "datasets", "peft", "lightning.pytorch", "accelerate"),
     *("tokenfeed.tools.pretokenizing.make", "tokenfeed.tools.pretokenizing.options"),
-    *("tokenfeed.tools.data_sets.adopt", "tokenfeed.tools.data_sets.select"),
+    "tokenfeed.tools.data_sets.select",
     *("tokenfeed.tools.report", "tokenfeed.tools.train", "tokenfeed.trainer.loop.run"),
     "support.warm",
 ):

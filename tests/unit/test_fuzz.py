@@ -10,7 +10,7 @@ import pytest
 from fuzz.parsers import PARSERS
 from fuzz.run import Fuzzer
 
-SLOW = {"manifest", "state", "megatron", "llm.c", "olmo", "datatrove", "shard", "stitched"}
+SLOW = {"manifest", "state", "shard"}
 """Parsers that take milliseconds for each mutation."""
 
 
@@ -26,18 +26,6 @@ def test_mutated_files_give_one_line_errors_or_same_tokens(name: str, tmp_path: 
 CUT = b'{"model": {"type": "BPE", "vocab": {"a": 0, "\xc3\xa9": 1}, "merges": ["a \xc3\xa9"], %s}}'
 """A tokenizer.json with which `tokenizers` ends the process: the prefix cuts the second token."""
 CASES = {
-    "datatrove": [
-        ("foreign/train.ds.metadata", b"\xff\n"),
-        ("foreign/train.ds.metadata", b""),
-        ("foreign/train.ds.index", b"\xff" * 7 + b"\x7f"),
-        ("foreign/train.ds", b"\0\0"),
-    ],
-    "olmo": [
-        ("foreign/train.csv.gz", b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 9),
-        ("foreign/train.csv.gz", b""),
-        ("foreign/train.npy", b"\0\0"),
-    ],
-    "megatron": [("foreign/train.bin", b"\0\0")],
     "saved": [("saved/state.json", b"[" * 100_000)],
     "tokenizer": [
         ("tokenizer.json", b'{"id": 1234567890, "a":' + b"[" * 100_000),
@@ -112,16 +100,6 @@ def test_problems_of_a_manifest_raise_no_other_error(
     assert fuzzer.try_bytes(file, layer.seal(content)) == ("accepted", "")
 
 
-def test_stitched_files_cut_anywhere_in_the_table_are_rejected(tmp_path: Path) -> None:
-    fuzzer = Fuzzer("stitched", tmp_path)
-    (file,) = fuzzer.files
-    data = (tmp_path / file).read_bytes()
-    pieces = 25 + int.from_bytes(data[21:25], "little")  # behind the header
-    assert {fuzzer.try_bytes(file, data[:end]) for end in range(pieces, pieces + 72, 8)} == {
-        ("rejected", "")
-    }
-
-
 WRAPPING = np.append(np.array([1, 5, -7, -3], "<i8") << 60, 1695)
 """Ends of rows that rise if differences overflow. The last is the end of the file."""
 
@@ -129,7 +107,15 @@ WRAPPING = np.append(np.array([1, 5, -7, -3], "<i8") << 60, 1695)
 @pytest.mark.parametrize(
     ("name", "file", "data"),
     [
-        ("datatrove rows", "rows/0.ds.index", WRAPPING.tobytes()),
+        ("datatrove", "rows/0.ds.index", WRAPPING.tobytes()),
+        ("datatrove", "rows/0.ds.metadata", b"\xff\n"),
+        ("datatrove", "rows/0.ds.metadata", b""),
+        ("datatrove", "rows/0.ds.index", b"\xff" * 7 + b"\x7f"),
+        ("datatrove", "rows/0.ds", b"\0\0"),
+        ("olmo", "rows/part-0.csv.gz", b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 9),
+        ("olmo", "rows/part-0.csv.gz", b""),
+        ("olmo", "rows/part-0.npy", b"\0\0"),
+        ("megatron", "rows/train.bin", b"\0\0"),
         ("a.csv", "a.csv", b'"te\nxt",n\na,1\n'),
     ],
 )

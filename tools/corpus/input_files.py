@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -33,6 +34,15 @@ def size_and_state(path: str) -> tuple[int, int]:
     return found.st_size, state
 
 
+class IdFacts(NamedTuple):
+    """What a file of token ids does not say itself."""
+
+    dtype: str
+    """Of the ids of the tokenizer, for files without a header."""
+    end_id: int | None
+    """The end token of the tokenizer, for files without an index."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
     """An input file at the start of the run."""
@@ -60,6 +70,8 @@ class InputFile:
     """Whether the file is a temporary copy of standard input or of Python objects."""
     xxh3: str | None = None
     """xxh3-64 of the stored bytes; only `--append` makes it."""
+    ids: IdFacts | None = None
+    """For files of token ids; None for other tasks than `ids`."""
     class_names: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """See `Spooled.class_names`."""
 
@@ -122,8 +134,6 @@ class Format:
     """Reads a part. Raises one of `DAMAGE` or `damage` if the rest of the part cannot be read."""
     damage: tuple[type[Exception], ...] = ()
     """Exceptions of the parser for a damaged file, beside `DAMAGE`."""
-    packages: tuple[str, ...] = ()
-    """Packages that only this format needs. Machines that share a run need the same versions."""
     cut: Callable[[InputFile, int], Iterator[FilePart]] = whole
     """Cuts a file into parts with about a number of bytes of text, the same parts in every run."""
     cut_at_once: int = 1

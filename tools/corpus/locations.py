@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 PUT_BACK = "Put it back, or start again with an empty output folder."
 _PIECE_BYTES = 8 << 20
 _SMALL_BYTES = 1 << 18
-_MDS = (".mds", ".mds.zstd", ".mds.zst", ".mds.gz", ".mds.bz2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +132,13 @@ def size_of(place: Location) -> int:
 
 def names_beside(name: str) -> tuple[str, ...]:
     """Return the names of files, in the same folder, that a file of token ids may need: they
-    contain the borders of its rows, or its checksums."""
-    if name.endswith(".ds"):
-        return f"{name}.index", f"{name}.metadata"
-    if name.endswith((".bin", *_MDS)):
-        return (os.path.join(os.path.dirname(name), "index.json"),)
-    return ()
+    contain the borders of its rows."""
+    stem, ending = os.path.splitext(name)
+    return {
+        ".ds": (f"{name}.index", f"{name}.metadata"),
+        ".bin": (f"{stem}.idx",),
+        ".npy": (f"{stem}.csv.gz",),
+    }.get(ending, ())
 
 
 def beside(place: Location, name: str) -> Location | None:

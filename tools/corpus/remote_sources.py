@@ -28,16 +28,16 @@ from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.pipeline.remote.hub import HubStore
 from tokenfeed.pipeline.remote.object_file import ObjectInfo
 from tokenfeed.pipeline.remote.object_store import ObjectStore
-from tokenfeed.pipeline.text import count_of, is_address, public
+from tokenfeed.pipeline.text import is_address, public
 from tokenfeed.tools.corpus.locations import RemoteFile
 
 logger = logging.getLogger(__name__)
 
 _SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """Files in the folder of a saved data set, and in the folder of several splits."""
-_INDEX, _LISTED = "index.json", re.compile(r"^chunk-.*\.bin$|\.mds(\.\w+)?$")
-"""A file in a folder of litData or mosaicml-streaming, and the names of files that it lists."""
-_PARTS_OF_DS = (".ds.index", ".ds.metadata", ".ds.loss")
+_FOREIGN = {"chunks": "litData", "shards": "mosaicml-streaming"}
+"""Keys of index.json in a data set of another project."""
+_PARTS_OF_TOKENS = (".ds.index", ".ds.metadata", ".ds.loss", ".idx")
 
 
 def is_saved(names: Collection[str]) -> bool:
@@ -48,8 +48,8 @@ def is_saved(names: Collection[str]) -> bool:
 def saved_entries(
     folder: str, names: list[str], split: str | None
 ) -> list[tuple[str, str | None]] | None:
-    """Return the splits or files of a data set of `datasets`, litData or mosaicml-streaming, each
-    with its split. None for any other folder.
+    """Return the splits or files of a data set of `datasets`, each with its split. None for any
+    other folder.
 
     Args:
         folder: The folder.
@@ -58,8 +58,9 @@ def saved_entries(
 
     Raises:
         CorpusError: The folder looks like a saved data set, but cannot be read, or a listed file is
-            missing.
+            missing. Or it is a data set of litData or mosaicml-streaming.
     """
+    _check_not_foreign(folder, names)
     entries: list[tuple[str, str | None]]
     try:
         if _SPLITS in names:
@@ -68,16 +69,6 @@ def saved_entries(
         elif {_SET, _INFO} <= set(names):
             files = json.loads(Path(folder, _SET).read_bytes())["_data_files"]
             entries = [(file["filename"], split) for file in files]
-        elif _INDEX in names:
-            listed = _listed(folder, names)
-            if listed is None:
-                return None
-            entries = [(name, split) for name in listed]
-            if more := [n for n in names if n not in (*listed, _INDEX) and not is_hidden(n)]:
-                logger.info(
-                    "%s: %s left out, because index.json does not list them, like %s",
-                    *(folder, count_of(len(more), "file"), more[0]),
-                )
         else:
             return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -93,22 +84,19 @@ def saved_entries(
     return entries
 
 
-def _listed(folder: str, names: list[str]) -> list[str] | None:
-    """Return the files that index.json of litData or mosaicml-streaming lists, in its order, or
-    the folders that contain them; None if the file is another index."""
+def _check_not_foreign(folder: str, names: list[str]) -> None:
     try:
-        index = json.loads(Path(folder, _INDEX).read_bytes())
-        if "chunks" in index:
-            listed = [chunk["filename"] for chunk in index["chunks"]]
-        else:
-            ways = [(shard["raw_data"], shard["zip_data"]) for shard in index["shards"]]
-            each = ([data["basename"] for data in way if data] for way in ways)
-            listed = [next((n for n in way if n in names), way[0]) for way in each]
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
-        return None
-    if not all(isinstance(name, str) for name in listed):
-        return None
-    return [*dict.fromkeys(name.partition("/")[0] for name in listed)] or None
+        index = json.loads(Path(folder, "index.json").read_bytes()) if "index.json" in names else {}
+    except (OSError, ValueError, RecursionError):
+        return
+    has = index.get if isinstance(index, dict) else {}.get
+    for key, project in _FOREIGN.items():
+        listed = has(key)
+        if isinstance(listed, list) and listed and isinstance(listed[0], dict):
+            raise CorpusError(
+                f"{folder}: is a data set of {project}, which is not read. Give its rows from "
+                f"Python: tokenfeed.pretokenize(rows, OUT), where {project} reads the rows."
+            )
 
 
 NOT_A_CORPUS = (
@@ -118,8 +106,8 @@ NOT_A_CORPUS = (
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or folder is hidden, a cache, or a part of a `.ds` file."""
-    return name.startswith(".") or name == "__pycache__" or name.endswith(_PARTS_OF_DS)
+    """Return whether a file or folder is hidden, a cache, or an index of token ids."""
+    return name.startswith(".") or name == "__pycache__" or name.endswith(_PARTS_OF_TOKENS)
 
 
 def is_data_set(names: Iterable[str]) -> bool:
@@ -174,19 +162,11 @@ def objects_below(url: str) -> Iterator[tuple[RemoteFile, tuple[str, ...]]]:
     skipped = {folder for folder, names in within.items() if is_data_set(names)}
     if () in skipped:
         raise CorpusError(f"{store.name}: {NOT_A_CORPUS}")
-    folders_or_indexes = within.keys() | _indexes(found)
-    for parts in sorted(found.keys() - folders_or_indexes):  # what stands for a folder is no file
+    for parts in sorted(found.keys() - within.keys()):  # what stands for a folder is no file
         folders = [parts[:depth] for depth in range(len(parts))]
         if not any(map(is_hidden, parts)) and skipped.isdisjoint(folders):
             paths = ("/".join((store.name, *folder)) for folder in folders[1:])
             yield RemoteFile(store, found[parts]), tuple(paths)
-
-
-def _indexes(paths: Iterable[tuple[str, ...]]) -> set[tuple[str, ...]]:
-    """Return the paths that an index of litData or mosaicml-streaming can have, for files with
-    these paths. An index may list files of folders below it."""
-    folders = {parts[:-1] for parts in paths if _LISTED.search(parts[-1])}
-    return {(*folder[:depth], _INDEX) for folder in folders for depth in range(len(folder) + 1)}
 
 
 def _object_store(url: str) -> ObjectStore:
@@ -216,7 +196,6 @@ def repository_files(url: str) -> list[RemoteFile]:
     except RemoteError as error:
         raise CorpusError(str(error)) from None
     store, kind = place.files_at(commit), f"{place.kind}s"
-    indexes = _indexes(tuple(path.split("/")) for path in files)
     return [
         RemoteFile(
             store,
@@ -224,7 +203,7 @@ def repository_files(url: str) -> list[RemoteFile]:
             pinned=f"hf://{kind}/{place.repository}@{commit}/{path}",
         )
         for path, size in sorted(files.items(), key=lambda each: each[0].split("/"))
-        if not any(map(is_hidden, parts := path.split("/"))) and tuple(parts) not in indexes
+        if not any(map(is_hidden, path.split("/")))
     ]
 
 

@@ -4,8 +4,8 @@ A file that the command line names is always read. In a folder, the search leave
 entries, `__pycache__`, files that match `--exclude`, the output folder, broken links and binary
 files. The search follows symbolic links, and reads a file once even if two paths lead to it. It
 reads the start of files, to distinguish binary files from text, and JSON Lines from other JSON. A
-folder of `Dataset.save_to_disk`, litData or mosaicml-streaming is read as the files that it lists.
-`--exclude` and `--split` have the same patterns.
+folder of `Dataset.save_to_disk` is read as the files that it lists. Files of token ids are read for
+the task `ids` only. `--exclude` and `--split` have the same patterns.
 """
 
 import atexit
@@ -36,14 +36,16 @@ from tokenfeed.tools.corpus.formats.registry import (
     is_named_archive,
     needs_look,
 )
+from tokenfeed.tools.corpus.formats.tokens import ENDINGS, TOKENS
 from tokenfeed.tools.corpus.input_files import (
     MAX_RECORD_BYTES,
     STANDARD_INPUT,
     Format,
+    IdFacts,
     InputFile,
     size_and_state,
 )
-from tokenfeed.tools.corpus.locations import Location, RemoteFile
+from tokenfeed.tools.corpus.locations import Location, RemoteFile, names_beside
 from tokenfeed.tools.corpus.remote_sources import (
     HUB_PREFIX,
     NOT_A_CORPUS,
@@ -149,6 +151,7 @@ def find_corpus(
     max_record_bytes: int = MAX_RECORD_BYTES,
     known: Iterable[Known] = (),
     spooled: Iterable[Spooled] = (),
+    ids: IdFacts | None = None,
 ) -> Corpus:
     """Find every input file below `paths`, in the order of `paths` and then of names.
 
@@ -161,13 +164,14 @@ def find_corpus(
         max_record_bytes: Longer records are rejected.
         known: Files that an earlier run of the command opened. Unchanged files are not opened.
         spooled: Files of JSON Lines that this process made from Python objects.
+        ids: For the task `ids`, which reads files of token ids; None for other tasks.
 
     Raises:
         CorpusError: A path is missing or cannot be listed, or there is no input file.
         ConfigError: A path is in the output folder.
     """
     search = _InputSearch(
-        None if out is None else os.path.realpath(out), field, exclude, splits, known
+        None if out is None else os.path.realpath(out), field, exclude, splits, known, ids
     )
     for path in paths:
         search.add(path)
@@ -181,7 +185,7 @@ def find_corpus(
         )
     if not search.sources:
         binary = f" ({len(search.binary):,} binary files skipped)" if search.binary else ""
-        tokens = " For files of token ids, use `shards adopt`." if search.binary else ""
+        tokens = " For files of token ids, use `--task ids`." if search.binary else ""
         raise CorpusError(
             f"{', '.join(map(public, paths))}: no input file found{binary}. Point at folders or "
             f"files of text.{tokens}"
@@ -213,7 +217,9 @@ class _InputSearch:
         exclude: tuple[str, ...],
         splits: tuple[tuple[str, str], ...],
         known: Iterable[Known],
+        ids: IdFacts | None,
     ) -> None:
+        self._ids = ids
         self.sources: list[InputFile] = []
         self.archives: list[str] = []
         """Archives in folders, which were left out."""
@@ -377,6 +383,8 @@ class _InputSearch:
         """
         found = self.sources[first:]
         tables = [source for source in found if source.format != FALLBACK.name]
+        indexes = {n for source in found if source.format == TOKENS.name for n in _indexes(source)}
+        found = [source for source in found if source.name not in indexes]
         about = [source for source in found if tables and _describes(source, root)]
         if about:
             names = ", ".join(os.path.basename(source.name) for source in about)
@@ -413,7 +421,8 @@ class _InputSearch:
         if self._is_new(real) or is_skipped:
             known = self._unchanged(name, path)
             given = known.format if known else None
-            format_ = FORMATS[given] if given else format_of_given(name, path, self._field)
+            format_ = self._of_ids(name) or (FORMATS[given] if given else None)
+            format_ = format_ or format_of_given(name, path, self._field)
             self._append(self._source(name, path, format_), name, None)
 
     def _is_new(self, real: str) -> bool:
@@ -430,6 +439,8 @@ class _InputSearch:
 
     def _format_of_found(self, name: str, path: Location) -> Format | None:
         """Return the format of a file in a folder; None for a binary file."""
+        if format_ := self._of_ids(name):
+            return format_
         if known := self._unchanged(name, path):
             return FORMATS[known.format] if known.format else None
         if is_named_archive(name):
@@ -439,6 +450,10 @@ class _InputSearch:
         if format_ is FALLBACK and is_binary(path, compression_of(name)):
             return None
         return format_
+
+    def _of_ids(self, name: str) -> Format | None:
+        """Return the format of a file of token ids, for the task that reads them."""
+        return TOKENS if self._ids and name.lower().endswith(ENDINGS) else None
 
     def _append_readable(
         self,
@@ -502,7 +517,13 @@ class _InputSearch:
             state=state,
             format=format_.name,
             compression=compression,
+            ids=self._ids,
         )
+
+
+def _indexes(source: InputFile) -> tuple[str, ...]:
+    """Return the names of the indexes of a file of token ids."""
+    return names_beside(source.name)
 
 
 def _describes(source: InputFile, root: str) -> bool:

@@ -115,7 +115,6 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
     """
     part.source.check_unchanged()
     behind, format_ = part.first_record, FORMATS[part.source.format]
-    in_one_pass = in_one_pass and not format_.packages  # other packages may ignore damage
     if part.source.compression and not in_one_pass and (reason := _damage(part)):
         yield rejected(part.first_record, fields, f"cannot be read: {reason}")
         return

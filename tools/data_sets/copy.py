@@ -25,7 +25,6 @@ from tokenfeed.pipeline.format.manifest import (
     ShardInfo,
     stored,
 )
-from tokenfeed.pipeline.format.stitched import STITCHED_SUFFIX, is_stitched
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file, sync_folder
 from tokenfeed.pipeline.format.store import LocalStore, Place, Store, open_place, open_store
 from tokenfeed.pipeline.remote.retrying import results_of
@@ -184,8 +183,6 @@ def _link(move: Move[FileInfo], target: LocalStore) -> bool:
     if not isinstance(move.store, LocalStore):
         return False
     path, link = Path(move.store.root, move.before.file), target.folder / move.after.file
-    if is_stitched(str(path)):
-        path, link = Path(f"{path}{STITCHED_SUFFIX}"), Path(f"{link}{STITCHED_SUFFIX}")
     path = path.resolve()
     link.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -22,7 +22,6 @@ from tokenfeed.pipeline.format.manifest import (
     file_info,
     read_checked,
 )
-from tokenfeed.pipeline.format.stitched import STITCHED_SUFFIX
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
 from tokenfeed.pipeline.format.store import LocalStore, Store, open_place
 from tokenfeed.pipeline.text import count_of
@@ -177,5 +176,5 @@ def commit(
     for split, info in manifest.splits.items():
         named = {shard.file for shard in info.shards}
         found = {f"{split}/{name}" for name in folder.names(split) if ".arrow" in name}
-        folder.delete(*(name for name in found if name.removesuffix(STITCHED_SUFFIX) not in named))
+        folder.delete(*(name for name in found if name not in named))
     return ways

@@ -15,7 +15,6 @@ from typing import IO, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 from pyarrow import csv, parquet
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -38,7 +37,7 @@ from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
-Format = Literal["megatron", "nanogpt", "llm.c", "olmo", "datatrove", "parquet", "mds"]
+Format = Literal["megatron", "nanogpt", "llm.c", "olmo", "parquet"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,8 @@ class ExportSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """Write a data set in a format of another project: Megatron, nanoGPT, llm.c, OLMo, datatrove,
-    Parquet or MDS."""
+    """Write a data set in a format of another project: Megatron, nanoGPT, llm.c, OLMo or
+    Parquet."""
 
     out: DataSet
     """Output folder of `pretokenize`, or an address."""
@@ -72,7 +71,7 @@ class Export:
     """A new or empty folder."""
     to: Format = "parquet"
     """megatron: .bin and .idx; nanogpt: a .bin of ids alone; llm.c: a .bin with its header; olmo:
-    .npy and .csv.gz; datatrove: .ds; parquet: all columns; mds: shards of mosaicml-streaming."""
+    .npy and .csv.gz; parquet: all columns."""
     split: Annotated[str, text("NAME")] | None = None
     """Split to export. Default: all."""
     json: bool = False
@@ -280,22 +279,6 @@ class _Olmo(_Ids):
         self.end, self.row = int(ends[-1]), self.row + len(rows)
 
 
-class _Datatrove(_Ids):
-    """`.ds`, the ends of its rows in `.ds.index`, and its size in `.ds.metadata`."""
-
-    ending = ".ds"
-
-    def begin(self) -> None:
-        super().begin()
-        self.index = self.open(f"{self.split}.ds.index")
-        self.metadata = self.open(f"{self.split}.ds.metadata")
-
-    def finish(self) -> None:
-        self.index.write(np.cumsum(self.row_lengths(), dtype=np.uint64).data)
-        tokenizer = self.store.path(self.manifest.tokenizer.file)
-        self.metadata.write(f"{tokenizer}|{self.dtype.itemsize}\n{self.tokens}\n".encode())
-
-
 class _Parquet(_Writer):
     """One file for each split, with all columns."""
 
@@ -312,85 +295,11 @@ class _Parquet(_Writer):
         self.file.write_batch(record_batch(rows, self.schema)[0])
 
 
-class _Mds(_Writer):
-    """A folder `SPLIT` with shards of mosaicml-streaming, whose samples have `input_ids`.
-
-    A sample is the size of its array in bytes, the array's number of dimensions and width of
-    lengths in one byte, its length, and the ids.
-    """
-
-    SHARD_BYTES: ClassVar[int] = 1 << 26
-    _HEAD = np.dtype([("size", "<u4"), ("dimensions", "u1"), ("length", "<u4")])
-    _ONE_DIMENSION_OF_UINT32 = 1 << 2 | 2
-
-    def begin(self) -> None:
-        self.folder = self.folder / self.split
-        self.folder.mkdir()
-        self.config = {
-            "column_encodings": [f"ndarray:{self.dtype.name}"],
-            "column_names": ["input_ids"],
-            "column_sizes": [None],
-            "compression": None,
-            "format": "mds",
-            "hashes": ["xxh3_64"],
-            "size_limit": self.SHARD_BYTES,
-            "version": 2,
-        }
-        self.shards: list[dict[str, object]] = []
-        self.samples: list[np.ndarray] = []
-        self.sizes: list[np.ndarray] = []
-        self.num_bytes = 0
-
-    def append(self, rows: Rows) -> None:
-        lengths, width = rows.lengths, self.dtype.itemsize
-        heads = np.empty(len(rows), self._HEAD)
-        heads["size"] = self._HEAD.itemsize - 4 + lengths * width
-        heads["dimensions"] = self._ONE_DIMENSION_OF_UINT32
-        heads["length"] = lengths
-        sizes = self._HEAD.itemsize + lengths * width
-        starts = np.cumsum(sizes) - sizes
-        samples = np.empty(int(sizes.sum()), np.uint8)
-        is_id = np.ones(len(samples), bool)
-        at = starts[:, None] + np.arange(self._HEAD.itemsize)
-        is_id[at] = False
-        samples[at] = heads.view(np.uint8).reshape(len(rows), -1)
-        samples[is_id] = np.ascontiguousarray(rows.ids, self.dtype).view(np.uint8)
-        self.samples.append(samples)
-        self.sizes.append(sizes)
-        self.num_bytes += len(samples)
-        if self.num_bytes >= self.SHARD_BYTES:
-            self._write_shard()
-
-    def finish(self) -> None:
-        if self.samples:
-            self._write_shard()
-        index = json.dumps({"shards": self.shards, "version": 2})
-        (self.folder / "index.json").write_text(index)
-
-    def _write_shard(self) -> None:
-        sizes = np.concatenate(self.sizes)
-        config = json.dumps(self.config, sort_keys=True).encode()
-        first = 4 + 4 * (len(sizes) + 1) + len(config)
-        offsets = (first + np.concatenate([[0], np.cumsum(sizes)])).astype(np.uint32)
-        content = b"".join(
-            [np.uint32(len(sizes)).tobytes(), offsets.tobytes(), config]
-            + [samples.tobytes() for samples in self.samples]
-        )
-        name = f"shard.{len(self.shards):05d}.mds"
-        (self.folder / name).write_bytes(content)
-        checksum = {"xxh3_64": xxhash.xxh3_64_hexdigest(content)}
-        raw = {"basename": name, "bytes": len(content), "hashes": checksum}
-        self.shards.append(self.config | {"raw_data": raw, "samples": len(sizes), "zip_data": None})
-        self.samples, self.sizes, self.num_bytes = [], [], 0
-
-
 FORMATS: dict[Format, type[_Writer]] = {
     "megatron": _Megatron,
     "nanogpt": _NanoGpt,
     "llm.c": _LlmC,
     "olmo": _Olmo,
-    "datatrove": _Datatrove,
     "parquet": _Parquet,
-    "mds": _Mds,
 }
 """By the value of `--to`."""

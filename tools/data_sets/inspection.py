@@ -171,8 +171,6 @@ def _conversations(counts: dict[str, int]) -> dict[str, str]:
 def _ids(manifest: Manifest) -> str:
     """Describe how the ids were made and checked."""
     tokenizer = manifest.tokenizer
-    if tokenizer.engine == "adopted":
-        return "adopted: another program made them"
     audit = ""
     if tokenizer.audited:
         compared = "every text" if tokenizer.verified else f"{tokenizer.audited:,} texts"

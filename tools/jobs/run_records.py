@@ -44,11 +44,8 @@ _PACKAGES = ("tokenfeed", "pyarrow", "tokenizers", "gigatoken")
 
 def versions() -> list[str]:
     """Return name and version of each package, `none` if it is not installed."""
-    from tokenfeed.tools.corpus.formats.registry import FORMATS  # which `shards` does without
-
-    of_formats = {name for format_ in FORMATS.values() for name in format_.packages}
     found = []
-    for name in (*_PACKAGES, *sorted(of_formats)):
+    for name in _PACKAGES:
         try:
             found.append(f"{name} {_version_of(name)}")
         except PackageNotFoundError:

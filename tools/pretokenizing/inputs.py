@@ -16,10 +16,11 @@ from typing import Any, Self
 
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.pipeline.format.schema import token_dtype
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.corpus.field_paths import columns_of, nested, possible_columns
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
+from tokenfeed.tools.corpus.input_files import FilePart, IdFacts, InputFile, whole
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Records
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
 from tokenfeed.tools.corpus.spool import NAMED_RECORDS, Spooled
@@ -33,6 +34,7 @@ from tokenfeed.tools.corpus.units import (
 from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
 from tokenfeed.tools.encoding.limit import TRAIN, VALIDATION
 from tokenfeed.tools.encoding.tasks import ChatEncoder, IdsEncoder, Labelled, TaskEncoder
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.jobs.crew import Work, local_crew
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.pretokenizing.append_target import Onto
@@ -70,6 +72,7 @@ class Inputs:
         plan: dict[str, Any] | None = None,
         spooled: Sequence[Spooled] = (),
         onto: Onto | None = None,
+        tokenizer: TextTokenizer | None = None,
     ) -> Self:
         """List the input files. Only for conversations, read first records to find their fields.
 
@@ -78,13 +81,16 @@ class Inputs:
             plan: A plan of the same run. Its files are not opened if they are unchanged.
             spooled: Records of this process, instead of the files of the options.
             onto: The data set that the rows are for. Files that it has are left out.
+            tokenizer: What made the ids, for the task `ids`.
 
         Raises:
             CorpusError: There are no files.
             ConfigError: The input is in the output folder.
             NothingNew: The data set has all files.
         """
-        task, output = options.make_task(), options.output
+        task, output, ids = options.make_task(), options.output, None
+        if tokenizer and isinstance(task, IdsEncoder):
+            ids = IdFacts(token_dtype(tokenizer.vocabulary_size).str, tokenizer.end_id)
         corpus = find_corpus(
             () if spooled else options.corpus,
             out=output.folder if isinstance(output, LocalStore) else None,
@@ -94,6 +100,7 @@ class Inputs:
             max_record_bytes=options.max_record_bytes,
             known=[Known(*file) for file in plan["files"]] if plan else (),
             spooled=spooled,
+            ids=ids,
         )
         for own, name in task.named.items():
             if nested(name) and not _can_read(corpus.sources, {name: FieldKind.ANY}):

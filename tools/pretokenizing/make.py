@@ -108,7 +108,7 @@ class Listed:
             vocabulary = tokenizer.vocabulary_size
             prepare_early(partial(preload, options.tokenizer, vocabulary, splits_special=special))
         plan = kept_plan(options.output) if state == "unfinished" else None
-        inputs = Inputs.listed(options, plan, spool(), onto)
+        inputs = Inputs.listed(options, plan, spool(), onto, tokenizer)
         if isinstance(inputs.task, ChatEncoder):
             assert tokenizer, "`Options.check` asks for one"
             task = replace(inputs.task, chat_template=chat_template_of(options, tokenizer, files))

@@ -85,13 +85,13 @@ class Options:
     """Also store the field NAME: a number for each token id (--task ids) or message (--task chat).
     TYPE: float32 (the default), int8, int16 or int32. Can be given several times."""
     tokenizer: Annotated[str, text("FILE|FOLDER|HUB-ID")] | None = None
-    """A tokenizer.json, or the folder, address or Hub repository (ID[@REVISION]) that contains one;
-    or a tiktoken file. Default: train a tokenizer on a sample of the corpus."""
+    """A tokenizer.json, or the folder, address or Hub repository (ID[@REVISION]) that contains
+    one. Default: train a tokenizer on a sample of the corpus."""
     vocab_size: _VocabSize = 32_768
     """Number of ids of the trained tokenizer."""
     end_token: Annotated[str, text("TOKEN")] | None = None
-    """Token after every document and completion. Default: the
-    tokenizer's token with a usual name, like <|endoftext|> or </s>."""
+    """Token after every document and completion; with `--task ids`, the token that ends a row in
+    files without an index. Default: the tokenizer's token with a usual name, like <|endoftext|>."""
     add_special_tokens: bool = False
     """Put the tokenizer's template, like [CLS] ... [SEP], around each row."""
     fim_rate: _Rate = 0.0
@@ -332,10 +332,10 @@ class Options:
         useless = {"chat_template", "template_argument"} if self.task != "chat" else set()
         if self.task != "lm":
             useless |= {"fim_rate", "fim_spm_rate"}
-        if self.task in ("chat", "ids"):
+        if self.task == "chat":
             useless |= {"end_token", "add_special_tokens"}
         if self.task == "ids":
-            useless |= {"vocab_size", "special_tokens_in_text", "engine"}
+            useless |= {"add_special_tokens", "vocab_size", "special_tokens_in_text", "engine"}
         for name in sorted(given & useless):
             raise ConfigError(
                 f"`{flag_of(name)}` has no effect with `--task {self.task}`. Leave it out."
@@ -384,14 +384,15 @@ def _kept_column(given: str) -> Column:
 
 def input_formats() -> str:
     """The formats of a corpus, each by its first file ending."""
-    formats = [format_ for format_ in FORMATS.values() if format_ is not FALLBACK]
+    formats = [
+        format_ for format_ in FORMATS.values() if format_.endings and format_ is not FALLBACK
+    ]
     lines = [format_.endings[0] for format_ in formats if format_.is_compressible]
     others = [format_.endings[0] for format_ in formats if not format_.is_compressible]
-    of = {".ds": ".ds of datatrove", ".bin": ".bin of litData"}
-    others = [of.get(ending, ending) for ending in others]
     return (
         f"Input: text and source files (a file is a document), {', '.join(lines)}, each also .gz, "
-        f".zst, .bz2 or .xz; {', '.join(others)}, folders of `save_to_disk`; - for standard input; "
+        f".zst, .bz2 or .xz; {', '.join(others)}, folders of `save_to_disk`; .bin, "
+        ".npy and .ds of token ids for `--task ids`; - for standard input; "
         "hub:OWNER/NAME[@REVISION]; hf://datasets/OWNER/NAME[@REVISION][/PATH]."
     )
 

@@ -52,13 +52,19 @@ class Subcommand(Protocol):
         ...
 
 
-def run_subcommand(prog: str, description: str, commands: Mapping[str, type[Subcommand]]) -> int:
+def run_subcommand(
+    prog: str,
+    description: str,
+    commands: Mapping[str, type[Subcommand]],
+    withdrawn: Mapping[str, str] | None = None,
+) -> int:
     """Run the command that the first argument names, and return its exit code.
 
     Args:
         prog: Name of the program.
         description: Help text above the list of commands.
         commands: The dataclass of each command, by name.
+        withdrawn: What to do instead of commands that existed before.
 
     Raises:
         ConfigError: The command or one of its options is unknown.
@@ -71,6 +77,8 @@ def run_subcommand(prog: str, description: str, commands: Mapping[str, type[Subc
         return 0
     if not name:
         raise ConfigError(f"expected a command: {', '.join(commands)}. See {prog} --help.")
+    if withdrawn and name in withdrawn:
+        raise ConfigError(f"`{prog} {name}` was withdrawn. {withdrawn[name]}")
     if name not in commands:
         raise ConfigError(f"Unknown command `{name}`.{nearest(name, commands)} See {prog} --help.")
     return parse_command(commands[name], f"{prog} {name}", words).run()

@@ -5,35 +5,21 @@ text, because a source tree has all kinds of names. A file with an unknown endin
 line names is read as records if it contains records. A .json file is a text only if it does not
 begin with records: with a wrong field name, records must be rejected, and raw JSON must not become
 training text.
-
-Formats of other packages are an entry point per ending of file names, in `tokenfeed.formats`:
-
-    [project.entry-points."tokenfeed.formats"]
-    warc = "my_package:read_warc"
-
-`read_warc(file)` takes a binary file, decompressed if its name ends in .gz, .zst, .bz2 or .xz, and
-yields records: dicts, texts (the first field of the task), or Arrow tables. The same bytes must
-give the same records. If it raises an error, the rest of the file is rejected.
 """
 
 import codecs
-import functools
-import io
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, BinaryIO
+from collections.abc import Iterator
 
-from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.tools.corpus.blocks import READ_ERRORS, BlockFile, Blocks, Compression
+from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.tools.corpus.blocks import READ_ERRORS, Blocks, Compression
 from tokenfeed.tools.corpus.formats.arrow import ARROW
-from tokenfeed.tools.corpus.formats.containers import DATATROVE, LITDATA, MDS
 from tokenfeed.tools.corpus.formats.delimited import CSV, TSV
-from tokenfeed.tools.corpus.formats.json_records import JSON_LINES, JSON_LIST, JsonLines, decoded
+from tokenfeed.tools.corpus.formats.json_records import JSON_LINES, JSON_LIST
 from tokenfeed.tools.corpus.formats.parquet import PARQUET
+from tokenfeed.tools.corpus.formats.tokens import TOKENS
 from tokenfeed.tools.corpus.input_files import STANDARD_INPUT, FilePart, Format
 from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.records import (
@@ -45,7 +31,6 @@ from tokenfeed.tools.corpus.records import (
     records_of,
     too_long,
 )
-from tokenfeed.tools.corpus.spool import json_lines
 
 
 def _read_text(part: FilePart, fields: Fields) -> Iterator[Records]:
@@ -75,84 +60,14 @@ def _text_row(part: FilePart, name: str) -> dict[str, bytes] | Unusable:
 TEXT = Format(name="text", endings=(".txt",), read=_read_text, is_compressible=True)
 
 
-GROUP = "tokenfeed.formats"
-
-Read = Callable[[BinaryIO], Iterator[Any]]
-
-
-def installed_format(ending: str) -> Format | None:
-    """Return the format that an installed package has for an ending like `.warc`; else None.
-
-    Raises:
-        ConfigError: The package cannot be imported.
-    """
-    points = [point for point in _points() if f".{point.name.lower().lstrip('.')}" == ending]
-    if not points:
-        return None
-    if len({point.value for point in points}) > 1:
-        values = " and ".join(sorted(point.value for point in points))
-        raise ConfigError(f"{GROUP}: {values} both read {ending}. Uninstall one of the packages.")
-    point = points[0]
-    try:
-        read: Read = point.load()
-    except (Exception, SystemExit) as error:  # the package may do anything
-        raise ConfigError(
-            f"{GROUP}: {point.name} = {point.value}: cannot be imported: {error}. Mend or "
-            "uninstall the package."
-        ) from error
-    return Format(
-        name=ending,
-        endings=(ending,),
-        read=partial(read_by, read),
-        damage=(Exception,),
-        packages=(point.dist.name,) if point.dist else (),
-        is_compressible=True,
-    )
-
-
-@functools.cache
-def _points() -> tuple[EntryPoint, ...]:
-    return tuple(entry_points(group=GROUP))
-
-
-def read_by(read: Read, part: FilePart, fields: Fields) -> Iterator[Records]:
-    """Read a file by a function on its bytes; see above."""
-    blocks = part.blocks()
-    errors: list[Exception] = []
-    """Raised at the end, after the records before them."""
-
-    def records() -> Iterator[Any]:
-        with io.BufferedReader(BlockFile(blocks)) as file:
-            try:
-                yield from read(file)
-            except Exception as error:
-                errors.append(error)
-
-    lines = json_lines(part.source.name, records, fields)
-    yield from decoded(part, blocks, lines, JsonLines(fields), "record")
-    if errors:
-        raise errors[0]
-
-
 FALLBACK = TEXT
 """What a file is whose name and content say nothing else."""
 
 
-class _Formats(dict[str, Format]):
-    """Formats by name. A format of an installed package has its ending as name, like `.warc`."""
-
-    def __missing__(self, name: str) -> Format:
-        found = installed_format(name)
-        if found is None:
-            raise KeyError(name)
-        self[name] = found
-        return found
-
-
-FORMATS: dict[str, Format] = _Formats(
-    (format_.name, format_)
-    for format_ in (TEXT, JSON_LINES, JSON_LIST, CSV, TSV, PARQUET, ARROW, MDS, DATATROVE, LITDATA)
-)
+FORMATS: dict[str, Format] = {
+    format_.name: format_
+    for format_ in (TEXT, JSON_LINES, JSON_LIST, CSV, TSV, PARQUET, ARROW, TOKENS)
+}
 """Contents are compared with them in this order."""
 
 
@@ -257,10 +172,7 @@ def _by_ending(name: str) -> Format | None:
     for format_ in FORMATS.values():
         if ending in format_.endings and (format_.is_compressible or not is_compressed):
             return format_
-    try:
-        return FORMATS[ending]  # of an installed package
-    except KeyError:
-        return None
+    return None
 
 
 def _by_content(path: Location, compression: Compression | None, field: str) -> Format:

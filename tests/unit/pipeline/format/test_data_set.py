@@ -179,7 +179,7 @@ def test_small_shards_hold_no_descriptor(make_dataset: MakeDataset) -> None:
     assert opened_since(before) == []
 
 
-@pytest.mark.parametrize("name", ["manifest.json", NAME, f"{NAME}.stitched"])
+@pytest.mark.parametrize("name", ["manifest.json", NAME])
 def test_pipe_in_place_of_file_is_refused(make_dataset: MakeDataset, name: str) -> None:
     """An archive can hold named pipes. Opening one without a writer would block for ever."""
     folder = make_dataset([3, 5, 700])

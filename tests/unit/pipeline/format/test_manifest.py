@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.commands import call
 from support.data_sets import sealed_manifest
 
 from tokenfeed.pipeline.errors import ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest, length_histogram
-from tokenfeed.pipeline.format.stitched import OtherFile, write_stitched
-from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.tools import shards
 
 
 @pytest.fixture
@@ -146,7 +142,6 @@ def test_a_file_name_with_dots_is_read(folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("train/00000.arrow.stitched", "tokenizer.json.STITCHED", "a.stitched/b"),
         *("manifest.json", "./Manifest.json", ".//manifest.json"),
         *(".made_by.json", ".parts/job.json"),
     ],
@@ -155,16 +150,3 @@ def test_manifest_with_reserved_file_name_is_refused(folder: Path, name: str) ->
     forge(folder, lambda content: content["rejects"].update(file=name))
     with pytest.raises(ManifestError, match=r"manifest\.json: lists '.*', a name that tokenfeed"):
         Manifest.read(folder)
-
-
-def test_copy_of_planted_stitched_file_copies_nothing(folder: Path, tmp_path: Path) -> None:
-    """A side file of this name would make the copy read any file in place of its shard."""
-    planted = folder / "train/00000.arrow.stitched"
-    with planted.open("wb") as file:
-        pieces = np.array([[0, 0, 0]])
-        write_stitched(file, (OtherFile("/etc/hostname", 1),), pieces, 1, b"")
-    facts = {"file": "train/00000.arrow.stitched", "bytes": planted.stat().st_size}
-    forge(folder, lambda content: content["rejects"].update(facts, xxh3=file_xxh3(planted)))
-    result = call(shards.main, "copy", folder, tmp_path / "copied", expect=1)
-    assert "lists 'train/00000.arrow.stitched', a name that tokenfeed uses" in result.stderr
-    assert not list((tmp_path / "copied").rglob("*.arrow*"))

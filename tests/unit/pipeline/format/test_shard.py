@@ -22,7 +22,6 @@ from tokenfeed.pipeline.format.schema import Rows
 from tokenfeed.pipeline.format.shard import ExpectedShard, ShardReader
 from tokenfeed.pipeline.format.shard_ranges import RangedShard
 from tokenfeed.pipeline.format.shard_writer import BATCH_ROWS, BATCH_TOKENS, ShardWriter
-from tokenfeed.pipeline.format.stitched import STITCHED_SUFFIX, OtherFile, write_stitched
 
 NAME = "train/00000.arrow"
 
@@ -172,25 +171,6 @@ def _verify(folder: Path, info: ShardInfo, good: bytes, damaged: bytearray) -> N
     reader = ShardReader(folder, info, 1000)
     path.write_bytes(damaged)
     reader.verify_file()
-
-
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        pytest.param([[0, 0, 0], [8, 0, 2**63 - 1]], id="the largest place of 64 bits"),
-        pytest.param([[0, 0, 0], [2**62, 0, 0], [-(2**63), 0, 0]], id="differences that overflow"),
-    ],
-)
-def test_a_stitched_file_with_impossible_pieces_is_refused(
-    tmp_path: Path, pieces: list[list[int]]
-) -> None:
-    info = write(tmp_path, rows_of([5, 6, 7]))
-    whole = (tmp_path / NAME).rename(tmp_path / "tokens")
-    with (tmp_path / f"{NAME}{STITCHED_SUFFIX}").open("wb") as file:
-        others = (OtherFile(str(whole), info.bytes),)
-        write_stitched(file, others, np.array(pieces), info.bytes, b"")
-    with pytest.raises(ShardFormatError, match=r"^[^\n]*the stitched file is damaged[^\n]*$"):
-        read_all(tmp_path, info)
 
 
 def test_a_footer_that_points_at_another_batch_is_caught(tmp_path: Path) -> None:

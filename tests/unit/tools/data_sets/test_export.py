@@ -1,10 +1,8 @@
 """Exported rows, read as each format's own project reads them."""
 
 import gzip
-import json
 import os
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -66,33 +64,8 @@ def olmo(folder: Path, split: str) -> Lists:
     return [ids[int(line[0]) : int(line[1])].tolist() for line in lines]
 
 
-def datatrove(folder: Path, split: str) -> Lists:
-    width, count = (folder / f"{split}.ds.metadata").read_text().rpartition("|")[2].split()
-    ids = np.fromfile(folder / f"{split}.ds", {"2": np.uint16, "4": np.uint32}[width])
-    assert len(ids) == int(count)
-    ends = np.fromfile(folder / f"{split}.ds.index", np.uint64).astype(int)
-    return [part.tolist() for part in np.split(ids, ends[:-1])]
-
-
 def arrow(folder: Path, split: str) -> Lists:
     return cast(Lists, parquet.read_table(folder / f"{split}.parquet")["input_ids"].to_pylist())
-
-
-def mds(folder: Path, split: str) -> Lists:
-    found: Lists = []
-    for shard in json.loads((folder / split / "index.json").read_text())["shards"]:
-        data = (folder / split / shard["raw_data"]["basename"]).read_bytes()
-        assert len(data) == shard["raw_data"]["bytes"]
-        dtype = np.dtype(shard["column_encodings"][0].removeprefix("ndarray:"))
-        offsets = np.frombuffer(data, np.uint32, shard["samples"] + 1, 4).tolist()
-        for start, end in pairwise(offsets):
-            assert int.from_bytes(data[start : start + 4], "little") == end - start - 4
-            assert data[start + 4] == 1 << 2 | 2, "one dimension, of uint32"
-            (length,) = np.frombuffer(data[start + 5 : start + 9], np.uint32)
-            row = np.frombuffer(data[start + 9 : end], dtype)
-            assert len(row) == length
-            found.append(row.tolist())
-    return found
 
 
 def _dtype(folder: Path) -> Any:
@@ -104,9 +77,7 @@ READERS: dict[Format, Callable[[Path, str], Lists]] = {
     "nanogpt": nanogpt,
     "llm.c": llm_c,
     "olmo": olmo,
-    "datatrove": datatrove,
     "parquet": arrow,
-    "mds": mds,
 }
 WITHOUT_ROWS = ("nanogpt", "llm.c")
 VOCABULARIES = {"narrow": 50_000, "wide": 200_000}
@@ -158,15 +129,11 @@ def test_exported_rows_are_those_of_the_data_set(
 
 def test_large_splits_become_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FORMATS["llm.c"], "FILE_TOKENS", 1000)
-    monkeypatch.setattr(FORMATS["mds"], "SHARD_BYTES", 1000)
     rows = random_rows(np.full(700, 300), vocabulary_size=50_000)
     data = write_rows(tmp_path / "narrow", {"train": rows}, 50_000, 3)
     export_data_set(str(data), tmp_path / "c", "llm.c")
     assert len(list((tmp_path / "c").iterdir())) == 210
     assert llm_c(tmp_path / "c", "train") == [rows.ids.tolist()]
-    export_data_set(str(data), tmp_path / "mds", "mds")
-    assert len(list((tmp_path / "mds/train").glob("*.mds"))) > 2
-    assert mds(tmp_path / "mds", "train") == lists_of(rows)
 
 
 @pytest.mark.parametrize("task", ["classify", "score", "tag", "complete"])

@@ -156,18 +156,6 @@ def test_manifest_rejects_first_source_without_name(two: tuple[Path, Path], tmp_
         Manifest.decoded(forged.encoded(), "manifest.json")
 
 
-def test_merge_includes_adopted_files(two: tuple[Path, Path], tmp_path: Path) -> None:
-    call(shards.main, "export", two[1], tmp_path / "flat", "--to", "megatron")
-    given = ("--tokenizer", two[1] / "tokenizer.json")
-    call(shards.main, "adopt", tmp_path / "flat/train.bin", tmp_path / "adopted", *given)
-    made = merge([str(two[0]), str(tmp_path / "adopted")], str(tmp_path / "out"))
-    assert made.linked == made.shards, "no token is copied"
-    assert corpus_rows(tmp_path / "out").total() == made.rows
-    verify(tmp_path / "out")
-    shutil.rmtree(tmp_path / "flat")
-    assert "cannot be opened" in call(shards.main, "verify", tmp_path / "out", expect=1).stdout
-
-
 LABELLED = ("--task", "classify")
 
 

@@ -5,7 +5,6 @@ own.
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +15,8 @@ import torch
 from support.commands import run
 from support.data_sets import rows_in
 
-from benchmarks.text_loaders.peers import import_streaming
 from tokenfeed import pretokenize
-from tokenfeed.tools.data_sets.adopt import adopt
 from tokenfeed.tools.data_sets.export import Format, export_data_set
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the peers
 
@@ -63,38 +59,6 @@ def write_olmo(peer: Any, folder: Path, rows: Lists) -> Path:
     return path
 
 
-def read_datatrove(peer: Any, folder: Path) -> Lists:
-    size = (folder / "train.ds").stat().st_size // 2
-    path = str(folder / "train.ds")
-    whole = peer.DatatroveFileDataset(path, size - 1, return_positions=True)[0]
-    ids, positions = whole["input_ids"].numpy(), whole["positions"].numpy()
-    return [part.tolist() for part in np.split(ids, np.flatnonzero(positions == 0)[1:])]
-
-
-def write_datatrove(peer: Any, folder: Path, rows: Lists) -> Path:
-    tokenizer = import_module("datatrove.pipeline.tokens.tokenizer")
-    file = tokenizer.TokenizedFile(str(folder), "train.ds", save_final_metadata=True)
-    for row in rows:
-        file.write(row, None)
-    file.close()
-    return folder / "train.ds"
-
-
-def read_mds(peer: Any, folder: Path) -> Lists:
-    data = peer.StreamingDataset(local=str(folder / "train"), batch_size=1, validate_hash="xxh3_64")
-    return [row["input_ids"].tolist() for row in data]
-
-
-def write_mds(peer: Any, folder: Path, rows: Lists) -> Path:
-    columns = {"input_ids": "ndarray:uint16"}
-    with peer.MDSWriter(
-        out=str(folder / "mds"), columns=columns, compression="zstd", hashes=["xxh64"]
-    ) as writer:
-        for row in rows:
-            writer.write({"input_ids": np.array(row, np.uint16)})
-    return folder / "mds"
-
-
 class Peer(NamedTuple):
     module: str
     read: Callable[[Any, Path], Lists]
@@ -103,16 +67,12 @@ class Peer(NamedTuple):
     def imported(self) -> Any:
         if find_spec(self.module.partition(".")[0]) is None:
             pytest.skip(f"{self.module} is not installed")
-        if self.module == "streaming":
-            return import_streaming()
         return pytest.importorskip(self.module, exc_type=ImportError)
 
 
 PEERS: dict[Format, Peer] = {
     "megatron": Peer("megatron.core.datasets.indexed_dataset", read_megatron, write_megatron),
     "olmo": Peer("olmo_core.data.utils", read_olmo, write_olmo),
-    "datatrove": Peer("datatrove.utils.dataset", read_datatrove, write_datatrove),
-    "mds": Peer("streaming", read_mds, write_mds),
 }
 
 
@@ -131,9 +91,16 @@ def test_rows_written_by_a_project_are_read_as_they_are(
 ) -> None:
     peer, rows, out = PEERS[to].imported(), rows_in(real), tmp_path / "out"
     written = PEERS[to].write(peer, tmp_path, rows)
-    if to == "mds":
-        pretokenize(written, out, task="ids", tokenizer=real, validation=0)
-    else:
-        tokenizer = TextTokenizer.load((real / "tokenizer.json").read_bytes(), origin="test")
-        adopt([str(written)], str(out), tokenizer)
+    pretokenize(written, out, task="ids", tokenizer=real, validation=0)
+    assert rows_in(out) == rows
+
+
+def test_rows_written_by_datatrove_are_read_as_they_are(tmp_path: Path, real: Path) -> None:
+    tokenizer = pytest.importorskip("datatrove.pipeline.tokens.tokenizer", exc_type=ImportError)
+    rows, out = rows_in(real), tmp_path / "out"
+    file = tokenizer.TokenizedFile(str(tmp_path), "train.ds", save_final_metadata=True)
+    for row in rows:
+        file.write(row, None)
+    file.close()
+    pretokenize(tmp_path / "train.ds", out, task="ids", tokenizer=real, validation=0)
     assert rows_in(out) == rows

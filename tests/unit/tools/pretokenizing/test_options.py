@@ -39,8 +39,8 @@ def test_the_help_names_every_format_and_every_field_of_every_task(
     for said in (input_formats(), records_of_tasks(), fields_of_tasks()):
         assert said in shown
     for format_ in FORMATS.values():
-        ending = rf" {re.escape(format_.endings[0])}( of \w+)?,"
-        assert format_ is FALLBACK or re.search(ending, shown)
+        ending = re.escape(format_.endings[0]) if format_.endings else r"\.bin"
+        assert format_ is FALLBACK or re.search(rf" {ending},", shown)
     for name, task in TASK_CLASSES.items():
         fields = re.search(rf"{name}: ([\w\[\], ]+)[;.]", fields_of_tasks())
         assert fields

@@ -1,0 +1,249 @@
+"""Files of token ids of other projects, there and back through `pretokenize --task ids`."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.data_sets import rows_in
+from support.object_server import Remote, as_own_process, remote_store
+from support.token_rows import (
+    Rows,
+    ids_of,
+    save_words,
+    write_datatrove,
+    write_llm_c,
+    write_megatron,
+    write_nanogpt,
+    write_numpy,
+    write_olmo,
+)
+
+from tokenfeed import Manifest, pretokenize
+from tokenfeed.pipeline.errors import CorpusError, TokenfeedError
+
+IDS, END = 700, 5
+Write = Callable[..., Path]
+WRITERS: dict[str, Write] = {
+    "Megatron": write_megatron,
+    "nanoGPT": write_nanogpt,
+    "llm.c": write_llm_c,
+    "OLMo": write_olmo,
+    "numpy.save": write_numpy,
+    "datatrove": write_datatrove,
+}
+INDEXES = {"Megatron": "train.idx", "OLMo": "part-0.csv.gz", "datatrove": "0.ds.index"}
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
+    """An empty bucket. The process of the test is a program of ours."""
+    pytest.importorskip("obstore")
+    as_own_process(monkeypatch)
+    with remote_store(monkeypatch) as remote:
+        yield remote
+
+
+def made_rows(count: int, seed: int) -> Rows:
+    """Rows of which each ends with the end token, and has it nowhere else."""
+    draw = random.Random(seed)
+    others = [token for token in range(IDS) if token != END]
+    return [[*draw.choices(others, k=draw.randint(0, 60)), END] for _ in range(count)]
+
+
+ROWS = made_rows(120, 1)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of 700 ids."""
+    return save_words(tmp_path_factory.mktemp("words") / "tokenizer.json", IDS)
+
+
+def copied(source: object, out: Path, tokenizer: Path, **options: Any) -> Rows:
+    options = {"validation": 0, "end_token": f"w{END}"} | options
+    pretokenize(source, out, task="ids", tokenizer=tokenizer, **options)
+    return rows_in(out)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_folder_of_another_project_gives_its_rows(kind: str, tmp_path: Path, words: Path) -> None:
+    """The files beside the ids are no records of their own, and any cut gives the same rows."""
+    (tmp_path / "theirs").mkdir()
+    WRITERS[kind](tmp_path / "theirs", ROWS)
+    for number, size in enumerate((300, "1KB", "auto")):
+        out = tmp_path / f"out{number}"
+        assert copied(tmp_path / "theirs", out, words, shard_size=str(size)) == ROWS
+        manifest = Manifest.read(out)
+        assert (manifest.ledger.read, manifest.ledger.rejected) == (len(ROWS), 0)
+        assert not (out / "rejects.jsonl").read_bytes()
+        assert len((out / "sources.jsonl").read_bytes().splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRITERS if kind not in ("nanoGPT", "OLMo")])
+def test_ids_of_four_bytes_are_read_too(kind: str, tmp_path: Path, words: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    WRITERS[kind](tmp_path / "theirs", ROWS, width=4)
+    assert copied(tmp_path / "theirs", tmp_path / "out", words, shard_size="1KB") == ROWS
+
+
+@settings(max_examples=20)
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=60).filter(any),
+    kind=st.sampled_from(sorted(INDEXES)),
+    size=st.integers(1, 400),
+)
+def test_rows_of_any_lengths_keep_their_borders(
+    lengths: list[int],
+    kind: str,
+    size: int,
+    tmp_path_factory: pytest.TempPathFactory,
+    words: Path,
+) -> None:
+    folder = tmp_path_factory.mktemp("theirs")
+    rows = [[(number + 1) % IDS] * length for number, length in enumerate(lengths)]
+    (folder / "theirs").mkdir()
+    WRITERS[kind](folder / "theirs", rows)
+    made = copied(folder / "theirs", folder / "out", words, shard_size=str(size))
+    assert made == [row for row in rows if row]
+    ledger = Manifest.read(folder / "out").ledger
+    assert (ledger.read, ledger.empty) == (len(rows), lengths.count(0))
+
+
+@pytest.mark.parametrize("kind", INDEXES)
+def test_changed_index_never_gives_rows_that_the_index_does_not_say(
+    kind: str, tmp_path: Path, words: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 40 changes, each is refused, warned of, or without an effect."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    WRITERS[kind](theirs, ROWS)
+    index, draw = theirs / INDEXES[kind], random.Random(kind)
+    sound, refused = index.read_bytes(), 0
+    for number in range(40):
+        changed = bytearray(sound)
+        if number % 10:
+            changed[draw.randrange(len(sound))] ^= 1 << draw.randrange(8)
+        else:
+            del changed[draw.randrange(len(sound)) :]
+        index.write_bytes(changed)
+        caplog.clear()
+        try:
+            made = copied(theirs, tmp_path / f"out{number}", words)
+        except TokenfeedError as error:
+            assert "\n" not in str(error)
+            refused += 1
+            continue
+        assert made == ROWS or "Does the index belong to the file?" in caplog.text
+    assert refused > 25
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_changed_ids_change_no_other_row(kind: str, tmp_path: Path, words: Path) -> None:
+    """These formats have no checksums of ids: an id beyond the vocabulary is a reject."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    path = WRITERS[kind](theirs, ROWS)
+    sound, draw = path.read_bytes(), random.Random(kind)
+    head = len(sound) - 2 * len(ids_of(ROWS))
+    for number in range(6):
+        changed = bytearray(sound)
+        changed[draw.randrange(head, len(sound))] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed)
+        made = copied(theirs, tmp_path / f"out{number}", words)
+        wrong = [row for row in made if row not in ROWS]
+        missing = [row for row in ROWS if row not in made]
+        assert len(wrong) <= 2
+        assert len(missing) <= 2
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_file_that_was_cut_short_is_refused(kind: str, tmp_path: Path, words: Path) -> None:
+    path = WRITERS[kind](tmp_path, ROWS)
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(CorpusError, match=r"bytes|has rows up to id|values and a header"):
+        copied(path, tmp_path / "out", words)
+
+
+@pytest.mark.parametrize("kind", INDEXES)
+def test_index_of_another_file_is_refused(kind: str, tmp_path: Path, words: Path) -> None:
+    (tmp_path / "other").mkdir()
+    WRITERS[kind](tmp_path / "other", made_rows(120, 2))
+    path = WRITERS[kind](tmp_path, ROWS)
+    (tmp_path / INDEXES[kind]).write_bytes((tmp_path / "other" / INDEXES[kind]).read_bytes())
+    with pytest.raises(CorpusError, match=r"record 0: .*(has rows up to id|follow one another)"):
+        copied(path, tmp_path / "out", words)
+
+
+def test_file_without_index_needs_an_end_token(tmp_path: Path, words: Path) -> None:
+    path = write_nanogpt(tmp_path, ROWS)
+    with pytest.raises(TokenfeedError, match=r"train\.bin: has no index, .* by `--end-token`"):
+        copied(path, tmp_path / "out", words, end_token=None)
+
+
+def test_ids_of_four_bytes_without_a_header_are_refused(tmp_path: Path, words: Path) -> None:
+    path = tmp_path / "train.bin"
+    ids_of(ROWS, width=4).tofile(path)
+    with pytest.raises(CorpusError, match="every second id of two bytes is 0"):
+        copied(path, tmp_path / "out", words)
+
+
+def test_row_that_is_longer_than_a_record_may_be_is_rejected(tmp_path: Path, words: Path) -> None:
+    rows = [[1, END], [2] * 3000 + [END], [3, END]]
+    path = write_megatron(tmp_path, rows)
+    assert copied(path, tmp_path / "out", words, max_record="1KB") == [rows[0], rows[2]]
+    assert "6,002 bytes, more than the" in (tmp_path / "out/rejects.jsonl").read_text()
+
+
+def test_token_files_are_left_out_of_a_corpus_of_texts(tmp_path: Path, words: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    write_datatrove(tmp_path / "corpus", ROWS)
+    write_megatron(tmp_path / "corpus", ROWS)
+    (tmp_path / "corpus/a.txt").write_text("w1 w2")
+    pretokenize(tmp_path / "corpus", tmp_path / "out", tokenizer=words, end_token="w5")
+    assert Manifest.read(tmp_path / "out").ledger.read == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "project"),
+    [
+        ('{"chunks": [{"filename": "chunk-0-0.bin"}], "config": {}}', "litData"),
+        ('{"shards": [{"raw_data": {"basename": "shard.0.mds"}}]}', "mosaicml-streaming"),
+    ],
+)
+def test_data_set_of_a_withdrawn_format_names_what_to_do(
+    content: str, project: str, tmp_path: Path, words: Path
+) -> None:
+    (tmp_path / "index.json").write_text(content)
+    with pytest.raises(CorpusError, match=rf"{project}, which is not read.*pretokenize\(rows"):
+        copied(tmp_path, tmp_path / "out", words)
+
+
+@pytest.mark.parametrize("kind", INDEXES)
+def test_files_of_a_bucket_have_their_index_beside_them(
+    kind: str, tmp_path: Path, words: Path, remote: Remote
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    path = WRITERS[kind](tmp_path / "theirs", ROWS)
+    remote.put_folder(tmp_path / "theirs")
+    for number, name in enumerate((path.name, "")):
+        source = f"s3://{remote.prefix}/{name}".rstrip("/")
+        assert copied(source, tmp_path / f"out{number}", words, shard_size="1KB") == ROWS
+    remote.put(INDEXES[kind], remote.content(INDEXES[kind]) + b" ")  # the ids are the same
+    with pytest.raises(TokenfeedError, match="names, sizes and times of the input files"):
+        copied(f"s3://{remote.prefix}/{path.name}", tmp_path / "out0", words, shard_size="1KB")
+
+
+def test_any_number_of_workers_writes_the_same_shards(tmp_path: Path, words: Path) -> None:
+
+    path = write_nanogpt(tmp_path, made_rows(3000, 3))
+    for workers in (1, 2):
+        copied(path, tmp_path / f"out{workers}", words, shard_size="20KB", workers=workers)
+    files = [sorted((tmp_path / f"out{n}").rglob("*.arrow")) for n in (1, 2)]
+    assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
+    assert len(files[0]) > 5
+    assert np.concatenate([np.array(row) for row in rows_in(tmp_path / "out1")]).size
