@@ -169,7 +169,7 @@ def test_training_on_a_gpu_reports_its_stall(counting: Path, tmp_path: Path) -> 
     config = make_config(counting, tmp_path / "run", device="cuda", steps=20, num_workers=1)
     report = run(config)
     assert report.loss_last < report.loss_first
-    assert 0 < report.stall.steps <= 15  # without those that calibrate
+    assert 0 < report.stall.steps <= 15
     assert 0 <= report.stall.stall < 1
     assert "events" in report.stall.method
 

@@ -69,13 +69,14 @@ class KinetoTracer:
             return "this build of torch cannot trace a GPU"
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return "a profiler of the program is on"
+        alive = set(map(type, gc.get_objects()))  # 0.02 s for a million objects
         for kind, reason in (
             (torch.profiler.profile, "the program has a profiler of its own"),
             (torch.cuda.CUDAGraph, f"the program uses CUDA graphs (set {_TEARDOWN}=0 to trace it)"),
         ):
             if kind is torch.cuda.CUDAGraph and os.environ.get(_TEARDOWN):
                 continue
-            if any(issubclass(type(each), kind) for each in gc.get_objects()):
+            if any(issubclass(each, kind) for each in alive):
                 return reason
         with self._cuda.device(self._device):
             is_capturing = self._cuda.is_current_stream_capturing()

@@ -11,6 +11,7 @@ to the wall time. Only a short trace, now and then, waits for the device.
 """
 
 import contextlib
+import logging
 import math
 import os
 import threading
@@ -52,6 +53,8 @@ from tokenfeed.trainer.stall.watchers import (
 if TYPE_CHECKING:
     import torch
 
+
+_log = logging.getLogger(__name__)
 
 WARMUP_STEPS = 5
 _EARLY_STEPS = (8, 16, 32)
@@ -243,11 +246,18 @@ class StallMeter:
     def find_waits(self, steps: int = 1) -> None:
         """Find the lines that wait for a GPU during the next steps, which are not measured.
 
-        A trace with stacks makes these steps several times slower.
+        A trace with stacks makes these steps several times slower. On a CPU nothing waits. If the
+        program cannot be traced now, a warning is logged.
         """
         steps = _whole("steps", steps, least=1)
-        if self._machine.on_gpu and not self._trace_is_on:
+        tracer = self._clock.tracer()
+        if tracer is None:
+            return
+        why_not = "a trace is being taken" if self._trace_is_on else tracer.why_not()
+        if why_not is None:
             self._waits.begin(steps)
+        else:
+            _log.warning("stall: cannot find waits: %s", why_not)
 
     def read(self) -> StallReading:
         """Return the sums so far, without waiting for the device."""

@@ -102,9 +102,9 @@ def read_segments(trace: Trace, pause: float) -> Segments:
     ends = np.maximum.accumulate(blocks[:, 1])
     gaps = np.stack([ends[:-1] + pause, blocks[1:, 0]], axis=1)
     gaps = gaps[gaps[:, 1] > gaps[:, 0]]
-    starts = np.fmax.accumulate(np.nan_to_num(begin, nan=-np.inf))
+    starts = np.fmax.accumulate(np.nan_to_num(trace.borders[:, 1], nan=-np.inf))
     place = np.searchsorted(starts, gaps[:, 0], side="right") - 1
-    is_inside = place >= 0
+    is_inside = (place >= 0) & (place < count)
     gaps, place = gaps[is_inside], place[is_inside]
     idle = gaps[:, 1] - gaps[:, 0]
     exchanging = _overlap(gaps, trace.exchanges)
@@ -267,7 +267,9 @@ class Tracing:
         """Return whether a trace should begin after a step."""
         if number < self.schedule.next:
             return False
+        began = self._now()
         why_not = self._tracer.why_not()
+        self._cost = self._now() - began
         if why_not is not None:  # perhaps later
             self._why_void = why_not
             self.schedule.plan(number)
@@ -281,7 +283,7 @@ class Tracing:
         except Exception as error:  # whatever a tracer raises: no training fails by its meter
             self._end(f"the tracer failed: {error}")
             return False
-        self._cost = self._now() - began
+        self._cost += self._now() - began
         self._left = TRACED_STEPS + 1
         self._labels, self._steps = [], {}
         return True

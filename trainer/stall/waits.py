@@ -6,6 +6,8 @@ from typing import Any
 
 from tokenfeed.trainer.stall.kineto import is_wait, quiet
 
+CALLS = "cuda_runtime"
+"""Kineto's name for calls of the CUDA runtime."""
 _LIBRARY = "torch/"
 """Files of torch, as its profiler names them. The line that calls torch is the one to change."""
 
@@ -25,14 +27,13 @@ class WaitFinder:
 
     def begin(self, steps: int) -> None:
         """Examine this many steps from now on. Does nothing if torch cannot."""
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import profile, supported_activities
 
         self.close()
         try:
             with quiet():
-                self._profiler = profile(
-                    activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], with_stack=True
-                )
+                activities = supported_activities()  # type: ignore[no-untyped-call]
+                self._profiler = profile(activities=activities, with_stack=True)
                 self._profiler.start()
         except Exception:  # no training fails by its meter
             self._profiler = None
@@ -60,7 +61,7 @@ class WaitFinder:
             moments = [
                 event.start_ns()
                 for event in results.events()
-                if event.activity_type() == "cuda_runtime" and is_wait(event.name())
+                if event.activity_type() == CALLS and is_wait(event.name())
             ]
             self._lines.update(lines_at(results.experimental_event_tree(), moments))
         except Exception:  # another profiler may have ended this one
@@ -74,21 +75,23 @@ def lines_at(tree: Iterable[Any], moments: Iterable[int]) -> list[str]:
         tree: The roots of the event tree of Kineto, recorded with stacks.
         moments: Nanoseconds, by the clock of the tree.
     """
-    roots = [node for node in tree if _caller(node) is not None]
-    lines = []
-    for moment in moments:
-        line, nodes = None, roots
-        while nodes:
-            node = next((n for n in nodes if n.start_time_ns <= moment <= n.end_time_ns), None)
-            if node is None:
-                break
-            caller = _caller(node)
-            if caller is not None and not caller.file_name.startswith(_LIBRARY):
-                line = f"{caller.file_name}:{caller.line_number}"
-            nodes = node.children
-        if line is not None:
-            lines.append(line)
-    return lines
+    roots = list(tree)
+    return [line for moment in moments if (line := _line_at(roots, moment)) is not None]
+
+
+def _line_at(roots: list[Any], moment: int) -> str | None:
+    """Return the line of the latest call that was running. Other threads may run older calls."""
+    latest, line, nodes = 0, None, [*roots]
+    while nodes:
+        node = nodes.pop()
+        if not node.start_time_ns <= moment <= node.end_time_ns:
+            continue
+        nodes += node.children
+        caller = _caller(node)
+        is_library = caller is None or caller.file_name.startswith(_LIBRARY)
+        if not is_library and node.start_time_ns >= latest:
+            latest, line = node.start_time_ns, f"{caller.file_name}:{caller.line_number}"
+    return line
 
 
 def _caller(node: Any) -> Any:
