@@ -31,6 +31,7 @@ import tokenfeed
 from tokenfeed.tools.doctor import Doctor
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.shards import import_subcommands
+from tokenfeed.tools.stall import Stall
 from tokenfeed.tools.train_settings import Command
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -84,6 +85,7 @@ DESCRIBED = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 OF_OTHERS = {
     "--logdir",  # of tensorboard
+    "--lr",  # of somebody's script
     "--data",
     *("--check", "--idle", "--peer-python", "--renderers", "--repeats", "--rounds"),  # benchmarks
     *("--minutes", "--parser", "--first"),  # the fuzzer
@@ -296,7 +298,7 @@ def test_links_lead_to_files_that_the_site_contains() -> None:
 
 
 def test_pages_name_options_that_there_are() -> None:
-    commands: list[Any] = [Options, Command, Doctor, *import_subcommands().values()]
+    commands: list[Any] = [Options, Command, Doctor, Stall, *import_subcommands().values()]
     known = {f"--{field.name.replace('_', '-')}" for each in commands for field in fields(each)}
     for page in PAGES:
         named = set(OPTION.findall(page.read_text(encoding="utf-8")))

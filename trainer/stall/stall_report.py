@@ -262,9 +262,8 @@ def headline(report: StallReport) -> str:
     """Return the stall in a line."""
     if report.stall is None:
         return not_measured(report)
-    bar = ""
-    if report.interval is not None:
-        bar = f" [{report.interval[0]:.2%}, {report.interval[1]:.2%}]"
+    ends = [share_of(end) for end in report.interval or ()]
+    bar = f" [{', '.join(ends)}]" if len({*ends}) > 1 else ""  # times of a CPU are exact
     line = f"{stall_share(report)}{bar} of {report.seconds:,.1f} s"
     line += f" {'of GPU time' if report.on_gpu else 'on the CPU'}, {count_of(report.steps, 'step')}"
     if report.world_size > 1:
