@@ -21,9 +21,11 @@ _PROG = "tokenfeed stall"
 class Stall:
     """Measure where the time of any training script goes. The script stays unchanged.
 
-    The script is a file, or `-m MODULE`. What follows are its own arguments. Several ranks:
-    `torchrun OPTIONS -m tokenfeed stall train.py`. The report is on stderr when the script ends."""
+    Several ranks: `torchrun OPTIONS -m tokenfeed stall train.py`. The report is on stderr when the
+    script ends. Without a script: `with tokenfeed.watch():` measures a loop in a notebook."""
 
+    script: Annotated[str, text("SCRIPT")]
+    """A file, or `-m MODULE`. All words behind it are its own arguments."""
     steps: Annotated[str, text("A:B")] | None = None
     """Measure the steps behind number A, up to number B. Then print the report and remove all
     hooks. Default: all steps but the first 5."""
@@ -47,9 +49,9 @@ def main() -> None:
 
 def _run(words: list[str]) -> None:
     own, script = _split(words)
-    options = parse_command(Stall, f"{_PROG}", own)
-    if not script:
-        raise ConfigError(f"expected a script or `-m MODULE`. See {_PROG} --help.")
+    options = parse_command(Stall, _PROG, [*own, "--", *script[:1]])
+    if options.ideal_loader < 0:
+        raise ConfigError(f"`--ideal-loader {options.ideal_loader}`: expected a number of steps.")
     if options.ideal_loader and options.steps:
         raise ConfigError("`--ideal-loader`: leave out `--steps`. N is the number of steps.")
     steps, share = _steps(options.steps), _share(options.fail_above)

@@ -15,15 +15,8 @@ from types import ModuleType, TracebackType
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.watch.watch import Watch
 
-_LAUNCHERS = {
-    "torchrun": "torchrun",
-    "accelerate": "accelerate launch",
-    "deepspeed": "deepspeed --module",
-    "srun": "srun python",
-    "mpirun": "mpirun python",
-}
-"""Programs that start other processes, and the command that starts Python's `-m` with them."""
-_LAUNCHER_MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun"}
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun", "mpiexec", "horovodrun")
+"""Programs that start other processes."""
 
 
 def run_watched(words: list[str], running: Watch) -> int | str | None:
@@ -61,30 +54,42 @@ def run_watched(words: list[str], running: Watch) -> int | str | None:
 
 
 def check_words(words: list[str]) -> None:
-    """Reject a launcher and a script that is not a file."""
-    name = os.path.basename(words[0])
+    """Reject a launcher, with the command to use instead, and a script that is not a file.
+
+    Raises:
+        ConfigError: The words are one of these.
+    """
+    name, rest = os.path.basename(words[0]), words[1:]
     if name == "-m":
-        if len(words) < 2:
+        if not rest:
             raise ConfigError("`-m`: expected the name of a module.")
-        name = _LAUNCHER_MODULES.get(words[1], "")
-        name = "accelerate" if words[1].startswith("accelerate.") else name
-        words = words[1:]
-    elif name.startswith("python") and not name.endswith(".py"):
-        rest = " ".join(words[1:])
-        raise ConfigError(f"`{words[0]}`: leave it out. Run `tokenfeed stall {rest}`.")
-    if name in _LAUNCHERS:
-        own = [each for each in words[1:] if each not in ("launch", "--module")]
-        is_start = [each.endswith(".py") or each == "-m" for each in own]
-        at = is_start.index(True) if True in is_start else len(own)
-        parts = [_LAUNCHERS[name], *own[:at], "-m tokenfeed stall", *own[at:]]
-        raise ConfigError(
-            f"`{name}` starts other processes, which would not be measured. "
-            f"Run `{' '.join(parts)}`."
-        )
-    if words[0] != "-m" and not name and "." in words[0]:
-        return
-    if words[0] != "-m" and name and not Path(words[0]).is_file():
+        name = "torchrun" if rest[0].startswith("torch.distributed.") else rest[0].split(".")[0]
+        name, rest = name if name in _LAUNCHERS else "", rest[1:]
+    elif _is_python(name):
+        fixed = " ".join(["tokenfeed stall", *rest])
+        raise ConfigError(f"`{words[0]}`: leave it out. Run `{fixed}`.")
+    elif name not in _LAUNCHERS and not Path(words[0]).is_file():
         raise ConfigError(f"{words[0]}: no such file. Expected a Python script, or `-m MODULE`.")
+    if name in _LAUNCHERS:
+        fixed = " ".join(_relaunched(name, rest))
+        raise ConfigError(
+            f"`{name}` starts other processes, which would not be measured. Run `{fixed}`."
+        )
+
+
+def _relaunched(name: str, words: list[str]) -> list[str]:
+    """Return the command of a launcher whose processes are measured."""
+    start = {"accelerate": ["accelerate", "launch"]}.get(name, [name])
+    words = [word for word in words if word not in ("launch", "--module")]
+    at = next(
+        (at for at, word in enumerate(words) if word == "-m" or word.endswith(".py")), len(words)
+    )
+    module = "--module" if name == "deepspeed" else "-m"
+    return [*start, *words[:at], module, "tokenfeed", "stall", *words[at:]]
+
+
+def _is_python(name: str) -> bool:
+    return name.startswith("python") and not name.endswith(".py")
 
 
 def _run_script(words: list[str]) -> None:
