@@ -282,16 +282,18 @@ def test_worker_processes_run_no_hook(script: Path, tmp_path: Path) -> None:
 
 RANKS = """
 import torch.distributed as dist
+kept = []
 def train(rank, size=2):
     dist.init_process_group("gloo", rank=rank, world_size=size)
     replica = torch.nn.parallel.DistributedDataParallel(model)
+    kept.append(replica)  # gloo may hang when it goes
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.01)
     for _, x in zip(range(40), loader):
         if rank == 1:
             nap(0)
         replica(x).sum().backward()
         optimizer.step()
-    dist.destroy_process_group()
+    dist.barrier()
 """
 
 
