@@ -1,13 +1,15 @@
 """A damaged shard: no flipped bit changes what a loader delivers. `shards verify` finds each."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 from support.commands import call
+from support.data_sets import sealed_manifest
 
 from tokenfeed import Padded, ShardLoader
-from tokenfeed.pipeline.errors import ShardFormatError
+from tokenfeed.pipeline.errors import ShardFormatError, TokenfeedError
 from tokenfeed.tools import shards
 
 STRIDE = 61
@@ -46,3 +48,18 @@ def test_verify_finds_a_flipped_bit_anywhere(
     data[int(len(data) * place)] ^= 1
     shard.write_bytes(data)
     assert str(shard) in call(shards.main, "verify", folder, expect=1).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [(name, change) for name in ("rows", "tokens", "batches", "bytes") for change in (-1, 1)]
+    + [("longest_row", -1)],
+)
+def test_a_shard_unlike_its_manifest_is_refused(small_folder: Path, name: str, change: int) -> None:
+    path = small_folder / "manifest.json"
+    content = json.loads(path.read_text())
+    longest = max(content["splits"]["train"]["shards"], key=lambda shard: shard["longest_row"])
+    longest[name] += change
+    path.write_bytes(sealed_manifest(content))
+    with pytest.raises(TokenfeedError):
+        delivered(small_folder)

@@ -175,14 +175,15 @@ def compressed() -> Words:
 
 
 def delimited() -> Words:
-    """CSV with quotes, ends of lines inside and rows that are too short: pairs with a class."""
+    """CSV with quotes, some of them wrong, and rows of a wrong length: pairs with a class."""
     word_tokenizer()
     rows = [
         f'"{text}","""quoted"", {text}",{ANSWERS[number % 3]}'
         for number, text in enumerate(t.replace('"', "") for t in texts(120, most=20))
     ]
     rows[30:30] = ["only,two", "a,b,yes,more", ",,no", '"a\nb",c,no', "a,b,"]
-    Path("in/a.csv").write_text("one,two,class\n" + "\r\n".join(rows) + "\n")
+    rows += ['"a" b,c,yes', '"never closed,x,yes', "and more"]
+    Path("in/a.csv").write_text("\ufeffone,two,class\n" + "\r\n".join(rows) + "\n")
     return (
         *("--task", "classify", "--field", "text=one", "pair=two", "label=class"),
         *("--add-special-tokens", "--shard-size", "4KB", "--validation", 0.25),
@@ -341,10 +342,12 @@ def many() -> Words:
 
 
 def code() -> Words:
-    """Source files, half of them rearranged to fill in the middle; special tokens are ids."""
+    """Source files, half of them rearranged to fill in the middle; special tokens are ids. Eight
+    files fill a shard exactly."""
     tokenizer(template=True)
-    for number, text in enumerate(texts(60, most=120, seed=5)):
-        Path(f"in/{number:02}.py").write_text(text)
+    for number, text in enumerate(texts(40, most=240, seed=5)):
+        cut = text.encode()[:1000].decode(errors="ignore").encode()
+        Path(f"in/{number:02}.py").write_bytes(cut.ljust(1000, b"."))
     return (
         *("--fim-rate", 0.5, "--fim-spm-rate", 0.4, "--seed", 7, "--shard-size", "8KB"),
         *("--add-special-tokens", "--special-tokens-in-text", "split"),
