@@ -222,7 +222,7 @@ def arrow() -> Words:
         rows.append({"words": [] if number == 5 else words, "tags": [] if number == 5 else tags})
     table = pa.Table.from_pylist(rows)
     with pa.ipc.new_file("in/a.arrow", table.schema) as writer:
-        for batch in table.to_batches(max_chunksize=40):
+        for batch in table.to_batches(max_chunksize=10):
             writer.write_batch(batch)
     return "--task", "tag", "--field", "tokens=words", "--add-special-tokens", "--shard-size", "4KB"
 
@@ -319,16 +319,8 @@ def ids() -> Words:
     records[54] = {"input_ids": [], "loss_mask": [], "w": []}
     lines("in/a.jsonl", records)
     return (
-        "--task",
-        "ids",
-        "--field",
-        "loss_mask=loss_mask",
-        "--keep",
-        "w",
-        "--shard-size",
-        "4KB",
-        "--validation",
-        0.1,
+        *("--task", "ids", "--field", "loss_mask=loss_mask", "--keep", "w", "--max-rejects", 7),
+        *("--shard-size", "4KB", "--validation", 0.1),
     )
 
 
