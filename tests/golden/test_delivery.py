@@ -59,6 +59,7 @@ def roll(row: Mapping[str, Any], generator: np.random.Generator) -> Mapping[str,
     return {**row, "input_ids": np.roll(row["input_ids"], generator.integers(100))}
 
 
+ONE_WINDOW = {"window_tokens": 1 << 20, "epochs": 2}
 OPTIONS: dict[str, tuple[str, Any, int, dict[str, Any]]] = {
     "padded to multiples": ("documents", Padded(256, multiple_of=8), 2, {}),
     "padded and filled": ("documents", Padded(256, multiple_of=16, last="fill"), 2, {}),
@@ -66,6 +67,7 @@ OPTIONS: dict[str, tuple[str, Any, int, dict[str, Any]]] = {
     "padded, long rows truncated": ("documents", Padded(96, long_rows="truncate"), 2, {}),
     "padded, short sequences": ("documents", Padded(128, sequence_length=32), 2, {}),
     "padded in random order": ("classes", Padded(256, spread=1.0), 2, {}),
+    "padded in wide bands": ("documents", Padded(64, spread=0.5), 2, ONE_WINDOW),
     "fixed and filled": ("tags", Fixed(6, multiple_of=8, last="fill"), 2, {}),
     "fixed, rest dropped": ("tags", Fixed(6, last="drop"), 2, {}),
     "packed by concatenation": ("documents", Packed(64, 4, split=True), 2, {}),
@@ -79,9 +81,12 @@ OPTIONS: dict[str, tuple[str, Any, int, dict[str, Any]]] = {
     "packed rows in file order": ("documents", Packed(64, 4, split=True), 1, {"order": "file"}),
     "another seed": ("documents", Padded(256), 2, {"seed": 7}),
     "two epochs": ("documents", Padded(256), 2, {"epochs": 2}),
-    "one window": ("documents", Padded(256), 2, {"window_tokens": 1 << 20, "epochs": 2}),
+    "one window": ("documents", Padded(256), 2, ONE_WINDOW),
     "steps of six": ("documents", Padded(256), 4, {"micro_batches_per_step": 6}),
     "steps of two": ("documents", Padded(256), 4, {"micro_batches_per_step": 2}),
+    "fillers of classes": ("classes", Fixed(6), 4, {"micro_batches_per_step": 6}),
+    "fillers of scores": ("pairs", Padded(256), 4, {"micro_batches_per_step": 6}),
+    "fillers of tags": ("tags", Packed(64, 4), 4, {"micro_batches_per_step": 6}),
     "validation": ("chat", Padded(256), 2, {"split": "validation"}),
     "last answers": ("chat", Padded(256), 2, {"targets": "last"}),
     "all tokens": ("chat", Packed(128, 4), 2, {"targets": "all"}),
@@ -96,8 +101,9 @@ STREAMS = [f"stream {stream} of 2" for stream in range(2)]
 ENDS = ["a source that ends", "a source that ends before others"]
 OWN = ["stages with their own batching", "stages without an end"]
 SKIPPED = ["skipped rows"]
+ORIGINS = [f"origins of {kind}" for kind in ("documents", "ids")]
 SHARDS = [f"{kind} {seed}" for kind in KINDS for seed in (1, 2)]
-CASES = ["pyarrow", *EVERY, *OPTIONS, *STREAMS, *ENDS, *OWN, *SKIPPED, *SHARDS]
+CASES = ["pyarrow", *EVERY, *OPTIONS, *STREAMS, *ENDS, *OWN, *SKIPPED, *ORIGINS, *SHARDS]
 
 Folders = dict[str, tuple[Path, Path]]
 Round = tuple[tuple[Batch, ...], str]
@@ -238,6 +244,20 @@ def test_skipped_rows_have_no_targets(golden: Any, folders: Folders, forked_work
     one, _ = folders["documents"]
     skip = {one: [(3, 40), (90, 91)]}
     check(golden, SKIPPED[0], one, 2, skip=skip, batching=Padded(256), window_tokens=600)
+
+
+@pytest.mark.parametrize("case", ORIGINS)
+def test_explain_names_the_same_records(case: str, golden: Any, folders: Folders) -> None:
+    one, other = folders[case.split()[-1]]
+    options: dict[str, Any] = {"window_tokens": 600, "num_workers": 0}
+    loader = ShardLoader(Mixture({one: 2, other: 1}), batching=Packed(32, 4), **options)
+    found = [
+        (Path(each.data_set).name, each.record, each.start, each.stop, each.row)
+        for batch in islice(loader, 5)
+        for each in loader.explain(batch)
+    ]
+    made = digest_of([("origins", json.dumps(found))])
+    assert made == golden.expected(case, made)
 
 
 @pytest.mark.parametrize("kind", OF_ROWS)

@@ -30,6 +30,7 @@ Golden = Any
 
 STEPS = 20
 OWN = ("--device", "cpu", "--log-every", 1, "--eval-every", 10, "--save-every", 5, "--keep", 3)
+OWN += ("--eval-micro-batch-tokens", 64)
 SHALLOW = ("--model", "shallow", "--sequence-length", 64, "--warmup-steps", 4)
 TOKENS = ("--step-tokens", 512, "--micro-batch-tokens", 256)
 ROWS = ("--step-rows", 16, "--micro-batch-tokens", 256, "--patience", 0)

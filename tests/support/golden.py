@@ -175,5 +175,6 @@ def values_of(batch: Batch, kept: Iterable[str] = ()) -> Iterable[tuple[str, Any
     """All that a batch has beside that."""
     yield from sorted(batch.items())
     yield from ((name, getattr(batch, name)) for name in (*kept, "targets"))
-    yield "lengths", np.asarray(batch.lengths, np.int64)
+    for name in ("lengths", "sequence_offsets"):
+        yield name, np.asarray(getattr(batch, name), np.int64)
     yield from ((name, int(getattr(batch, name))) for name in ("num_tokens", "num_targets"))
