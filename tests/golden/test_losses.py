@@ -34,6 +34,7 @@ OWN += ("--eval-micro-batch-tokens", 64)
 SHALLOW = ("--model", "shallow", "--sequence-length", 64, "--warmup-steps", 4)
 TOKENS = ("--step-tokens", 512, "--micro-batch-tokens", 256)
 ROWS = ("--step-rows", 16, "--micro-batch-tokens", 256, "--patience", 0)
+PATIENT = ("--eval-every", 2, "--patience", 3, "--keep", 1)
 CONSTANT = ("--schedule", "constant")
 OVERFLOWING = ("--model", "support.training:overflowing_model")
 CHAT = ("--targets", "last", "--dropout", 0.1)
@@ -49,7 +50,7 @@ RUNS: dict[str, tuple[str, tuple[object, ...]]] = {
     "Muon": ("documents", (*SHALLOW, *TOKENS, "--optimizer", "muon")),
     "LoRA": ("documents", (*LORA, *TOKENS)),
     "fp16": ("documents", (*SHALLOW, *TOKENS, "--precision", "fp16", *OVERFLOWING)),
-    "patience": ("classes", (*SHALLOW, *ROWS, "--eval-every", 2, "--patience", 3, *CONSTANT)),
+    "patience": ("classes", (*SHALLOW, *ROWS, *CONSTANT, *PATIENT)),
 }
 """Case -> kind of data set, and options."""
 PHASES = """
@@ -160,6 +161,16 @@ def test_run_has_the_same_losses(
         shutil.copy(whole / name, resumed)
     trained(resumed, "--resume")
     check(golden, case, figures_of(whole), figures_of(resumed))
+
+
+def test_damaged_checkpoint_is_refused(places: dict[str, Path], tmp_path: Path) -> None:
+    trained(tmp_path, "--shards", places["classes"], *OWN, "--steps", 5, *RUNS["words"][1])
+    file = tmp_path / "checkpoints/step-00000005/state-0.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    said = call(train.main, "--resume", "--run-dir", tmp_path, "--steps", 6, expect=1).stderr
+    assert "state-0.safetensors fails its checksum" in said.splitlines()[-1]
 
 
 def test_phases_have_the_same_losses(
