@@ -15,6 +15,7 @@ from tokenfeed.trainer.stall.stall_report import (
     late_rank,
     not_measured,
     short,
+    shown_causes,
     slowest_line,
 )
 from tokenfeed.trainer.stall.watchers import LoaderUse
@@ -47,52 +48,44 @@ def conclude(
             are those of `REMEDIES`.
         loader: The loader that the loop waits for.
     """
-    known = general = REMEDIES | dict(remedies or {})
-    if loader is not None and loader.num_workers is not None and report.steps:
-        waiting = report.causes["data"].fraction
-        known = general | {"data": _loader_remedy(loader, loader.num_workers, waiting)}
-    found = advise(report, known)
-    verdict, reason, next_step = _verdict(report, found, general)
+    known = REMEDIES | dict(remedies or {})
+    found = advise(report, known, loader)
+    if report.stall is None:
+        why = not_measured(report).removeprefix("not measured: ")
+        return dataclasses.replace(
+            report, verdict="NOT MEASURED", reason=why, next_step=known["steps"], advice=found
+        )
+    of_cause = {piece.cause: piece for piece in found}
+    causes, late = main_causes(report), _waited_for(report)
+    share = report.causes[causes[0]].fraction if causes else 0.0
+    if late and (not causes or causes[0] == "communication" or late.cost >= share):
+        verdict, reason = f"WAITS FOR RANK {late.rank}", slowest_line(report)
+        named, share = of_cause.get("rank"), late.cost
+    elif causes:
+        verdict, reason = " AND ".join(_short_verdicts(causes)), _share_words(report, causes)
+        named = of_cause.get(causes[0])
+    else:
+        verdict, reason = _without_cause(report)
+        named = found[0] if found else None
+    if report.slowest_rank and report.slowest_rank.is_late and late is None:
+        longer = short(report.slowest_rank.step_seconds)
+        waiting = f"rank {1 - report.rank} waits" if len(report.ranks) == 2 else "other ranks wait"
+        reason += f"; {waiting} for this rank, {longer} a step"
+    wait = report.core_wait or 0.0
+    if wait >= _SHORT_OF_CORES and wait > share and (share or not report.on_gpu):
+        reason = f"{_core_words(wait)}; beside that, {reason}"
+        named, verdict = of_cause["cores"], "SHORT OF CORES"
+    next_step = _next(named) if named else _NOTHING[report.on_gpu]
     return dataclasses.replace(
         report, verdict=verdict, reason=reason, next_step=next_step, advice=found
     )
 
 
-def _verdict(
-    report: StallReport, found: list[Advice], remedies: Mapping[str, str]
-) -> tuple[str, str, str]:
-    """Return verdict, reason and next step.
-
-    Args:
-        report: The report.
-        found: Its advice.
-        remedies: Remedies for any rank, whatever this rank's own loader needs.
-    """
-    if report.stall is None:
-        why = not_measured(report).removeprefix("not measured: ")
-        return "NOT MEASURED", why, remedies["steps"]
-    causes, late = main_causes(report), late_rank(report)
-    of_cause = {piece.cause: piece for piece in found}
-    verdict, reason = " AND ".join(_short_verdicts(causes)), _share_words(report, causes)
-    named: Advice | None = of_cause.get(causes[0]) if causes else None
-    share = report.causes[causes[0]].fraction if causes else 0.0
-    is_waiting = late is not None and late.rank != report.rank
-    if late and is_waiting and (not causes or late.cost >= _own_share(report, causes[0])):
-        change = f"rank {late.rank}: {remedies[late.cause]}"
-        named = Advice(cause="communication", text="", change=change, gain=_gain(late.cost))
-        verdict, reason = f"WAITS FOR RANK {late.rank}", slowest_line(report)
-        share = max(share, late.cost)
-    elif not causes:
-        named, verdict, reason = _without_cause(report, found)
-    if late and late.rank == report.rank:
-        reason += f"; {_others(report)} for this rank, {short(late.step_seconds)} a step"
-    wait = report.core_wait or 0.0
-    if wait >= _SHORT_OF_CORES and wait > share and (share or not report.on_gpu):
-        reason = f"{_core_words(wait)}; beside that, {reason}"
-        named, verdict = of_cause["cores"], "SHORT OF CORES"
-    if named is None:
-        return verdict, reason, "nothing to gain from faster feeding"
-    return verdict, reason, _next(named)
+_NOTHING = {
+    True: "nothing to gain from faster feeding",
+    False: "use a GPU, more cores, a smaller model or fewer tokens a step",
+}
+"""The next step of a busy device, by whether it is a GPU."""
 
 
 def _next(piece: Advice) -> str:
@@ -102,13 +95,13 @@ def _next(piece: Advice) -> str:
 def main_causes(report: StallReport) -> list[Cause]:
     """Return the main cause of a stall, and a second one that is nearly as large; empty without a
     cause that is worth a name."""
-    by_size = sorted(report.causes, key=lambda cause: -report.causes[cause].fraction)
     is_much = (report.stall or 0.0) >= _MUCH_STALL
-    shares = {cause: report.causes[cause].fraction for cause in by_size[:2]}
-    worth = [cause for cause in shares if is_much or shares[cause] >= ABOUT[cause].named]
-    if not worth or not _is_certain(report, worth[0]):
-        return []
-    return [cause for cause in worth if shares[cause] >= _NEAR * shares[worth[0]]]
+    shares = {cause: part.fraction for cause, part in report.causes.items()}
+    certain = sorted(
+        (cause for cause in shares if _is_certain(report, cause)), key=shares.__getitem__
+    )
+    worth = [cause for cause in certain[:-3:-1] if is_much or shares[cause] >= ABOUT[cause].named]
+    return [cause for cause in worth if shares[cause] >= _NEAR * shares[worth[0]] > 0]
 
 
 def _is_certain(report: StallReport, cause: Cause) -> bool:
@@ -137,32 +130,17 @@ def _share_words(report: StallReport, causes: list[Cause]) -> str:
     return text
 
 
-def _without_cause(report: StallReport, found: list[Advice]) -> tuple[Advice | None, str, str]:
-    """Return what to change, verdict and reason of a loop that hardly waits."""
+def _without_cause(report: StallReport) -> tuple[str, str]:
+    """Return verdict and reason of a loop that hardly waits."""
     stall, step = report.stall or 0.0, short(report.step_seconds or 0.0)
-    largest = max(report.causes, key=lambda cause: report.causes[cause].fraction)
-    part = report.causes[largest].fraction
-    reason = f"the work takes {1 - stall:.1%} of {step} a step"
-    if part >= 0.0005:
-        reason += f"; the largest cause of stall is {largest}, {part:.1%}"
-    other = found[0] if found else None
     if report.unmeasured:
         reason = f"outside of the work, the device waits {stall:.1%} of {step} a step; inside, "
-        return other, "HARDLY WAITS OUTSIDE OF THE WORK", f"{reason}{report.unmeasured}"
-    if report.on_gpu:
-        return other, "THE DEVICE IS BUSY", reason
-    faster = "use a GPU, more cores, a smaller model or fewer tokens a step"
-    other = other or Advice(cause="work", text="", change=faster, gain=None)
-    return other, "ON A CPU THE WORK ITSELF TAKES THE TIME", reason
-
-
-def _own_share(report: StallReport, cause: Cause) -> float:
-    """Return the share of a cause of this rank; 0 for communication, which a late rank explains."""
-    return 0.0 if cause == "communication" else report.causes[cause].fraction
-
-
-def _others(report: StallReport) -> str:
-    return f"rank {1 - report.rank} waits" if len(report.ranks) == 2 else "the other ranks wait"
+        return "HARDLY WAITS OUTSIDE OF THE WORK", f"{reason}{report.unmeasured}"
+    reason = f"the work takes {1 - stall:.1%} of {step} a step"
+    if largest := next(iter(shown_causes(report).items()), None):
+        reason += f"; the largest cause of stall is {largest[0]}, {largest[1].fraction:.2%}"
+    busy = "THE DEVICE IS BUSY" if report.on_gpu else "ON A CPU THE WORK ITSELF TAKES THE TIME"
+    return busy, reason
 
 
 def _core_words(wait: float) -> str:
@@ -172,14 +150,22 @@ def _core_words(wait: float) -> str:
     )
 
 
-def advise(report: StallReport, remedies: Mapping[str, str] = REMEDIES) -> list[Advice]:
+def advise(
+    report: StallReport,
+    remedies: Mapping[str, str] = REMEDIES,
+    loader: LoaderUse | None = None,
+) -> list[Advice]:
     """Return advice on a report, largest gain first.
 
     A cause whose interval reaches 0 gets no advice.
     """
     if report.stall is None:
         return []
-    found = [*_on_causes(report, remedies), *_beside_stall(report, report.stall, remedies)]
+    found = [
+        *_on_causes(report, remedies, loader),
+        *_on_late_rank(report, remedies),
+        *_beside_stall(report, report.stall, remedies),
+    ]
     return sorted(found, key=lambda piece: -(piece.gain or 0.0))
 
 
@@ -188,15 +174,37 @@ def _gain(share: float) -> float:
     return share / max(1e-9, 1 - share)
 
 
-def _on_causes(report: StallReport, remedies: Mapping[str, str]) -> Iterator[Advice]:
+def _on_causes(
+    report: StallReport, remedies: Mapping[str, str], loader: LoaderUse | None
+) -> Iterator[Advice]:
+    main = main_causes(report)
     for cause, about in ABOUT.items():
-        fraction, felt = report.causes[cause].fraction, _felt(cause, report)
-        weighed = fraction if cause == "communication" else felt
-        if weighed < about.named or not _is_certain(report, cause):
+        fraction, saved = report.causes[cause].fraction, _saved(cause, report)
+        if saved < (1e-9 if cause in main else about.named) or not _is_certain(report, cause):
             continue  # too small, or not distinguishable from no stall
-        change = f"{_remedy(cause, report, remedies)}{_lines(cause, report)}"
-        text = f"{cause} {fraction:.1%}: {change}"
-        yield Advice(cause=cause, text=text, change=change, gain=_gain(felt))
+        change = remedies[cause]
+        if cause == "data" and loader is not None and loader.num_workers is not None:
+            change = _loader_remedy(loader, loader.num_workers, fraction)
+        elif cause == "wait":
+            change += f"; {_lines(report) or '`meter.find_waits()` names the lines'}"
+        elif cause == "communication" and report.slowest_rank:
+            change = remedies["exchange"]
+        yield Advice(
+            cause=cause, text=f"{cause} {fraction:.1%}: {change}", change=change, gain=_gain(saved)
+        )
+
+
+def _on_late_rank(report: StallReport, remedies: Mapping[str, str]) -> Iterator[Advice]:
+    if late := _waited_for(report):
+        change = f"rank {late.rank}: {remedies[late.cause]}"
+        text = f"rank {late.rank} is late by {late.cause}: {remedies[late.cause]}"
+        yield Advice(cause="rank", text=text, change=change, gain=_gain(late.cost))
+
+
+def _waited_for(report: StallReport) -> SlowestRank | None:
+    """Return the late rank, unless it is the rank of the report."""
+    late = late_rank(report)
+    return late if late and late.rank != report.rank else None
 
 
 def _loader_remedy(loader: LoaderUse, num_workers: int, waiting: float) -> str:
@@ -217,47 +225,26 @@ def _loader_remedy(loader: LoaderUse, num_workers: int, waiting: float) -> str:
     return text
 
 
-def _felt(cause: Cause, report: StallReport) -> float:
+def _saved(cause: Cause, report: StallReport) -> float:
     """Return the share of the time that a run saves without a cause.
 
-    If a rank is late, this is at most the rank's own share of the cause: whatever the other ranks
-    save, they wait longer for the late one. For communication, the exchange of gradients stays.
+    If this rank waits for a late one, this is at most the late rank's own share of the cause:
+    whatever this rank saves, it waits longer. Without communication, it still waits.
     """
-    fraction, late = report.causes[cause].fraction, _late(report)
+    fraction, late = report.causes[cause].fraction, _waited_for(report)
     if late is None:
         return fraction
+    if cause == "communication":
+        waited = late.cost * (1 - late.hidden_seconds / late.step_seconds)
+        return max(0.0, fraction - waited)
     waited_for = report.ranks[late.rank]
-    own = waited_for.causes.get(cause, 0.0) / waited_for.seconds
-    return min(fraction, late.cost if cause == "communication" else own)
+    return min(fraction, waited_for.causes.get(cause, 0.0) / waited_for.seconds)
 
 
-def _remedy(cause: Cause, report: StallReport, remedies: Mapping[str, str]) -> str:
-    """Return what to change about a cause. For communication, what makes the slowest rank
-    faster."""
-    if cause != "communication" or report.slowest_rank is None:
-        return remedies[cause]
-    late = _late(report)
-    if late is None:
-        return remedies["exchange"]
-    return f"rank {late.rank} is late by {late.cause}: {remedies[late.cause]}"
-
-
-def _late(report: StallReport) -> SlowestRank | None:
-    """Return the rank that causes most of the communication by being late; None without one."""
-    slowest = report.slowest_rank
-    if slowest is None or slowest.cost < 0.5 * report.causes["communication"].fraction:
-        return None
-    return slowest
-
-
-def _lines(cause: Cause, report: StallReport) -> str:
+def _lines(report: StallReport) -> str:
     """Return the source lines at which the host waits, if they were looked for."""
-    if cause != "wait":
-        return ""
     waits: dict[str, float] = report.events.get("waits", {})
-    if not waits:
-        return "; `meter.find_waits()` names the lines"
-    return "; " + ", ".join(f"{line} ({count:g} a step)" for line, count in list(waits.items())[:3])
+    return ", ".join(f"{line} ({count:g} a step)" for line, count in list(waits.items())[:3])
 
 
 def _beside_stall(
@@ -282,8 +269,7 @@ def _beside_stall(
     unseen = 0.0 if report.at_most is None else report.at_most - stall
     if unseen >= _MUCH_UNSEEN and not report.unmeasured:
         change = "run more steps"
-        if report.events.get("waits"):
-            lines = _lines("wait", report).removeprefix("; ")
+        if lines := _lines(report):
             change = f"the host waits for the device inside the work, at {lines}: remove the wait"
         text = f"{unseen:.0%} may be idle inside the work: {change}"
         yield Advice(cause="unseen", text=text, change=change, gain=None)
