@@ -142,6 +142,7 @@ def hostile() -> Words:
         "empty.txt": b"",
         "picture.png": b"\x89PNG\r\n\x1a\n\0\0",
         "empty.jsonl": b"",
+        "cut.json": b'[{"text": "one"}, {"text": "two"}, {"te',
     }.items():
         Path("in", name).write_bytes(data)
     return "--max-record", "20KB", "--shard-size", "1KB"
@@ -183,6 +184,8 @@ def delimited() -> Words:
     ]
     rows[30:30] = ["only,two", "a,b,yes,more", ",,no", '"a\nb",c,no', "a,b,"]
     rows += ['"a" b,c,yes', '"never closed,x,yes', "and more"]
+    more = "".join(f"{text},number {n},yes\n" for n, text in enumerate(texts(40, words=PLAIN)))
+    Path("in/b.csv").write_text(f"one,two,class\n{more}")
     Path("in/a.csv").write_text("\ufeffone,two,class\n" + "\r\n".join(rows) + "\n")
     return (
         *("--task", "classify", "--field", "text=one", "pair=two", "label=class"),
@@ -327,10 +330,10 @@ def ids() -> Words:
 def many() -> Words:
     """More rows than a record batch holds, and then more tokens than one holds."""
     tokenizer()
-    rows = [[number % 280] for number in range(17_000)]
+    rows = [[number % 280] for number in range(20_000)]
     rows += [[(number + k) % 280 for k in range(50)] for number in range(3000)]
     lines("in/a.jsonl", [{"input_ids": row} for row in rows])
-    return "--task", "ids", "--validation", 0
+    return "--task", "ids", "--validation", 0.1
 
 
 def code() -> Words:
