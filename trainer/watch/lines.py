@@ -29,8 +29,8 @@ _TIMED_STEPS, _EVERY_STEPS = 20, 200
 _FIRST_TIMED = 30
 """Samples before the first steps with a line timer."""
 
-_LAUNCH = "tokenfeed.trainer.watch.launch"
-"""The module whose frames are below those of the script."""
+_BELOW = ("tokenfeed.trainer.watch.launch", "tokenfeed.trainer.watch.children")
+"""The modules whose frames are below those of the script."""
 
 _Stack = tuple[tuple[CodeType, int], ...]
 
@@ -113,7 +113,7 @@ class Sampler:
         while frame is not None:
             code = frame.f_code
             if code.co_filename.startswith(self._own):
-                if frame.f_globals.get("__name__") == _LAUNCH:
+                if frame.f_globals.get("__name__") in _BELOW:
                     break
                 stack.clear()
             elif _is_work(code):

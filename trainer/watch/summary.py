@@ -139,8 +139,6 @@ class Run:
                 (len(self.loaders), "DataLoader", ""),
             )
         )
-        if self.children:
-            return f"{seen} in this process; {self.children} processes of `mp.spawn` were measured"
         return f"{seen} in this process. Does a process that it started train?"
 
     def missing_words(self) -> str:
@@ -256,6 +254,7 @@ class Summary:
         self._files: RankFiles | None = None
         self._is_launched = run.place is not None or "WORLD_SIZE" in os.environ
         self._has_torch = self._has_said = False
+        self._stream = sys.stderr  # the script may replace it
 
     def begin(self, torch: Any) -> None:
         """Find out the rank of this process, at its first step."""
@@ -301,8 +300,8 @@ class Summary:
             return
         self._has_said = True
         with contextlib.suppress(Exception):  # stderr may be closed
-            sys.stderr.write(self._text() + "\n")
-            sys.stderr.flush()
+            self._stream.write(self._text() + "\n")
+            self._stream.flush()
 
     @property
     def _prints(self) -> bool:
@@ -352,6 +351,9 @@ class Summary:
 
     def _text(self) -> str:
         run = self._run
+        if run.report is None and run.children:
+            skipped = "; --fail-above does not count them" * (self._fail_above is not None)
+            return facts({"watch": f"{run.children} processes of mp.spawn were measured{skipped}"})
         if run.report is None:
             text = {"verdict": "NOT MEASURED", "reason": run.unseen_words(self._has_torch)}
             return facts(text | {"watch": run.fault and f"ended by {run.fault}"})

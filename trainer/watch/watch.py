@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.meter import WARMUP_STEPS, StallMeter
+from tokenfeed.trainer.watch.children import Child
 from tokenfeed.trainer.watch.lines import HostLines
 from tokenfeed.trainer.watch.patches import CALLS, Finder, Patches
 from tokenfeed.trainer.watch.places import Site, site_of
@@ -32,6 +33,8 @@ _BACKWARDS = 16
 _SNAPSHOT_S = 60.0
 _KEPT_BATCHES = 8
 """Batches that an ideal loader replays."""
+_MOST_BETWEEN = 8
+"""Most frames between a step of an optimizer and `super().step()`."""
 _OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -235,7 +238,7 @@ class Watch:
         ) -> Any:
             if watch.is_on and watch.pid == os.getpid():
                 watch.run.children += nprocs
-                fn = _Child(fn, nprocs, watch._out, watch._limits)
+                fn = Child(fn, nprocs, watch._out, watch._limits)
             return start(fn, args, nprocs, *more, **given)
 
         patched.at_end(register_optimizer_step_post_hook(self._after_optimizer).remove)
@@ -287,14 +290,18 @@ class Watch:
 
     @_guarded
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if _is_nested(optimizer, sys._getframe(2)):
+            return
         self._calls_since_update += 1
         if id(optimizer) not in self._trained:
-            groups = optimizer.param_groups
-            self._trained[id(optimizer)] = {id(p) for group in groups for p in group["params"]}
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            if not weights:
+                return
+            self._trained[id(optimizer)] = {*map(id, weights)}
             self.run.optimizers.append(type(optimizer).__name__)
-        if self._meter is None or not self.run.by_optimizer:  # it counted backward passes so far
-            self._begin(next(p for group in optimizer.param_groups for p in group["params"]).device)
-            self.run.by_optimizer = True
+            if not self.run.by_optimizer:  # it counted backward passes so far
+                self._begin(weights[0].device)
+                self.run.by_optimizer = True
         # A step is a step of one optimizer, the leader: no other one steps twice between its steps.
         self._since_leader[id(optimizer)] += 1
         leader = self._leader() if self._leader is not None else None
@@ -365,7 +372,7 @@ class Watch:
         source = getattr(iterator, "_dataset", None)
         if self._meter is None:
             return
-        if self._training is None:
+        if source is not self._training:
             self._training = source
             self.run.loader = self.run.loaders.get(id(source))
         rows = batch.get("input_ids") if isinstance(batch, Mapping) else None
@@ -432,18 +439,21 @@ class Watch:
             os._exit(self.exit_code(0))
 
 
-@dataclass(frozen=True, slots=True)
-class _Child:
-    """A function that a child process of `mp.spawn` runs, watched. It can be pickled."""
+def _is_nested(optimizer: Any, frame: FrameType) -> bool:
+    """Return whether a subclass calls `super().step()`. Torch calls the hook after both methods.
 
-    function: Callable[..., Any]
-    count: int
-    out: Path | None
-    steps: tuple[int, int] | None
-
-    def __call__(self, index: int, *args: Any) -> Any:
-        with Watch(out=self.out, steps=self.steps, place=(index, self.count)):
-            return self.function(index, *args)
+    Args:
+        optimizer: The optimizer that the hook got.
+        frame: The wrapper of torch that called the hook.
+    """
+    wrapper, outer = frame.f_code, frame.f_back
+    for _ in range(_MOST_BETWEEN):
+        if outer is None:
+            return False
+        if outer.f_code is wrapper and outer.f_locals.get("self") is optimizer:
+            return True
+        outer = outer.f_back
+    return False
 
 
 @contextlib.contextmanager

@@ -246,6 +246,24 @@ def test_two_optimizers_of_an_update_count_once() -> None:
     assert counted(loop).steps == 20
 
 
+def test_subclass_that_calls_the_step_of_its_base_counts_once() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    base = torch.optim.SGD(Model().parameters(), lr=0.0)  # torch wraps its method from now on
+    model = Model()
+    optimizer = Own(model.parameters(), lr=0.0)
+
+    def loop() -> None:
+        for _ in range(20):
+            model(torch.ones(4, 8)).backward()
+            optimizer.step()
+        base.step()
+
+    assert counted(loop).steps == 20
+
+
 def test_second_training_takes_over() -> None:
     def loop() -> None:
         train(Model(), 10)
@@ -324,6 +342,11 @@ def share(slept: float, report: Any) -> float:
     return slept / report.seconds
 
 
+def tolerance(report: Any) -> float:
+    """Return two points, and more on a busy machine, where code between two clocks waits too."""
+    return 0.02 + 0.1 * float(report.core_wait or 0.0)
+
+
 def test_slow_items_are_data() -> None:
     items, model = Items(10_000, 0.002), Model(0.01)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -338,7 +361,7 @@ def test_slow_items_are_data() -> None:
                 break
     report = running.report
     assert report.causes["data"].fraction == pytest.approx(
-        share(items.slept - slept, report), abs=0.02
+        share(items.slept - slept, report), abs=tolerance(report)
     )
     assert report.verdict in ("WAITS FOR DATA", "SHORT OF CORES")
 
@@ -368,7 +391,7 @@ def test_eval_mode_is_evaluation(calls_train: bool) -> None:
                 break
     report = running.report
     expected = share(naps.slept - slept, report)
-    assert report.causes["evaluation"].fraction == pytest.approx(expected, abs=0.02)
+    assert report.causes["evaluation"].fraction == pytest.approx(expected, abs=tolerance(report))
     assert report.causes["other"].fraction < 0.1  # a forward pass of an evaluation is no step's
 
 
@@ -407,7 +430,7 @@ def test_saving_is_checkpoint(tmp_path: Path) -> None:
     report = running.report
     expected = share(naps.slept - slept, report)
     assert expected > 0.1
-    assert report.causes["checkpoint"].fraction == pytest.approx(expected, abs=0.02)
+    assert report.causes["checkpoint"].fraction == pytest.approx(expected, abs=tolerance(report))
 
 
 def test_time_after_last_step_is_in_the_run_line(capfd: pytest.CaptureFixture[str]) -> None:
