@@ -80,6 +80,10 @@ _FILE_NAME = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0\ud800-\udfff]+", re.DOTAL
 """A relative path that stays below the folder of the data set."""
 
 
+FEW_ROWS, _FEW_TOKENS = 20, 20_000
+"""Results on a split with less of both say little about a model."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileInfo:
     """A file of the data set, with its size and checksum."""
@@ -151,6 +155,11 @@ class SplitInfo:
     def longest_row(self) -> int:
         """Tokens of the longest row of all shards."""
         return max((shard.longest_row for shard in self.shards), default=0)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether results on the split are mostly chance."""
+        return self.rows < FEW_ROWS and self.tokens < _FEW_TOKENS
 
     def __reduce__(self) -> tuple[Callable[[bytes], "SplitInfo"], tuple[bytes]]:
         return _unpacked, (msgspec.msgpack.encode(self),)

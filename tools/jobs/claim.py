@@ -33,6 +33,7 @@ _AT_ONCE = 16
 _UNITS = "the number of units"
 _FILES = "the input files"
 _FOLDER = "the folder of relative paths"
+_SHARE = "the share of validation"
 """The entries of .made_by.json that do not belong to the recipe."""
 
 State = Literal["new", "unfinished", "finished"]
@@ -87,6 +88,7 @@ def remember(
     recipe: dict[str, Any],
     num_units: int,
     files: Iterable[tuple[str, int, int | str]],
+    validation: float,
 ) -> None:
     """Store the recipe of the data set for `recognise`, and its input files for `files_made_of`.
 
@@ -95,8 +97,10 @@ def remember(
         recipe: Everything that the output depends on.
         num_units: Number of units of the run.
         files: Name, size and state of each input file.
+        validation: The share of the records for validation.
     """
-    content = recipe | {_UNITS: num_units, _FOLDER: os.getcwd(), _FILES: [*files]}
+    more = {_UNITS: num_units, _SHARE: validation, _FOLDER: os.getcwd(), _FILES: [*files]}
+    content = recipe | more
     output.write(MADE_BY_FILE, json.dumps(content, indent=1).encode() + b"\n")
 
 
@@ -125,6 +129,8 @@ class MadeOf(NamedTuple):
     """Size and state, by name."""
     folder: str
     """The folder that relative names start from."""
+    validation: float | None = None
+    """The share of the records for validation."""
 
 
 def files_made_of(output: Place) -> MadeOf:
@@ -133,7 +139,8 @@ def files_made_of(output: Place) -> MadeOf:
         made_by = _made_by(output)
         files = msgspec.convert(made_by.get(_FILES, []), list[tuple[str, int, int | str]])
         by_name = {name: (size, state) for name, size, state in files}
-        return MadeOf(by_name, str(made_by.get(_FOLDER, "")))
+        share = msgspec.convert(made_by.get(_SHARE), float | None)
+        return MadeOf(by_name, str(made_by.get(_FOLDER, "")), share)
     return MadeOf({}, "")
 
 
@@ -146,8 +153,8 @@ def recognise(output: Place, recipe: dict[str, Any]) -> tuple[Manifest, int]:
     """
     was = _made_by(output)
     num_units = was.pop(_UNITS, 0)
-    was.pop(_FILES, None)
-    was.pop(_FOLDER, None)
+    for name in (_FILES, _FOLDER, _SHARE):
+        was.pop(name, None)
     if difference := differences(was, recipe):
         raise ConfigError(
             f"{output}: already holds a finished data set, of another command or input: "

@@ -57,6 +57,8 @@ class Onto:
     """The folder of the new rows, until they are part of the data set."""
     folder: str = ""
     """The folder that relative names in `unproved` start from."""
+    validation: float | None = None
+    """The share of the records for validation of the first run; None if unknown."""
     _of_size: dict[int, list[str]] = field(init=False)
     """Names of the files of this machine in `unproved` whose state is known, by size."""
     _lost: dict[tuple[int, int | str], str] = field(init=False, default_factory=dict)
@@ -85,7 +87,7 @@ class Onto:
                 "Leave `--append` out to make one."
             )
         with alone_in_folder(output):
-            manifest, (files, folder) = Manifest.read(output), files_made_of(output)
+            manifest, (files, folder, share) = Manifest.read(output), files_made_of(output)
             checksums: set[str] = set()
             unproved: dict[str, tuple[int, int | str] | None] = {}
             for line in read_checked(output, manifest.sources).splitlines():
@@ -94,7 +96,7 @@ class Onto:
                     checksums.add(source["xxh3"])
                 elif source["path"]:
                     unproved[source["path"]] = files.get(source["path"])
-            onto = cls(output, manifest, checksums, unproved, folder=folder)
+            onto = cls(output, manifest, checksums, unproved, folder=folder, validation=share)
             onto._remove_committed()
             yield onto
 

@@ -16,10 +16,11 @@ from typing import Any, Self
 
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.pipeline.format.manifest import FEW_ROWS
 from tokenfeed.pipeline.format.schema import token_dtype
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.corpus.field_paths import columns_of, nested, possible_columns
-from tokenfeed.tools.corpus.formats.registry import FORMATS
+from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, IdFacts, InputFile, whole
 from tokenfeed.tools.corpus.records import FieldKind, Fields, Records
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
@@ -42,10 +43,12 @@ from tokenfeed.tools.pretokenizing.options import Options
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_VALIDATION, _LABELLED_VALIDATION = 0.01, 0.1
+_LEAST_VALIDATION, _MOST_VALIDATION = 0.01, 0.1
 """Shares of the records for validation. Validation on labels decides when a training ends, so it is
-larger. The shares depend neither on sizes nor on formats of files: a corpus that grows or is packed
-otherwise keeps its rows of validation. Evaluation takes fewer rows if it needs fewer."""
+always the larger one. A corpus of few records has a share for about `FEW_ROWS` rows, within these
+bounds. This share depends on the number of records alone, and falls with it. So a corpus can be
+packed in another format, and a row of train never becomes one of validation when the corpus grows.
+With fewer than `FEW_ROWS` records, the share is the least one."""
 _PROBED_RECORDS, _PROBED_FILES, _PROBED_BYTES = 10_000, 16, 1 << 24
 _NAMED_FILES, _NO_FIELD = 4, "\0"
 """Files whose fields are named if they are not read; and a field that none has."""
@@ -59,7 +62,9 @@ class Inputs:
 
     corpus: Corpus
     shard_bytes: int
-    validation: float
+    validation: float | None
+    """The share of the records for validation; None until the inputs are planned, if the number of
+    records decides."""
     task: TaskEncoder
     """The task. Its labels are numbered when the inputs are planned."""
     units: tuple[Unit, ...] = ()
@@ -130,8 +135,8 @@ class Inputs:
             is_labelled = task.name in ("classify", "score", "tag")
             is_chosen = bool(options.split) or TRAIN in splits
             has_one = VALIDATION in splits or (is_chosen and not is_labelled)
-            share = _LABELLED_VALIDATION if is_labelled else _DEFAULT_VALIDATION
-            validation = 0.0 if has_one else share
+            validation = _MOST_VALIDATION if is_labelled else None
+            validation = 0.0 if has_one else (onto and onto.validation) or validation
         shard_bytes = options.shard_bytes or auto_shard_bytes(corpus.sources)
         return cls(corpus=corpus, shard_bytes=shard_bytes, validation=validation, task=task)
 
@@ -151,7 +156,10 @@ class Inputs:
                 units, work, own=task.own_label_field, remedy=task.remedy, counted=counted
             )
             task = dataclasses.replace(task, labels=onto.labels(labels) if onto else labels)
-        return dataclasses.replace(self, units=units, task=task)
+        validation = self.validation
+        if validation is None:
+            validation = _share_of(self.corpus.sources, task.fields)
+        return dataclasses.replace(self, units=units, task=task, validation=validation)
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -168,6 +176,7 @@ class Inputs:
             "labels": labels.names,
             "labels are numbers": labels.are_numbers,
             "files": self.corpus.known,
+            "validation": self.validation,
         }
 
     def as_planned(self, plan: dict[str, Any]) -> Self:
@@ -193,7 +202,8 @@ class Inputs:
         if isinstance(task, Labelled):
             labels = Labels(tuple(plan["labels"]), plan["labels are numbers"])
             task = dataclasses.replace(task, labels=labels)
-        return dataclasses.replace(self, units=units, task=task)
+        share: float = plan["validation"]
+        return dataclasses.replace(self, units=units, task=task, validation=share)
 
     def changed_file(self, plan: dict[str, Any]) -> str:
         """Return the first file that differs from the files of a plan; empty if all are equal."""
@@ -280,6 +290,22 @@ def _first_records(source: InputFile, fields: Fields) -> Iterator[Records]:
     with contextlib.suppress(UnverifiedError):
         for part in cut(source, _PROBED_BYTES):
             yield from read_records(part, fields, in_one_pass=True)
+
+
+def _share_of(sources: Sequence[InputFile], fields: Fields) -> float:
+    """Return the share of the records for validation. Read the beginning of the corpus, until it
+    has so many records that the share is the least one."""
+    enough = round(FEW_ROWS / _LEAST_VALIDATION)
+    chosen = [source for source in sources if source.split is None]
+    tables = [source for source in chosen if source.format != FALLBACK.name]
+    count = len(chosen) - len(tables)  # a text is one record
+    for records in chain.from_iterable(_first_records(table, fields) for table in tables):
+        if count >= enough:
+            break
+        count += len(records) + len(records.rejects)
+    if not FEW_ROWS <= count < enough:
+        return _LEAST_VALIDATION
+    return min(FEW_ROWS / count, _MOST_VALIDATION)
 
 
 def _can_read(sources: Sequence[InputFile], fields: Fields) -> bool:

@@ -166,6 +166,7 @@ def prepared(listed: Listed) -> Run:
         options.engine == ReferenceEngine.name or options.task == "ids" or is_small(inputs.units)
     )
     template = inputs.task.template(tokenizer)
+    assert inputs.validation is not None, "a plan has it"
     last = _last(options, inputs, tokenizer, template, kept)
     settings = EncodeSettings(
         output=output,
@@ -213,7 +214,7 @@ def _last(
         json_bytes=tokenizer.json_bytes,
         vocabulary_size=tokenizer.vocabulary_size,
         splits_special=tokenizer.splits_special,
-        validation=inputs.validation,
+        validation=inputs.validation or 0.0,
         most=options.limit,
     )
     workers = options.num_workers
@@ -364,7 +365,7 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -
         "--fim-rate, --fim-spm-rate and --seed": (
             [options.fim_rate, options.fim_spm_rate, options.seed] if options.fim_rate else None
         ),
-        "--validation": inputs.validation,
+        "--validation": options.validation,
         "--limit": options.limit,
         "--shard-size": inputs.shard_bytes,
         "--max-record": options.max_record_bytes,
@@ -574,7 +575,7 @@ def _encode(run: Run, records: RunRecords, listed: Listed) -> Manifest:
         withdraw(output, records, inputs.splits)
         raise failure
     files = ((source.name, source.bytes, source.state) for source in inputs.corpus.sources)
-    remember(output, listed.recipe, len(inputs.units), files)
+    remember(output, listed.recipe, len(inputs.units), files, run.settings.validation)
     manifest = commit(settings, inputs.corpus.sources, run.tokenizer, run.audit, results)
     remove_records(output, job_first=True)
     return manifest

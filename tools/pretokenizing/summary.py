@@ -8,6 +8,7 @@ from tokenfeed.pipeline.format.manifest import REJECTS_FILE, Manifest
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.data_sets.inspection import unread
+from tokenfeed.tools.encoding.limit import VALIDATION
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.pretokenizing.options import Options
 
@@ -72,6 +73,8 @@ class Summary:
     """Rows written, to all splits."""
     splits: dict[str, int]
     """Rows by split."""
+    validation: str
+    """What is wrong with the split validation; empty if it has enough rows or was not wanted."""
     empty: int
     """Documents without a token, not written."""
     rejected: int
@@ -130,6 +133,7 @@ class Summary:
             skipped_known=figures.skipped_known,
             documents=ledger.written,
             splits={name: split.rows for name, split in splits.items()},
+            validation=_validation(manifest) if options.validation != 0 else "",
             empty=ledger.empty,
             rejected=ledger.rejected,
             tokens=tokens,
@@ -168,6 +172,7 @@ class Summary:
         return {
             "left out": skipped if self.skipped_binary else "",
             "not read": self.not_read,
+            "validation": self.validation,
             "already in": count_of(known, "input file") if known else "",
             "rejects": f"{rejects} lists each with its reason" if self.rejected else "",
             "training": self._training(),
@@ -184,3 +189,18 @@ class Summary:
         if self.vocabulary_wanted == self.vocabulary_size:
             return f"the tokenizer was trained in {self.tokenizer_seconds:,.1f} s"
         return f"the corpus is too small for a tokenizer with {self.vocabulary_wanted:,} ids"
+
+
+def _validation(manifest: Manifest) -> str:
+    split = manifest.splits.get(VALIDATION)
+    if split is None or not split.rows:
+        return (
+            f"none, of {count_of(manifest.ledger.written, 'row')}. To evaluate, give a share "
+            "(--validation 0.2), or whole files (--split validation=GLOB)"
+        )
+    if split.is_small:
+        return (
+            f"only {count_of(split.rows, 'row')}, {split.tokens:,} tokens: small differences of "
+            "results are chance. A larger --validation helps"
+        )
+    return ""

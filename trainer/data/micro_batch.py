@@ -104,6 +104,13 @@ class MicroBatch:
         """Token slots: B times T."""
         return self.ids_BT.numel()
 
+    @property
+    def targets_B(self) -> Tensor:
+        """The number of targets of each row, int64."""
+        targets = self.targets
+        counted = ~targets.isnan() if targets.is_floating_point() else targets != IGNORED
+        return counted.view(len(targets), -1).sum(1)
+
     def without_targets(self) -> "MicroBatch":
         """Return the same rows without targets."""
         return replace(self, targets=torch.full_like(self.targets, _none(self.targets)))

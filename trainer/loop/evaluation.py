@@ -38,10 +38,13 @@ from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner, is_out_of_memory
 from tokenfeed.trainer.report.run_files import MetricsFile
 from tokenfeed.trainer.tasks.language_modeling import has_hidden
-from tokenfeed.trainer.tasks.task import Answers, Metrics, Task
+from tokenfeed.trainer.tasks.task import INTERVAL, Answers, Metrics, Task, shown_metrics
 
 _SECONDS_BETWEEN = 10.0
 """Seconds between two progress lines of an evaluation."""
+
+_LEAST_ROWS, _NORMAL_95 = 5, 1.96
+"""Rows from which an interval is computed, and half of its width in standard errors."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,23 +72,29 @@ def evaluate(
     total = torch.zeros((), dtype=torch.float64, device=device)
     targets = torch.zeros((), dtype=torch.int64, device=device)
     num_bytes = torch.zeros((), dtype=torch.int64, device=device)
+    moments = torch.zeros(4, dtype=torch.float64, device=device)
+    """Sums over rows: squared losses, losses times targets, squared targets, rows with targets."""
     answers: list[tuple[Tensor, Tensor]] = []
     model.eval()
     for micro_batch in micro_batches:
         task.begin_pass()
         with precision.autocast():
             if task.kind == "vocabulary":
-                loss = task.loss(model, micro_batch)
+                losses = task.losses(model, micro_batch)
             else:
                 logits = model(micro_batch)
-                loss = task.loss_of(logits, micro_batch)
+                losses = task.losses_of(logits, micro_batch)
                 answers.append((micro_batch.targets, task.predict(logits)))
-        total += loss.sum
-        targets += loss.targets
+        losses_B = losses.view(len(losses), -1).sum(1, dtype=torch.float64)
+        targets_B = micro_batch.targets_B
+        total += losses_B.sum()
+        targets += targets_B.sum()
+        products = (losses_B**2, losses_B * targets_B, targets_B**2, targets_B > 0)
+        moments += torch.stack([product.sum().double() for product in products])
         num_bytes += task.bytes_of_targets(micro_batch)
     model.train()
     reshard(model)
-    world.all_reduce([total, targets, num_bytes])
+    world.all_reduce([total, targets, num_bytes, moments])
     if not int(targets):
         return {}
     mean, found = float(total) / int(targets), {}
@@ -97,7 +106,23 @@ def evaluate(
         found = dict.fromkeys(found, math.nan)
     if int(num_bytes):
         found["bits_per_byte"] = float(total) / math.log(2) / int(num_bytes)
-    return {"loss": mean} | task.of_loss(mean) | found
+    return {"loss": mean} | _interval(mean, int(targets), moments) | task.of_loss(mean) | found
+
+
+def _interval(mean: float, targets: int, moments: Tensor) -> Metrics:
+    """Return half of the 95 % interval of a mean loss per target, as if the rows were drawn at
+    random; nothing for few rows.
+
+    Args:
+        mean: The loss of all rows, divided by their targets.
+        targets: Number of targets.
+        moments: See `evaluate`.
+    """
+    losses2, products, targets2, rows = moments.tolist()
+    if rows < _LEAST_ROWS or not math.isfinite(mean):
+        return {}
+    variance = (losses2 - 2 * mean * products + mean**2 * targets2) * rows / (rows - 1)
+    return {INTERVAL: _NORMAL_95 * math.sqrt(max(0.0, variance)) / targets}
 
 
 def over_all(found: Mapping[str, Metrics], data: DataSets, task: Task) -> Metrics:
@@ -115,11 +140,15 @@ def over_all(found: Mapping[str, Metrics], data: DataSets, task: Task) -> Metric
     if len(found) == 1 or not known:
         return next(iter(known.values()), {})
     shares = {folder: data.weights[folder] for folder in known}
+    total = sum(shares.values())
     means = {
-        metric: sum(shares[folder] * known[folder][metric] for folder in known)
-        / sum(shares.values())
+        metric: sum(shares[folder] / total * known[folder][metric] for folder in known)
         for metric in next(iter(known.values()))
+        if all(metric in metrics for metrics in known.values())
     }
+    if INTERVAL in means:  # the rows of different data sets differ independently
+        halves = (shares[folder] / total * known[folder][INTERVAL] for folder in known)
+        means[INTERVAL] = math.hypot(*halves)
     names = data.names
     each = {f"{m}/{names[folder]}": value for folder in known for m, value in known[folder].items()}
     return means | task.of_loss(means["loss"]) | each
@@ -177,8 +206,7 @@ class Evaluator:
             _log.warning("the split %s has no target: nothing to evaluate", split)
         elif metrics_file is not None:
             metrics_file.write({"step": step} | {f"{split}_{k}": v for k, v in metrics.items()})
-            shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            _log.info("step %d | %s %s", step, split, shown)
+            _log.info("step %d | %s %s", step, split, " ".join(shown_metrics(metrics)))
         return metrics
 
     def note_best(self, step: int, metrics: Metrics) -> bool:

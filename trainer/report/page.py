@@ -14,6 +14,7 @@ from tokenfeed.trainer.report.run_files import MetricsLine, Report, decode_lines
 from tokenfeed.trainer.stall.plots import Plot, Series, fits, short, stall_plot
 from tokenfeed.trainer.stall.stall_page import render_page, sample_plots, save_page, stall_cards
 from tokenfeed.trainer.stall.stall_report import StallReport, share_of
+from tokenfeed.trainer.tasks.task import INTERVAL
 
 
 class _LoopReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,7 +128,9 @@ def _metrics(report: Report) -> dict[str, str]:
     """Metrics of the last split that was measured. The loss has a card already."""
     split = next(reversed(report.metrics), "")
     return {
-        f"{name.replace('_', ' ')}, {split}": f"{value:.4g}"
+        f"{name.replace('_', ' ')}, {split}": f"± {value:.2g}"
+        if name == INTERVAL
+        else f"{value:.4g}"
         for name, value in report.metrics.get(split, {}).items()
         if name != "loss" and value is not None
     }

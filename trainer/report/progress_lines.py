@@ -49,9 +49,6 @@ _TRIVIAL = (
 _LEAST_FALL = 0.05
 """Share by which the loss of the last fifth of a run is below the fifth before, if it falls."""
 
-_FEW_ROWS, _FEW_TOKENS = 20, 20_000
-"""Results of a validation split below both say little about the model."""
-
 MOST_SKIPPED = 20
 """A run ends after this many steps in a row whose loss or gradients are not finite."""
 NO_TARGET = (
@@ -422,7 +419,7 @@ def log_beginning(
     _log.info("data: %s, %s tokens of %s", shown(config.shards), f"{train.tokens:,}", manifest.task)
     if "validation" not in manifest.splits:
         _log.info("evaluation: none, the data has no split validation (`pretokenize --validation`)")
-    elif (split := manifest.split("validation")).rows < _FEW_ROWS and split.tokens < _FEW_TOKENS:
+    elif (split := manifest.split("validation")).is_small:
         _log.warning(
             "the split validation has only %s, %s tokens: small differences of its results are "
             "chance (`pretokenize --validation` makes it larger)",

@@ -49,6 +49,7 @@ from tokenfeed.trainer.stall.stall_report import (
     stall_facts,
     verdict_facts,
 )
+from tokenfeed.trainer.tasks.task import shown_metrics
 
 T = TypeVar("T")
 
@@ -265,8 +266,7 @@ class Report:
         """A line for each split that was measured."""
         step = "" if self.best_step is None else f", best at step {self.best_step:,}"
         return [
-            f"{split}{step}: "
-            + ", ".join(f"{k} {v:.4f}" if v is not None else f"{k} nan" for k, v in metrics.items())
+            f"{split}{step}: " + ", ".join(shown_metrics(metrics))
             for split, metrics in self.metrics.items()
         ]
 

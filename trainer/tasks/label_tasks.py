@@ -54,11 +54,15 @@ class Score(Task):
 
     def loss_of(self, logits: Tensor, micro_batch: MicroBatch) -> Loss:
         """Return the squared error summed over rows with a score, in fp32."""
+        return Loss(self.losses_of(logits, micro_batch).sum(), (~micro_batch.targets.isnan()).sum())
+
+    def losses_of(self, logits: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Return the squared error of each row, 0 without a score, in fp32."""
         scores_B = micro_batch.targets
         counted_B = ~scores_B.isnan()
         # NaN times 0 is NaN, also in a gradient. So rows without a score are compared with 0.
         error_B = logits.squeeze(-1).float() - torch.where(counted_B, scores_B, 0.0)
-        return Loss((error_B.square() * counted_B).sum(), counted_B.sum())
+        return error_B.square() * counted_B
 
     def predict(self, logits: Tensor) -> Tensor:
         """Return the number of each row."""

@@ -34,7 +34,7 @@ from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.trainer.data.attention import product_dtype
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.tasks.task import Loss, Task
+from tokenfeed.trainer.tasks.task import Loss, Task, losses_of
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 """A token of one byte, where characters that have no token are divided into bytes."""
@@ -82,10 +82,7 @@ class LanguageModelling(Task):
         If the logits would be large, and the model offers the input of its head, the logits are
         computed in chunks.
         """
-        is_large = has_hidden(model) and (
-            micro_batch.num_slots * len(model.head_weight) * _BYTES_PER_LOGIT > WORTH_BYTES
-        )
-        if not is_large:
+        if not _is_large(model, micro_batch):
             return super().loss(model, micro_batch)
         hidden_ND = model.hidden(micro_batch).flatten(0, 1)
         targets_N = micro_batch.targets.flatten()
@@ -97,6 +94,19 @@ class LanguageModelling(Task):
             factor=self.factor,
         )
         return Loss(summed, (targets_N != IGNORED).sum())
+
+    def losses(self, model: Any, micro_batch: MicroBatch) -> Tensor:
+        """Return the cross-entropy of each target, 0 without one. Large logits are computed in
+        chunks."""
+        if not _is_large(model, micro_batch):
+            return super().losses(model, micro_batch)
+        targets = micro_batch.targets
+        return vocabulary_losses(
+            model.hidden(micro_batch).flatten(0, 1),
+            model.head_weight,
+            targets.flatten(),
+            compiled=self.is_compiled,
+        ).view_as(targets)
 
     def bytes_of_targets(self, micro_batch: MicroBatch) -> Tensor | int:
         """Return the bytes of text that the targets stand for."""
@@ -128,6 +138,13 @@ def has_hidden(model: nn.Module) -> bool:
     added. Without `head_weight`, a model offers only logits.
     """
     return getattr(model, "head_weight", None) is not None
+
+
+def _is_large(model: Any, micro_batch: MicroBatch) -> bool:
+    """Return whether the logits of a micro-batch should be computed in chunks, and can be."""
+    return has_hidden(model) and (
+        micro_batch.num_slots * len(model.head_weight) * _BYTES_PER_LOGIT > WORTH_BYTES
+    )
 
 
 _BYTES_PER_LOGIT, _COMPILED_BYTES_PER_LOGIT = 10, 4
@@ -173,6 +190,23 @@ def vocabulary_loss(
     return loss
 
 
+@torch.no_grad()
+def vocabulary_losses(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, compiled: bool = False
+) -> Tensor:
+    """Return the fp32 cross-entropy of each target, 0 without one; see `vocabulary_loss`."""
+    chunk = chunk_tokens(len(targets_N), len(weight_VD), compiled=compiled)
+    narrow_VD = weight_VD.to(product_dtype(hidden_ND))
+    compute: Any = compiled_losses_of() if compiled else losses_of
+    parts = zip(torch.split(hidden_ND, chunk), torch.split(targets_N, chunk), strict=True)
+    return torch.cat(
+        [
+            compute(F.linear(hidden_CD.to(narrow_VD.dtype), narrow_VD), targets_C)
+            for hidden_CD, targets_C in parts
+        ]
+    )
+
+
 def loss_and_error(
     logits_CV: Tensor, targets_C: Tensor, *, wants_error: bool, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -193,6 +227,12 @@ def loss_and_error(
     if factor is not None:
         error_CV = error_CV * factor
     return loss, error_CV.to(logits_CV.dtype).mul_(counted_C1)
+
+
+@cache
+def compiled_losses_of() -> Any:
+    """Return `losses_of`, compiled when it is first called."""
+    return torch.compile(losses_of, dynamic=False)
 
 
 @cache

@@ -26,6 +26,21 @@ _LARGEST_EXPONENT = 700.0  # of a float
 
 Metrics = dict[str, float]
 """Metrics by name. `loss` is the mean per target, in nats."""
+INTERVAL = "loss_interval"
+"""The metric that is half of the 95 % interval of `loss`."""
+
+
+def shown_metrics(metrics: Mapping[str, float | None]) -> list[str]:
+    """Return each metric with its value, nan if it is no number. A loss has its interval beside."""
+    found = []
+    for name, value in metrics.items():
+        metric, _, data_set = name.partition("/")
+        if metric == INTERVAL:
+            continue
+        half = metrics.get(f"{INTERVAL}/{data_set}" if data_set else INTERVAL)
+        shown = f"{name} {'nan' if value is None else f'{value:.4f}'}"
+        found.append(shown + (f" ± {half:.2g}" if metric == "loss" and half is not None else ""))
+    return found
 
 
 class Loss(NamedTuple):
@@ -35,6 +50,11 @@ class Loss(NamedTuple):
     """fp32, with gradients."""
     targets: Tensor
     """int64, the number of targets in the sum."""
+
+
+def losses_of(logits_NC: Tensor, targets_N: Tensor) -> Tensor:
+    """Return the fp32 cross-entropy of each target, 0 without one."""
+    return F.cross_entropy(logits_NC.float(), targets_N, ignore_index=IGNORED, reduction="none")
 
 
 class Answers(NamedTuple):
@@ -134,6 +154,16 @@ class Task:
         )
         models = len(logits) if wanted.dim() > targets.dim() else 1
         return Loss(summed / models, (targets != IGNORED).sum())
+
+    def losses(self, model: Any, micro_batch: MicroBatch) -> Tensor:
+        """Return the loss of each target, 0 without one, in the shape of the targets. Without
+        gradients."""
+        return self.losses_of(model(micro_batch), micro_batch)
+
+    def losses_of(self, logits: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Return the loss of each target of existing logits; see `losses`."""
+        targets = micro_batch.targets
+        return losses_of(logits.flatten(0, -2), targets.flatten()).view_as(targets)
 
     def predict(self, logits: Tensor) -> Tensor:
         """Return the answer to each target of logits; the likeliest class, unless overridden."""

@@ -164,7 +164,7 @@ def test_parts_of_two_commands_begun_without_locks_exclude_each_other(
 
     with monkeypatch.context() as patched:
         patched.setattr(LocalStore, "create", late)
-        with pytest.raises(ConfigError, match=r"--validation: before 0\.01, now 0\.5"):
+        with pytest.raises(ConfigError, match=r"--validation: before not given, now 0\.5"):
             part("0/2", lines, out, tokenizer, validation=0.5)
     assert make(lines, out, tokenizer).units >= 7
 

@@ -6,15 +6,22 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.pretokenizing import make
+from tokenizers import Tokenizer
 
+from tokenfeed import ShardLoader
 from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.planning.policies import Fixed
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.labels import CountLabels, find_labels
 from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.options import Options
 
 
@@ -117,12 +124,73 @@ def test_one_file_without_the_field_does_not_stop_the_run(tmp_path: Path, tokeni
     assert (made.documents, made.rejected) == (3, 20_000)
 
 
-def test_default_validation_is_the_same_share_of_every_size(tmp_path: Path) -> None:
-    for num_bytes in (10**6, 8 * 10**9, 10**13):
-        with open(tmp_path / "big.jsonl", "wb") as file:
-            os.truncate(file.fileno(), num_bytes)  # a hole: it takes no room
-        options = Options(paths=(str(tmp_path / "big.jsonl"), str(tmp_path / "out")))
-        assert Inputs.listed(options).validation == 0.01
+def in_validation(folder: Path, tokenizer: Path, texts: list[str], *, is_table: bool) -> set[str]:
+    """Return the texts of the split validation, made with the default share."""
+    corpus, out = folder / "corpus", folder / "out"
+    corpus.mkdir(parents=True)
+    if is_table:
+        table = pa.table({"text": texts, "other": range(len(texts))})
+        pq.write_table(table, corpus / "a.parquet", row_group_size=100)
+    else:
+        for part in range(3):  # several files, and a text for some
+            rows = texts[part::3]
+            lines = "".join(json.dumps({"text": text}) + "\n" for text in rows[1:])
+            (corpus / f"{part}.jsonl").write_text(lines)
+            (corpus / f"{part}.txt").write_text(rows[0])
+    make(corpus, out, tokenizer, workers=1)
+    decode = Tokenizer.from_file(str(tokenizer)).decode
+    if "validation" not in Manifest.read(out).splits:
+        return set()
+    with ShardLoader(out, split="validation", batching=Fixed(1), num_workers=0) as loader:
+        return {decode(row["input_ids"][0].tolist()) for row in loader}
+
+
+def test_default_validation_of_few_records_is_about_20_rows(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    texts = [f"text number {number}" for number in range(3000)]
+    before: set[str] = set()
+    for count, least, most in ((60, 1, 14), (300, 8, 36), (1000, 8, 36), (3000, 14, 50)):
+        found = in_validation(tmp_path / f"{count}", tokenizer, texts[:count], is_table=False)
+        other = texts[:count][::-1]
+        again = in_validation(tmp_path / f"{count} again", tokenizer, other, is_table=True)
+        assert found == again  # in another order and format
+        assert least <= len(found) <= most
+        earlier = {text for text in found if int(text.split()[-1]) < len(before)}
+        assert earlier <= before  # no row of train became one of validation
+        before = found
+
+
+def test_default_validation_of_appended_rows_has_the_share_of_the_first_run(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    texts = [f"text number {number}" for number in range(300)]
+    write = lambda path, rows: path.write_text(  # noqa: E731
+        "".join(json.dumps({"text": text}) + "\n" for text in rows)
+    )
+    write(tmp_path / "a.jsonl", texts)
+    write(tmp_path / "b.jsonl", [*texts, *(f"more {number}" for number in range(9000))])
+    first = make(tmp_path / "a.jsonl", tmp_path / "out", tokenizer).splits["validation"]
+    both = make_dataset(
+        Options(paths=(str(tmp_path / "b.jsonl"), str(tmp_path / "out")), append=True)
+    )
+    # the texts of a.jsonl are there twice, each time in the same split
+    assert both.splits["validation"] - 2 * first == pytest.approx(9000 * 20 / 300, rel=0.2)
+
+
+def test_summary_says_that_validation_is_missing_or_small(tmp_path: Path, tokenizer: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", 5, text="some words")
+    said = make(tmp_path / "a.jsonl", tmp_path / "none", tokenizer).facts()["validation"]
+    assert said.startswith("none, of 5 rows.")
+    assert "--validation 0.2" in said
+    for path in tmp_path.glob("a.*"):
+        path.write_text("".join(json.dumps({"text": f"w{n}"}) + "\n" for n in range(80)))
+    small = make(tmp_path / "a.jsonl", tmp_path / "small", tokenizer)
+    rows = small.splits["validation"]
+    assert small.facts()["validation"].startswith(f"only {rows} rows, ")
+    silent = make(tmp_path / "a.jsonl", tmp_path / "zero", tokenizer, validation=0.0)
+    large = make(tmp_path / "a.jsonl", tmp_path / "half", tokenizer, validation=0.5)
+    assert silent.facts()["validation"] == large.facts()["validation"] == ""
 
 
 def test_default_validation_of_labelled_rows_is_a_tenth(tmp_path: Path) -> None:
@@ -130,7 +198,7 @@ def test_default_validation_of_labelled_rows_is_a_tenth(tmp_path: Path) -> None:
     for name in ("train", "test", "validation"):
         (tmp_path / f"{name}.jsonl").write_text(100 * row)
 
-    def part(*names: str, split: tuple[str, ...] = ()) -> float:
+    def part(*names: str, split: tuple[str, ...] = ()) -> float | None:
         paths = *(str(tmp_path / f"{name}.jsonl") for name in names), str(tmp_path / "out")
         return Inputs.listed(Options(paths=paths, task="classify", split=split)).validation
 

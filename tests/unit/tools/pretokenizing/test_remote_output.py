@@ -155,7 +155,7 @@ def test_what_is_in_a_store_is_recognised_or_refused_as_in_a_folder(
         make(lines, url, tokenizer)
     remote.server.objects.clear()
     part("0/3", lines, url, tokenizer)
-    with pytest.raises(ConfigError, match=r"--validation: before 0\.01, now 0\.5"):
+    with pytest.raises(ConfigError, match=r"--validation: before not given, now 0\.5"):
         make(lines, url, tokenizer, validation=0.5)
     made = make(lines, url, tokenizer, finish=True)
     assert 0 < made.resumed_units < made.units

@@ -27,7 +27,10 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
+from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
+from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.report.run_files import Report
 from tokenfeed.trainer.tasks import task as tasks
 from tokenfeed.trainer.tasks.label_tasks import number_scores
@@ -215,5 +218,32 @@ def test_the_summary_tells_the_metrics_of_every_split(
     report = run(make_config(folders["classify"], tmp_path))
     for split in ("validation", "test"):
         [line] = [each for each in report.summary().splitlines() if f" {split}, best" in each]
+        half = report.metrics[split].pop("loss_interval")
         for name, value in report.metrics[split].items():
             assert f"{name} {value:.4f}" in line
+        assert f" ± {half:.2g}, accuracy" in line
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_interval_of_a_loss_is_that_of_means_of_rows(folders: dict[Task, Path], task: Task) -> None:
+    made, rng = task_of(folders[task]), np.random.default_rng(0)
+    model, precision = model_of(made).train(), Precision("fp32", CPU)
+    shaper = Shaper(causal=made.head.causal, apart=True, separation="mask")
+    alone, together = (
+        ShardLoader(folders[task], batching=policy, split="train", num_workers=0)
+        for policy in (Fixed(1), Fixed(7))
+    )
+    with alone, together:
+        rows = [
+            evaluate(model, made, [shaper(batch)], Precision("fp32", CPU), World(CPU))
+            | {"n": batch.num_targets}
+            for batch in alone
+            if batch.num_targets
+        ]
+        found = evaluate(model, made, map(shaper, together), precision, World(CPU))
+    targets = np.array([row["n"] for row in rows])
+    sums = np.array([row["loss"] for row in rows]) * targets
+    assert found["loss"] == pytest.approx(sums.sum() / targets.sum())
+    draws = rng.integers(len(rows), size=(20_000, len(rows)))
+    spread = (sums[draws].sum(1) / targets[draws].sum(1)).std()
+    assert found["loss_interval"] == pytest.approx(1.96 * spread, rel=0.1)
