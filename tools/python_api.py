@@ -48,7 +48,8 @@ class Pretokenized:
 
     @property
     def rejects(self) -> list[dict[str, Any]]:
-        """The rejected records: `file`, number of the `record` from 0, and `reason` of each."""
+        """The rejected records: `file`, number of the `record` from 0, and `reason` of each. A file
+        that was left out has no `record`."""
         from tokenfeed.pipeline.format.store import open_place
 
         lines = open_place(self.out).read(self.manifest.rejects.file).splitlines()
@@ -79,6 +80,7 @@ def pretokenize(
     split: Mapping[str, str] | None = None,
     validation: float | None = None,
     exclude: Sequence[str] = (),
+    encoding: str | None = None,
     strict: bool = False,
     max_rejects: int | None = None,
     workers: int | Literal["auto"] = "auto",

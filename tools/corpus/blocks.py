@@ -2,11 +2,12 @@ r"""Read the decompressed bytes of an input file in blocks, and cut blocks into 
 
 A compressed file consists of one or more streams (gzip members, zstd frames), each with a checksum
 at its end. A damaged file raises one of `READ_ERRORS`. The bytes before the error may be wrong too.
-Lines end at `\n` only. Memory is bounded, even if a small file decompresses to gigabytes. Arrow
-checks UTF-8.
+Text of another encoding is converted to UTF-8. Lines end at `\n` only. Memory is bounded, even if a
+small file decompresses to gigabytes. Arrow checks UTF-8.
 """
 
 import bz2
+import codecs
 import errno
 import io
 import lzma
@@ -14,6 +15,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -108,6 +110,75 @@ class Blocks:
                     step = min(2 * step, _MOST_PACKED_BYTES)
         if stream:
             raise EOFError("the compressed stream ended before its end marker")
+
+
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",  # begins with the mark of UTF-16
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+def marked_encoding(beginning: bytes) -> str | None:
+    """Return the encoding that a byte-order mark at the beginning of a file names; None for UTF-8
+    and without a mark."""
+    return next((name for mark, name in _MARKS.items() if beginning.startswith(mark)), None)
+
+
+class TextBlocks(Blocks):
+    """An iterator over the text of a file as UTF-8. A block may end within a character.
+
+    Text with the byte-order mark of UTF-16 or UTF-32 is converted, and text that is not UTF-8 if
+    its encoding is given. To find that it is not UTF-8, the file is read once more.
+    """
+
+    def __init__(
+        self,
+        path: Location,
+        compression: Compression | None = None,
+        start: int = 0,
+        stop: int | None = None,
+        encoding: str | None = None,
+    ) -> None:
+        """Open a file.
+
+        Args:
+            path: See `Blocks`, also for the following.
+            compression: The compression of the file.
+            start: First byte.
+            stop: End, exclusive.
+            encoding: The encoding of text that is not UTF-8.
+        """
+        super().__init__(path, compression, start, stop)
+        self._encoding = encoding
+
+    def __iter__(self) -> Iterator[bytes]:
+        blocks = super().__iter__()
+        first = next(blocks, b"")
+        encoding = None if self._start else marked_encoding(first)
+        if encoding is None and self._encoding and not self._is_utf8():
+            encoding = self._encoding
+        blocks = chain([first] if first else [], blocks)
+        return _converted(blocks, encoding) if encoding else blocks
+
+    def _is_utf8(self) -> bool:
+        again = Blocks(self._path, self._compression, self._start, self._stop)
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            for block in again:
+                decoder.decode(block)
+            decoder.decode(b"", final=self._stop is None)
+        except UnicodeDecodeError:
+            return False
+        return True
+
+
+def _converted(blocks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder(encoding)()
+    for block in chain(blocks, (b"",)):
+        if text := decoder.decode(block, final=not block):
+            yield text.encode()
 
 
 class _GzipStream:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.blocks import Blocks, Compression
+from tokenfeed.tools.corpus.blocks import Blocks, Compression, TextBlocks
 from tokenfeed.tools.corpus.locations import PUT_BACK, Location, RemoteFile, names_beside
 from tokenfeed.tools.corpus.records import Fields, Records
 
@@ -64,6 +64,8 @@ class InputFile:
     compression: Compression | None
     max_record_bytes: int = MAX_RECORD_BYTES
     """Longer records are rejected."""
+    encoding: str | None = None
+    """The encoding of text that is not UTF-8, from `--encoding`."""
     split: str | None = None
     """The split of all records. None: a hash chooses the split of each record."""
     is_spooled: bool = False
@@ -112,6 +114,11 @@ class FilePart:
         source = self.source
         return Blocks(source.path, source.compression, self.start, self.stop)
 
+    def text_blocks(self) -> TextBlocks:
+        """Return the text of the part as UTF-8. `start` and `stop` must be bytes."""
+        source = self.source
+        return TextBlocks(source.path, source.compression, self.start, self.stop, source.encoding)
+
     def weight_of(self, consumed_bytes: int) -> float:
         """Return the share of the weight for a number of bytes of the file."""
         part_bytes = self.source.bytes if self.stop is None else self.stop - self.start
@@ -148,7 +155,7 @@ class Format:
     text_ratio: int = 1
     """Estimated bytes of text per byte of the file, for the division of work."""
     is_compressible: bool = False
-    """Whether files may be compressed (.gz and others). `read` and `cut` must then use
-    `FilePart.blocks`."""
+    """Whether files may be compressed (.gz and others). `read` must then use `FilePart.blocks`, or
+    `FilePart.text_blocks` for text."""
     has_record_per_line: bool = False
     """Whether the number of a record is the number of its line, with blank lines counted."""

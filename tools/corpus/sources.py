@@ -25,16 +25,18 @@ from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.pipeline.text import count_of, public
 from tokenfeed.tools.corpus.formats.json_records import JSON_LINES
 from tokenfeed.tools.corpus.formats.registry import (
+    BINARY,
     FALLBACK,
     FORMATS,
+    Unread,
     beginning_of,
     compression_of,
     format_in_folder,
     format_of_given,
-    is_archive,
     is_binary,
-    is_named_archive,
     needs_look,
+    unread_given,
+    unread_kind,
 )
 from tokenfeed.tools.corpus.formats.tokens import ENDINGS, TOKENS
 from tokenfeed.tools.corpus.input_files import (
@@ -110,6 +112,8 @@ _PATTERNS_MATCH = (
     "A pattern is compared with names and with paths below the given folders. Begin it with / to "
     "compare whole paths."
 )
+_SHOWN = 5
+"""Files of a kind that were left out and are shown."""
 _KEPT_BYTES = 1 << 26
 """Bytes of small objects that stay in memory until they are encoded."""
 _COMPRESSION_RATIO = 4
@@ -128,11 +132,11 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """The input files of a run, and the binary files that were left out."""
+    """The input files of a run, and the files of folders that were left out."""
 
     sources: tuple[InputFile, ...]
     binary: tuple[Known, ...]
-    """Binary files in folders, which were left out."""
+    """Files in folders that no format reads."""
 
     @property
     def known(self) -> list[Known]:
@@ -149,6 +153,7 @@ def find_corpus(
     exclude: tuple[str, ...] = (),
     splits: tuple[tuple[str, str], ...] = (),
     max_record_bytes: int = MAX_RECORD_BYTES,
+    encoding: str | None = None,
     known: Iterable[Known] = (),
     spooled: Iterable[Spooled] = (),
     ids: IdFacts | None = None,
@@ -162,6 +167,7 @@ def find_corpus(
         exclude: Patterns of names or paths to leave out.
         splits: Splits, each with a pattern for its files. The first match counts.
         max_record_bytes: Longer records are rejected.
+        encoding: The encoding of text that is not UTF-8.
         known: Files that an earlier run of the command opened. Unchanged files are not opened.
         spooled: Files of JSON Lines that this process made from Python objects.
         ids: For the task `ids`, which reads files of token ids; None for other tasks.
@@ -171,27 +177,48 @@ def find_corpus(
         ConfigError: A path is in the output folder.
     """
     search = _InputSearch(
-        None if out is None else os.path.realpath(out), field, exclude, splits, known, ids
+        None if out is None else os.path.realpath(out),
+        field,
+        exclude,
+        splits,
+        known,
+        ids,
+        encoding,
     )
     for path in paths:
         search.add(path)
     for file in spooled:
         search.add_spooled(file, JSON_LINES)
     search.check_patterns()
-    if search.archives:
-        logger.warning(
-            "%s left out, like %s. Unpack archives, and extract the texts of web pages",
-            *(count_of(len(search.archives), "archive"), search.archives[0]),
-        )
     if not search.sources:
-        binary = f" ({len(search.binary):,} binary files skipped)" if search.binary else ""
+        binary = f" (left out: {'; '.join(left_out(search.binary))})" if search.binary else ""
         tokens = " For files of token ids, use `--task ids`." if search.binary else ""
         raise CorpusError(
             f"{', '.join(map(public, paths))}: no input file found{binary}. Point at folders or "
             f"files of text.{tokens}"
         )
-    sources = (replace(source, max_record_bytes=max_record_bytes) for source in search.sources)
+    sources = (
+        replace(source, max_record_bytes=max_record_bytes, encoding=encoding)
+        for source in search.sources
+    )
     return Corpus(sources=tuple(sources), binary=search.binary)
+
+
+def kind_left_out(file: Known) -> Unread:
+    """Return the kind of a file that was left out."""
+    return unread_kind(file.name) or BINARY
+
+
+def left_out(files: Sequence[Known]) -> list[str]:
+    """Describe the files that were left out, by kind: how many, the first, and what to do."""
+    by_kind: dict[Unread, list[str]] = {}
+    for file in files:
+        by_kind.setdefault(kind_left_out(file), []).append(file.name)
+    return [
+        f"{count_of(len(names), kind.one.split(' ', 1)[1], kind.many)} "
+        f"({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}): {kind.remedy}"
+        for kind, names in by_kind.items()
+    ]
 
 
 class _Entry(NamedTuple):
@@ -218,13 +245,13 @@ class _InputSearch:
         splits: tuple[tuple[str, str], ...],
         known: Iterable[Known],
         ids: IdFacts | None,
+        encoding: str | None,
     ) -> None:
         self._ids = ids
         self.sources: list[InputFile] = []
-        self.archives: list[str] = []
-        """Archives in folders, which were left out."""
         self._binary: dict[str, Known] = {}
-        """Binary files in folders, by URL or by path without symbolic links."""
+        """Files in folders that no format reads, by URL or by path without symbolic links."""
+        self._encoding = encoding
         self._known = {file.name: file for file in known}
         self._out = out
         self._field = field
@@ -238,7 +265,7 @@ class _InputSearch:
 
     @property
     def binary(self) -> tuple[Known, ...]:
-        """Binary files in folders that the command line does not name."""
+        """Files in folders that no format reads, and that the command line does not name."""
         return tuple(self._binary.values())
 
     def add(self, path: str) -> None:
@@ -412,18 +439,18 @@ class _InputSearch:
 
     def _add_given(self, name: str, path: Location, real: str) -> None:
         """Add a file that the command line names."""
-        if is_archive(name, path):
-            raise CorpusError(
-                f"{name}: is an archive. Unpack it and give the folder. Of web pages (.warc), "
-                "extract the texts."
-            )
+        if kind := unread_given(name, path):
+            raise CorpusError(f"{name}: {kind.reason}.")
         is_skipped = self._binary.pop(real, None) is not None
         if self._is_new(real) or is_skipped:
             known = self._unchanged(name, path)
             given = known.format if known else None
             format_ = self._of_ids(name) or (FORMATS[given] if given else None)
-            format_ = format_ or format_of_given(name, path, self._field)
+            format_ = format_ or self._given_format(name, path)
             self._append(self._source(name, path, format_), name, None)
+
+    def _given_format(self, name: str, path: Location) -> Format:
+        return format_of_given(name, path, self._field, self._encoding)
 
     def _is_new(self, real: str) -> bool:
         """Return whether a path was not found before, and remember the path."""
@@ -438,16 +465,15 @@ class _InputSearch:
         return known if is_same else None
 
     def _format_of_found(self, name: str, path: Location) -> Format | None:
-        """Return the format of a file in a folder; None for a binary file."""
+        """Return the format of a file in a folder; None if no format reads it."""
         if format_ := self._of_ids(name):
             return format_
         if known := self._unchanged(name, path):
             return FORMATS[known.format] if known.format else None
-        if is_named_archive(name):
-            self.archives.append(name)
+        if unread_kind(name):
             return None
-        format_ = format_in_folder(name, path, self._field)
-        if format_ is FALLBACK and is_binary(path, compression_of(name)):
+        format_ = format_in_folder(name, path, self._field, self._encoding)
+        if format_ is FALLBACK and is_binary(path, compression_of(name), self._encoding):
             return None
         return format_
 
@@ -495,7 +521,7 @@ class _InputSearch:
             raise ConfigError("`-`: standard input can be read only once.")
         file = spool(STANDARD_INPUT, stdin_blocks(), Path(self._out) if self._out else None)
         atexit.register(file.file.close)
-        self.add_spooled(file, format_of_given(STANDARD_INPUT, file.path, self._field))
+        self.add_spooled(file, self._given_format(STANDARD_INPUT, file.path))
 
     def add_spooled(self, file: Spooled, format_: Format) -> None:
         """Add a file that this process made from input that it cannot read twice."""

@@ -24,6 +24,9 @@ from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, rejected
 
 SMALLEST_SHARD_BYTES, LARGEST_SHARD_BYTES = 8_000_000, 256_000_000
 _SHARDS_WANTED = 64
+_NOT_UTF8 = "invalid UTF-8"
+_CONVERT = ". Give --encoding NAME, like latin-1, or convert the file: iconv -f latin1 -t utf-8"
+"""What to do about text that is not UTF-8. `--encoding` has no effect on Parquet and Arrow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +129,7 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
             last = max(last, int(records.numbers[-1]) if len(records) else -1)
             behind = max(behind, last + 1)
             has_given = True
-            yield records
+            yield _with_remedies(records, part.source)
             part.source.check_unchanged()  # what is mapped into memory must not be cut off
     except (*DAMAGE, *format_.damage) as error:
         reason = damage_reason(error)
@@ -135,6 +138,17 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
             raise UnverifiedError from error
         yield rejected(behind, fields, f"cannot be read from here on: {reason}")
     part.source.check_unchanged()
+
+
+def _with_remedies(records: Records, source: InputFile) -> Records:
+    """Return the records, and say of rejected text that is not UTF-8 what to do."""
+    if source.encoding or not any(_NOT_UTF8 in reject.reason for reject in records.rejects):
+        return records
+    rejects = [
+        reject._replace(reason=reject.reason + _CONVERT) if _NOT_UTF8 in reject.reason else reject
+        for reject in records.rejects
+    ]
+    return replace(records, rejects=rejects)
 
 
 def fetched_ahead(parts: Iterable[FilePart]) -> Iterator[FilePart]:

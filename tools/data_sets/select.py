@@ -452,10 +452,14 @@ def _rejects(content: bytes, chosen: _Chosen, is_gone: np.ndarray) -> tuple[byte
     rejects = [json.loads(line) for line in lines]
     stays: list[bool] = []
     for reject in rejects:
+        if "record" not in reject:  # a file that was left out
+            stays.append(False)
+            continue
         files = np.array(chosen.lines_of[reject["file"]])  # of several files, all must stay
         kept = chosen.kept(files, np.full(len(files), reject["record"]))
         stays.append(bool((kept & ~is_gone[files]).all()))
-    lost = Counter(reject["file"] for reject, kept in zip(rejects, stays, strict=True) if not kept)
+    pairs = zip(rejects, stays, strict=True)
+    lost = Counter(reject["file"] for reject, kept in pairs if not kept and "record" in reject)
     return b"".join(line for line, kept in zip(lines, stays, strict=True) if kept), lost
 
 

@@ -161,7 +161,10 @@ class Onto:
         self.skipped = len(corpus.sources) - len(new)
         if not new:
             raise NothingNew
-        return replace(corpus, sources=tuple(new))
+        lines = map(json.loads, read_checked(self.store, self.manifest.rejects).splitlines())
+        listed = {line["file"] for line in lines if "record" not in line}
+        binary = tuple(file for file in corpus.binary if file.name not in listed)
+        return replace(corpus, sources=tuple(new), binary=binary)
 
     def labels(self, found: Labels) -> Labels:
         """Return the labels of the data set, after checking that the new records have no other

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from tokenfeed.pipeline.format.schema import FORMAT_VERSION
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.input_files import InputFile
+from tokenfeed.tools.corpus.sources import Corpus, Known, kind_left_out
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.limit import TRAIN
@@ -48,7 +50,7 @@ _COUNTS = ("bytes", "written", "empty", "rejected", "left_out")
 
 def commit(
     settings: EncodeSettings,
-    sources: tuple[InputFile, ...],
+    corpus: Corpus,
     tokenizer: TextTokenizer,
     audit: Audit,
     results: list[UnitResult],
@@ -57,12 +59,12 @@ def commit(
 
     Args:
         settings: The settings of all units. All shards are in its output.
-        sources: The input files.
+        corpus: The input files, and the files that were left out.
         tokenizer: The tokenizer of the ids.
         audit: The comparison of the engines, if there was one.
         results: The results of all units, in order.
     """
-    ledgers = _source_ledgers(sources, results)
+    ledgers = _source_ledgers(corpus.sources, results)
     output = settings.output
     if template := _chat_template(settings):
         output.write(CHAT_TEMPLATE_FILE, template)
@@ -71,7 +73,7 @@ def commit(
         splits=_splits(results),
         ledger=RecordCounts.of(ledgers),
         sources=_write_lines(output, SOURCES_FILE, ledgers),
-        rejects=_join_rejects(output, results),
+        rejects=_join_rejects(output, results, corpus.binary),
         counts=_counts(results),
     )
     _clear_away(settings, results)
@@ -194,16 +196,17 @@ def _tokenizer_info(
     )
 
 
-def _join_rejects(output: Place, results: list[UnitResult]) -> FileInfo:
-    """Write rejects.jsonl from the files of the units."""
+def _join_rejects(output: Place, results: list[UnitResult], unread: Sequence[Known]) -> FileInfo:
+    """Write rejects.jsonl: the files that were left out, and the rejects of the units."""
     digest, num_bytes = xxhash.xxh3_64(), 0
+    lines = ({"file": file.name, "reason": kind_left_out(file).reason} for file in unread)
+    names = (result.reject_file.file for result in results if result.reject_file)
+    contents = chain((json.dumps(line).encode() + b"\n" for line in lines), map(output.read, names))
     with output.room() as folder, atomic_file(folder / REJECTS_FILE, is_shared=True) as file:
-        for result in results:
-            if result.reject_file:
-                content = output.read(result.reject_file.file)
-                file.write(content)
-                digest.update(content)
-                num_bytes += len(content)
+        for content in contents:
+            file.write(content)
+            digest.update(content)
+            num_bytes += len(content)
     return FileInfo(file=REJECTS_FILE, bytes=num_bytes, xxh3=digest.hexdigest())
 
 

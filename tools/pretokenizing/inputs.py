@@ -103,6 +103,7 @@ class Inputs:
             exclude=options.exclude,
             splits=options.splits,
             max_record_bytes=options.max_record_bytes,
+            encoding=options.encoding,
             known=[Known(*file) for file in plan["files"]] if plan else (),
             spooled=spooled,
             ids=ids,

@@ -368,6 +368,7 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -
         "--validation": options.validation,
         "--limit": options.limit,
         "--shard-size": inputs.shard_bytes,
+        "--encoding": options.encoding,
         "--max-record": options.max_record_bytes,
         "--tokenizer": options.tokenizer and public(options.tokenizer),
         "--vocab-size and --seed": training,
@@ -483,14 +484,14 @@ def _made(options: Options, spool: Spool, onto: Onto | None = None) -> tuple[Man
             f"`--finish`: {output} holds nothing to finish. Run `--part I/N` for every I first."
         )
     listed = Listed.from_options(options, state, spool, onto)
-    skipped_binary = tuple(file.name for file in listed.inputs.corpus.binary)
+    corpus = listed.inputs.corpus
     skipped_known = onto.skipped if onto else 0
     if state == "finished":
         manifest, num_units = recognise(output, listed.recipe)
         logger.info("already finished: the same command and input made this data set")
         return manifest, Figures(
             listed.finished_tokenizer(),
-            skipped_binary,
+            corpus,
             skipped_known,
             units=num_units,
             resumed_units=num_units,
@@ -503,7 +504,7 @@ def _made(options: Options, spool: Spool, onto: Onto | None = None) -> tuple[Man
     new_bytes = manifest.ledger.bytes - resumed_bytes
     return manifest, Figures(
         run.tokenizer,
-        skipped_binary,
+        corpus,
         skipped_known,
         units=len(run.units),
         resumed_units=resumed_units,
@@ -576,7 +577,7 @@ def _encode(run: Run, records: RunRecords, listed: Listed) -> Manifest:
         raise failure
     files = ((source.name, source.bytes, source.state) for source in inputs.corpus.sources)
     remember(output, listed.recipe, len(inputs.units), files, run.settings.validation)
-    manifest = commit(settings, inputs.corpus.sources, run.tokenizer, run.audit, results)
+    manifest = commit(settings, inputs.corpus, run.tokenizer, run.audit, results)
     remove_records(output, job_first=True)
     return manifest
 

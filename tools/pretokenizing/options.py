@@ -1,5 +1,6 @@
 """The options of `pretokenize`: a dataclass whose docstrings are the help, and its checks."""
 
+import codecs
 import dataclasses
 import inspect
 import json
@@ -33,7 +34,7 @@ _GROUPS = {
         *("fim_rate", "fim_spm_rate"),
         *("chat_template", "template_argument"),
     ),
-    "input": ("limit", "split", "validation", "exclude", "strict", "max_rejects"),
+    "input": ("limit", "split", "validation", "exclude", "encoding", "strict", "max_rejects"),
     "speed and output": ("workers", "engine", "append", "json"),
     "cluster and job array": ("runner", "part", "finish"),
     "rarely needed": (*("special_tokens_in_text", "shard_size", "max_record", "seed"),),
@@ -117,6 +118,9 @@ class Options:
     least hashes. All records of other splits are kept. Default: all records."""
     exclude: tuple[Annotated[str, text("GLOB")], ...] = ()
     """Leave out files whose names or paths match GLOB. Can be given several times."""
+    encoding: Annotated[str, text("NAME")] | None = None
+    """Encoding of text that is not UTF-8, like latin-1, cp1252, shift_jis or gbk. A file that is
+    UTF-8, or that begins with the mark of UTF-16, does not need it."""
     strict: bool = False
     """Stop at the first rejected record."""
     max_rejects: NotNegative | None = None
@@ -247,6 +251,8 @@ class Options:
                 raise ConfigError(
                     f"`--split` {given!r}: expected a name and a pattern, like test='*.test.jsonl'."
                 )
+        if self.encoding is not None:
+            _check_encoding(self.encoding)
         _ = self.shard_bytes, self.max_record_bytes, self.template_arguments  # raise if wrong
 
     def _check_fields(self) -> None:
@@ -343,6 +349,22 @@ class Options:
             )
         if self.task in _NEEDED and not (self.tokenizer or self.append):
             raise ConfigError(f"`--task {self.task}` needs `--tokenizer`: {_NEEDED[self.task]}.")
+
+
+def _check_encoding(name: str) -> None:
+    """Reject a name that is not the encoding of a text.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    try:
+        _ = "".encode(name)
+        codecs.getincrementaldecoder(name)
+    except (LookupError, ValueError):
+        raise ConfigError(
+            f"`--encoding` {name}: is not an encoding that Python knows. Give one like latin-1, "
+            "cp1252, shift_jis, gbk, koi8-r or utf-16-le."
+        ) from None
 
 
 def parse_options() -> Options:

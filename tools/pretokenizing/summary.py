@@ -1,26 +1,32 @@
 """The figures at the end of `pretokenize`, for people and for scripts."""
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokenfeed.pipeline.format.manifest import REJECTS_FILE, Manifest
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.pipeline.text import count_of
+from tokenfeed.tools.corpus.formats.registry import FALLBACK, ending_of
+from tokenfeed.tools.corpus.input_files import InputFile
+from tokenfeed.tools.corpus.sources import Corpus, left_out
 from tokenfeed.tools.data_sets.inspection import unread
 from tokenfeed.tools.encoding.limit import VALIDATION
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.pretokenizing.options import Options
 
-_SHOWN = 3
-"""Names of files that the summary shows."""
+_MARKUP = (".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".ipynb", ".srt", ".vtt")
+"""Endings of files whose text has much besides words."""
 
 
 class Figures(NamedTuple):
     """The figures of a run that its data set does not store."""
 
     tokenizer: TextTokenizer
-    skipped_binary: tuple[str, ...] = ()
+    corpus: Corpus | None = None
+    """The input files of the run, and the files that were left out."""
     skipped_known: int = 0
     units: int = 0
     resumed_units: int = 0
@@ -63,10 +69,10 @@ class Summary:
 
     out: str
     files: int
-    skipped_binary: int
-    """Binary files found in folders and left out."""
-    skipped_names: list[str]
-    """Names of the first of them."""
+    left_out: list[str]
+    """Files of folders that no format reads, by kind: how many, the first, and what to do."""
+    read_as_text: str
+    """Files with markup whose whole content became text, by ending."""
     skipped_known: int
     """Input files of `--append` that the data set has already."""
     documents: int
@@ -128,8 +134,8 @@ class Summary:
         return cls(
             out=str(options.output),
             files=ledger.files,
-            skipped_binary=len(figures.skipped_binary),
-            skipped_names=list(figures.skipped_binary[:_SHOWN]),
+            left_out=left_out(figures.corpus.binary) if figures.corpus else [],
+            read_as_text=_markup(figures.corpus.sources) if figures.corpus else "",
             skipped_known=figures.skipped_known,
             documents=ledger.written,
             splits={name: split.rows for name, split in splits.items()},
@@ -165,12 +171,11 @@ class Summary:
         end = self.end_token or "none: the tokenizer has no such token (see --end-token)"
         resumed = f", {self.resumed_units:,} of them by earlier runs" if self.resumed_units else ""
         rejects = f"{self.out}/{REJECTS_FILE}"
-        skipped = count_of(self.skipped_binary, "binary file")
-        skipped += f": {', '.join(self.skipped_names)}"
-        skipped += ", ..." if self.skipped_binary > len(self.skipped_names) else ""
+        skipped = [*self.left_out, f"{rejects} lists each" if self.left_out else ""]
         known = self.skipped_known
         return {
-            "left out": skipped if self.skipped_binary else "",
+            "left out": "\n".join(filter(None, skipped)),
+            "read as text": self.read_as_text,
             "not read": self.not_read,
             "validation": self.validation,
             "already in": count_of(known, "input file") if known else "",
@@ -189,6 +194,16 @@ class Summary:
         if self.vocabulary_wanted == self.vocabulary_size:
             return f"the tokenizer was trained in {self.tokenizer_seconds:,.1f} s"
         return f"the corpus is too small for a tokenizer with {self.vocabulary_wanted:,} ids"
+
+
+def _markup(sources: Sequence[InputFile]) -> str:
+    """Describe the files with markup that were read as text; empty if there are none."""
+    texts = (source.name.lower() for source in sources if source.format == FALLBACK.name)
+    counts = Counter(ending for ending in map(ending_of, texts) if ending in _MARKUP)
+    if not counts:
+        return ""
+    found = ", ".join(f"{count:,} {ending}" for ending, count in counts.most_common())
+    return f"{found}, with their markup. Extract the texts, or leave files out by --exclude"
 
 
 def _validation(manifest: Manifest) -> str:

@@ -129,7 +129,7 @@ def _read(part: FilePart, fields: Fields, delimiter: str) -> Iterator[Records]:
             f"{part.source.name}: `{'` and `'.join(fields)}` must hold lists, and CSV and TSV have "
             "none. Make it JSON Lines or Parquet, or leave it out by `--exclude`."
         )
-    blocks, consumed = part.blocks(), 0
+    blocks, consumed = part.text_blocks(), 0
     rows = _Rows(blocks, delimiter, part.source.max_record_bytes)
     columns, problem = _columns(rows)
     schema = pa.schema([(column, pa.large_binary()) for column in columns])

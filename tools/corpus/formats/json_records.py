@@ -33,6 +33,7 @@ from tokenfeed.tools.corpus.blocks import (
     Blocks,
     LongLine,
     is_utf8,
+    marked_encoding,
     whole_lines,
 )
 from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile, whole
@@ -58,9 +59,11 @@ _COUNTED_BYTES = 1 << 18
 def cut_lines(source: InputFile, shard_bytes: int) -> Iterator[FilePart]:
     """Yield byte ranges of nearly equal size, each of which ends with a newline.
 
-    A compressed file cannot be read from the middle, so it is not cut.
+    A compressed file cannot be read from the middle, so it is not cut. Nor is text that may be
+    converted to UTF-8.
     """
-    if source.compression or source.bytes <= shard_bytes:
+    is_short = source.compression or source.encoding or source.bytes <= shard_bytes
+    if is_short or marked_encoding(next(iter(Blocks(source.path, None, 0, 4)), b"")):
         yield from whole(source, shard_bytes)
         return
     goal_bytes = source.bytes / math.ceil(source.bytes / shard_bytes)
@@ -233,7 +236,7 @@ def _has_one_object_a_line(block: bytes, num_objects: int) -> bool:
 
 
 def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
-    blocks = part.blocks()
+    blocks = part.text_blocks()
     return decoded(part, blocks, blocks, _json_lines(tuple(fields.items())))
 
 
@@ -298,7 +301,7 @@ def is_json_list(start: bytes, field: str) -> bool:
 
 
 def _read_list(part: FilePart, fields: Fields) -> Iterator[Records]:
-    blocks = part.blocks()
+    blocks = part.text_blocks()
     record, consumed = part.first_record, 0
     for elements in _elements(blocks, part.source.max_record_bytes):
         weight_bytes = part.weight_of(blocks.consumed_bytes - consumed)

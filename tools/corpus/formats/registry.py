@@ -12,9 +12,10 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.blocks import READ_ERRORS, Blocks, Compression
+from tokenfeed.tools.corpus.blocks import READ_ERRORS, Compression, TextBlocks
 from tokenfeed.tools.corpus.formats.arrow import ARROW
 from tokenfeed.tools.corpus.formats.delimited import CSV, TSV
 from tokenfeed.tools.corpus.formats.json_records import JSON_LINES, JSON_LIST
@@ -42,7 +43,7 @@ def _read_text(part: FilePart, fields: Fields) -> Iterator[Records]:
 def _text_row(part: FilePart, name: str) -> dict[str, bytes] | Unusable:
     pieces: list[bytes] = []
     num_bytes, most_bytes = 0, part.source.max_record_bytes
-    for block in part.blocks():
+    for block in part.text_blocks():
         num_bytes += len(block)
         if num_bytes > most_bytes:
             pieces.clear()
@@ -80,7 +81,39 @@ _COMPRESSIONS: dict[str, Compression] = {
     ".bz2": "bz2",
     ".xz": "xz",
 }
-_ARCHIVES = {".tar", ".tgz", ".zip", ".7z", ".warc"}
+
+
+class Unread(NamedTuple):
+    """A kind of files that no format reads."""
+
+    one: str
+    """A file of the kind, in words."""
+    many: str
+    remedy: str
+    """What to do with such files."""
+
+    @property
+    def reason(self) -> str:
+        """Why a file is left out, and what to do."""
+        return f"is {self.one}, which is not read: {self.remedy}"
+
+
+_BY_PANDOC, _UNPACK = "convert it, like `pandoc -t plain FILE -o FILE.txt`", "unpack it"
+_ARCHIVE = Unread("an archive", "archives", _UNPACK)
+_WORD = Unread("a document of a word processor", "documents of word processors", _BY_PANDOC)
+_EBOOK = Unread("an e-book", "e-books", _BY_PANDOC)
+_PAGES = Unread("an archive of web pages", "archives of web pages", "extract the texts")
+_UNREAD = {
+    **dict.fromkeys((".tar", ".tgz", ".zip", ".7z", ".rar"), _ARCHIVE),
+    **dict.fromkeys((".docx", ".odt"), _WORD),
+    ".epub": _EBOOK,
+    ".pdf": Unread("a PDF", "PDFs", "convert it, like `pdftotext FILE`"),
+    ".warc": _PAGES,
+}
+"""By the ending of a name."""
+BINARY = Unread("a binary file", "binary files", "if it is text, name its --encoding")
+_NEVER_TEXT = {".pdf", ".warc"}
+"""Endings of files that may look like text."""
 _SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES = 1 << 16, 1 << 25
 """Bytes that are read to detect a format. The larger number is for long first records."""
 _NUL_BYTES = 8192
@@ -97,25 +130,26 @@ def needs_look(name: str) -> bool:
     return format_ is None or format_ is FALLBACK or format_.is_vague
 
 
-def format_in_folder(name: str, path: Location, field: str) -> Format:
+def format_in_folder(name: str, path: Location, field: str, encoding: str | None = None) -> Format:
     """Return the format of a file in a folder; text for an unknown ending.
 
     Args:
         name: Name of the file.
         path: The place to read the file, if the name does not decide.
         field: A field that the records of the corpus have.
+        encoding: The encoding of text that is not UTF-8.
     """
     format_, compression = _by_ending(name), compression_of(name)
-    has_only_compression = compression and _ending(name) == ""  # as Hadoop and Spark name parts
+    has_only_compression = compression and ending_of(name) == ""  # as Hadoop and Spark name parts
     if has_only_compression or (format_ and format_.is_vague):
-        found = _by_content(path, compression, field)
+        found = _by_content(path, compression, field, encoding)
         if found is FALLBACK and format_:
             _warn_of_records_inside(name, path, compression, field)
         return found
     return format_ or FALLBACK
 
 
-def format_of_given(name: str, path: Location, field: str) -> Format:
+def format_of_given(name: str, path: Location, field: str, encoding: str | None = None) -> Format:
     """Return the format of standard input, or of a file that the command line names.
 
     For an unknown ending, the content decides. See `format_in_folder` for the arguments.
@@ -125,7 +159,7 @@ def format_of_given(name: str, path: Location, field: str) -> Format:
     """
     format_ = _by_ending(name)
     if format_ is None or format_ is FALLBACK:
-        found = _by_content(path, compression_of(name), field)
+        found = _by_content(path, compression_of(name), field, encoding)
         if format_ is FALLBACK and found is not FALLBACK:
             raise CorpusError(
                 f"{name}: the name says text, but the file holds records. Rename it to end in "
@@ -134,23 +168,25 @@ def format_of_given(name: str, path: Location, field: str) -> Format:
         if found is not FALLBACK and name != STANDARD_INPUT:
             logger.info("%s: read as %s because it holds such records", name, found.endings[0])
         return found
-    return format_in_folder(name, path, field)
+    return format_in_folder(name, path, field, encoding)
 
 
-def is_binary(path: Location, compression: Compression | None) -> bool:
-    """Return whether the decompressed beginning contains a NUL, as in UTF-16."""
-    return b"\0" in beginning_of(path, compression, _NUL_BYTES)[:_NUL_BYTES]
+def is_binary(path: Location, compression: Compression | None, encoding: str | None = None) -> bool:
+    """Return whether the decompressed beginning contains a NUL, as text."""
+    return b"\0" in beginning_of(path, compression, _NUL_BYTES, encoding)[:_NUL_BYTES]
 
 
-def is_named_archive(name: str) -> bool:
-    """Return whether a file has the ending of an archive, and no format has the ending."""
-    return _ending(name) in _ARCHIVES and _by_ending(name) is None
+def unread_kind(name: str) -> Unread | None:
+    """Return the kind of files that no format reads, by the ending of a name; else None."""
+    kind = _UNREAD.get(ending_of(name))
+    return kind if kind and _by_ending(name) is None else None
 
 
-def is_archive(name: str, path: Location) -> bool:
-    """Return whether a file is an archive, by its ending and its content."""
-    is_pages = _ending(name) == ".warc"
-    return is_named_archive(name) and (is_pages or is_binary(path, compression_of(name)))
+def unread_given(name: str, path: Location) -> Unread | None:
+    """Return the kind of a file that no format reads, by its name and its content; else None."""
+    kind = unread_kind(name)
+    is_sure = ending_of(name) in _NEVER_TEXT
+    return kind if kind and (is_sure or is_binary(path, compression_of(name))) else None
 
 
 def _warn_of_records_inside(
@@ -168,17 +204,19 @@ def _warn_of_records_inside(
 
 
 def _by_ending(name: str) -> Format | None:
-    ending, is_compressed = _ending(name), compression_of(name) is not None
+    ending, is_compressed = ending_of(name), compression_of(name) is not None
     for format_ in FORMATS.values():
         if ending in format_.endings and (format_.is_compressible or not is_compressed):
             return format_
     return None
 
 
-def _by_content(path: Location, compression: Compression | None, field: str) -> Format:
+def _by_content(
+    path: Location, compression: Compression | None, field: str, encoding: str | None
+) -> Format:
     """Return the format of the records at the start of the file; text for other content."""
     for num_bytes in (_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES):
-        beginning = beginning_of(path, compression, num_bytes)
+        beginning = beginning_of(path, compression, num_bytes, encoding)
         for format_ in FORMATS.values():
             if format_.begins and format_.begins(beginning, field):
                 return format_
@@ -187,20 +225,24 @@ def _by_content(path: Location, compression: Compression | None, field: str) -> 
     return FALLBACK
 
 
-def beginning_of(path: Location, compression: Compression | None, num_bytes: int) -> bytes:
-    """Return about the first `num_bytes`, decompressed. Read errors are reported later."""
+def beginning_of(
+    path: Location, compression: Compression | None, num_bytes: int, encoding: str | None = None
+) -> bytes:
+    """Return about the first `num_bytes`, decompressed and as UTF-8. Read errors are reported
+    later."""
     beginning = b""
     try:
-        for block in Blocks(path, compression, 0, None if compression else num_bytes):
+        stop = None if compression else num_bytes
+        for block in TextBlocks(path, compression, 0, stop, encoding):
             beginning += block
             if len(beginning) >= num_bytes:
                 break
-    except READ_ERRORS:
+    except (*READ_ERRORS, UnicodeError):
         pass
     return beginning
 
 
-def _ending(name: str) -> str:
+def ending_of(name: str) -> str:
     """Return the last ending of a name, or the ending before `.gz` and other compressions."""
     stem, ending = os.path.splitext(name.lower())
     return os.path.splitext(stem)[1] if ending in _COMPRESSIONS else ending

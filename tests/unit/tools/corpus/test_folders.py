@@ -9,11 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.commands import error_of, run
+from support.commands import error_of
 from support.pretokenizing import make
 
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.corpus.sources import Corpus, find_corpus
+from tokenfeed.tools.corpus.sources import Corpus, find_corpus, left_out
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
 
@@ -123,15 +123,16 @@ def test_compressed_records_without_an_inner_ending_are_records(
     assert Manifest.read(tmp_path / "out").splits["train"].rows == 5
 
 
-def test_archives_in_a_folder_are_left_out_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_archives_in_a_folder_are_left_out_by_kind(tmp_path: Path) -> None:
     write(tmp_path, "a.jsonl", "b.warc", "c.zip", "d.tar.gz")
     (tmp_path / "b.warc.gz").write_bytes(gzip.compress(b"WARC/1.0\r\nWARC-Type: warcinfo\r\n"))
-    assert [source.format for source in corpus_of(tmp_path).sources] == ["jsonl"]
-    assert f"4 archives left out, like {tmp_path}/b.warc. Unpack archives" in caplog.text
+    corpus = corpus_of(tmp_path)
+    assert [source.format for source in corpus.sources] == ["jsonl"]
+    [pages, archives] = left_out(corpus.binary)
+    assert pages.startswith(f"2 archives of web pages ({tmp_path}/b.warc, ")
+    assert archives.startswith(f"2 archives ({tmp_path}/c.zip, ")
     message = error_of(tmp_path / "b.warc.gz", tmp_path / "out")
-    assert "b.warc.gz: is an archive." in message
+    assert "b.warc.gz: is an archive of web pages, which" in message
 
 
 @pytest.mark.parametrize("index", ['{"chunks": []}', '{"shards": []}'])
@@ -154,12 +155,3 @@ def test_list_of_records_in_an_object_is_named(
     path.write_text(json.dumps({"name": "package", "text": "none"}))
     corpus_of(path.parent)
     assert not caplog.text
-
-
-def test_binary_files_are_named_in_the_summary(tmp_path: Path, tokenizer: Path) -> None:
-    write(tmp_path / "set", "a.jsonl")
-    for name in "bcde":
-        (tmp_path / "set" / f"{name}.bin").write_bytes(b"\0\1")
-    printed = run(tmp_path / "set", tmp_path / "out", "--tokenizer", tokenizer).stdout
-    names = ", ".join(f"{tmp_path}/set/{name}.bin" for name in "bcd")
-    assert f"left out    4 binary files: {names}, ...\n" in printed

@@ -1,0 +1,169 @@
+"""Text that is not UTF-8 becomes the same rows as its UTF-8, or a reject that says what to do."""
+
+import csv
+import gzip
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.commands import call, error_of, run, run_json
+from support.pretokenizing import make
+
+from tokenfeed.tools import shards
+from tokenfeed.tools.corpus.input_files import FilePart
+from tokenfeed.tools.corpus.records import FieldKind
+from tokenfeed.tools.corpus.sources import find_corpus
+from tokenfeed.tools.corpus.units import cut_units, read_records
+
+ENCODINGS = {
+    "latin-1": "Käse für Jérôme, 100 £. ",
+    "cp1252": "“Žádný” œuvre, 5 €. ",
+    "shift_jis": "日本語のテキスト。カタカナ。",
+    "gbk": "汉字文本。",
+    "koi8-r": "Русский текст. ",
+    "utf-16-le": "no mark: 日本語 \U0001f600 ",
+    "utf-16": "a mark: 日本語 \U0001f600 ",
+    "utf-32": "a mark: 日本語 \U0001f600 ",
+}
+
+
+def file_of(ending: str, texts: list[str]) -> str:
+    """Return the content of a file with texts."""
+    if ending == ".txt":
+        return "".join(texts)
+    if ending == ".csv":
+        table = io.StringIO()
+        csv.writer(table).writerows([["n", "text"], *enumerate(texts)])
+        return table.getvalue()
+    records = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    return f"[{', '.join(records)}]" if ending == ".json" else "\n".join(records) + "\n"
+
+
+def texts_in(folder: Path, encoding: str | None, shard_bytes: int = 1 << 30) -> list[str]:
+    corpus = find_corpus((str(folder),), out=None, field="text", encoding=encoding)
+    found = []
+    for unit in cut_units(corpus.sources, shard_bytes):
+        for part in unit.parts:
+            assert isinstance(part, FilePart)
+            for records in read_records(part, {"text": FieldKind.TEXT}):
+                assert records.rejects == []
+                found += [text.decode() for text in records.fields["text"]]
+    return found
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".json", ".csv"])
+@pytest.mark.parametrize("pack", [False, True])
+def test_texts_of_an_encoding_are_those_of_utf8(
+    tmp_path: Path, encoding: str, ending: str, pack: bool
+) -> None:
+    rng, sample = random.Random(f"{encoding}{ending}"), ENCODINGS[encoding]
+    texts = [sample[: rng.randrange(3, len(sample))] * rng.randrange(1, 40) for _ in range(300)]
+    content = file_of(ending, texts)
+    assert len(content) > 1 << 12
+    for name, data in (("other", content.encode(encoding)), ("utf8", content.encode())):
+        folder = tmp_path / name
+        folder.mkdir()
+        path = folder / f"a{ending}{'.gz' * pack}"
+        path.write_bytes(gzip.compress(data) if pack else data)
+    has_mark = encoding in ("utf-16", "utf-32")
+    found = texts_in(tmp_path / "other", None if has_mark else encoding, shard_bytes=1 << 12)
+    assert found == texts_in(tmp_path / "utf8", None) != []
+    assert found == texts_in(tmp_path / "utf8", "koi8-r")  # UTF-8 stays as it is
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
+    encoding=st.sampled_from(["utf-16", "utf-32", "utf-8-sig"]),
+)
+def test_any_text_with_a_mark_is_read(
+    tmp_path_factory: pytest.TempPathFactory, text: str, encoding: str
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    (folder / "a.txt").write_bytes(text.encode(encoding))
+    assert texts_in(folder, None) == [text]
+
+
+def test_text_that_is_not_utf8_is_rejected_with_a_remedy(tmp_path: Path, tokenizer: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("plain")
+    (corpus / "b.txt").write_bytes("Käse".encode("latin-1"))
+    (corpus / "c.jsonl").write_bytes('{"text": "Käse"}\n'.encode("latin-1"))
+    (corpus / "d.txt").write_bytes("cut short".encode("utf-16")[:-1])
+    assert make(corpus, tmp_path / "out", tokenizer).rejected == 3
+    lines = map(json.loads, (tmp_path / "out" / "rejects.jsonl").read_text().splitlines())
+    reasons = {Path(line["file"]).name: line["reason"] for line in lines}
+    for name in ("b.txt", "c.jsonl"):
+        assert "Give --encoding NAME, like latin-1, or convert" in reasons[name]
+    assert "utf-16" in reasons["d.txt"]
+    again = make(corpus, tmp_path / "latin", tokenizer, encoding="latin-1")
+    assert (again.documents, again.rejected) == (3, 1)
+    message = error_of(corpus, tmp_path / "wrong", "--encoding", "latin-99", expect=2)
+    assert "`--encoding` latin-99: is not an encoding that Python knows." in message
+    assert "`--encoding` hex:" in error_of(
+        corpus, tmp_path / "wrong", "--encoding", "hex", expect=2
+    )
+
+
+NAMES = {
+    "novel.epub": ("an e-book", b"PK\3\4\0"),
+    "letter.docx": ("a document of a word processor", b"PK\3\4\0"),
+    "thesis.pdf": ("a PDF", b"%PDF-1.4\nall of it looks like text\n"),
+    "all.zip": ("an archive", b"PK\3\4\0"),
+    "photo.png": ("a binary file", b"\x89PNG\0"),
+}
+
+
+def test_every_file_left_out_is_named_with_a_remedy(tmp_path: Path, tokenizer: Path) -> None:
+    corpus, out = tmp_path / "corpus", tmp_path / "out"
+    corpus.mkdir()
+    for number in range(3):
+        (corpus / f"{number}.txt").write_text("some words")
+    for number in range(7):
+        (corpus / f"{number}.bin").write_bytes(b"\0")
+    for name, (_, data) in NAMES.items():
+        (corpus / name).write_bytes(data)
+    for name, (kind, _) in NAMES.items():
+        if kind != "a binary file":
+            message = error_of(corpus / name, tmp_path / "none")
+            assert message.startswith(f"error: {corpus / name}: is {kind}, which is not read: ")
+    printed = run(corpus, out, "--tokenizer", tokenizer).stdout
+    assert f"1 PDF ({corpus}/thesis.pdf): convert it, like `pdftotext FILE`\n" in printed
+    first = ", ".join(f"{corpus}/{number}.bin" for number in range(5))
+    assert f"8 binary files ({first}, ...): if it is text, name its --encoding\n" in printed
+    assert f"{out}/rejects.jsonl lists each\n" in printed
+    lines = [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]
+    assert {line["file"] for line in lines} == {
+        str(path) for path in corpus.iterdir() if path.suffix != ".txt"
+    }
+    for line in lines:
+        kind, _ = NAMES.get(Path(line["file"]).name, ("a binary file", b""))
+        assert line["reason"].startswith(f"is {kind}, which is not read: ")
+    assert call(shards.main, "verify", out).returncode == 0
+    (corpus / "more.txt").write_text("more words")
+    (corpus / "more.epub").write_bytes(b"PK\0")
+    said = run_json(corpus, out, "--append")
+    assert len(said["left_out"]) == 1  # those of the first run are listed already
+    assert (out / "rejects-2.jsonl").read_text().count("\n") == len(lines) + 1
+    dropped = tmp_path / "dropped"
+    call(shards.main, "select", out, dropped, "--where", "origin *more.txt", "--drop")
+    assert (dropped / "rejects.jsonl").read_text() == ""
+
+
+def test_markup_that_is_read_as_text_is_counted(tmp_path: Path, tokenizer: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for name in ("a.html", "b.HTML", "c.svg", "d.txt", "e.md", "f.svg.gz"):
+        data = b"<p>some words</p>"
+        (corpus / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    made = make(corpus, tmp_path / "out", tokenizer)
+    assert made.facts()["read as text"].startswith("2 .html, 2 .svg, with their markup. ")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "a.md").write_text("# words")
+    assert make(tmp_path / "plain", tmp_path / "none", tokenizer).facts()["read as text"] == ""
