@@ -346,3 +346,31 @@ def test_the_citation_is_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == project["version"]
     assert citation["license"] == project["license"]
+
+
+ELSEWHERE = re.compile(
+    r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]+)"
+)
+MKDOCS = shutil.which("mkdocs") or shutil.which("mkdocs", path=ROOT / ".venv-docs" / "bin")
+
+
+def test_search_of_the_site_needs_no_other_site() -> None:
+    """The plugin `offline` loads a script from elsewhere, unless one of this name is given."""
+    [script] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["extra"]["polyfills"]
+    assert "iframe-worker" in script
+    assert "window.Worker" in (ROOT / "docs" / script).read_text()
+
+
+@pytest.mark.skipif(MKDOCS is None, reason="mkdocs is not installed: `make docs` installs it")
+def test_built_site_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    assert MKDOCS is not None
+    subprocess.run(
+        [MKDOCS, "build", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        check=True,
+    )
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(PAGES) / 2
+    for page in pages:
+        assert ELSEWHERE.findall(page.read_text(encoding="utf-8")) == [], page

@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tokenfeed.pipeline.arithmetic import ceil_div
+from tokenfeed.pipeline.errors import RemoteError
 from tokenfeed.pipeline.format.kinds import Kind
 from tokenfeed.pipeline.format.manifest import Manifest, RecordCounts
 from tokenfeed.pipeline.format.schema import shard_schema
-from tokenfeed.pipeline.text import count_of, facts
+from tokenfeed.pipeline.format.store import LocalStore, Place, open_store
+from tokenfeed.pipeline.text import count_of, facts, public
 from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.encoding.chat_messages import UNREAD_KEY
+from tokenfeed.tools.jobs.run_records import Progress
 from tokenfeed.tools.shell.console import print_json
 
 _BAR_WIDTH = 40
@@ -18,7 +22,7 @@ _BAR_WIDTH = 40
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspect:
     """Show splits, shards, tokenizer, row lengths, and the counts of read, written and rejected
-    records."""
+    records. Of an unfinished output, show how far it is."""
 
     out: DataSet
     """Output folder of `pretokenize`, or its address in a store."""
@@ -27,12 +31,78 @@ class Inspect:
 
     def run(self) -> int:
         """Print the description or the manifest."""
+        progress = _progress(self.out)
+        if progress and self.json:
+            print_json(_progress_facts(progress))
+            return 0
+        if progress:
+            print(_described(progress, self.out))
+            return 0
         manifest = Manifest.read(self.out)
         if self.json:
             print_json(manifest.content() | {"fingerprint": manifest.fingerprint})
         else:
             print(describe(manifest))
         return 0
+
+
+def _progress(out: str) -> Progress | None:
+    """Return the progress of the unfinished run in an output; None for all else."""
+    try:
+        store = open_store(out)
+        is_place = isinstance(store, Place) and (
+            not isinstance(store, LocalStore) or store.folder.is_dir()
+        )
+        return Progress.read(store) if is_place else None  # type: ignore[arg-type]
+    except RemoteError:
+        return None  # reading the manifest says why
+
+
+def _progress_facts(progress: Progress) -> dict[str, Any]:
+    results, planned = progress.results.values(), progress.planned
+    return {
+        "finished": False,
+        "corpus": progress.corpus,
+        "units_done": len(results),
+        "units_planned": planned,
+        "units_missing": [n for n in range(planned or 0) if n not in progress.results],
+        "rows": sum(shard.rows for result in results for shard in result.shards.values()),
+        "tokens": sum(shard.tokens for result in results for shard in result.shards.values()),
+        "rejected": sum(result.rejected for result in results),
+        "first_reject": progress.first_reject,
+        "failures": progress.failures,
+    }
+
+
+def _described(progress: Progress, out: str) -> str:
+    """Return how far an unfinished run is, as text."""
+    known = _progress_facts(progress)
+    missing, reject = known["units_missing"], known["first_reject"]
+    shown = ", ".join(map(str, missing[:_SHOWN_NAMES]))
+    shown += ", ..." if len(missing) > _SHOWN_NAMES else ""
+    rejects = f"{known['rejected']:,} so far"
+    if reject:
+        rejects += f"; first {reject['file']}, record {reject['record']}: {reject['reason']}"
+    units = "not planned yet"
+    if progress.planned is not None:
+        units = f"{known['units_done']:,} of {progress.planned:,} done"
+    failures = (f"part {part}: {error}" for part, error in progress.failures.items())
+    return facts(
+        {
+            "unfinished": f"{public(out)}, of {' '.join(progress.corpus)}",
+            "units": units,
+            "missing": f"{shown} (--part I/N has the units whose number divided by N leaves I)"
+            if missing
+            else "",
+            "rows": f"{known['rows']:,} with {known['tokens']:,} tokens so far",
+            "rejects": rejects,
+            "failures": "\n".join(failures),
+            "next": "the same command with --finish makes the data set"
+            if progress.planned is not None and not missing
+            else "repeat the command of each part that ended early; when all parts have ended, the "
+            "same command with --finish. A command without --part continues by itself",
+        }
+    )
 
 
 def describe(manifest: Manifest, more: Mapping[str, str] | None = None) -> str:

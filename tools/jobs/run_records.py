@@ -5,6 +5,7 @@
     .parts/00012.json     a finished unit; written after the unit's shards
     .parts/00012.rejects  the rejected records of the unit, if there are any
     .parts/distrusted.json  the fast engine had wrong ids, so its units are encoded again
+    .parts/failed-1-3.json  the error of part 1 of 3, until it is started again
     .parts/lock           locked by the part that makes the plan
 
 Each file is written atomically, and any process writes the same content under the same name. So any
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 import xxhash
 
-from tokenfeed.pipeline.errors import ConfigError, RemoteError
+from tokenfeed.pipeline.errors import ConfigError, RemoteError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import JOB_FILE, MANIFEST_FILE, PARTS_FOLDER
 from tokenfeed.pipeline.format.storage import held, waited_for
 from tokenfeed.pipeline.format.store import LocalStore, Place
@@ -67,6 +68,7 @@ _DAMAGED = (ValueError, KeyError, TypeError, RecursionError)
 """Exceptions of reading a damaged record."""
 _PLAN_FILE = f"{PARTS_FOLDER}/plan.json"
 _LOCK_FILE = f"{PARTS_FOLDER}/lock"
+_FAILED = "failed-"
 _DISTRUSTED_FILE = f"{PARTS_FOLDER}/distrusted.json"
 
 
@@ -93,6 +95,9 @@ class JobPart:
             f"`--part` {text}: expected I/N, the number of this part from 0 and how many there "
             "are, like 0/16."
         )
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
 
     def has(self, number: int) -> bool:
         """Return whether the unit with this number belongs to the part."""
@@ -179,6 +184,18 @@ class RunRecords:
         self._write(_DISTRUSTED_FILE, {"reason": reason})
         self.results = {}
 
+    @contextlib.contextmanager
+    def noting_failure(self, part: JobPart) -> Iterator[None]:
+        """Keep the error of a part for `shards inspect`, until the part is started again."""
+        name = f"{_FAILED}{part.index}-{part.count}.json"
+        self._output.delete(f"{PARTS_FOLDER}/{name}")
+        try:
+            yield
+        except TokenfeedError as error:
+            with contextlib.suppress(TokenfeedError, OSError):  # the first error counts
+                self._write(f"{PARTS_FOLDER}/{name}", {"part": str(part), "error": str(error)})
+            raise
+
     def drop_damaged(self) -> bool:
         """Drop the records of units whose files have changed. Return whether there are any.
 
@@ -229,6 +246,50 @@ class RunRecords:
                 damaged,
             )
         return bool(damaged)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far an unfinished run is."""
+
+    corpus: list[str]
+    """The input, as the command names it."""
+    planned: int | None
+    """Number of units; None before the run has planned them."""
+    results: dict[int, "UnitResult"]
+    """Finished units by number."""
+    failures: dict[str, str]
+    """The last error of each part that failed, by the part."""
+    first_reject: dict[str, Any] | None
+    """The first rejected record so far."""
+
+    @classmethod
+    def read(cls, output: Place) -> Self | None:
+        """Return the progress of the unfinished run in an output; None if there is none."""
+        if not is_begun(output):
+            return None
+        plan, records = kept_plan(output), RunRecords(output)
+        names = sorted(output.names(PARTS_FOLDER))
+        found = [name for name in names if _is_record(name, JobPart(0, 1))]
+        results = [each[0] for each in results_of(records._record, found, _AT_ONCE) if each]
+        failures: dict[str, str] = {}
+        for name in names:
+            if name.startswith(_FAILED):
+                with contextlib.suppress(*_DAMAGED, FileNotFoundError):
+                    failure = json.loads(output.read(f"{PARTS_FOLDER}/{name}"))
+                    failures[str(failure["part"])] = str(failure["error"])
+        rejects = next((result.reject_file for result in results if result.reject_file), None)
+        first = None
+        if rejects:
+            with contextlib.suppress(*_DAMAGED, FileNotFoundError):
+                first = json.loads(output.read(rejects.file).splitlines()[0])
+        return cls(
+            corpus=list(map(str, _job_of(output)["recipe"].get("CORPUS", []))),
+            planned=len(plan["units"]) if plan else None,
+            results={result.unit: result for result in results},
+            failures=failures,
+            first_reject=first,
+        )
 
 
 def check_recipe(output: Place, recipe: dict[str, Any], changed: str = "") -> None:

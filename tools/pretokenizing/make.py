@@ -47,6 +47,7 @@ from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs.claim import State, recognise, remember, state_of, withdraw
 from tokenfeed.tools.jobs.executors import prepare_early
 from tokenfeed.tools.jobs.run_records import (
+    JobPart,
     RunRecords,
     check_recipe,
     is_begun,
@@ -411,7 +412,8 @@ def make_part(options: Options) -> PartSummary:
                 records = stack.enter_context(begun)
                 begin_writing(run, records)
             num_units, resumed_units = len(run.units), len(records.results)
-            run_units(run, records)
+            with records.noting_failure(part):
+                run_units(run, records)
     return PartSummary(
         out=str(output),
         part=str(options.part),
@@ -565,7 +567,8 @@ def _encode(run: Run, records: RunRecords, listed: Listed) -> Manifest:
     output, inputs = run.settings.output, run.inputs
     try:
         begin_writing(run, records)
-        settings = run_units(run, records)
+        with records.noting_failure(JobPart(0, 1)):
+            settings = run_units(run, records)
     except TokenizerError:  # another command may do better, here too
         if not records.results:
             withdraw(output, records, inputs.splits)

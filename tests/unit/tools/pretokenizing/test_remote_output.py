@@ -2,12 +2,15 @@
 
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from support.commands import call
 from support.corpora import texts
 from support.data_sets import files_of
 from support.false_engine import false_engine, sampled_document
@@ -15,9 +18,11 @@ from support.object_server import FAULTS, Fault, Remote
 from support.pretokenizing import CarelessExecutor, make, on_cluster, part, with_fast_engine
 from tokenizers import Tokenizer
 
-from tokenfeed.pipeline.errors import ConfigError, ManifestError
+from tokenfeed.pipeline.errors import ConfigError, CorpusError, ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
+from tokenfeed.tools import shards
+from tokenfeed.tools.encoding.unit import UnitEncoder
 
 pytest.importorskip("obstore")
 
@@ -174,3 +179,43 @@ def test_what_is_in_a_store_is_recognised_or_refused_as_in_a_folder(
 def test_a_place_that_is_not_written_to_is_refused(lines: Path, tokenizer: Path, url: str) -> None:
     with pytest.raises(ConfigError, match=f"{url}: nothing can be written there"):
         make(lines, url, tokenizer)
+
+
+def inspected(out: Path | str, *options: str) -> str:
+    printed = call(shards.main, "inspect", out, *options).stdout
+    return printed if options else re.sub(" +", " ", printed)
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_inspect_says_how_far_an_unfinished_run_is(
+    remote: Remote, tmp_path: Path, tokenizer: Path, is_remote: bool
+) -> None:
+    out = url_of(remote) if is_remote else tmp_path / "out"
+    corpus = tmp_path / "corpus.jsonl"
+    lines = [json.dumps({"text": text}) for text in texts(60, seed=5)]
+    lines[1] = '{"other": 1}'
+    corpus.write_text("\n".join(lines) + "\n")
+    part("0/3", corpus, out, tokenizer)
+    result = json.loads(inspected(out, "--json"))
+    planned = result["units_planned"]
+    assert planned >= 3
+    assert result["units_missing"] == [n for n in range(planned) if n % 3]
+    assert (result["rejected"], result["failures"]) == (1, {})
+    said = inspected(out)
+    assert f"units {planned - len(result['units_missing'])} of {planned} done\n" in said
+    assert f"1 so far; first {corpus}, record 1: no field `text`" in said
+    assert "next repeat the command of each part that ended early" in said
+    with (
+        patch.object(UnitEncoder, "encode", side_effect=CorpusError("the disk is full")),
+        pytest.raises(CorpusError),
+    ):
+        part("1/3", corpus, out, tokenizer, workers=1)
+    assert "failures part 1/3: the disk is full\n" in inspected(out)
+    for index in (1, 2):
+        part(f"{index}/3", corpus, out, tokenizer)
+    said = inspected(out)
+    assert f"{planned} of {planned} done\n" in said
+    assert "failures" not in said
+    assert "next the same command with --finish makes the data set\n" in said
+    make(corpus, out, tokenizer, finish=True)
+    assert "fingerprint" in inspected(out)
