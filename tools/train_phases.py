@@ -173,6 +173,15 @@ def _write_config(command: Command, phases: list[Phase]) -> None:
             f"`--run-dir`: {command.run_dir} holds a run without phases. Give another folder."
         )
     command.run_dir.mkdir(parents=True, exist_ok=True)
+    named = {phase.folder.name for phase in phases}
+    found = sorted(path.name for path in command.run_dir.glob("phase-*-*") if path.is_dir())
+    if unknown := [name for name in found if name not in named]:
+        _log.warning(
+            "%s: no phase of this run has the folder %s. If you have renamed or moved a phase, "
+            "rename its folder, or the phase starts anew",
+            command.run_dir,
+            ", ".join(unknown),
+        )
     atomic_write(command.run_dir / CONFIG_FILE, as_yaml(command, phases).encode())
 
 

@@ -85,6 +85,58 @@ class Earlier(NamedTuple):
     """Micro-batches of the window that were delivered until then, in whole steps."""
 
 
+def _after(
+    lengths: np.ndarray,
+    batching: Batching,
+    step_size: int,
+    draw: Draw | None,
+    labels: np.ndarray | None,
+    rows: np.ndarray | None,
+    parts: np.ndarray | None,
+    earlier: Sequence[Earlier],
+) -> WindowPlan:
+    """Plan what is left of a window behind `earlier`; see `plan_window`."""
+    *before, last = earlier
+    begun = plan_window(
+        lengths,
+        last.batching,
+        step_size=last.step_size,
+        draw=draw,
+        labels=labels,
+        rows=rows,
+        parts=parts,
+        earlier=before,
+    )
+    first, piece = last.micro_batches, begun.batch_piece_offsets[last.micro_batches]
+    step = int(np.searchsorted(begun.step_offsets, first))
+    if begun.step_offsets[step] != first:
+        raise ResumeError(
+            "cannot resume with other micro-batches or steps: the state was saved in the "
+            "middle of a step. Resume with the same, and save after a step."
+        )
+    left = begun.pieces[piece:]
+    if rows is None and _has_same_steps(last, batching, step_size):
+        rest = _dealt_again(begun, step, step_size)
+    else:  # the pieces that are left, as rows of a window of their own
+        of_rows = begun.cut.rows[left]
+        rest = plan_window(
+            begun.cut.lengths[left],
+            batching,
+            step_size=step_size,
+            draw=draw and draw.of_part(first),
+            labels=None if labels is None else labels[of_rows],
+            rows=None if rows is None else np.arange(len(left)),
+            parts=None if parts is None else parts[of_rows],
+        )
+        if rest.cut.cut_from is not None:
+            raise ResumeError(
+                f"cannot resume with {batching}: it would cut rows that are planned already. "
+                "Resume with micro-batches that hold the longest row."
+            )
+        rest = replace(rest, pieces=left[rest.pieces])
+    return _continued(begun, step, rest)
+
+
 def plan_window(
     lengths: np.ndarray,
     batching: Batching,
@@ -113,45 +165,7 @@ def plan_window(
     Cost: O(R log R), one sort. Python loops run per step or per distinct length, not per row.
     """
     if earlier:
-        *before, last = earlier
-        begun = plan_window(
-            lengths,
-            last.batching,
-            step_size=last.step_size,
-            draw=draw,
-            labels=labels,
-            rows=rows,
-            parts=parts,
-            earlier=before,
-        )
-        first, piece = last.micro_batches, begun.batch_piece_offsets[last.micro_batches]
-        step = int(np.searchsorted(begun.step_offsets, first))
-        if begun.step_offsets[step] != first:
-            raise ResumeError(
-                "cannot resume with other micro-batches or steps: the state was saved in the "
-                "middle of a step. Resume with the same, and save after a step."
-            )
-        left = begun.pieces[piece:]
-        if rows is None and _has_same_steps(last, batching, step_size):
-            rest = _dealt_again(begun, step, step_size)
-        else:  # the pieces that are left, as rows of a window of their own
-            of_rows = begun.cut.rows[left]
-            rest = plan_window(
-                begun.cut.lengths[left],
-                batching,
-                step_size=step_size,
-                draw=draw and draw.of_part(first),
-                labels=None if labels is None else labels[of_rows],
-                rows=None if rows is None else np.arange(len(left)),
-                parts=None if parts is None else parts[of_rows],
-            )
-            if rest.cut.cut_from is not None:
-                raise ResumeError(
-                    f"cannot resume with {batching}: it would cut rows that are planned already. "
-                    "Resume with micro-batches that hold the longest row."
-                )
-            rest = replace(rest, pieces=left[rest.pieces])
-        return _continued(begun, step, rest)
+        return _after(lengths, batching, step_size, draw, labels, rows, parts, earlier)
     if parts is not None:
         of_parts = [np.flatnonzero(parts == part) for part in np.unique(parts)]
         plans = []

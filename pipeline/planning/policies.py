@@ -9,7 +9,7 @@ import ast
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -310,11 +310,8 @@ class Padded(ByLength):
     nor a saved state differs from "short". "drop": so many random rows are left out of the window
     that all steps are full, others in each epoch; see `Stats.left_out_rows`."""
 
-    fill: InitVar[bool] = False
-    """True: the same as `last`="fill"."""
-
-    def __post_init__(self, fill: bool) -> None:
-        _check_fields(self, fill=fill)
+    def __post_init__(self) -> None:
+        _check_fields(self)
         if self.max_tokens < self.multiple_of:
             raise ConfigError(
                 f"`max_tokens`={self.max_tokens} is smaller than `multiple_of`={self.multiple_of}. "
@@ -358,11 +355,8 @@ class Fixed(ByLength):
     last: Last = field(default="short", repr=False)
     """See `Padded.last`. "fill" fills micro-batches up to `batch_size`."""
 
-    fill: InitVar[bool] = False
-    """True: the same as `last`="fill"."""
-
-    def __post_init__(self, fill: bool) -> None:
-        _check_fields(self, fill=fill)
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
     @property
     def long_rows(self) -> LongRows:
@@ -423,11 +417,8 @@ class Packed(Batching):
     and with many short documents come in random order. Default: False, sequences in random
     order."""
 
-    fill: InitVar[bool] = False
-    """True: the same as `last`="fill"."""
-
-    def __post_init__(self, fill: bool) -> None:
-        _check_fields(self, fill=fill)
+    def __post_init__(self) -> None:
+        _check_fields(self)
         if self.split and self.long_rows != "cut":
             raise ConfigError(
                 f"`split`=True cuts documents, but `long_rows`={self.long_rows!r} forbids cutting. "
@@ -603,11 +594,9 @@ def policy_of(described: object) -> Batching:
     return made
 
 
-def _check_fields(policy: Padded | Packed | Fixed, *, fill: bool) -> None:
+def _check_fields(policy: Padded | Packed | Fixed) -> None:
     """Check each field, and replace numpy scalars by plain values. None is valid where it is the
     default."""
-    if checks.flag("fill", fill):
-        object.__setattr__(policy, "last", "fill")
     words = get_args(LongRows)
     for each in fields(policy):
         name, value = each.name, getattr(policy, each.name)

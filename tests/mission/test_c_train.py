@@ -681,12 +681,12 @@ def test_m19_a_run_starts_from_the_weights_of_another(
         new = ("--run-dir", tmp_path / f"from {source}", "--init-from", tmp_path / source)
         printed = call(train.main, *words, *new, "--steps", 1).stderr
         assert lines_of(tmp_path / f"from {source}")[0]["validation_loss"] == pytest.approx(loss)
-        assert "without a match" not in printed
+        assert "start at random" not in printed
     small = ("--shards", lm, *SIZES, "--device", "cpu", "--steps", 1)
     call(train.main, *small, "--model", "shallow", "--run-dir", tmp_path / "two layers")
     deeper = (*small, "--model", "tiny", "--run-dir", tmp_path / "six layers")
     printed = call(train.main, *deeper, "--init-from", tmp_path / "two layers").stderr
-    assert "start fresh: blocks.2.attention_in.weight, " in printed
+    assert "start at random: blocks.2.attention_in.weight, " in printed
     none = (*small, *SMALL, "--run-dir", tmp_path / "none", "--init-from", tmp_path / "two layers")
     assert "none of its 14 weights" in call(train.main, *none, expect=2).stderr.splitlines()[-1]
     other = ("--run-dir", tmp_path / "other", "--init-from", tmp_path / "two layers")

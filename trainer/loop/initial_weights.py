@@ -151,10 +151,11 @@ def _overwrite(live: State, found: State, folder: Path, config: TrainConfig) -> 
         )
     for name in fitting:
         live[name].copy_(found[name])
-    _log.info("starts from %d of %d weights in %s", len(fitting), len(found), folder)
-    for title, state in (("start fresh", live), ("are not used", found)):
-        if others := sorted(state.keys() - {*fitting}):
-            _log.info("without a match in %s, %s: %s", folder, title, ", ".join(others))
+    _log.info("the run starts with %d of the %d weights in %s", len(fitting), len(found), folder)
+    if fresh := sorted(live.keys() - {*fitting}):
+        _log.info("%s has no such weights, so they start at random: %s", folder, ", ".join(fresh))
+    if unused := sorted(found.keys() - {*fitting}):
+        _log.info("the model has no place for these weights of %s: %s", folder, ", ".join(unused))
 
 
 def _listed(state: Mapping[str, torch.Tensor], most: int = 3) -> str:

@@ -9,8 +9,10 @@ written last and deleted first. In a folder, a checkpoint has a temporary name u
 """
 
 import contextlib
+import datetime
 import errno
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -18,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
@@ -43,6 +47,8 @@ from tokenfeed.trainer.report.run_files import TRACKED_FILE, MetricsFile
 
 THREAD = "upload"
 """Name of the thread."""
+MARK_FILE = "upload.json"
+"""Names the run in its folder and in the copy."""
 _FIRST = (CONFIG_FILE, METRICS_FILE, TRACKED_FILE)
 """Files that a resumed run reads. They are uploaded before the checkpoint that they belong to."""
 _LAST = (PAGE_FILE, REPORT_FILE)
@@ -280,11 +286,14 @@ def is_ahead(address: str, run_dir: Path) -> bool:
     If the copy cannot be read, log a warning and return False.
 
     Raises:
-        ConfigError: The address is invalid.
+        ConfigError: The address is invalid, or has another run.
         ResumeError: The copy cannot be read, and the folder has no checkpoint.
     """
     copy, here = RunCopy(address), Checkpoints.of_run(run_dir).steps()
     try:
+        theirs, ours = _Mark.decoded(copy.read(MARK_FILE)), _Mark.of_run(run_dir)
+        if theirs and here and theirs != ours:
+            raise _another_run(copy, theirs, run_dir)
         return max(copy.steps(), default=0) > max(here, default=0)
     except OSError as error:
         if not here:
@@ -298,12 +307,17 @@ def is_ahead(address: str, run_dir: Path) -> bool:
 
 def settings_there(address: str, run_dir: Path) -> TrainConfig | None:
     """Return the settings of the run that a copy has, for a folder; None if it has none."""
-    content = RunCopy(address).read(CONFIG_FILE)
+    copy = RunCopy(address)
+    content = copy.read(CONFIG_FILE)
     if content is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / CONFIG_FILE).write_bytes(content)
-        found = TrainConfig.of_run(Path(folder))
+        try:
+            found = TrainConfig.of_run(Path(folder))
+        except ConfigError as error:
+            said = str(error).replace(f"{folder}/{CONFIG_FILE}", copy.place.path(CONFIG_FILE))
+            raise ConfigError(said) from error
     return found and replace(found, run_dir=run_dir)
 
 
@@ -328,13 +342,65 @@ def fetch_newest(config: TrainConfig) -> None:
             if best and best.step not in (step, *here.steps()):
                 with here.new(best.step) as other:
                     copy.get(best.step, other)
-            for name in (*_FIRST, *_LAST):
+            for name in (*_FIRST, *_LAST, MARK_FILE):
                 if (data := copy.read(name)) is not None:
                     atomic_write(run_dir / name, data)
     except TokenfeedError:
         raise
     except OSError as error:
         raise ResumeError(f"{copy.name}: cannot be downloaded ({_reason(error)}).") from error
+
+
+class _Mark(msgspec.Struct, frozen=True):
+    """What tells the copies of different runs apart."""
+
+    run: str
+    run_dir: str
+    """The folder of the run when it began to upload."""
+    begun: str
+
+    @classmethod
+    def decoded(cls, data: bytes | None) -> "_Mark | None":
+        """Return a mark; None if it is missing or damaged."""
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            return msgspec.json.decode(data, type=cls) if data else None
+        return None
+
+    @classmethod
+    def of_run(cls, run_dir: Path) -> "_Mark | None":
+        """Return the mark of the run in a folder; None if it has never uploaded."""
+        path = run_dir / MARK_FILE
+        return cls.decoded(path.read_bytes()) if path.is_file() else None
+
+
+def _another_run(copy: RunCopy, theirs: _Mark, run_dir: Path) -> ConfigError:
+    return ConfigError(
+        f"`--upload`: {copy.name} holds another run than {run_dir}: {theirs.run_dir}, begun at "
+        f"{theirs.begun}. Give another place."
+    )
+
+
+def _mark(copy: RunCopy, run_dir: Path) -> None:
+    """Mark a copy as that of the run in a folder.
+
+    A run that was broken off before its first checkpoint may have left a mark there. It is taken
+    over if it names the same folder.
+
+    Raises:
+        ConfigError: The copy is that of another run.
+    """
+    folder = str(run_dir.absolute())
+    now = datetime.datetime.now().isoformat(" ", "seconds")
+    mark = _Mark.of_run(run_dir) or _Mark(os.urandom(8).hex(), folder, now)
+    theirs = _Mark.decoded(copy.read(MARK_FILE))
+    if theirs is None:
+        copy.place.write(MARK_FILE, msgspec.json.encode(mark))
+    elif theirs != mark and (copy.steps() or theirs.run_dir != folder):
+        raise _another_run(copy, theirs, run_dir)
+    else:
+        mark = theirs
+    run_dir.mkdir(parents=True, exist_ok=True)
+    atomic_write(run_dir / MARK_FILE, msgspec.json.encode(mark))
 
 
 def upload_report(address: str, run_dir: Path) -> None:
@@ -363,6 +429,8 @@ def check_upload(config: TrainConfig) -> None:
         if Path(place.root).resolve().is_relative_to(run_dir):
             raise ConfigError(f"`--upload`: {name} is in --run-dir. Give another place.")
     if config.resume:
+        with contextlib.suppress(OSError):  # `is_ahead` has warned
+            _mark(copy, config.run_dir)
         return
     try:
         if place.exists(MANIFEST_FILE):
@@ -375,6 +443,7 @@ def check_upload(config: TrainConfig) -> None:
                 f"`--upload`: {name} holds step {steps[-1]} of a run. Add --resume auto to go on "
                 "with it, or give another place."
             )
+        _mark(copy, config.run_dir)
         place.write(CONFIG_FILE, config.content())
     except OSError as error:
         raise ConfigError(

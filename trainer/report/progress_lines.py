@@ -33,7 +33,7 @@ from tokenfeed.trainer.report.recommendations import STALL_CAUSES, Readings, rec
 from tokenfeed.trainer.report.run_files import (
     MetricsFile,
     MetricsLine,
-    duration,
+    clock,
     loading_of,
     rows_of,
 )
@@ -94,7 +94,7 @@ def console_line(line: MetricsLine, steps: int) -> str:
     if line.phase is not None:
         parts.append(f"phase {line.phase}")
     if line.remaining_seconds is not None:
-        parts.append(f"{duration(line.remaining_seconds)} left")
+        parts.append(f"{clock(line.remaining_seconds)} left")
     if line.skipped_steps:
         parts.append(f"{line.skipped_steps} skipped")
     if line.loss_scale is not None:

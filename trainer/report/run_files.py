@@ -323,8 +323,11 @@ def rows_of(rows: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time in hours, minutes and seconds, as in "0:02:40"; below 10 seconds as "2.5 s"."""
-    if seconds < 10:
-        return f"{seconds:.2g} s"
+    return f"{seconds:.2g} s" if seconds < 10 else clock(seconds)
+
+
+def clock(seconds: float) -> str:
+    """Return a time in hours, minutes and seconds, as in "0:02:40"."""
     return str(datetime.timedelta(seconds=round(min(seconds, 1e12))))
 
 

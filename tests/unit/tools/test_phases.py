@@ -105,6 +105,13 @@ def test_phases_one_by_one_equal_all_in_order(shards: Path, tmp_path: Path) -> N
         assert_same_run(tmp_path / "run" / name, tmp_path / "single" / name, 2)
 
 
+def test_folder_of_a_renamed_phase_is_named(shards: Path, tmp_path: Path) -> None:
+    assert "no phase of" not in call(train.main, "--config", written(tmp_path, shards, TWO)).stderr
+    renamed = [TWO[0] | {"name": "first"}, TWO[1]]
+    printed = call(train.main, "--config", written(tmp_path, shards, renamed)).stderr
+    assert "no phase of this run has the folder phase-1-top. If you have renamed" in printed
+
+
 def test_a_finished_phase_goes_on_only_by_name(shards: Path, tmp_path: Path) -> None:
     call(train.main, "--config", written(tmp_path, shards, TWO))
     path = written(tmp_path, shards, [TWO[0] | {"steps": 3}, TWO[1]])

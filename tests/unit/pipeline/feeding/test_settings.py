@@ -59,8 +59,6 @@ def test_words_and_switches_of_a_policy_are_those_there_are() -> None:
         for policy in (Packed, Padded, Fixed):
             sizes = (64, 1) if policy is Packed else (64,)
             assert refusal(lambda p=policy, s=sizes, b=bad: p(*s, last=b)).startswith("`last`=")
-            assert refusal(lambda p=policy, s=sizes, b=bad: p(*s, fill=b)).startswith("`fill`=")
-            assert policy(*sizes, fill=True).last == "fill"
 
 
 class Wider(Padded):

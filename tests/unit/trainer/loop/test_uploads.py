@@ -1,6 +1,7 @@
 """Copies of runs at another place: complete or absent, and never waited for."""
 
 import dataclasses
+import json
 import logging
 import shutil
 import threading
@@ -27,7 +28,14 @@ from tokenfeed.pipeline.remote.retrying import Timing
 from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.loop import uploads
-from tokenfeed.trainer.loop.uploads import RunCopy, Uploads, fetch_newest, is_ahead
+from tokenfeed.trainer.loop.uploads import (
+    RunCopy,
+    Uploads,
+    check_upload,
+    fetch_newest,
+    is_ahead,
+    settings_there,
+)
 
 QUICK = dataclasses.replace(FAST, give_up_s=0.2)
 
@@ -254,6 +262,48 @@ def test_address_with_another_run_is_refused(
     with pytest.raises(ConfigError, match=r"holds step 2 of a run. Add --resume auto"):
         run(saving_config(few_rows, tmp_path / "other", upload=address_of(remote)))
     assert remote.server.objects == before
+
+
+def test_resumed_run_does_not_overwrite_another_run(
+    few_rows: Path, tmp_path: Path, remote: Remote
+) -> None:
+    address = address_of(remote)
+    for name, steps in (("one", 4), ("two", 2)):
+        upload = address if name == "one" else None
+        run(saving_config(few_rows, tmp_path / name, steps=steps, upload=upload))
+    before = dict(remote.server.objects)
+    for _ in range(2):  # before and after the second run has a mark of its own
+        again = saving_config(few_rows, tmp_path / "two", steps=6, upload=address, resume=True)
+        with pytest.raises(ConfigError) as error:
+            run(again)
+        assert str(error.value).startswith(f"`--upload`: {address} holds another run than ")
+        assert f"{tmp_path / 'two'}: {tmp_path / 'one'}, begun at " in str(error.value)
+        assert remote.server.objects == before
+        run(dataclasses.replace(again, steps=4, upload=str(tmp_path / "copy")))
+    elsewhere = saving_config(few_rows, tmp_path / "three", steps=6, upload=address, resume="auto")
+    assert run(elsewhere).steps == 6  # the same run, on another machine
+    assert json.loads((tmp_path / "three" / "upload.json").read_bytes()) == json.loads(
+        (tmp_path / "one" / "upload.json").read_bytes()
+    )
+
+
+def test_new_run_takes_an_address_over_from_its_own_folder_only(
+    few_rows: Path, tmp_path: Path, remote: Remote
+) -> None:
+    address = address_of(remote)
+    check_upload(saving_config(few_rows, tmp_path / "one", upload=address))
+    shutil.rmtree(tmp_path / "one")  # the machine is lost before the first checkpoint
+    with pytest.raises(ConfigError, match="holds another run than"):
+        check_upload(saving_config(few_rows, tmp_path / "two", upload=address))
+    check_upload(saving_config(few_rows, tmp_path / "one", upload=address))
+
+
+def test_damaged_settings_of_a_copy_are_named_by_their_address(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("nonsense: 1")
+    with pytest.raises(ConfigError) as error:
+        settings_there(str(tmp_path), tmp_path / "run")
+    assert str(error.value).startswith(f"{tmp_path}/config.yaml: unknown setting nonsense.")
+    assert str(error.value).count(str(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(
