@@ -157,5 +157,7 @@ class Format:
     is_compressible: bool = False
     """Whether files may be compressed (.gz and others). `read` must then use `FilePart.blocks`, or
     `FilePart.text_blocks` for text."""
+    is_text: bool = False
+    """Whether files are text, so that `--encoding` has an effect."""
     has_record_per_line: bool = False
     """Whether the number of a record is the number of its line, with blank lines counted."""

@@ -24,9 +24,7 @@ from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, rejected
 
 SMALLEST_SHARD_BYTES, LARGEST_SHARD_BYTES = 8_000_000, 256_000_000
 _SHARDS_WANTED = 64
-_NOT_UTF8 = "invalid UTF-8"
 _CONVERT = ". Give --encoding NAME, like latin-1, or convert the file: iconv -f latin1 -t utf-8"
-"""What to do about text that is not UTF-8. `--encoding` has no effect on Parquet and Arrow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +127,7 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
             last = max(last, int(records.numbers[-1]) if len(records) else -1)
             behind = max(behind, last + 1)
             has_given = True
-            yield _with_remedies(records, part.source)
+            yield records
             part.source.check_unchanged()  # what is mapped into memory must not be cut off
     except (*DAMAGE, *format_.damage) as error:
         reason = damage_reason(error)
@@ -140,15 +138,10 @@ def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -
     part.source.check_unchanged()
 
 
-def _with_remedies(records: Records, source: InputFile) -> Records:
-    """Return the records, and say of rejected text that is not UTF-8 what to do."""
-    if source.encoding or not any(_NOT_UTF8 in reject.reason for reject in records.rejects):
-        return records
-    rejects = [
-        reject._replace(reason=reject.reason + _CONVERT) if _NOT_UTF8 in reject.reason else reject
-        for reject in records.rejects
-    ]
-    return replace(records, rejects=rejects)
+def with_remedy(reason: str, source: InputFile) -> str:
+    """Return the reason for a reject, and what to do if text is not UTF-8."""
+    is_other = "invalid UTF-8" in reason and FORMATS[source.format].is_text and not source.encoding
+    return reason + _CONVERT * is_other
 
 
 def fetched_ahead(parts: Iterable[FilePart]) -> Iterator[FilePart]:
@@ -198,7 +191,9 @@ def first_reject(parts: Iterable[FilePart], fields: Fields) -> tuple[str, str]:
     for part in fetched_ahead(parts):
         for records in read_records(part, fields):
             for reject in records.rejects[:1]:
-                return f"; {part.source.name}, record {reject.record}: ", reject.reason
+                return f"; {part.source.name}, record {reject.record}: ", with_remedy(
+                    reject.reason, part.source
+                )
     return "", ""
 
 

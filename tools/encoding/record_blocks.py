@@ -25,7 +25,7 @@ from tokenfeed.pipeline.format.manifest import (
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.records import Reject
-from tokenfeed.tools.corpus.units import Unit, fetched_ahead, read_records
+from tokenfeed.tools.corpus.units import Unit, fetched_ahead, read_records, with_remedy
 from tokenfeed.tools.encoding.audit import Answers
 from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
 from tokenfeed.tools.encoding.tasks import TaskEncoder
@@ -201,6 +201,7 @@ class RejectFile:
         source = self._sources[index]
         has_lines = FORMATS[source.format].has_record_per_line
         line = {"line": record + 1} if has_lines else {}
+        reason = with_remedy(reason, source)
         return json.dumps({"file": source.name, **line, "record": record, "reason": reason}) + "\n"
 
     def __enter__(self) -> Self:

@@ -265,7 +265,7 @@ class Progress:
 
     @classmethod
     def read(cls, output: Place) -> Self | None:
-        """Return the progress of the unfinished run in an output; None if there is none."""
+        """Return the progress of the unfinished run in an output, None if it has none."""
         if not is_begun(output):
             return None
         plan, records = kept_plan(output), RunRecords(output)

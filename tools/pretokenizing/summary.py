@@ -197,7 +197,7 @@ class Summary:
 
 
 def _markup(sources: Sequence[InputFile]) -> str:
-    """Describe the files with markup that were read as text; empty if there are none."""
+    """Describe the files with markup that were read as text, or an empty text."""
     texts = (source.name.lower() for source in sources if source.format == FALLBACK.name)
     counts = Counter(ending for ending in map(ending_of, texts) if ending in _MARKUP)
     if not counts:

@@ -197,8 +197,16 @@ def _bytes(value: str) -> bytes:
 
 
 CSV = Format(
-    name="csv", endings=(".csv",), read=partial(_read, delimiter=","), is_compressible=True
+    name="csv",
+    endings=(".csv",),
+    read=partial(_read, delimiter=","),
+    is_compressible=True,
+    is_text=True,
 )
 TSV = Format(
-    name="tsv", endings=(".tsv",), read=partial(_read, delimiter="\t"), is_compressible=True
+    name="tsv",
+    endings=(".tsv",),
+    read=partial(_read, delimiter="\t"),
+    is_compressible=True,
+    is_text=True,
 )

@@ -277,6 +277,7 @@ JSON_LINES = Format(
     cut=cut_lines,
     begins=is_json_lines,
     is_compressible=True,
+    is_text=True,
     has_record_per_line=True,
 )
 
@@ -371,4 +372,5 @@ JSON_LIST = Format(
     begins=is_json_list,
     is_vague=True,
     is_compressible=True,
+    is_text=True,
 )

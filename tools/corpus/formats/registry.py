@@ -58,7 +58,7 @@ def _text_row(part: FilePart, name: str) -> dict[str, bytes] | Unusable:
         return Unusable(f"the text {reason}")
 
 
-TEXT = Format(name="text", endings=(".txt",), read=_read_text, is_compressible=True)
+TEXT = Format(name="text", endings=(".txt",), read=_read_text, is_compressible=True, is_text=True)
 
 
 FALLBACK = TEXT
