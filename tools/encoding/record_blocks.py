@@ -91,6 +91,7 @@ class UnitCounts:
         self.counts: Counter[str] = Counter()
         """Counts by the task, by name."""
         self._unit = unit
+        self._sources = {part.source.index: part.source for part in unit.parts}
         self._max_rejects = max_rejects
         self._rejects: list[tuple[int, int, str]] = []
         """Rejects that are not in the file yet."""
@@ -122,11 +123,12 @@ class UnitCounts:
         Raises:
             CorpusError: There are more rejects than allowed.
         """
-        self._rejects.append((source, reject.record, reject.reason))
+        reason = with_remedy(reject.reason, self._sources[source])
+        self._rejects.append((source, reject.record, reason))
         self._rejected[source] += 1
         if self._max_rejects is not None and self._rejected.total() > self._max_rejects:
-            names = {part.source.index: part.source.name for part in self._unit.parts}
-            raise too_many_rejects(names[source], reject.record, reject.reason, self._max_rejects)
+            name = self._sources[source].name
+            raise too_many_rejects(name, reject.record, reason, self._max_rejects)
 
     def take_rejects(self) -> list[tuple[int, int, str]]:
         """Return the rejects since the last call, in the order of the input."""
@@ -201,7 +203,6 @@ class RejectFile:
         source = self._sources[index]
         has_lines = FORMATS[source.format].has_record_per_line
         line = {"line": record + 1} if has_lines else {}
-        reason = with_remedy(reason, source)
         return json.dumps({"file": source.name, **line, "record": record, "reason": reason}) + "\n"
 
     def __enter__(self) -> Self:
