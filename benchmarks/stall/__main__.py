@@ -1,18 +1,19 @@
 """What does the stall meter cost, and is it right?
 
-On the CPU, here: steps of 20 ms with the meter and with none, in blocks of 50 by turns, timed call
-by call where a loop calls the meter. Between the calls the thread computes and walks through
-memory, as a training does, which leaves the meter nothing in the caches; or it sleeps, and the core
-is slow at first. With --device cuda also each fault of case.py, as `make gpu` runs them.
+`simulated` (default): random loops on a simulated device, whose true idle time is known. The
+results do not depend on the machine or its load. It takes about 20 minutes of two cores.
 
-usage: python -m benchmarks.stall [--device cpu|cuda] [--small]
+`overhead`: steps of 20 ms on the CPU with the meter and without, in blocks of 50 by turns, timed
+call by call where a loop calls the meter. Between the calls the thread computes and walks through
+memory, as a training does, which leaves the meter nothing in the caches; or it sleeps, and the core
+is slow at first.
+
+usage: python -m benchmarks.stall [simulated|overhead] [--small]
 """
 
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,14 +21,13 @@ from typing import Any
 import torch
 
 from benchmarks.protocol import summary, write_result
-from benchmarks.stall.case import FAULTS
+from benchmarks.stall.simulated import judge_all, loops_of, summaries
 from tokenfeed.trainer.stall import StallMeter
-
-__all__ = ["overhead"]
 
 STEP_SECONDS = 0.02
 BLOCK_STEPS, BLOCKS = 50, 20
 MICRO_BATCHES = 2
+USUAL_LOOPS, NEW_LOOPS, PROCESSES = 1500, 90, 2
 
 Pause = Callable[[], None]
 
@@ -96,37 +96,23 @@ def overhead(name: str, pause: Pause, blocks: int, steps: int) -> dict[str, Any]
     }
 
 
-def fault(name: str, device: str, *, small: bool) -> dict[str, Any]:
-    """One fault of case.py."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.stall.case",
-        name,
-        "--device",
-        device,
-        *["--small"] * small,
-    ]
-    said = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {"case": name} | json.loads(said.stdout.splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("case", nargs="?", choices=("overhead", "simulated"), default="simulated")
     parser.add_argument("--small", action="store_true", help="seconds, to try the script")
     options = parser.parse_args()
-    blocks, steps = (2, 5) if options.small else (BLOCKS, BLOCK_STEPS)
-    torch.set_num_threads(1)
-    results = []
-    for name, pause in (("between work", worker()), ("between sleeps", sleep)):
-        results.append(overhead(name, pause, blocks, steps))
-        print(json.dumps(results[-1]), flush=True)
-    for name in FAULTS if options.device == "cuda" else ():
-        results.append(fault(name, options.device, small=options.small))
-        print(json.dumps(results[-1]), flush=True)
+    if options.case == "overhead":
+        blocks, steps = (2, 5) if options.small else (BLOCKS, BLOCK_STEPS)
+        torch.set_num_threads(1)
+        pauses = (("between work", worker()), ("between sleeps", sleep))
+        results = [overhead(name, pause, blocks, steps) for name, pause in pauses]
+    else:
+        loops = loops_of(6, 1) if options.small else loops_of(USUAL_LOOPS, NEW_LOOPS)
+        results = summaries([*judge_all(loops, PROCESSES)])
+    for entry in results:
+        print(json.dumps(entry))
     if not options.small:
-        write_result(f"stall-{options.device}", results)
+        write_result("stall-cpu" if options.case == "overhead" else "stall-simulated", results)
 
 
 if __name__ == "__main__":
