@@ -55,6 +55,7 @@ class Device(Clock):
         self.cause, self.idle = "launch", dict[str, float]()
         """Idle seconds by cause. `cause` is a bracket, or `launch` outside of brackets."""
         self.records: Records | None = None
+        self.trace_seconds = 0.0
         self._waited = False
         self._drift = 1 + self._dice.gauss(0, 2e-5)
         self.faults: TracerFaults | None = None
@@ -74,12 +75,12 @@ class Device(Clock):
             self._queue(durations[at : at + depth], launches[at : at + depth])
 
     def _noise(self, count: int) -> Array:
-        at = self._dice.randrange(_NOISE - count)
+        at = int(self._dice.random() * (_NOISE - count))
         return self._pool[at : at + count]
 
     def _queue(self, durations: Array, launches: Array) -> None:
         count = len(durations)
-        at = self._dice.randrange(_NOISE - count)
+        at = int(self._dice.random() * (_NOISE - count))
         pauses = self._pauses[at : at + count]
         queued = np.add.accumulate(launches)
         if self._ends[count - 1] <= self.host:
@@ -158,8 +159,8 @@ class Device(Clock):
         return None if self.faults is None else SimulatedTracer(self, self._seed, self.faults)
 
     def now(self) -> float:
-        """Return the host time."""
-        return self.host
+        """Return the host time, without the time of traces."""
+        return self.host - self.trace_seconds
 
     def mark(self) -> float:
         """Queue a mark."""
@@ -196,7 +197,7 @@ class TracerFaults:
     """How a tracer disturbs and forgets."""
 
     usual_seconds: float
-    """Seconds from trace to trace. A start and a stop take 0.1 % of this."""
+    """Seconds from trace to trace. A start and a stop take 0.1 % of this each."""
     loss: float | None = None
     """Share of records that every trace loses. None: 1 % in 30 % of the traces."""
     blocks: float = 1 / 30
@@ -230,15 +231,20 @@ class SimulatedTracer:
 
     def start(self) -> None:
         """Start a trace: the queue is drained."""
+        self._drain()
+        self._device.slower_launch, self._device.records = self._slower, Records()
+
+    def _drain(self) -> None:
+        began = self._device.host
         self._device.wait()
         self._device.host += 0.001 * self.usual_seconds
-        self._device.slower_launch, self._device.records = self._slower, Records()
+        self._device.trace_seconds += self._device.host - began
 
     def border(self) -> None:
         """Queue a border."""
         device = self._device
         assert device.records is not None
-        device.host += device.launch
+        device.host += 5e-6
         start = device.border()
         device.free = start + 1e-6
         device.records.borders.append((start, device.free))
@@ -246,16 +252,14 @@ class SimulatedTracer:
     def stop(self) -> Trace:
         """Stop the trace: the queue is drained."""
         device, faults = self._device, self._faults
-        device.wait()
+        self._drain()
         records = device.records
         assert records is not None
         device.records, device.slower_launch = None, faults.left
-        device.host += 0.001 * self.usual_seconds
         kernels = np.concatenate(records.kernels)
         kernels[:, 1] += self._longer
         segments = np.repeat(records.segments, [len(part) for part in records.kernels])
         keep = np.ones(len(kernels), bool)
-        keep[: self._dice.choice([0, 0, 3, 30])] = False
         if faults.loss is not None:
             keep &= self._rng.random(len(keep)) > faults.loss
         elif self._dice.random() < 0.3:
@@ -263,8 +267,10 @@ class SimulatedTracer:
         if self._dice.random() < faults.blocks:
             at = self._dice.randrange(len(keep))
             keep[at : at + len(keep) // 10] = False
+        kept = keep.mean()
+        keep[: min(self._dice.choice([0, 0, 3, 30]), len(keep) // 10)] = False
         borders = np.array(records.borders)
-        borders[self._rng.random(len(borders)) > keep.mean()] = np.nan
+        borders[self._rng.random(len(borders)) > kept] = np.nan
         return Trace(
             borders=self._clock(borders),
             kernels=self._clock(kernels[keep]),

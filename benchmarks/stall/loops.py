@@ -19,7 +19,7 @@ class Loop:
     seed: int
     regime: str = ""
     family: str = "usual"
-    steps: int = 1200
+    steps: int = 800
     parts: int = 1
     """Micro-batches of a step."""
     kernels: int = 300
@@ -128,7 +128,7 @@ def _stages(loop: Loop, dice: random.Random) -> Loop:
 
 def _ranks(loop: Loop, dice: random.Random) -> Loop:
     exchange, says = dice.uniform(0.01, 0.15), dice.random() < 0.5
-    return replace(loop, ranks=8, exchange=exchange, brackets_exchange=says, steps=600)
+    return replace(loop, ranks=8, exchange=exchange, brackets_exchange=says, steps=400)
 
 
 def _graphs(loop: Loop, dice: random.Random) -> Loop:

@@ -39,18 +39,20 @@ _HEAVIER = 1.1
 """A traced step with this many times the usual kernels does not count for the ratio."""
 _UNUSUAL = 1.15
 """A step whose work takes this many times as long as that of its neighbours is unusual."""
-_ALIKE = 0.25
+_ALIKE = 0.12
 """Unusual steps are alike if their factors differ by less than this share."""
 _REACH = 12
 """Neighbours on each side of a step that set its level."""
 _LONE = 0.05
-"""Share by which busy seconds may be wrong with a single trace."""
+"""Share by which busy seconds may be wrong long after the last trace."""
 _SYSTEMATIC = 0.003
 """Share by which a traced kernel may take longer or shorter than an untraced one."""
 _PAUSE_ERROR = 0.1e-6
 """Seconds by which the measured pause of the device between two kernels may be wrong."""
 _EXPOSED = 0.003
 """Share of traced work that idles for another stream, from which on rule 2 proves nothing."""
+_UNLIKE = 0.35
+"""Share of the difference of two pieces by which left-out steps may be unlike others."""
 _MOST_TRACES = 64
 _FOLD_AT = 1024
 _BINS = 1.05 ** np.arange(3, 100)
@@ -203,16 +205,17 @@ class Accounts:
         scale *= steps / max(1.0, float((scale * used).sum()))
         sums *= scale[:, None, None]
         # Gaps that occur in most steps are scaled. Rare gaps of left-out steps are known.
-        gaps = {
-            cause: float(
-                scale @ each[:, 0] if 2 * each[:, 1].sum() > used.sum() else each[:, ::2].sum()
-            )
-            for cause, each in self._gaps.items()
-        }
+        gaps, usual_gaps = dict[str, float](), np.zeros(len(used))
+        for cause, each in self._gaps.items():
+            if 2 * each[:, 1].sum() > used.sum():
+                usual_gaps += scale * each[:, 0]
+                gaps[cause] = float(scale @ each[:, 0])
+            else:
+                gaps[cause] = float(each[:, ::2].sum())
         totals = sums[:, :, :_SUMS].sum(0)
         outside, unproven = sum(gaps.values()), float(totals[0, 1] - totals[0, 2])
         is_measured = bool(self._times and used.sum())
-        inside = self._inside(sums) if is_measured else (0.0, 0.0, unproven)
+        inside = self._inside(sums, usual_gaps) if is_measured else (0.0, 0.0, unproven)
         return Idle(
             steps=round(steps),
             seconds=float(totals[:, 1].sum()) + outside,
@@ -224,15 +227,15 @@ class Accounts:
             is_inside_measured=is_measured,
         )
 
-    def _inside(self, sums: Array) -> tuple[float, float, float]:
+    def _inside(self, sums: Array, gaps: Array) -> tuple[float, float, float]:
         """Return the idle seconds inside the work: likely, least, most."""
         start, slope = _line(self._traced)
         times, ratios, pieces = self._ratios(start, slope)
         marks = sums[:, :, 6].sum()
         is_exposed = self._has_exposed_streams()
         # With exposed streams the host may be early, and yet the device waits.
-        sums = sums.sum(1) if is_exposed else sums[:, 0]
-        by_piece = _joined(sums, pieces)
+        behind = sums.sum(1) if is_exposed else sums[:, 0]
+        by_piece = _joined(behind, pieces)
         steps, work, ahead, size, number, both = by_piece[:, :6].T
         shape, shape_by_number = start * steps + slope * size, start * number + slope * both
         slopes = np.zeros(len(times) + 1)
@@ -251,8 +254,17 @@ class Accounts:
         low = idle - np.hypot(half, most - likely) - self.slower * work.sum()
         high = idle + np.hypot(half, likely - least) - min(0.5 * marks, 0.125 * max(0.0, idle))
         # The marks made the device idle, or took lead that is missing in a later gap.
-        low = _clip(low, room) - marks
-        return float(_clip(idle - marks, room)), float(low), float(_clip(high, room))
+        low, point, high = _clip(low, room) - marks, _clip(idle - marks, room), _clip(high, room)
+        # Steps after a trace are left out. They may be unlike the others by as much as two
+        # neighbouring pieces differ.
+        rates = (work - busy + _joined(gaps, pieces)) / np.maximum(
+            1, _joined(sums[:, :, 0].sum(1), pieces)
+        )
+        unlike = _UNLIKE * float(
+            np.linalg.norm(np.diff(rates) * _joined(self._left_out, pieces)[1:])
+        )
+        low = point - np.hypot(point - low, unlike)
+        return float(point), float(low), float(point + np.hypot(high - point, unlike))
 
     def _tally(self, end: int) -> Array:
         """Return sums of the recent steps up to `end`, by piece."""
@@ -302,12 +314,14 @@ class Accounts:
         A change by d at an unknown moment of a piece is an error of d / sqrt(12) of the piece. A
         speed that comes and goes errs by d / sqrt(2). The factor is twice a value between the two.
         """
-        if len(ratios) == 1:
-            return _LONE * float(shape.sum() * ratios[0])
         pieces = shape[1:-1].copy()
-        pieces[0] += shape[0]
-        pieces[-1] += shape[-1]
-        return self._factor * float(np.linalg.norm(np.diff(ratios) * pieces))
+        # Nothing is known of a speed long after the last trace.
+        unseen = float(shape[-1] - 2 * (pieces.mean() if len(pieces) else 0.0))
+        unseen = _LONE * float(ratios[-1]) * max(0.0, unseen + (0.0 if len(pieces) else shape[0]))
+        if len(pieces):
+            pieces[0] += shape[0]
+            pieces[-1] += shape[-1]
+        return float(np.hypot(self._factor * np.linalg.norm(np.diff(ratios) * pieces), unseen))
 
     def _extra_work(
         self, extra: Array, start: float, slope: float, line: tuple[Array, Array], guess: float
@@ -318,6 +332,11 @@ class Accounts:
             [(step.number, step.busy, step.kernels, step.span) for step in self._traced]
         ).T
         levels = _robust_line(sizes, spans)
+        # A host that is slow for a while is slow in all steps of a trace: no step is unusual then.
+        traces = np.array([step.trace for step in self._traced])
+        for trace in np.unique(traces):
+            same = traces == trace
+            levels[same] *= max(1.0, float((spans / levels)[same].min())) if same.sum() > 1 else 1.0
         added = busy - sizes * np.interp(numbers, *line)
         odd = (spans > _UNUSUAL * levels) | (kernels > _HEAVIER * np.median(kernels))
         factors = (spans / levels)[odd]

@@ -17,14 +17,16 @@ import pytest
 
 from benchmarks.stall.loops import FAMILIES, Loop, draw, draw_new, run
 from benchmarks.stall.simulated import SLACK, judge, run_metered
-from tokenfeed.trainer.stall import idle, meter
+from tokenfeed.trainer.stall import idle, meter, traces
 from tokenfeed.trainer.stall.idle import Accounts, Idle, Step, TracedStep
 
 # exact cases
 
 
 def step(number: int, work: float = 0.01, **figures: Any) -> Step:
-    return Step(**({"size": 1.0, "ahead": 0.0, "gaps": {}, "marks": 0} | figures), number=number, work=work)
+    return Step(
+        **({"size": 1.0, "ahead": 0.0, "gaps": {}, "marks": 0} | figures), number=number, work=work
+    )
 
 
 def traced(number: int, busy: float, trace: int, **figures: Any) -> TracedStep:
@@ -33,7 +35,10 @@ def traced(number: int, busy: float, trace: int, **figures: Any) -> TracedStep:
 
 
 def filled(
-    steps: int, traces: dict[int, list[TracedStep]], make: Callable[[int], Step] = step, **options: float
+    steps: int,
+    traces: dict[int, list[TracedStep]],
+    make: Callable[[int], Step] = step,
+    **options: float,
 ) -> Accounts:
     """Return accounts of these steps, with a trace before each step that has one."""
     accounts = Accounts(**({"mark_seconds": 0.0} | options))
@@ -50,7 +55,7 @@ def test_accounts_steady_device_reports_work_minus_busy() -> None:
     assert read.seconds == pytest.approx(1.0)
     assert read.inside[0] == pytest.approx(0.3)
     low, high = read.interval
-    assert low == pytest.approx(0.3 - 0.003 * 0.7) and high == pytest.approx(0.3 + 0.003 * 0.7)
+    assert (low, high) == pytest.approx((0.3 - 0.003 * 0.7, 0.3 + 0.003 * 0.7))
 
 
 def test_accounts_speed_change_widens_interval_as_documented() -> None:
@@ -97,7 +102,9 @@ def test_accounts_more_steps_left_out_in_one_half_are_not_biased() -> None:
 
     def make(number: int) -> Step:
         is_second = number >= 200
-        return step(number, 0.02 if is_second else 0.01, is_usable=not (is_second and number % 3 == 0))
+        return step(
+            number, 0.02 if is_second else 0.01, is_usable=not (is_second and number % 3 == 0)
+        )
 
     assert filled(400, traces, make).read().seconds == pytest.approx(6.0, rel=0.01)
 
@@ -117,7 +124,8 @@ def test_accounts_million_steps_stay_small_and_quick_to_read() -> None:
     assert long.read().stall == pytest.approx(short.read().stall, abs=0.002)
     assert long.read().traces <= 64
     size = sum(array.nbytes for array in vars(long).values() if isinstance(array, np.ndarray))
-    assert size < 300_000 and len(long._recent) < 2000
+    assert size < 300_000
+    assert len(long._recent) < 2000
     began = time.process_time()
     for _ in range(10):
         long.read()
@@ -195,10 +203,10 @@ def holds(each: Recorded, read: Idle, slack: float = SLACK) -> bool:
     return low - slack <= each.truth <= high + slack
 
 
-def share_held(found: list[Recorded], *arguments: Any, slack: float = SLACK, **options: Any) -> float:
-    return statistics.mean(
-        holds(each, each.read(*arguments, **options), slack) for each in found
-    )
+def share_held(
+    found: list[Recorded], *arguments: Any, slack: float = SLACK, **options: Any
+) -> float:
+    return statistics.mean(holds(each, each.read(*arguments, **options), slack) for each in found)
 
 
 def width(found: list[Recorded], *arguments: Any, **options: Any) -> float:
@@ -208,3 +216,173 @@ def width(found: list[Recorded], *arguments: Any, **options: Any) -> float:
 
 def worst(found: list[Recorded], *arguments: Any, **options: Any) -> list[float]:
     return sorted(abs(each.read(*arguments, **options).stall - each.truth) for each in found)
+
+
+@pytest.mark.slow
+def test_interval_holds_truth_in_random_loops(recorded: list[Recorded]) -> None:
+    """`python -m benchmarks.stall` judges 2,000 longer loops."""
+    assert len(recorded) >= 100
+    assert share_held(recorded) >= 0.93
+    assert share_held(recorded, slack=0.01) >= 0.97
+    assert statistics.median(worst(recorded)) < 0.006
+
+
+# each correction of the method is still needed: without it, intervals fail or are wide
+
+
+def _behind(recorded: list[Recorded]) -> list[Recorded]:
+    return [each for each in recorded if each.loop.regime == "behind" and not each.loop.graphs]
+
+
+def _changing(recorded: list[Recorded]) -> list[Recorded]:
+    return [each for each in _behind(recorded) if each.loop.speed not in ("steady", "walk")]
+
+
+@pytest.mark.slow
+def test_one_trace_is_not_valid_for_ever(recorded: list[Recorded]) -> None:
+    seen = set[int]()
+
+    def first_only(event: Any) -> Any:
+        if isinstance(event, Step) or not event:
+            return event
+        seen.add(id(event))
+        return event if len(seen) == 1 else []
+
+    def read(each: Recorded) -> Idle:
+        seen.clear()
+        return each.read(first_only)
+
+    loops = _changing(recorded)
+    held = statistics.mean(holds(each, read(each)) for each in loops)
+    assert held < share_held(loops) - 0.2
+
+
+@pytest.mark.slow
+def test_changes_between_traces_belong_to_interval(recorded: list[Recorded]) -> None:
+    loops = _changing(recorded)
+    assert share_held(loops, factor=0.0) < share_held(loops) - 0.1
+
+
+@pytest.mark.slow
+def test_marks_cost_host_time(recorded: list[Recorded]) -> None:
+    """Short steps of a host that is behind become longer by 13 µs for each mark."""
+    loops = [each for each in _behind(recorded) if each.loop.seconds < 0.008]
+    with_cost, without = worst(loops), worst(loops, mark_seconds=0.0)
+    assert statistics.mean(without) > statistics.mean(with_cost) + 0.002
+
+
+@pytest.mark.slow
+def test_proof_of_lead_narrows_interval(recorded: list[Recorded]) -> None:
+    loops = [each for each in recorded if each.loop.regime in ("ahead", "close")]
+
+    def unproven(event: Any) -> Any:
+        return dataclasses.replace(event, ahead=0.0) if isinstance(event, Step) else event
+
+    assert width(loops, unproven) > 1.3 * width(loops)
+
+
+@pytest.mark.slow
+def test_unusual_steps_are_treated_apart(
+    recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops = [each for each in recorded if each.loop.heavy]
+    held = share_held(loops)
+    monkeypatch.setattr(idle, "_UNUSUAL", float("inf"))
+    assert share_held(loops) < held - 0.1
+
+
+@pytest.mark.slow
+def test_heavier_traced_steps_are_no_sample(
+    recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops = [each for each in recorded if each.loop.heavy]
+    errors = worst(loops)
+    monkeypatch.setattr(idle, "_HEAVIER", float("inf"))
+    assert statistics.mean(worst(loops)) > statistics.mean(errors)
+
+
+@pytest.mark.slow
+def test_busy_time_is_line_in_slots_not_proportional(
+    recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops = [each for each in recorded if each.loop.sizes in ("vary", "three")]
+    usual = width(loops)
+
+    def proportional(traced: list[TracedStep]) -> tuple[float, float]:
+        return 0.0, sum(each.busy for each in traced) / sum(each.size for each in traced)
+
+    monkeypatch.setattr(idle, "_line", proportional)
+    assert width(loops) > 1.1 * usual
+
+
+@pytest.mark.slow
+def test_steps_after_trace_are_left_out(recorded: list[Recorded]) -> None:
+    """A trace takes the host's lead, so the steps after it idle more than others."""
+    loops = [each for each in recorded if each.loop.regime in ("ahead", "close")]
+
+    def kept(each: Recorded) -> Idle:
+        numbers = {
+            traced.number for event in each.events if isinstance(event, list) for traced in event
+        }
+        near = {number + offset for number in numbers for offset in (-2, -1, 0, 1)}
+
+        def use(event: Any) -> Any:
+            is_after = isinstance(event, Step) and not event.is_usable and event.number not in near
+            return dataclasses.replace(event, is_usable=True) if is_after else event
+
+        return each.read(use)
+
+    errors = [each.read().stall - each.truth for each in loops]
+    biased = [kept(each).stall - each.truth for each in loops]
+    assert statistics.mean(biased) > statistics.mean(errors) + 0.002
+
+
+@pytest.mark.slow
+def test_bound_of_marks_is_true_but_useless(recorded: list[Recorded]) -> None:
+    """Without a tracer, the idle time inside the work is unknown."""
+    loops = _behind(recorded)
+    reads = [each.read(lambda event: event if isinstance(event, Step) else []) for each in loops]
+    low, high = zip(*(read.bound for read in reads), strict=True)
+    assert not any(read.is_inside_measured for read in reads)
+    assert statistics.median(np.subtract(high, low) / [read.seconds for read in reads]) > 0.5
+
+
+SMALL_KERNELS = Loop(seed=1, regime="behind", kernels=250, kernel=5e-6, launch=7e-6, steps=400)
+
+
+@pytest.mark.slow
+def test_pause_between_kernels_is_busy_time() -> None:
+    """The union of kernels alone calls the device's own pause idle. A wrong pause shows, too."""
+    slow = replace(SMALL_KERNELS, pause=2e-6)
+    assert judge(slow)[0].holds()
+    assert not judge(slow, pause=0.0)[0].holds(0.01)
+    assert not judge(slow, pause=1.2e-6)[0].holds(0.01)
+
+
+@pytest.mark.slow
+def test_traces_are_taken_by_time_not_by_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the host, the speed of the device does not move the span: no trace would be due."""
+    slow_host = replace(SMALL_KERNELS, kernels=150, kernel=20e-6, launch=45e-6)
+    loop = replace(slow_host, speed="step", change=0.3)
+    assert judge(loop)[0].holds()
+    spans = list[float]()
+
+    def is_due(tracing: Any, number: int) -> bool:
+        if not tracing._count:
+            return number > 20
+        spans.append(statistics.median(tracing._rates[-8:]))
+        return abs(spans[-1] / spans[-min(25, len(spans))] - 1) > 0.03
+
+    monkeypatch.setattr(traces.Tracing, "is_due", is_due)
+    assert not judge(loop)[0].holds(0.01)
+
+
+@pytest.mark.slow
+def test_aim_at_periodic_heavier_steps_narrows_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = [
+        replace(SMALL_KERNELS, seed=seed, kernel=20e-6, launch=20e-6, heavy=8, heavy_share=0.6)
+        for seed in range(3)
+    ]
+    aimed = statistics.mean(judge(loop)[0].width for loop in loops)
+    monkeypatch.setattr(traces.Tracing, "_aim", lambda *arguments: None)
+    assert statistics.mean(judge(loop)[0].width for loop in loops) > 1.2 * aimed
