@@ -192,7 +192,9 @@ def recorded() -> list[Recorded]:
             loop = replace(loop, steps=STEPS)
             truths = [sum(rank.truth().values()) for rank in run(loop)]
             for truth, rank in zip(truths, run_metered(loop), strict=True):
-                accounts = rank.meter._accounts  # type: ignore[union-attr]
+                assert rank.meter is not None
+                rank.meter.read()  # adds the latest steps
+                accounts = rank.meter._accounts
                 assert isinstance(accounts, RecordingAccounts)
                 found.append(Recorded(loop, truth, accounts.events))
     return found
@@ -259,7 +261,7 @@ def test_one_trace_is_not_valid_for_ever(recorded: list[Recorded]) -> None:
 
 @pytest.mark.slow
 def test_changes_between_traces_belong_to_interval(recorded: list[Recorded]) -> None:
-    loops = _changing(recorded)
+    loops = [each for each in recorded if each.loop.speed not in ("steady", "walk")]
     assert share_held(loops, factor=0.0) < share_held(loops) - 0.1
 
 
@@ -316,28 +318,6 @@ def test_busy_time_is_line_in_slots_not_proportional(
 
 
 @pytest.mark.slow
-def test_steps_after_trace_are_left_out(recorded: list[Recorded]) -> None:
-    """A trace takes the host's lead, so the steps after it idle more than others."""
-    loops = [each for each in recorded if each.loop.regime in ("ahead", "close")]
-
-    def kept(each: Recorded) -> Idle:
-        numbers = {
-            traced.number for event in each.events if isinstance(event, list) for traced in event
-        }
-        near = {number + offset for number in numbers for offset in (-2, -1, 0, 1)}
-
-        def use(event: Any) -> Any:
-            is_after = isinstance(event, Step) and not event.is_usable and event.number not in near
-            return dataclasses.replace(event, is_usable=True) if is_after else event
-
-        return each.read(use)
-
-    errors = [each.read().stall - each.truth for each in loops]
-    biased = [kept(each).stall - each.truth for each in loops]
-    assert statistics.mean(biased) > statistics.mean(errors) + 0.002
-
-
-@pytest.mark.slow
 def test_bound_of_marks_is_true_but_useless(recorded: list[Recorded]) -> None:
     """Without a tracer, the idle time inside the work is unknown."""
     loops = _behind(recorded)
@@ -386,3 +366,20 @@ def test_aim_at_periodic_heavier_steps_narrows_interval(monkeypatch: pytest.Monk
     aimed = statistics.mean(judge(loop)[0].width for loop in loops)
     monkeypatch.setattr(traces.Tracing, "_aim", lambda *arguments: None)
     assert statistics.mean(judge(loop)[0].width for loop in loops) > 1.2 * aimed
+
+
+@pytest.mark.slow
+def test_steps_after_trace_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace takes the lead of a host. Until it is back, no step is proven ahead."""
+    loop = replace(SMALL_KERNELS, kernels=150, kernel=20e-6, launch=13.4e-6, data=0.3)
+    left_out = judge(loop)[0].width
+    monkeypatch.setattr(meter, "_RECOVERY_STEPS", 1)
+    assert judge(loop)[0].width > 3 * left_out
+
+
+@pytest.mark.slow
+def test_tracer_that_slows_launches_for_ever_widens_interval() -> None:
+    """CUPTI stays attached after the first trace. Later steps of a slow host take longer."""
+    loop = replace(SMALL_KERNELS, kernels=150, kernel=20e-6, launch=25e-6)
+    assert judge(loop, left=2.5e-6)[0].holds()
+    assert judge(loop, left=2.5e-6)[0].width > judge(loop)[0].width + 0.05
