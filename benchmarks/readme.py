@@ -22,6 +22,7 @@ from benchmarks.protocol import RESULTS
 from benchmarks.remote import tables as remote_tables
 from benchmarks.scenarios import tables as scenarios_tables
 from benchmarks.shuffle import tables as shuffle_tables
+from benchmarks.stall import simulated
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("benchmarks.md", "mixing.md", "how/projects.md")
@@ -435,6 +436,7 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "gpu-beside-h100": gpu_tables.beside_table,
     "gpu-h100/train": gpu_tables.train_table,
     "gpu-h100/stall": gpu_tables.stall_table,
+    "stall-simulated": simulated.table,
     "roofline": roofline_table,
     "roofline/parts": roofline_parts,
     "roofline/checks": roofline_checks,

@@ -14,13 +14,17 @@ moment, so half of the interval is
 
     1.2 * sqrt(sum over pieces of (change of the ratio * shape of the steps in between)^2)
 
-A piece is the time between two traces. Three more errors are added as squares: 0.3 % of busy for
-traced durations, 0.1 us per kernel for the measured pause between kernels, and unusual steps.
+A piece is the time between two traces. More errors are added as squares: 0.3 % of busy for traced
+durations with 0.1 us per kernel for the measured pause between kernels, unusual steps, steps that
+are left out, and 5 % of busy for the time long after the last trace.
 
 A step is proven ahead if the device had not reached its start when its end was queued: then the
 host was late nowhere in the step. An unusual step takes 15 % longer than its neighbours: a step
 with more kernels and a step in which the host stopped look alike, so only traced steps of this kind
 show which share of the extra time is work.
+
+Steps after a trace are left out, since the trace has taken the lead of the host. Per piece, they
+count like the steps that are not left out.
 
 Memory is bounded. Steps are folded into sums for each piece between two traces. After 64 traces,
 every second one is dropped.
@@ -50,7 +54,7 @@ _SYSTEMATIC = 0.003
 _PAUSE_ERROR = 0.1e-6
 """Seconds by which the measured pause of the device between two kernels may be wrong."""
 _EXPOSED = 0.003
-"""Share of traced work that idles for another stream, from which on rule 2 proves nothing."""
+"""Share of traced work that idles for another stream, from which on no step is proven ahead."""
 _UNLIKE = 0.35
 """Share of the difference of two pieces by which left-out steps may be unlike others."""
 _MOST_TRACES = 64
@@ -252,6 +256,7 @@ class Accounts:
         idle, room = (work - busy).sum(), work.sum() if is_exposed else (work - ahead).sum()
         idle -= likely
         low = idle - np.hypot(half, most - likely) - self.slower * work.sum()
+        # A host that is clearly behind loses at least half of the time of its marks.
         high = idle + np.hypot(half, likely - least) - min(0.5 * marks, 0.125 * max(0.0, idle))
         # The marks made the device idle, or took lead that is missing in a later gap.
         low, point, high = _clip(low, room) - marks, _clip(idle - marks, room), _clip(high, room)
