@@ -330,7 +330,7 @@ def ids() -> Words:
 def many() -> Words:
     """More rows than a record batch holds, and then more tokens than one holds."""
     tokenizer()
-    rows = [[number % 280] for number in range(20_000)]
+    rows = [[number % 280] for number in range(60_000)]
     rows += [[(number + k) % 280 for k in range(50)] for number in range(3000)]
     lines("in/a.jsonl", [{"input_ids": row} for row in rows])
     return "--task", "ids", "--validation", 0.1
