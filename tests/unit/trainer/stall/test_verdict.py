@@ -357,6 +357,7 @@ def test_rank_that_is_late_inside_its_work_is_named() -> None:
     report = on_ranks(figures(work=5, communication=5), figures(work=10))
     assert report.verdict == "WAITS FOR RANK 1"
     assert report.next_step == f"rank 1: {REMEDIES['work']}: up to 2.0 times as fast"
+    assert [piece.cause for piece in report.advice] == ["rank"]
     report = on_ranks(figures(work=5, communication=5), figures(work=10), rank=1)
     assert report.verdict == "THE DEVICE IS BUSY"
     assert report.reason.endswith("; rank 0 waits for this rank, 500.0 ms a step")
