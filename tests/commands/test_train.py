@@ -135,6 +135,7 @@ def test_the_command_prints_progress_and_summary(counting: Path, tmp_path: Path)
     assert "real tok/s | stall " in result.stderr
     sections = [line.split()[0] for line in result.stdout.splitlines() if line[0] != " "]
     assert [name for name in sections if name != "advice"] == [
+        *("verdict", "reason", "next"),
         "model",
         "trained",
         "loss",
