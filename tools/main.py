@@ -14,7 +14,7 @@ _COMMANDS = {
     "pretokenize": "Tokenize a corpus once, into shards.",
     "train": "Train a model on shards, and report the stall of the device.",
     "report": "Print the report of a run, or compare two runs.",
-    "shards": "Show, check, copy, merge, reduce, split or export data sets.",
+    "shards": "Show, check, copy, reduce or export data sets.",
     "stall": "Measure where the time of any training script goes, without a change to it.",
     "doctor": "Print what a bug report needs: versions, devices, limits, and a test of the loader.",
 }

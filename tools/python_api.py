@@ -85,7 +85,6 @@ def pretokenize(
     max_rejects: int | None = None,
     workers: int | Literal["auto"] = "auto",
     engine: Literal["auto", "tokenizers"] = "auto",
-    append: bool = False,
     runner: Runner = "local",
     special_tokens_in_text: Literal["plain", "split"] = "plain",
     shard_size: str = "auto",

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 _WITHDRAWN = {
     "adopt": "`pretokenize FILE... OUT --task ids --tokenizer TOKENIZER` copies the tokens.",
+    "merge": "`train --shards a/ b/` and ShardLoader(['a/', 'b/']) read several folders as one.",
+    "split": "`shards select OUT NEW --where 'origin GLOB'` makes a data set of some input files.",
+    "plan": "`train --config FILE --dry-run` prints the stages of a run.",
 }
 """What to do instead of commands that existed before; docs/limits.md lists them."""
 
@@ -33,7 +36,7 @@ def _command() -> int:
         subcommands = import_subcommands()
     return run_subcommand(
         "shards",
-        "Show, check, copy, merge, reduce, split or export data sets, or show what training reads.",
+        "Show, check, copy, reduce or export data sets, or explain what training read.",
         subcommands,
         _WITHDRAWN,
     )
@@ -46,9 +49,7 @@ def import_subcommands() -> dict[str, type[Subcommand]]:
     from tokenfeed.tools.data_sets.explain import Explain
     from tokenfeed.tools.data_sets.export import Export
     from tokenfeed.tools.data_sets.inspection import Inspect
-    from tokenfeed.tools.data_sets.merge import Merge
-    from tokenfeed.tools.data_sets.plan_stages import ShowPlan
-    from tokenfeed.tools.data_sets.select import Select, Split
+    from tokenfeed.tools.data_sets.select import Select
     from tokenfeed.tools.data_sets.verify import Verify
 
     return {
@@ -56,12 +57,9 @@ def import_subcommands() -> dict[str, type[Subcommand]]:
         "verify": Verify,
         "cat": Cat,
         "copy": Copy,
-        "merge": Merge,
         "select": Select,
-        "split": Split,
         "export": Export,
         "explain": Explain,
-        "plan": ShowPlan,
     }
 
 

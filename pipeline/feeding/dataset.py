@@ -104,14 +104,15 @@ class ShardDataset(IterableDataset[WindowSlice]):
 
     def __init__(
         self,
-        path: StorePath | Mixture | Sequence[Stage],
+        path: StorePath | Sequence[StorePath] | Mixture | Sequence[Stage],
         batching: Batching,
         **settings: Any,
     ) -> None:
         """Read the manifest and make the plan. No shard is opened yet.
 
         Args:
-            path: Output folder of `pretokenize`, a Mixture of several, or a list of `Stage`s.
+            path: Output folder of `pretokenize`, a list or a Mixture of several, or a list of
+                `Stage`s.
             batching: How micro-batches are made.
             settings: Other settings of `ShardLoader`: the split, the order, ranks, targets, the
                 form of batches. `epochs` is the number of epochs of an iteration.

@@ -39,10 +39,10 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, uneven, unmixed
-from tokenfeed.pipeline.planning.mixture import Mixture
+from tokenfeed.pipeline.planning.mixture import Mixture, checked_weights
 from tokenfeed.pipeline.planning.plan import Plan, Position, RowOrder, listed_ranges
 from tokenfeed.pipeline.planning.policies import Batching
-from tokenfeed.pipeline.planning.stages import Stage, by_place, paths_of, place_of
+from tokenfeed.pipeline.planning.stages import Stage, by_place, paths_of, place_of, whole
 from tokenfeed.pipeline.planning.state import (
     Delivered,
     SavedState,
@@ -96,7 +96,7 @@ class ShardLoader:
 
     def __init__(
         self,
-        path: StorePath | Mixture | Sequence[Stage],
+        path: StorePath | Sequence[StorePath] | Mixture | Sequence[Stage],
         *,
         batching: Batching,
         split: str = "train",
@@ -126,8 +126,8 @@ class ShardLoader:
         """Read the manifest and make the plan. Workers start with the first iteration.
 
         Args:
-            path: Output folder of `pretokenize`, its URL in a store, a Mixture of several, or a
-                list of `Stage`s.
+            path: Output folder of `pretokenize`, or its URL in a store; a list of several, which
+                are read as one; a Mixture of several; or a list of `Stage`s.
             batching: `Padded`, `Packed` or `Fixed`. A stage may have another one.
             split: Name of the split, such as "train".
             device: Device of the batches, such as "cuda" or "cuda:1". "numpy" makes batches of
@@ -201,13 +201,13 @@ class ShardLoader:
         self.epochs = checks.epochs(epochs)
         self.device: Any = _device(device)
         """The torch device of the batches, or "numpy"."""
-        self._paths = paths_of(path)
+        data = whole(path)
+        self._paths = paths_of(data)
         split = checks.text("split", split)
-        self._open = partial(open_splits, self._paths, split)
-        sources = self._open()
+        sources = open_splits(self._paths, split)
         self._make_plan = partial(
             Plan.from_splits,
-            data=path,
+            data=data,
             batching=batching,
             split=split,
             window_tokens=window_tokens,
@@ -221,8 +221,7 @@ class ShardLoader:
         self._step_size = micro_batches_per_step
         step_size = self._ranks.group_size if self._step_size is None else self._step_size
         plan = self._make_plan(sources, micro_batches_per_step=step_size)
-        self._opened = {plan.data: sources}
-        """The data sets of each plan: a state may be of an earlier version of them."""
+        self._opened = sources
         self._form = BatchForm(
             sources[0].manifest.tokenizer.pad_id,
             checks.choice("id_dtype", id_dtype, ("int64", "int32")),
@@ -465,9 +464,6 @@ class ShardLoader:
         The next iteration delivers the rest of the pass, in any split. If the state was saved after
         the last batch of a pass, it delivers the next pass.
 
-        If a data set has grown since (`pretokenize --append`), the loader goes back to the version
-        of the state, and delivers only the rows of this version from then on.
-
         Args:
             state: What `state_dict` or `merge_states` returned.
 
@@ -477,7 +473,7 @@ class ShardLoader:
         """
         saved = SavedState.checked(own_stream(state, self._plan.stream))
         plan = self._plan_for(saved)
-        names = [source.name for source in self._opened[plan.data]]
+        names = [source.name for source in self._sources_of(plan)]
         self._delivery.go_on_from(Delivered.from_state(plan, saved, names))
         self._is_resumed = True
         self._length = None
@@ -527,7 +523,7 @@ class ShardLoader:
         opened = {source.manifest.fingerprint: source for source in self._sources}
         of_name = {source.name: data for data, source in opened.items()}
         of_place = {place_of(path): of_name[open_store(path).name] for path in self._paths}
-        checked = Mixture(weights).weights
+        checked = checked_weights(weights)
         for folder in checked:
             if place_of(folder) not in of_place:
                 raise ConfigError(
@@ -605,27 +601,18 @@ class ShardLoader:
     def _plan_for(self, saved: SavedState) -> Plan:
         """Return the plan for a state: its steps are as large as those of the run that saved it,
         unless the caller of this loader set a size."""
-        data, step_size = tuple(saved.plan.data), self._step_size
-        if data not in self._opened or self._plan.stages:
-            sources = self._open(data)
-            data = tuple(source.manifest.fingerprint for source in sources)
-            self._opened[data] = sources
+        step_size = self._step_size
         if step_size is None:
             step_size = saved.plan.micro_batches_per_step
         window = self._make_plan.keywords["window_tokens"]
         if window is None and not self._plan.stages:  # the default depends on the step
             window = saved.plan.window_tokens
-        return self._make_plan(
-            self._opened[data], micro_batches_per_step=step_size, window_tokens=window
-        )
+        return self._make_plan(self._opened, micro_batches_per_step=step_size, window_tokens=window)
 
     def _sources_of(self, plan: Plan) -> tuple[OpenedSplit, ...]:
         """Return the data sets of a plan, which may have them in another order than before."""
-        if plan.data not in self._opened:
-            every = (source for opened in self._opened.values() for source in opened)
-            known = {source.manifest.fingerprint: source for source in every}
-            self._opened[plan.data] = tuple(known[each] for each in plan.data)
-        return self._opened[plan.data]
+        known = {source.manifest.fingerprint: source for source in self._opened}
+        return tuple(known[each] for each in plan.data)
 
     def _window_maker(self, plan: Plan | None = None) -> WindowMaker:
         """Return what makes the windows of this rank, by `plan` or the loader's own plan."""

@@ -43,22 +43,18 @@ class OpenedSplit:
         return self.store.name
 
 
-def open_splits(
-    paths: Collection[StorePath], split: str, versions: Collection[str] = ()
-) -> tuple[OpenedSplit, ...]:
+def open_splits(paths: Collection[StorePath], split: str) -> tuple[OpenedSplit, ...]:
     """Read the manifest of each data set.
 
     Args:
         paths: Paths of the data sets; several are the sources of a mixture.
         split: Name of the split in each of them.
-        versions: Fingerprints of the wanted versions. A data set without any of them is opened as
-            it is.
 
     Raises:
         ManifestError: A data set or its split is missing.
         ConfigError: A split has no rows, or the data sets do not match.
     """
-    opened = tuple(_open(path, split, versions) for path in paths)
+    opened = tuple(_open(path, split) for path in paths)
     for other in opened[1:]:
         refuse_difference((opened[0].name, opened[0].manifest), (other.name, other.manifest))
     return opened
@@ -70,9 +66,9 @@ def has_remote(sources: tuple[OpenedSplit, ...]) -> bool:
     return any(isinstance(store, RangedStore) for store in stores.values())
 
 
-def _open(path: StorePath, split: str, versions: Collection[str]) -> OpenedSplit:
+def _open(path: StorePath, split: str) -> OpenedSplit:
     store = open_store(path)
-    manifest = Manifest.read(store).at(store, versions)
+    manifest = Manifest.read(store)
     try:
         info = manifest.split(split)
     except ManifestError as error:
@@ -84,37 +80,28 @@ def _open(path: StorePath, split: str, versions: Collection[str]) -> OpenedSplit
     return OpenedSplit.from_manifest(store, manifest, info)
 
 
-def refuse_difference(
-    first: tuple[str, Manifest], other: tuple[str, Manifest], *, purpose: str = "a mixture"
-) -> None:
+def refuse_difference(first: tuple[str, Manifest], other: tuple[str, Manifest]) -> None:
     """Check that ids and labels have the same meaning in two data sets.
 
     Args:
         first: Name and manifest of a data set.
         other: Name and manifest of another data set.
-        purpose: What the data sets become parts of. For everything but a mixture, the manifest of
-            both must also agree on what it has once: the chat template and the special tokens.
 
     Raises:
         ConfigError: They differ.
     """
     (our_name, ours), (their_name, theirs) = first, other
-    facts = [_facts_of(ours), _facts_of(theirs)]
-    if purpose != "a mixture":
-        facts = [
-            {**known, **_facts_of_rows(manifest)}
-            for known, manifest in zip(facts, (ours, theirs), strict=True)
-        ]
-    for (name, left), right in zip(facts[0].items(), facts[1].values(), strict=True):
+    pairs = zip(_facts_of(ours).items(), _facts_of(theirs).values(), strict=True)
+    for (name, left), right in pairs:
         if left != right:
             remedy = "Run `pretokenize` with the same settings."
             if name == "tokenizer":
                 known = f"{our_name}/{ours.tokenizer.file}"
                 remedy = f"Run `pretokenize --tokenizer {known}` on the texts of the other."
-            if name == "task" and purpose == "a mixture":
+            if name == "task":
                 remedy = "Train on one of them, or write both as prompts and completions."
             raise ConfigError(
-                f"{purpose} needs one {name}: {our_name} has {left}, {their_name} has "
+                f"a mixture needs one {name}: {our_name} has {left}, {their_name} has "
                 f"{right}. {remedy}"
             )
 
@@ -130,18 +117,6 @@ def _facts_of(manifest: Manifest) -> dict[str, Any]:
             for column in manifest.columns
         ],
         "label names": manifest.label_names,
-    }
-
-
-def _facts_of_rows(manifest: Manifest) -> dict[str, Any]:
-    """How rows were made of records, as the manifest says for all rows at once."""
-    return {
-        "types of columns": manifest.columns,
-        "end id": manifest.tokenizer.end_id,
-        "way to encode special tokens in text": manifest.tokenizer.special_tokens_in_text,
-        "template around texts": manifest.tokenizer.special_tokens_added,
-        "number of conversations in a row": 1 + ("chosen" in (manifest.fields or {})),
-        "chat template": manifest.chat_template and manifest.chat_template.xxh3,
     }
 
 

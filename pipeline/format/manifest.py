@@ -9,10 +9,9 @@ import dataclasses
 import json
 import posixpath
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +22,7 @@ import xxhash
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, error_line
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.pipeline.format.store import Store, StorePath, keep, once, open_store
+from tokenfeed.pipeline.format.store import Store, StorePath, once, open_store
 
 CHECKSUM_KEY = "manifest_xxh3"
 
@@ -69,7 +68,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 _ADDED = (
     *("seal", "routed", "verified", "chat_template", "fields", "counts"),
-    *("named", "first_source", "removed", "versions"),
+    *("named", "first_source", "removed"),
 )
 """Keys that the first manifests lack. They are omitted if unknown, so that old fingerprints
 stay."""
@@ -113,10 +112,10 @@ class ShardInfo(FileInfo):
     """xxh3-64 over the checksums of all record batches. It differs for other rows. None in the
     first data sets."""
     named: str | None = None
-    """The name in the schema and the checksums, if the file has another name since a merge."""
+    """The name in the schema and the checksums, in a data set that was merged; else None."""
     first_source: Annotated[int, msgspec.Meta(gt=0, lt=1 << 32)] | None = None
-    """Number that readers add to `origin_file` since a merge. `named` differs from `file` then, so
-    a reader that does not know this key rejects the shard."""
+    """Number that readers add to `origin_file` in a merged data set. `named` differs from `file`
+    then, so a reader that does not know this key rejects the shard."""
 
     @property
     def stored_name(self) -> str:
@@ -227,16 +226,6 @@ class RecordCounts:
         return cls(files=len(sources), **totals, **more)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VersionInfo(FileInfo):
-    """An earlier version of the data set: its manifest under another name, and the files that only
-    this version names."""
-
-    fingerprint: str
-    sources: FileInfo
-    rejects: FileInfo
-
-
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A finished data set: its content, its origin, and the checksum of every file."""
@@ -261,9 +250,6 @@ class Manifest:
     other tasks."""
     counts: dict[str, Count] | None = None
     """What users should know of the conversations, by name; None for other tasks."""
-    versions: tuple[VersionInfo, ...] | None = None
-    """Earlier versions, the oldest first; None if the data set has not grown. Each has the first
-    shards of every split."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -274,8 +260,7 @@ class Manifest:
     def side_files(self) -> tuple[FileInfo, ...]:
         """All files but the shards and the manifest."""
         template = (self.chat_template,) if self.chat_template else ()
-        earlier = [(info, info.sources, info.rejects) for info in self.versions or ()]
-        return (self.tokenizer, self.sources, self.rejects, *template, *chain(*earlier))
+        return (self.tokenizer, self.sources, self.rejects, *template)
 
     def content(self) -> dict[str, Any]:
         """Return the content of the file without its checksum."""
@@ -312,25 +297,6 @@ class Manifest:
         store = open_store(path)
         path = store.path(MANIFEST_FILE)
         return once(path, lambda: cls.decoded(stored(store, MANIFEST_FILE), path))
-
-    @classmethod
-    def keep_version(cls, path: StorePath, fingerprint: str) -> None:
-        """Read an earlier version of a data set, if it has such a version, until the end of the
-        outermost `reading_once`."""
-        store = open_store(path)
-        keep(store.path(MANIFEST_FILE), cls.read(store).at(store, [fingerprint]))
-
-    def at(self, store: Store, fingerprints: Collection[str]) -> "Manifest":
-        """Return the version of this data set with one of these fingerprints, or this one if there
-        is no such version.
-
-        Raises:
-            ManifestError: The manifest of the version is missing or damaged.
-        """
-        for info in self.versions or ():
-            if info.fingerprint in fingerprints and self.fingerprint not in fingerprints:
-                return Manifest.decoded(read_checked(store, info), store.path(info.file))
-        return self
 
     @classmethod
     def decoded(cls, raw: bytes, file: str) -> "Manifest":
@@ -422,7 +388,7 @@ class Manifest:
         if unnamed := [s for s in shards if s.first_source and s.named in (None, s.file)]:
             raise ManifestError(
                 f"{path}: {unnamed[0].file} has `first_source` {unnamed[0].first_source} without "
-                "another name in `named`. Run `shards merge` again."
+                "another name in `named`. Restore the manifest."
             )
 
 

@@ -427,9 +427,3 @@ def once(path: str, read: Callable[[], T]) -> T:
         kept[path] = read()
     found: T = kept[path]
     return found
-
-
-def keep(path: str, value: object) -> None:
-    """Return `value` from `once` for this path until the end of the outermost `reading_once`."""
-    if (kept := _kept.get()) is not None:
-        kept[path] = value

@@ -5,14 +5,14 @@ sources inside a micro-batch. A mixture is planned, resumed and resized like a s
 number of record batches that a source gave before window k is computed, not stored. Torch-free.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
 from numbers import Real
 from operator import sub
 from os import PathLike
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
@@ -36,29 +36,52 @@ _LARGEST_RATIO = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Data sets and their weights: `Mixture({"code/": 0.7, "prose/": 0.3})`."""
+    """Data sets and their weights: `Mixture({"code/": 0.7, "prose/": 0.3})`.
 
-    weights: Mapping[StorePath, float]
-    """Folder or URL -> share of the tokens. Only the proportions matter."""
+    A list of folders is read as one data set: `Mixture(["2025/", "2026/"])` reads every row of each
+    once an epoch, in proportion to their tokens.
+    """
+
+    weights: Mapping[StorePath, float] | Sequence[StorePath]
+    """Folder or URL -> share of the tokens. Only the proportions matter. Or the folders alone."""
     exhausted: Exhausted = "repeat"
     """What happens when a source runs out: "repeat", "stop" or "continue"."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weights, Mapping):
-            raise checks.refusal("weights", self.weights, "a dict from folders to weights")
-        if not self.weights:
-            raise ConfigError("a Mixture needs at least one data set.")
-        weights = {folder: _weight(folder, weight) for folder, weight in self.weights.items()}
-        least = min(weights, key=weights.__getitem__)
-        most = max(weights, key=weights.__getitem__)
-        if weights[most] / _LARGEST_RATIO > weights[least]:
-            raise ConfigError(
-                f"{most} has weight {weights[most]} and {least} has weight {weights[least]}: no "
-                f"weight may be more than {_LARGEST_RATIO:,} times another. Leave {least} out."
-            )
-        object.__setattr__(self, "weights", weights)
         exhausted = checks.choice("exhausted", self.exhausted, get_args(Exhausted))
         object.__setattr__(self, "exhausted", exhausted)
+        if isinstance(self.weights, Sequence) and not isinstance(self.weights, str):
+            checked_weights(dict.fromkeys(self.weights, 1.0))
+            object.__setattr__(self, "weights", tuple(self.weights))
+        else:
+            object.__setattr__(self, "weights", checked_weights(self.weights))
+
+    def sizes(self, sources: "Sequence[OpenedSplit]") -> tuple[float, ...]:
+        """Return the weight of each opened data set: its tokens, if the mixture has no weights."""
+        if isinstance(self.weights, Mapping):
+            return tuple(self.weights.values())
+        return tuple(float(source.tokens) for source in sources)
+
+
+def checked_weights(weights: Any) -> dict[StorePath, float]:
+    """Return the weight of each data set.
+
+    Raises:
+        ConfigError: A weight is not above 0, or too far from another.
+    """
+    if not isinstance(weights, Mapping):
+        raise checks.refusal("weights", weights, "a dict from folders to weights")
+    if not weights:
+        raise ConfigError("a Mixture needs at least one data set.")
+    checked = {folder: _weight(folder, weight) for folder, weight in weights.items()}
+    least = min(checked, key=checked.__getitem__)
+    most = max(checked, key=checked.__getitem__)
+    if checked[most] / _LARGEST_RATIO > checked[least]:
+        raise ConfigError(
+            f"{most} has weight {checked[most]} and {least} has weight {checked[least]}: no "
+            f"weight may be more than {_LARGEST_RATIO:,} times another. Leave {least} out."
+        )
+    return checked
 
 
 def proportions(weights: Iterable[float]) -> list[Fraction]:

@@ -174,7 +174,7 @@ class Plan:
         if isinstance(data, str | PathLike | Store | Mixture):
             if isinstance(data, Mixture):
                 _refuse_equal(sources)
-                weights, exhausted = tuple(data.weights.values()), data.exhausted
+                weights, exhausted = data.sizes(sources), data.exhausted
             _check_fit(sources, batching)
             if window_tokens is None:
                 window_tokens = default_window_tokens(sources, weights, batching, step_size)

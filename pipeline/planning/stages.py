@@ -42,7 +42,7 @@ from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import canonical
 from tokenfeed.pipeline.format.store import Store, StorePath
-from tokenfeed.pipeline.planning.mixture import Mixture, proportions
+from tokenfeed.pipeline.planning.mixture import Mixture, checked_weights, proportions
 from tokenfeed.pipeline.planning.order import CYCLE, Draw, SourceOrder, Stretch
 from tokenfeed.pipeline.planning.permutation import (
     GOLDEN,
@@ -96,7 +96,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         if self.to is None:
-            weights, to = Mixture(self.weights).weights, None
+            weights, to = checked_weights(self.weights), None
         else:
             weights, to = _both_ends(self.weights, self.to)
         object.__setattr__(self, "weights", weights)
@@ -126,7 +126,7 @@ def _both_ends(weights: Any, to: Any) -> tuple[dict[StorePath, float], dict[Stor
         if not isinstance(given, Mapping):
             raise checks.refusal(name, given, "a dict from folders to weights")
         positive = {folder: weight for folder, weight in given.items() if weight != 0}
-        placed.append(by_place(Mixture(positive).weights))
+        placed.append(by_place(checked_weights(positive)))
         for folder in given:
             folders.setdefault(place_of(folder), folder)
     first, last = ({folders[at]: end.get(at, 0.0) for at in folders} for end in placed)
@@ -134,6 +134,14 @@ def _both_ends(weights: Any, to: Any) -> tuple[dict[StorePath, float], dict[Stor
     if never:
         raise ConfigError(f"the weight of {never[0]} is 0 at both ends of a stage. Leave it out.")
     return first, last
+
+
+def whole(data: Any) -> Any:
+    """Return a list of folders as one data set, and anything else as it is."""
+    is_list = isinstance(data, Sequence) and not isinstance(data, str) and len(data) > 0
+    if is_list and all(isinstance(each, str | PathLike | Store) for each in data):
+        return Mixture(list(data))
+    return data
 
 
 def paths_of(data: StorePath | Mixture | Sequence[Stage]) -> list[StorePath]:

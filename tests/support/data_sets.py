@@ -28,13 +28,11 @@ from tokenfeed.pipeline.format.schema import Column, Rows, Task, task_columns, t
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.pipeline.planning.batching import WindowPlan
 from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
 from tokenfeed.pipeline.planning.plan import Ahead, Plan
 from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
-from tokenfeed.tools.data_sets.merge import Opened, grow
 
 VOCABULARY_SIZE = 1000
 
@@ -277,11 +275,6 @@ def corpus_rows(folder: Path) -> Counter[tuple[str, int, tuple[int, ...]]]:
                 ids = tuple(rows.ids[start:stop].tolist())
                 found[names[int(file)], int(record), ids] += 1
     return found
-
-
-def grown_by(folder: Path, part: Path) -> Manifest:
-    """Add the rows of a data set to another, as `pretokenize --append` does in the end."""
-    return grow(LocalStore.from_path(folder), Opened.read(str(part)))
 
 
 DOCUMENTS = [f"document {index}: déjà vu 漢字 🎉\n" * (index + 1) for index in range(120)]

@@ -70,8 +70,6 @@ class InputFile:
     """The split of all records. None: a hash chooses the split of each record."""
     is_spooled: bool = False
     """Whether the file is a temporary copy of standard input or of Python objects."""
-    xxh3: str | None = None
-    """xxh3-64 of the stored bytes; only `--append` makes it."""
     ids: IdFacts | None = None
     """For files of token ids; None for other tasks than `ids`."""
     class_names: tuple[tuple[str, tuple[str, ...]], ...] = ()

@@ -171,7 +171,7 @@ class _Step(NamedTuple):
 
 def _sources(paths: tuple[str, ...], settings: PlanSettings) -> tuple[OpenedSplit, ...]:
     """Open the data sets, and check that they are the ones of the state."""
-    sources = open_splits(paths, settings.split, settings.data)
+    sources = open_splits(paths, settings.split)
     ours = tuple(source.manifest.fingerprint for source in sources)
     if settings.stages is not None and set(ours) == set(settings.data):
         return tuple(sources[ours.index(data)] for data in settings.data)

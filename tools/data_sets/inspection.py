@@ -157,7 +157,6 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         "input": f"{count_of(ledger.files, 'file')}, {_text(ledger, tokens)}",
         "shards": f"{num_bytes / 1e6:,.1f} MB, compressed to {num_bytes / tokens:.2f} bytes per "
         "token on disk",
-        "versions": ", ".join(version.fingerprint for version in manifest.versions or ()),
         "fingerprint": f"{manifest.fingerprint}, the same for equal data sets",
     }
 

@@ -1,8 +1,7 @@
 """`shards select OUT NEW`: a data set with some of the rows of another, or without some of them.
-`shards split OUT PARTS`: a data set of each folder of its input files.
 
-Every shard is read once for all new data sets. A shard that loses no row becomes a hard link. The
-others are written again without the rows that were not selected. Nothing of these rows stays in the
+Every shard is read once. A shard that loses no row becomes a hard link. The others are written
+again without the rows that were not selected. Nothing of these rows stays in the
 new folder: input files without rows lose their names in sources.jsonl, and lines of rejects.jsonl
 go with their records. The manifest counts what was removed.
 """
@@ -10,10 +9,8 @@ go with their records. The manifest counts what was removed.
 import fnmatch
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -36,6 +33,7 @@ from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, ORIGIN_FILE, ORIG
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.store import Store, open_store
+from tokenfeed.pipeline.planning.permutation import GOLDEN, mix64
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.data_sets.cat import DataSet
@@ -47,7 +45,6 @@ from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
-_ORIGIN, _TOP = "origin ", "_top"
 _KEPT_COUNTS = ("read", "written", "empty", "rejected")
 
 
@@ -61,8 +58,9 @@ class Select:
     folder: Annotated[str, text("NEW")]
     """A new or empty folder."""
     where: Annotated[str, text("RULE")] | None = None
-    """Keep the rows that a rule selects. The rule 'origin GLOB', in quotes, selects the rows of
-    input files whose path matches GLOB. `*` also matches `/`."""
+    """Keep the rows that a rule selects, in quotes: 'origin GLOB', the rows of input files whose
+    path matches GLOB (`*` also matches `/`), or 'share 0.1', about a tenth of all rows, the same
+    in every call."""
     rows: Annotated[Path, msgspec.Meta(title="FILE", description="a path")] | None = None
     """Keep the rows that a JSON Lines file lists. Each line is an object with `file` and `record`,
     as `shards cat --json` prints it. An object with `file` alone selects all rows of that file.
@@ -75,59 +73,14 @@ class Select:
     def run(self) -> int:
         """Select the rows."""
         if (self.where is None) == (self.rows is None):
-            raise ConfigError("expected `--where 'origin GLOB'` or `--rows FILE`, one of both.")
+            raise ConfigError("expected `--where RULE` or `--rows FILE`, one of both.")
         if self.rows:
             selection = Selection.read(self.rows, drop=self.drop)
         else:
-            glob = str(self.where).removeprefix(_ORIGIN)
-            if not glob or glob == self.where:
-                raise ConfigError(f"`--where` {self.where}: expected 'origin GLOB'.")
-            selection = Selection(glob, {}, self.drop)
-        [made] = select(self.out, {self.folder: selection})
+            selection = Selection.by_rule(str(self.where), drop=self.drop)
+        made = select(self.out, self.folder, selection)
         print_json(asdict(made)) if self.json else print(made)
         return 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
-    """Make a data set of each folder of the input files, so that each folder can have a weight in
-    training. Shards with the rows of one folder become hard links."""
-
-    out: DataSet
-    """Output folder of `pretokenize`, or its address in a store."""
-    folder: Annotated[str, text("PARTS")]
-    """The folder of the new data sets. Each is named after a folder of input files, at the
-    first level where their paths differ: corpus/web and corpus/books become web and books. Rows of
-    files above this level are in `_top`."""
-    json: bool = False
-    """Print the results as JSON."""
-
-    def run(self) -> int:
-        """Split the data set."""
-        store = open_store(self.out)
-        lines = [line for line in _lines(store, Manifest.read(store)) if line["path"]]
-        folders = _folders_of([line["path"] for line in lines])
-        pairs = list(zip(lines, folders, strict=True))
-        parts = {
-            f"{self.folder}/{folder}": Selection(None, {}, drop=False)
-            for folder in sorted({folder for line, folder in pairs if line["written"]})
-        }
-        if len(parts) < 2:
-            raise ConfigError(f"{store.name}: all its rows come from one folder. Use it whole.")
-        for line, folder in pairs:
-            if part := parts.get(f"{self.folder}/{folder}"):
-                part.listed[line["path"], None] = None
-        made = select(self.out, parts)
-        print_json([asdict(each) for each in made]) if self.json else print(*made, sep="\n")
-        return 0
-
-
-def _folders_of(files: Sequence[str]) -> list[str]:
-    """Return the folder of each input file: the first one in which their paths differ."""
-    paths = [file.split("/")[:-1] for file in files]
-    common = len(list(takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))))
-    names = ["".join(path[common : common + 1]) for path in paths]
-    return [_TOP if name in ("", ".", "..") else name for name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +88,29 @@ class Selection:
     """Which records of which input files to keep."""
 
     glob: str | None
-    """Select all records of the files that match; None: those in `listed`."""
+    """Select all records of the files that match; None: those in `listed` and of the share."""
     listed: dict[tuple[str, int | None], set[int] | None]
     """Records by the name of the file and its line in sources.jsonl. A line of None selects all
     files of this name; records of None, all of a file."""
     drop: bool
     """Whether the selected records are removed, and not the others."""
+    share: float = 0.0
+    """Select about this share of all records, by a hash of their places."""
+
+    @classmethod
+    def by_rule(cls, rule: str, *, drop: bool) -> "Selection":
+        """Return the selection of `--where`.
+
+        Raises:
+            ConfigError: There is no such rule.
+        """
+        kind, _, value = rule.partition(" ")
+        if kind == "origin" and value:
+            return cls(value, {}, drop)
+        with suppress(ValueError):
+            if kind == "share" and 0 < (share := float(value)) < 1:
+                return cls(None, {}, drop, share)
+        raise ConfigError(f"`--where` {rule}: expected 'origin GLOB' or 'share 0.1'.")
 
     @classmethod
     def read(cls, path: Path, *, drop: bool) -> "Selection":
@@ -202,47 +172,37 @@ class Selected(Derived):
         return f"{Derived.__str__(self)}; {count_of(self.removed, 'record')} removed{missing}"
 
 
-def select(path: str, selections: Mapping[str, Selection]) -> list[Selected]:
-    """Make data sets with selected rows of another.
+def select(path: str, to: str, selection: Selection) -> Selected:
+    """Make a data set with selected rows of another.
 
     Args:
         path: The data set.
-        selections: The rows of each new data set, by its folder, which is new or empty.
+        to: A new or empty folder.
+        selection: The rows.
 
     Raises:
-        ConfigError: Nothing was found of what is listed, no row is left, or a folder holds
+        ConfigError: Nothing was found of what is listed, no row is left, or the folder holds
             something else.
-        ShardFormatError: A shard is damaged. No folder is made then.
+        ShardFormatError: A shard is damaged. The folder is not made then.
     """
     store = open_store(path)
     manifest = Manifest.read(store)
-    lines = _lines(store, manifest)
-    tokenizer = Files.of_tokenizer(store, manifest)
-    names = (SOURCES_FILE, REJECTS_FILE, *tokenizer, *manifest.splits)
-    parts: list[_Part] = []
-    made: list[Selected] = []
-    with ExitStack() as stack:
-        for to, selection in selections.items():
-            chosen = _Chosen(store, lines, selection)
-            new = stack.enter_context(
-                new_data_set(to, "shards select", manifest.fingerprint, names)
-            )
-            parts.append(_Part(chosen, new))
-        infos = {info for split in manifest.splits.values() for info in split.shards}
-        for part, left in zip(parts, _left_of(store, manifest, parts), strict=True):
-            files = Files(tokenizer)
-            described = _described(store, manifest, part.chosen, left, files)
-            moves = [
-                Move(store, info, info)
-                for split in described.splits.values()
-                for info in split.shards
-                if info in infos
-            ]
-            derived = part.new.finish(described, files, moves)
-            removed = (described.ledger.removed or 0) - (manifest.ledger.removed or 0)
-            not_found = part.chosen.not_found
-            made.append(Selected(**asdict(derived), removed=removed, not_found=not_found))
-    return made
+    chosen = _Chosen(store, _lines(store, manifest), selection)
+    files = Files.of_tokenizer(store, manifest)
+    names = (SOURCES_FILE, REJECTS_FILE, *files, *manifest.splits)
+    with new_data_set(to, "shards select", manifest.fingerprint, names) as new:
+        left = _left_of(store, manifest, chosen, new)
+        described = _described(store, manifest, chosen, left, files)
+        before = {info for split in manifest.splits.values() for info in split.shards}
+        moves = [
+            Move(store, info, info)
+            for split in described.splits.values()
+            for info in split.shards
+            if info in before
+        ]
+        derived = new.finish(described, files, moves)
+    removed = (described.ledger.removed or 0) - (manifest.ledger.removed or 0)
+    return Selected(**asdict(derived), removed=removed, not_found=chosen.not_found)
 
 
 def _lines(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
@@ -260,7 +220,7 @@ class _Chosen:
         self.names: list[str] = [line["path"] for line in lines]
         self.drop = selection.drop
         self.lines_of: dict[str, list[int]] = {}
-        """The lines of each name. Appended and merged files may have the same name."""
+        """The lines of each name. Several files may have the same name."""
         for number, name in enumerate(self.names):
             self.lines_of.setdefault(name, []).append(number)
         whole = [selection.is_whole(name, number) for number, name in enumerate(self.names)]
@@ -285,7 +245,8 @@ class _Chosen:
         exact. With infinity at the end, every search finds an entry."""
         self._entries, self._num_listed = keys["entry"], len(listed)
         self._found = np.zeros(len(self._keys), bool)
-        if not len(keys) and not self._is_whole.any():
+        self._threshold = np.uint64(int(selection.share * 2**64))
+        if not len(keys) and not self._is_whole.any() and not selection.share:
             raise ConfigError(
                 f"{store.name}: no input file is selected. `shards cat --json` prints the "
                 "names of input files."
@@ -302,7 +263,11 @@ class _Chosen:
         places = np.searchsorted(self._keys, keys)
         is_listed = self._keys[places] == keys
         self._found[places[is_listed]] = True
-        kept: np.ndarray = (self._is_whole[files] | is_listed) != self.drop
+        selected = self._is_whole[files] | is_listed
+        if self._threshold:
+            of_files = mix64(files.astype(np.uint64) + np.uint64(GOLDEN))
+            selected |= mix64(of_files ^ records.astype(np.uint64)) < self._threshold
+        kept: np.ndarray = selected != self.drop
         return kept
 
     def gone(self, rows_left: np.ndarray) -> np.ndarray:
@@ -310,16 +275,10 @@ class _Chosen:
         written = np.array([line["written"] for line in self.lines])
         lines = np.arange(len(self.names))
         is_selected = self._is_whole | np.isin(lines, np.real(self._keys[:-1]))
+        is_selected |= self._threshold > 0
         may_not_stay = self._is_whole if self.drop else ~is_selected
         gone: np.ndarray = may_not_stay | ((written > 0) & (rows_left == 0))
         return gone
-
-
-class _Part(NamedTuple):
-    """A new data set, and its rows."""
-
-    chosen: _Chosen
-    new: NewDataSet
 
 
 class _Left(NamedTuple):
@@ -338,66 +297,56 @@ class _Left(NamedTuple):
 
 
 def _left_of(
-    store: Store, manifest: Manifest, parts: Sequence[_Part]
-) -> list[dict[str, list[_Left]]]:
-    """Return what is left of the shards of each split in each part. Shards that lose rows are
-    written into the work folder of the part."""
+    store: Store, manifest: Manifest, chosen: _Chosen, new: NewDataSet
+) -> dict[str, list[_Left]]:
+    """Return what is left of the shards of each split. Shards that lose rows are written into the
+    work folder."""
     shards = [(name, info) for name, split in manifest.splits.items() for info in split.shards]
+    left: dict[str, list[_Left]] = {name: [] for name in manifest.splits}
     with Bar([info.bytes for _, info in shards]) as bar:
 
-        def do(shard: tuple[str, ShardInfo]) -> list[_Left]:
-            left = _left(store, manifest, parts, shard[1])
+        def do(shard: tuple[str, ShardInfo]) -> _Left:
+            of_shard = _left(store, manifest, chosen, new, shard[1])
             bar.advance(Progress(shard[1].bytes, shard[1].tokens))
             bar.count_unit()
-            return left
+            return of_shard
 
-        done: list[dict[str, list[_Left]]] = [{n: [] for n in manifest.splits} for _ in parts]
-        for (name, _), left in zip(shards, results_of(do, shards, AT_ONCE), strict=True):
-            for of_part, each in zip(done, left, strict=True):
-                of_part[name].append(each)
-    return done
+        for (name, _), of_shard in zip(shards, results_of(do, shards, AT_ONCE), strict=True):
+            left[name].append(of_shard)
+    return left
 
 
-def _left(store: Store, manifest: Manifest, parts: Sequence[_Part], info: ShardInfo) -> list[_Left]:
-    """Read a shard, and write it again for each part that has some of its rows."""
+def _left(
+    store: Store, manifest: Manifest, chosen: _Chosen, new: NewDataSet, info: ShardInfo
+) -> _Left:
+    """Read a shard, and write it again if it keeps some of its rows."""
     only = (INPUT_IDS, KINDS, ORIGIN_FILE, ORIGIN_RECORD)
     reader = ShardReader.open(store, manifest, info, only=only)
-    masks: list[list[np.ndarray]] = [[] for _ in parts]
-    files: list[list[np.ndarray]] = [[] for _ in parts]
-    lengths = [length_histogram(np.empty(0)) for _ in parts]
-    kinds = [np.zeros(len(Kind), np.int64) for _ in parts]
+    masks: list[np.ndarray] = []
+    files: list[np.ndarray] = []
+    lengths, kinds = length_histogram(np.empty(0)), np.zeros(len(Kind), np.int64)
     for batch in range(info.batches):
         rows, _ = reader.read(batch)
         origins = rows.per_row[ORIGIN_FILE]
-        all_lengths, all_kinds = _counted(rows)
-        for n, (chosen, _) in enumerate(parts):
-            mask = chosen.kept(origins, rows.per_row[ORIGIN_RECORD])
-            masks[n].append(mask)
-            files[n].append(origins[mask])
-            if not mask.all():
-                kept_lengths, kept_kinds = _counted(rows.where(mask))
-                lengths[n] = lengths[n] + all_lengths - kept_lengths
-                kinds[n] += all_kinds - kept_kinds
-    found = [np.unique(np.concatenate(each), return_counts=True) for each in files]
-    is_whole = [all(mask.all() for mask in each) for each in masks]
-    size = manifest.tokenizer.vocabulary_size
-    with ExitStack() as stack:
-        writers = {
-            n: stack.enter_context(ShardWriter(new.work, info.file, size, manifest.columns))
-            for n, (_, new) in enumerate(parts)
-            if len(found[n][0]) and not is_whole[n]
-        }
-        if writers:
+        mask = chosen.kept(origins, rows.per_row[ORIGIN_RECORD])
+        masks.append(mask)
+        files.append(origins[mask])
+        if not mask.all():
+            removed_lengths, removed_kinds = _counted(rows.where(~mask))
+            lengths, kinds = lengths + removed_lengths, kinds + removed_kinds
+    kept_files, kept_rows = np.unique(np.concatenate(files), return_counts=True)
+    made: ShardInfo | None = info
+    if not all(mask.all() for mask in masks):
+        made = None
+        if len(kept_files):
+            size = manifest.tokenizer.vocabulary_size
             reader = ShardReader.open(store, manifest, info)
-        for batch in range(info.batches if writers else 0):
-            rows, _ = reader.read(batch)
-            for n, writer in writers.items():
-                writer.append(rows.where(masks[n][batch]))
-    made = {n: writer.info for n, writer in writers.items()}
-    return [
-        _Left(info if is_whole[n] else made.get(n), *found[n], lengths[n], kinds[n])
-        for n in range(len(parts))
-    ]
+            with ShardWriter(new.work, info.file, size, manifest.columns) as writer:
+                for batch, mask in enumerate(masks):
+                    rows, _ = reader.read(batch)
+                    writer.append(rows.where(mask))
+            made = writer.info
+    return _Left(made, kept_files, kept_rows, lengths, kinds)
 
 
 def _counted(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
@@ -442,7 +391,6 @@ def _described(
         sources=files.add(SOURCES_FILE, encoded),
         rejects=files.add(REJECTS_FILE, rejects),
         counts=_counts(manifest.counts, np.sum([shard.removed_kinds for shard in every], axis=0)),
-        versions=None,
     )
 
 

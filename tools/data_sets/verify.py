@@ -27,7 +27,6 @@ from tokenfeed.pipeline.format.manifest import (
     Manifest,
     RecordCounts,
     ShardInfo,
-    VersionInfo,
     length_histogram,
 )
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, Rows, Task
@@ -87,10 +86,6 @@ def find_problems(path: StorePath, manifest: Manifest) -> Iterator[str]:
         yield from _check_file(store, info, partial(check, manifest))
     if manifest.chat_template:
         yield from _check_file(store, manifest.chat_template, lambda path, content: [])
-    for version in manifest.versions or ():
-        yield from _check_file(store, version, partial(_check_version, manifest, version))
-        for info in {version.sources, version.rejects} - {manifest.sources, manifest.rejects}:
-            yield from _check_file(store, info, lambda path, content: [])
     for split in manifest.splits:
         yield from _check_split(store, manifest, split)
 
@@ -139,23 +134,6 @@ def _check_rejects(manifest: Manifest, path: str, content: bytes) -> list[str]:
     actual, expected = content.count(b'"record": '), manifest.ledger.rejected
     if actual != expected:
         return [f"{path}: has {actual:,} lines, the ledger counts {expected:,} rejects."]
-    return []
-
-
-def _check_version(
-    manifest: Manifest, version: VersionInfo, path: str, content: bytes
-) -> list[str]:
-    """Check that a version has the first shards of every split."""
-    try:
-        earlier = Manifest.decoded(content, path)
-    except ManifestError as error:
-        return [str(error)]
-    if earlier.fingerprint != version.fingerprint:
-        return [f"{path}: is version {earlier.fingerprint}, expected {version.fingerprint}."]
-    for name, split in earlier.splits.items():
-        now = manifest.splits[name].shards if name in manifest.splits else ()
-        if now[: len(split.shards)] != split.shards:
-            return [f"{path}: the split `{name}` has other shards in this version than now."]
     return []
 
 

@@ -6,14 +6,11 @@ command and the input of a data set. The manifest does not, because both contain
 this machine.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import msgspec
+from typing import Any, Literal
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import (
@@ -31,9 +28,7 @@ from tokenfeed.tools.jobs.run_records import RunRecords, differences, is_begun, 
 _AT_ONCE = 16
 """Number of files whose sizes are read at the same time."""
 _UNITS = "the number of units"
-_FILES = "the input files"
 _FOLDER = "the folder of relative paths"
-_SHARE = "the share of validation"
 """The entries of .made_by.json that do not belong to the recipe."""
 
 State = Literal["new", "unfinished", "finished"]
@@ -87,20 +82,15 @@ def remember(
     output: Place,
     recipe: dict[str, Any],
     num_units: int,
-    files: Iterable[tuple[str, int, int | str]],
-    validation: float,
 ) -> None:
-    """Store the recipe of the data set for `recognise`, and its input files for `files_made_of`.
+    """Store the recipe of the data set for `recognise`.
 
     Args:
         output: Folder or store of the data set.
         recipe: Everything that the output depends on.
         num_units: Number of units of the run.
-        files: Name, size and state of each input file.
-        validation: The share of the records for validation.
     """
-    more = {_UNITS: num_units, _SHARE: validation, _FOLDER: os.getcwd(), _FILES: [*files]}
-    content = recipe | more
+    content = recipe | {_UNITS: num_units, _FOLDER: os.getcwd()}
     output.write(MADE_BY_FILE, json.dumps(content, indent=1).encode() + b"\n")
 
 
@@ -122,28 +112,6 @@ def _made_by(output: Place) -> dict[str, Any]:
     return recipe
 
 
-class MadeOf(NamedTuple):
-    """The input files of a finished data set, as far as they are known."""
-
-    files: dict[str, tuple[int, int | str]]
-    """Size and state, by name."""
-    folder: str
-    """The folder that relative names start from."""
-    validation: float | None = None
-    """The share of the records for validation."""
-
-
-def files_made_of(output: Place) -> MadeOf:
-    """Return the input files of a finished data set."""
-    with contextlib.suppress(OSError, ConfigError, ValueError):
-        made_by = _made_by(output)
-        files = msgspec.convert(made_by.get(_FILES, []), list[tuple[str, int, int | str]])
-        by_name = {name: (size, state) for name, size, state in files}
-        share = msgspec.convert(made_by.get(_SHARE), float | None)
-        return MadeOf(by_name, str(made_by.get(_FOLDER, "")), share)
-    return MadeOf({}, "")
-
-
 def recognise(output: Place, recipe: dict[str, Any]) -> tuple[Manifest, int]:
     """Return the manifest and the number of units of a data set, if `recipe` made it.
 
@@ -153,8 +121,7 @@ def recognise(output: Place, recipe: dict[str, Any]) -> tuple[Manifest, int]:
     """
     was = _made_by(output)
     num_units = was.pop(_UNITS, 0)
-    for name in (_FILES, _FOLDER, _SHARE):
-        was.pop(name, None)
+    was.pop(_FOLDER, None)
     if difference := differences(was, recipe):
         raise ConfigError(
             f"{output}: already holds a finished data set, of another command or input: "

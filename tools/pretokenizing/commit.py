@@ -148,7 +148,6 @@ def _source_ledgers(
             "rejected": rejected,
         }
         | ({"left_out": left_out} if left_out else {})
-        | ({"xxh3": source.xxh3} if source.xxh3 else {})
         for source, (num_bytes, written, empty, rejected, left_out) in zip(
             sources, counts.tolist(), strict=True
         )

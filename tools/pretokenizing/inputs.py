@@ -38,7 +38,6 @@ from tokenfeed.tools.encoding.tasks import ChatEncoder, IdsEncoder, Labelled, Ta
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.jobs.crew import Work, local_crew
 from tokenfeed.tools.jobs.progress_bar import Bar
-from tokenfeed.tools.pretokenizing.append_target import Onto
 from tokenfeed.tools.pretokenizing.options import Options
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,6 @@ class Inputs:
         options: Options,
         plan: dict[str, Any] | None = None,
         spooled: Sequence[Spooled] = (),
-        onto: Onto | None = None,
         tokenizer: TextTokenizer | None = None,
     ) -> Self:
         """List the input files. Only for conversations, read first records to find their fields.
@@ -85,13 +83,11 @@ class Inputs:
             options: The options of the command.
             plan: A plan of the same run. Its files are not opened if they are unchanged.
             spooled: Records of this process, instead of the files of the options.
-            onto: The data set that the rows are for. Files that it has are left out.
             tokenizer: What made the ids, for the task `ids`.
 
         Raises:
             CorpusError: There are no files.
             ConfigError: The input is in the output folder.
-            NothingNew: The data set has all files.
         """
         task, output, ids = options.make_task(), options.output, None
         if tokenizer and isinstance(task, IdsEncoder):
@@ -123,25 +119,19 @@ class Inputs:
                         "`--field` %s=%s: the first records have no field `%s`", own, name, name
                     )
         elif isinstance(task, ChatEncoder):
-            stored: dict[str, Any] | None = onto.manifest.fields if onto else None
-            if stored:
-                task = dataclasses.replace(task, **stored)
-            else:
-                task = task.found(partial(_can_read, corpus.sources))
-        if onto:
-            corpus = onto.without_known(corpus)
+            task = task.found(partial(_can_read, corpus.sources))
         validation = options.validation
         if validation is None:
             splits = {source.split for source in corpus.sources} - {None}
             is_labelled = task.name in ("classify", "score", "tag")
             is_chosen = bool(options.split) or TRAIN in splits
             has_one = VALIDATION in splits or (is_chosen and not is_labelled)
-            validation = _MOST_VALIDATION if is_labelled else None
-            validation = 0.0 if has_one else (onto and onto.validation) or validation
+            default = _MOST_VALIDATION if is_labelled else None
+            validation = 0.0 if has_one else default
         shard_bytes = options.shard_bytes or auto_shard_bytes(corpus.sources)
         return cls(corpus=corpus, shard_bytes=shard_bytes, validation=validation, task=task)
 
-    def planned(self, options: Options, onto: Onto | None = None) -> Self:
+    def planned(self, options: Options) -> Self:
         """Cut the files into units and number the labels. Read only the records that this needs.
 
         Raises:
@@ -156,7 +146,7 @@ class Inputs:
             labels = find_labels(
                 units, work, own=task.own_label_field, remedy=task.remedy, counted=counted
             )
-            task = dataclasses.replace(task, labels=onto.labels(labels) if onto else labels)
+            task = dataclasses.replace(task, labels=labels)
         validation = self.validation
         if validation is None:
             validation = _share_of(self.corpus.sources, task.fields)

@@ -1,4 +1,4 @@
-"""Make a data set, or with `--part I/N` every Nth unit of it, or add rows to one.
+"""Make a data set, or with `--part I/N` every Nth unit of it.
 
 Find the input, cut it into units, load or train the tokenizer, encode the units, and write the
 manifest. The output depends only on the input and the options. Records of the run are written first
@@ -27,7 +27,6 @@ from tokenfeed.pipeline.text import public
 from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.corpus.units import read_records
-from tokenfeed.tools.data_sets.merge import Opened, grow
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.chat import ChatTemplate, tokens_set_by
 from tokenfeed.tools.encoding.chat_messages import UNREAD_KEY
@@ -55,8 +54,7 @@ from tokenfeed.tools.jobs.run_records import (
     planning_alone,
     remove_records,
 )
-from tokenfeed.tools.pretokenizing.append_target import NothingNew, Onto
-from tokenfeed.tools.pretokenizing.commit import commit, described
+from tokenfeed.tools.pretokenizing.commit import commit
 from tokenfeed.tools.pretokenizing.inputs import Inputs, done_by
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.runner import Run, is_small, run_units
@@ -81,8 +79,6 @@ class Listed:
     """Everything that the output depends on, in words that a user can compare."""
     plan: dict[str, Any] | None
     """The plan of the unfinished run in the output, by this or another command."""
-    onto: Onto | None
-    """The data set that the rows are for; None for a new data set."""
 
     @classmethod
     def from_options(
@@ -90,7 +86,6 @@ class Listed:
         options: Options,
         state: State,
         spool: Spool = tuple,
-        onto: Onto | None = None,
     ) -> Self:
         """List the input files and load the tokenizer that is given.
 
@@ -98,7 +93,6 @@ class Listed:
             options: The options of the command.
             state: The state of the output.
             spool: Returns records of this process, instead of the files of the options.
-            onto: The data set that the rows are for.
         """
         tokenizer, files = None, ModelFiles()
         if options.tokenizer:
@@ -109,7 +103,7 @@ class Listed:
             vocabulary = tokenizer.vocabulary_size
             prepare_early(partial(preload, options.tokenizer, vocabulary, splits_special=special))
         plan = kept_plan(options.output) if state == "unfinished" else None
-        inputs = Inputs.listed(options, plan, spool(), onto, tokenizer)
+        inputs = Inputs.listed(options, plan, spool(), tokenizer)
         if isinstance(inputs.task, ChatEncoder):
             assert tokenizer, "`Options.check` asks for one"
             task = replace(inputs.task, chat_template=chat_template_of(options, tokenizer, files))
@@ -120,7 +114,6 @@ class Listed:
             tokenizer=tokenizer,
             recipe=_recipe(options, inputs, tokenizer),
             plan=plan,
-            onto=onto,
         )
 
     def finished_tokenizer(self) -> TextTokenizer:
@@ -146,7 +139,7 @@ def prepared(listed: Listed) -> Run:
     if is_begun(output):
         kept = listed.plan or kept_plan(output)
         check_recipe(output, listed.recipe, inputs.changed_file(kept) if kept else "")
-    inputs = inputs.as_planned(kept) if kept else inputs.planned(options, listed.onto)
+    inputs = inputs.as_planned(kept) if kept else inputs.planned(options)
     started = time.perf_counter()
     tokenizer = listed.tokenizer or _trained_tokenizer(options, inputs, output, kept)
     tokenizer_seconds = time.perf_counter() - started
@@ -182,8 +175,6 @@ def prepared(listed: Listed) -> Run:
         max_rejects=options.allowed_rejects,
         audits=not is_reference,
     )
-    if listed.onto:
-        listed.onto.check(described(settings, tokenizer))
     sample_seed = 0 if options.tokenizer else options.seed  # another order is no other sample
     return Run(
         options=options,
@@ -434,7 +425,7 @@ def begin_writing(run: Run, records: RunRecords) -> None:
 
 
 def make_dataset(options: Options, spool: Spool = tuple) -> Summary:
-    """Make the data set that `options` describe, or finish it, or add the rows to a finished one.
+    """Make the data set that `options` describe, or finish it.
 
     Args:
         options: The options of the command.
@@ -442,42 +433,22 @@ def make_dataset(options: Options, spool: Spool = tuple) -> Summary:
             of the files that the options name.
 
     Raises:
-        TokenfeedError: Any error, in one line. Files with final names are complete, a data set that
-            gets rows is as before, and the same options continue the run.
+        TokenfeedError: Any error, in one line. Files with final names are complete, and the
+            same options continue the run.
     """
     started = time.perf_counter()
     options.check()
-    made = _appended(options, spool) if options.append else _made(options, spool)
+    made = _made(options, spool)
     return Summary.of(options, *made, started)
 
 
-def _appended(options: Options, spool: Spool) -> tuple[Manifest, Figures]:
-    """Add the rows of a corpus to a finished data set. See `_made`."""
-    with Onto.opened(options.output) as onto:
-        chosen = onto.options(options)
-        chosen.check()
-        try:
-            _, figures = _made(chosen, spool, onto)
-            manifest = grow(onto.store, Opened.read(str(onto.hidden.folder)))
-        except NothingNew:
-            logger.info("the data set has all input files already")
-            manifest, tokenizer = onto.manifest, onto.tokenizer
-            figures = Figures(tokenizer, skipped_known=onto.skipped, already_finished=True)
-        onto.remove_hidden()
-    return manifest, figures
-
-
-def _made(options: Options, spool: Spool, onto: Onto | None = None) -> tuple[Manifest, Figures]:
+def _made(options: Options, spool: Spool) -> tuple[Manifest, Figures]:
     """Make or finish a data set. Return its manifest, and figures of the run.
 
     Args:
         options: The options of the command, checked.
         spool: A function that returns records made in this Python process. They are read instead
             of the files that the options name.
-        onto: The data set that the rows are for. Input files that it has are left out.
-
-    Raises:
-        NothingNew: `onto` has all input files.
     """
     output = options.output
     state = state_of(output)
@@ -485,16 +456,14 @@ def _made(options: Options, spool: Spool, onto: Onto | None = None) -> tuple[Man
         raise ConfigError(
             f"`--finish`: {output} holds nothing to finish. Run `--part I/N` for every I first."
         )
-    listed = Listed.from_options(options, state, spool, onto)
+    listed = Listed.from_options(options, state, spool)
     corpus = listed.inputs.corpus
-    skipped_known = onto.skipped if onto else 0
     if state == "finished":
         manifest, num_units = recognise(output, listed.recipe)
         logger.info("already finished: the same command and input made this data set")
         return manifest, Figures(
             listed.finished_tokenizer(),
             corpus,
-            skipped_known,
             units=num_units,
             resumed_units=num_units,
             already_finished=True,
@@ -507,7 +476,6 @@ def _made(options: Options, spool: Spool, onto: Onto | None = None) -> tuple[Man
     return manifest, Figures(
         run.tokenizer,
         corpus,
-        skipped_known,
         units=len(run.units),
         resumed_units=resumed_units,
         new_bytes=new_bytes,
@@ -578,8 +546,7 @@ def _encode(run: Run, records: RunRecords, listed: Listed) -> Manifest:
         failure = _no_document(output, inputs, results)
         withdraw(output, records, inputs.splits)
         raise failure
-    files = ((source.name, source.bytes, source.state) for source in inputs.corpus.sources)
-    remember(output, listed.recipe, len(inputs.units), files, run.settings.validation)
+    remember(output, listed.recipe, len(inputs.units))
     manifest = commit(settings, inputs.corpus, run.tokenizer, run.audit, results)
     remove_records(output, job_first=True)
     return manifest

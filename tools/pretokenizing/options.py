@@ -35,7 +35,7 @@ _GROUPS = {
         *("chat_template", "template_argument"),
     ),
     "input": ("limit", "split", "validation", "exclude", "encoding", "strict", "max_rejects"),
-    "speed and output": ("workers", "engine", "append", "json"),
+    "speed and output": ("workers", "engine", "json"),
     "cluster and job array": ("runner", "part", "finish"),
     "rarely needed": (*("special_tokens_in_text", "shard_size", "max_record", "seed"),),
 }
@@ -131,8 +131,6 @@ class Options:
     engine: Literal["auto", "tokenizers"] = "auto"
     """Library that encodes. auto: gigatoken if tests show that it returns the ids of tokenizers,
     else tokenizers."""
-    append: bool = False
-    """Add the rows of CORPUS to the finished data set OUT, with its tokenizer."""
     json: bool = False
     """Print the summary as JSON."""
     runner: Runner = "local"
@@ -306,8 +304,6 @@ class Options:
                 f"`--fim-spm-rate` {self.fim_spm_rate}: has no effect without `--fim-rate`. Give "
                 "both, or leave it out."
             )
-        if self.limit and self.append:
-            raise ConfigError("`--limit` and `--append`: leave one of them out.")
         if self.strict and self.max_rejects is not None:
             raise ConfigError(
                 f"`--max-rejects` {self.max_rejects} and `--strict`: leave one of them out."
@@ -322,8 +318,6 @@ class Options:
             return
         check_installed(self.runner)
         _ = self.job_part  # raises if wrong
-        if self.append and self.runner == "local":
-            used.append("--append")
         if used[1:]:
             raise ConfigError(f"`{used[0]}` and `{used[1]}`: leave one of them out.")
         if STANDARD_INPUT in self.corpus:
@@ -347,7 +341,7 @@ class Options:
             raise ConfigError(
                 f"`{flag_of(name)}` has no effect with `--task {self.task}`. Leave it out."
             )
-        if self.task in _NEEDED and not (self.tokenizer or self.append):
+        if self.task in _NEEDED and not self.tokenizer:
             raise ConfigError(f"`--task {self.task}` needs `--tokenizer`: {_NEEDED[self.task]}.")
 
 

@@ -27,7 +27,6 @@ class Figures(NamedTuple):
     tokenizer: TextTokenizer
     corpus: Corpus | None = None
     """The input files of the run, and the files that were left out."""
-    skipped_known: int = 0
     units: int = 0
     resumed_units: int = 0
     new_bytes: int = 0
@@ -73,8 +72,6 @@ class Summary:
     """Files of folders that no format reads, by kind: how many, the first, and what to do."""
     read_as_text: str
     """Files with markup whose whole content became text, by ending."""
-    skipped_known: int
-    """Input files of `--append` that the data set has already."""
     documents: int
     """Rows written, to all splits."""
     splits: dict[str, int]
@@ -136,7 +133,6 @@ class Summary:
             files=ledger.files,
             left_out=left_out(figures.corpus.binary) if figures.corpus else [],
             read_as_text=_markup(figures.corpus.sources) if figures.corpus else "",
-            skipped_known=figures.skipped_known,
             documents=ledger.written,
             splits={name: split.rows for name, split in splits.items()},
             validation=_validation(manifest) if options.validation != 0 else "",
@@ -148,7 +144,7 @@ class Summary:
             text_bytes_per_token=round(ledger.bytes / tokens, 3),
             shard_bytes_per_token=round(shard_bytes / tokens, 3),
             vocabulary_size=figures.tokenizer.vocabulary_size,
-            vocabulary_wanted=(None if options.tokenizer or options.append else options.vocab_size),
+            vocabulary_wanted=None if options.tokenizer else options.vocab_size,
             end_token=figures.tokenizer.end_token,
             task=manifest.task,
             labels=list(manifest.label_names),
@@ -172,13 +168,11 @@ class Summary:
         resumed = f", {self.resumed_units:,} of them by earlier runs" if self.resumed_units else ""
         rejects = f"{self.out}/{REJECTS_FILE}"
         skipped = [*self.left_out, f"{rejects} lists each" if self.left_out else ""]
-        known = self.skipped_known
         return {
             "left out": "\n".join(filter(None, skipped)),
             "read as text": self.read_as_text,
             "not read": self.not_read,
             "validation": self.validation,
-            "already in": count_of(known, "input file") if known else "",
             "rejects": f"{rejects} lists each with its reason" if self.rejected else "",
             "training": self._training(),
             "end token": end if self.task in ENDED_TASKS else "",

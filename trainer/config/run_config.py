@@ -77,6 +77,8 @@ def _shown(placeholder: str) -> Meta:
 def _public(setting: Any) -> Any:
     if isinstance(setting, str):
         return public(setting)
+    if isinstance(setting, tuple):
+        return [public(address) for address in setting]
     return {public(address): weight for address, weight in setting.items()}
 
 

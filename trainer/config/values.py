@@ -33,10 +33,14 @@ Bytes = Annotated[int, Meta(ge=0, title="SIZE", description="a size like 50GB, o
 Tokens = Annotated[int, Meta(ge=1, title="N", description="a number of tokens like 500M or 10B")]
 """A number of tokens, which people may write with K, M, B or T for powers of a thousand."""
 Shards = Annotated[
-    str | dict[str, AboveZero],
-    Meta(title="FOLDER [FOLDER=X ...]", description="a folder, or several like a=0.7 b=0.3"),
+    str | tuple[str, ...] | dict[str, AboveZero],
+    Meta(
+        title="FOLDER[=X] [FOLDER[=X] ...]",
+        description="a folder, or several like a/ b/ (as one) or a=0.7 b=0.3",
+    ),
 ]
-"""The folder of a data set, or several with their weights, which are above 0."""
+"""The folder of a data set; several that are read as one; or several with their weights, which are
+above 0."""
 
 _LARGEST = 2**63
 _THOUSANDS = {letter: 1000**power for power, letter in enumerate("KMBT", 1)}
@@ -139,16 +143,22 @@ def _converted(kind: Any, value: Any) -> Any:
         raise
 
 
-def _weights(words: list[str], where: str) -> str | dict[str, str]:
-    """Parse weights by folder. A single word is a folder, even if its name has a =."""
+def _weights(words: list[str], where: str) -> str | tuple[str, ...] | dict[str, str]:
+    """Parse weights by folder, or several folders without weights. A single word is a folder, even
+    if its name has a =."""
     if len(words) < 2:
         return words[0] if words else ""
+    if twice := [word for word in words if words.count(word) > 1]:
+        raise ConfigError(f"{where}: {twice[0]} occurs twice. Name each folder once.")
+    if all("=" not in word or Path(word).exists() for word in words):
+        return tuple(words)
     found: dict[str, str] = {}
     for word in words:
         folder, _, weight = word.rpartition("=")
         if not folder or Path(word).exists():
             raise ConfigError(
-                f"{where}: {word} has no weight. Several data sets need weights, like {word}=1."
+                f"{where}: {word} has no weight, and others have one. Add one, like {word}=1, or "
+                "leave out all weights: then every row is read once an epoch."
             )
         if folder in found:
             raise ConfigError(f"{where}: {folder} occurs twice. Raise its weight instead.")

@@ -50,8 +50,14 @@ from tokenfeed.trainer.config.values import Shards
 
 
 def weights_of(shards: Shards) -> dict[str, float]:
-    """Return the weight of each data set by its folder."""
-    return {shards: 1.0} if isinstance(shards, str) else shards
+    """Return the weight of each data set by its folder: of several that are read as one, the number
+    of its tokens."""
+    if isinstance(shards, str):
+        return {shards: 1.0}
+    if isinstance(shards, dict):
+        return shards
+    sizes = ((folder, Manifest.read(folder).split("train").tokens) for folder in shards)
+    return {folder: float(tokens) for folder, tokens in sizes}
 
 
 def source_of(shards: Shards) -> str | Mixture:
@@ -60,6 +66,8 @@ def source_of(shards: Shards) -> str | Mixture:
     Raises:
         ConfigError: A weight is not above 0.
     """
+    if isinstance(shards, tuple):
+        return Mixture(shards)
     weights = weights_of(shards)
     return Mixture(dict(weights.items())) if len(weights) > 1 else first_of(shards)
 
@@ -97,13 +105,15 @@ def training_source(
 
 def first_of(shards: Shards) -> str:
     """Return the first folder. Its tokenizer serves for all data sets."""
-    return next(iter(weights_of(shards)))
+    return shards if isinstance(shards, str) else next(iter(shards))
 
 
 def shown(shards: Shards) -> str:
     """Return the setting as it is written on the command line, without secrets."""
     if isinstance(shards, str):
         return public(shards)
+    if isinstance(shards, tuple):
+        return " ".join(map(public, shards))
     return " ".join(f"{public(folder)}={weight:g}" for folder, weight in shards.items())
 
 

@@ -8,15 +8,13 @@ import os
 from collections.abc import Callable, Iterator
 
 from tokenfeed.pipeline.arithmetic import ceil_div
-from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError, TokenfeedError
-from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, Manifest
+from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
 from tokenfeed.pipeline.format.store import reading_once
-from tokenfeed.pipeline.planning.state import SavedState
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.allocator import allocator
 from tokenfeed.trainer.config.run_config import Settle, TrainConfig, refuse_phases
-from tokenfeed.trainer.data.datasets import weights_of
 from tokenfeed.trainer.distributed.world import RankError, World, join_world
 from tokenfeed.trainer.loop.loaders import peak_of_step, smaller_size
 from tokenfeed.trainer.loop.model_export import check_export, export_run
@@ -61,8 +59,6 @@ def train(
         begin = functools.partial(_begin, config) if world.is_main else lambda: config
         begun = world.run_slow(begin)
         config = world.from_rank_0(lambda: begun)
-        if config.resume:
-            _keep_versions(config)
         with contextlib.closing(Trainer(config, world, settle)) as trainer:
             config = trainer.config
             report = _train(trainer, should_stop, should_save)
@@ -88,6 +84,8 @@ def announce(config: TrainConfig, world: World, settle: Settle | None = None) ->
         with contextlib.closing(Trainer(config, world, settle)) as trainer:
             config, shape, loader = trainer.config, trainer.loaders.shape, trainer.loader
             log_beginning(config, trainer.learner, shape, trainer.epoch, loader, 0)
+            for line in _stages(trainer):
+                _log.info("%s", line)
             _log.info("allocator of a GPU: %s", allocator(os.environ))
             if trainer.device.type != "cpu":
                 peaks = world.all_gather(peak_of_step(trainer.learner, trainer.loaders))
@@ -102,6 +100,15 @@ def announce(config: TrainConfig, world: World, settle: Settle | None = None) ->
     except RuntimeError as error:
         _raise_explained(error, config, world)
         raise
+
+
+def _stages(trainer: Trainer) -> Iterator[str]:
+    """Yield what each stage of the data reads until the last step."""
+    tokens = round(trainer.epoch.tokens / trainer.epoch.steps * trainer.config.steps)
+    for number, stage in enumerate(trainer.planned_stages(tokens), 1):
+        end = "the last step" if stage.until is None else f"{stage.until:,} tokens"
+        read = ", ".join(f"{count:,.0f} of {name}" for name, count in stage.planned.items())
+        yield f"stage {number}, to {end}: tokens {read}"
 
 
 def _times(trainer: Trainer, seconds: list[float]) -> Iterator[str]:
@@ -128,17 +135,6 @@ def _times(trainer: Trainer, seconds: list[float]) -> Iterator[str]:
             for each in (sum(seconds) / len(seconds), min(seconds), max(seconds))
         )
         yield f"time of {name}: {mean} ({least} to {most})"
-
-
-def _keep_versions(config: TrainConfig) -> None:
-    """Read the versions of the data sets that the latest checkpoint was trained on, if they have
-    grown since."""
-    with contextlib.suppress(ResumeError, ManifestError):  # raised again where they are read
-        meta = Checkpoints.of_run(config.run_dir).latest_meta()
-        data = SavedState.checked(meta.loader).plan.data if meta else ()
-        for address in {each for shards in config.all_shards for each in weights_of(shards)}:
-            for fingerprint in data:
-                Manifest.keep_version(address, fingerprint)
 
 
 def _begin(config: TrainConfig) -> TrainConfig:

@@ -330,7 +330,7 @@ class Trainer:
             device=device_name(self.device),
             precision=self.learner.precision.name,
             versions=versions(),
-            stages=self._stages(delivered),
+            stages=self.planned_stages(sum(delivered.values())),
             delivered=delivered,
             rows_by_length=list(manifest.split("train").length_histogram),
             steps_per_s=speed,
@@ -369,8 +369,8 @@ class Trainer:
             yield
         self.seconds_of[cause] += time.perf_counter() - began_s
 
-    def _stages(self, delivered: Mapping[str, int]) -> list[StageTokens]:
-        """Return the stages of the data, which have delivered these tokens of each data set."""
+    def planned_stages(self, tokens: int) -> list[StageTokens]:
+        """Return what the stages of the data read in this many tokens of the run."""
 
         def shares(weights: Mapping[StorePath, float]) -> dict[str, float]:
             whole = sum(weights.values())
@@ -378,9 +378,9 @@ class Trainer:
 
         stages = [
             (each.until_tokens, shares(each.weights), shares(each.to or each.weights))
-            for each in (self.loader.stages if delivered else ())
+            for each in self.loader.stages
         ]
-        return planned_tokens(stages, sum(delivered.values()))
+        return planned_tokens(stages, tokens)
 
     def _final_metrics(self) -> dict[str, Metrics]:
         """Return metrics by split: of the best weights if they are known, else of the last."""

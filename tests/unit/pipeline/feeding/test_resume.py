@@ -2,7 +2,6 @@
 
 import json
 import sys
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.data_sets import grown_by
 from support.delivery import (
     POLICIES,
     MakeDataset,
@@ -26,7 +24,6 @@ from support.delivery import (
 
 from tokenfeed import Fixed, Mixture, Packed, Padded, ShardLoader, merge_states
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.policies import Batching
 
 LENGTHS = realistic_lengths()
@@ -315,57 +312,3 @@ def test_merging_refuses_junk(small_folder: Path, name: str, junk: Any) -> None:
         merge_states([with_settings(state, **{name: junk})])
     with pytest.raises(ResumeError, match="the state of stream 1 of"):
         merge_states([with_settings(state, stream=0, num_streams=10**12)])
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("step_size", [None, 2])
-def test_state_resumes_on_the_version_that_it_was_saved_on(
-    make_dataset: MakeDataset, *, mixed: bool, step_size: int | None
-) -> None:
-    """A new loader has all rows. The order of the earlier version stays."""
-    folder, parts = make_dataset(LENGTHS), [make_dataset(LENGTHS[:n]) for n in (300, 301)]
-    other = make_dataset(LENGTHS[:80])
-    path: Any = Mixture({str(folder): 2, str(other): 1}) if mixed else folder
-    options: dict[str, Any] = {"epochs": 2, "micro_batches_per_step": step_size}
-    with open_loader(path, **options) as whole:
-        expected = [spans(batch) for batch in whole]
-        end = whole.state_dict()
-    states = []
-    for part in (None, *parts):
-        if part:
-            grown_by(folder, part)
-        with open_loader(path, **options) as loader:
-            for _ in islice(loader, 9):
-                pass
-            states.append(json.loads(json.dumps(loader.state_dict())))
-    with open_loader(path, **options) as loader:
-        newest = loader.manifest.split("train").rows
-        for state, rows in zip(states, (600, 900, 1201), strict=True):
-            loader.load_state_dict(state)
-            assert loader.manifest.split("train").rows == rows
-            assert "corpus.txt" in {origin.file for origin in loader.explain(next(iter(loader)))}
-        assert newest == 1201
-        loader.load_state_dict(states[0])
-        assert [spans(batch) for batch in loader] == expected[9:]
-        assert loader.state_dict() == end
-        loader.rewind()
-        assert spans(next(iter(loader))) == expected[0]
-
-
-def test_state_of_another_data_set_is_refused_after_growth(make_dataset: MakeDataset) -> None:
-    folder, other = make_dataset(LENGTHS), make_dataset(LENGTHS[:99])
-    with open_loader(other) as loader:
-        state = loader.state_dict()
-    grown_by(folder, other)
-    with open_loader(folder) as loader, pytest.raises(ResumeError, match="saved with data="):
-        loader.load_state_dict(state)
-
-
-def test_loader_opened_before_growth_accepts_newer_state(make_dataset: MakeDataset) -> None:
-    folder = make_dataset(LENGTHS)
-    with open_loader(folder) as early:
-        grown_by(folder, make_dataset(LENGTHS[:99]))
-        with open_loader(folder) as late:
-            early.load_state_dict(late.state_dict())
-        assert early.manifest.fingerprint == Manifest.read(folder).fingerprint

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import call
-from support.data_sets import MakeDataset, grown_by
+from support.data_sets import MakeDataset
 from support.delivery import POLICIES, open_loader, spans, tokens_of
 from tokenizers import Tokenizer
 
@@ -200,14 +200,3 @@ def test_explain_makes_a_mixture_of_any_window_size_again(
     said = lines_of(explain(folders, tmp_path / "state.json", "--json"))
     assert [each["pieces"] for each in said] == told
     assert {p["file"] for each in told for p in each} == {"corpus.txt", "others.txt"}
-
-
-def test_explain_of_an_earlier_version_lists_its_records(
-    make_dataset: MakeDataset, tmp_path: Path
-) -> None:
-    folder = make_dataset([40] * 200)
-    with open_loader(folder) as loader:
-        (tmp_path / "state").write_text(json.dumps(loader.state_dict()))
-    before = explain(folder, tmp_path / "state", "--json")
-    grown_by(folder, make_dataset([50] * 90))
-    assert explain(folder, tmp_path / "state", "--json") == before

@@ -4,7 +4,6 @@ import json
 import os
 import re
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from pyarrow import ipc
 from support.commands import call, run
 from support.data_sets import corpus_rows, files_of, random_rows, write_rows
 
-from tokenfeed import Fixed, ShardLoader, Stage, pretokenize
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import KINDS
@@ -135,35 +133,6 @@ def test_select_counts_listed_records_that_are_missing(out: Path, tmp_path: Path
     assert "2 records removed, 3 listed records not found" in told
 
 
-def test_select_distinguishes_input_files_of_one_name(tmp_path: Path, tokenizer: Path) -> None:
-    """Python objects all have the name `records`. Without `source`, all files of a name count."""
-    out, given = tmp_path / "out", partial(pretokenize, tokenizer=tokenizer, validation=0)
-    for name in ("first", "second", "third"):
-        given(
-            [{"text": f"{name} {number}"} for number in range(3)] + [{}], out, append=out.exists()
-        )
-    printed = call(shards.main, "cat", out, "--rows", 99, "--json").stdout.splitlines()
-    one = next(row for row in map(json.loads, printed) if row["text"] == "second 1")
-    assert (one["file"], one["record"], one["source"]) == ("records", 1, 1)
-    named = {"file": "records", "record": 1}
-    for number, (line, removed) in enumerate(
-        [(one, 1), (named, 3), ({"file": "records", "source": 2}, 4), (named | {"source": 3}, 0)]
-    ):
-        rows = listed(tmp_path / "l", line)
-        if not removed:
-            assert (
-                "no input file is selected"
-                in call(
-                    shards.main, "select", out, tmp_path / "no", "--rows", rows, "--drop", expect=2
-                ).stderr
-            )
-            continue
-        said = selected(out, tmp_path / f"without{number}", "--rows", rows, "--drop")
-        kept = selected(out, tmp_path / f"with{number}", "--rows", rows)
-        assert (said["not_found"], said["rows"] + kept["rows"]) == (0, 9)
-        assert kept["rows"] == min(removed, 3)
-
-
 def test_select_counts_kinds_of_the_tokens_that_stay(tmp_path: Path) -> None:
     rows = random_rows(np.arange(1, 60), "chat")
     out = write_rows(tmp_path / "out", {"train": rows}, 1000, 3, task="chat")
@@ -176,7 +145,7 @@ def test_select_counts_kinds_of_the_tokens_that_stay(tmp_path: Path) -> None:
     listed(
         tmp_path / "l", *({"file": "corpus.txt", "record": record} for record in range(0, 59, 2))
     )
-    select(str(out), {str(tmp_path / "new"): Selection.read(tmp_path / "l", drop=True)})
+    select(str(out), str(tmp_path / "new"), Selection.read(tmp_path / "l", drop=True))
     made, left = Manifest.read(tmp_path / "new"), np.zeros(8, int)
     for shard in made.split("train").shards:
         reader = ShardReader.open(tmp_path / "new", made, shard)
@@ -189,7 +158,7 @@ def test_select_counts_kinds_of_the_tokens_that_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ((), "expected `--where 'origin GLOB'` or `--rows FILE`"),
+        ((), "expected `--where RULE` or `--rows FILE`"),
         (("--where", "origin *", "--rows", "l"), "one of both"),
         (("--where", "*.txt"), r"expected 'origin GLOB'"),
         (("--where", "origin nothing*"), "no input file is selected"),
@@ -207,69 +176,3 @@ def test_select_rejects_wrong_options(
     assert said.count("\n") == 1
     assert re.search(error, said), said
     assert not Path("new").exists()
-
-
-def test_split_makes_a_data_set_of_each_folder_with_the_same_rows(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    for folder in ("code", "prose/old", "prose/new", "empty", "."):
-        (tmp_path / "in" / folder).mkdir(parents=True, exist_ok=True)
-        lines = [
-            "" if folder == "empty" else json.dumps({"text": f"{folder} {n} " * n, "label": n % 3})
-            for n in range(1, 40)
-        ]
-        (tmp_path / "in" / folder / "rows.jsonl").write_text("\n".join([*lines, "{"]))
-    given = ("--tokenizer", tokenizer, "--task", "classify", "--validation", "0.3")
-    run(tmp_path / "in", tmp_path / "out", *given, "--shard-size", "1KB")
-
-    def rows(folder: Path) -> Counter[tuple[object, ...]]:
-        options = ("--rows", 999, "--json", "--split")
-        said = [
-            call(shards.main, "cat", folder, *options, split).stdout
-            for split in Manifest.read(folder).splits
-        ]
-        read = [json.loads(line) for line in "".join(said).splitlines()]
-        return Counter((row["file"], row["record"], row["text"], row["label"]) for row in read)
-
-    parts = tmp_path / "parts"
-    said = call(shards.main, "split", tmp_path / "out", parts, "--json").stdout
-    assert call(shards.main, "split", tmp_path / "out", f"{parts}/").stdout.count("hard links") == 3
-    assert [made["to"] for made in json.loads(said)] == [
-        str(parts / name) for name in ("_top", "code", "prose")
-    ]
-    before = files_of(tmp_path)
-    for target in (tmp_path / "out", tmp_path / "out/parts", parts / "code"):
-        error = call(shards.main, "split", tmp_path / "out", target, expect=2).stderr
-        inside = target if target != tmp_path / "out/parts" else tmp_path / "out"
-        assert f"_top: lies in the data set {inside}. Give a folder outside of it." in error
-    assert files_of(tmp_path) == before
-    (parts / "code/notes.txt").touch()
-    error = call(shards.main, "split", tmp_path / "out", parts, expect=2).stderr
-    assert "code: already holds other data (notes.txt)" in error
-    found: Counter[tuple[object, ...]] = Counter()
-    for name, count in (("_top", 39), ("code", 39), ("prose", 78)):
-        call(shards.main, "verify", parts / name)
-        of_part = rows(parts / name)
-        assert sum(of_part.values()) == count
-        within = tmp_path / "in" / ("" if name == "_top" else name)
-        assert all(str(file).startswith(f"{within}/") for file, *_ in of_part)
-        ledger = Manifest.read(parts / name).ledger
-        assert (ledger.written, ledger.rejected) == (count, count // 39)
-        found += of_part
-    assert found == rows(tmp_path / "out")
-    with ShardLoader(
-        [Stage({parts / "prose": 0.7, parts / "code": 0.3}, until_tokens=9_000)],
-        batching=Fixed(4),
-        num_workers=0,
-    ) as loader:
-        origins = [origin for batch in loader for origin in loader.explain(batch)]
-    assert {Path(origin.file).relative_to(tmp_path / "in").parts[0] for origin in origins} == {
-        "prose",
-        "code",
-    }
-
-
-def test_split_of_one_folder_is_refused(out: Path, tmp_path: Path) -> None:
-    said = call(shards.main, "split", out, tmp_path / "parts", expect=2).stderr
-    assert "all its rows come from one folder. Use it whole." in said
-    assert not (tmp_path / "parts").exists()

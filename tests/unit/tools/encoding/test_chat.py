@@ -1174,27 +1174,6 @@ def test_very_many_messages_without_a_prompt_are_rejected() -> None:
     assert rendered(CHATML, messages).pieces
 
 
-def test_append_finds_the_end_token_of_the_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
-    template = tmp_path / "two ends.jinja"
-    ends = ENDING_CALLS.replace(
-        "<|im_end|>", "<|im_end|>{{ '</s>' if m.role == 'assistant' else '' }}"
-    )
-    template.write_text(ends)
-    rows = [{"messages": [*conversation, conversation[0]]} for conversation in SHORT]
-    make(rows, tmp_path / "out", tokenizer, "--chat-template", template)
-    before = (tmp_path / "out/chat_template.jinja").read_bytes()
-    more = tmp_path / "more.jsonl"
-    more.write_text("".join(json.dumps(row) + "\n" for row in [*rows[1:], rows[0]]))
-    call(main, more, tmp_path / "out", "--task", "chat", "--append")
-    assert (tmp_path / "out/chat_template.jinja").read_bytes() == before
-    table = feather.read_table(tmp_path / "out/train/00001.arrow", memory_map=False)
-    assert sorted(table["kinds"].to_pylist()) == sorted(column(tmp_path / "out", "kinds"))
-    ids = np.concatenate(column(tmp_path / "out", "input_ids"))
-    kinds = np.concatenate(column(tmp_path / "out", "kinds"))
-    stops = {peer().convert_ids_to_tokens(int(id_)) for id_ in ids[(kinds & 7) == Kind.STOP]}
-    assert stops == {"</s>"}
-
-
 def test_an_encoder_is_the_same_in_another_process() -> None:
     task, engine = encoder(QWEN)
     values = {"messages": [THOUGHTFUL], "tools": [TOOLS]}

@@ -163,22 +163,6 @@ def test_tasks_without_values_per_token_keep_nothing(tmp_path: Path) -> None:
         pretokenize([{"text": "a"}], tmp_path / "out", keep="reward")
 
 
-def test_appended_rows_have_the_kept_columns_of_the_data_set(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    out, keep = tmp_path / "out", {"reward": "int16"}
-    for number in range(3):
-        line = {"input_ids": [number, 1], "reward": [3, number]}
-        (tmp_path / f"{number}.jsonl").write_text(json.dumps(line))
-    first, second, third = (str(tmp_path / f"{number}.jsonl") for number in range(3))
-    pretokenize(first, out, task="ids", tokenizer=tokenizer, keep=keep, validation=0)
-    pretokenize(second, out, task="ids", append=True, validation=0)
-    batch = next(iter(ShardLoader(out, batching=Fixed(2), num_workers=0, shuffle=False)))
-    assert batch["reward"].tolist() == [[3, 0], [3, 1]]
-    with pytest.raises(ConfigError, match="needs one columns"):
-        pretokenize(third, out, task="ids", append=True, keep={"other": "int16"})
-
-
 def test_mixture_needs_one_type_of_kept_columns(tmp_path: Path, tokenizer: Path) -> None:
     rows = [{"input_ids": [1, 2], "reward": [3, 4]}]
     for dtype in ("int8", "float32"):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import xxhash
-from support.commands import error_of
 from support.pretokenizing import make
 
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -33,8 +32,3 @@ def test_limit_counts_records_that_can_be_encoded(
         )
         last = [hash_ for hash_, row in hashes if row[1] < num_good][19]
         assert left_out == sum(hash_ > last for hash_, _ in hashes)
-
-
-def test_limit_beside_append_is_refused() -> None:
-    message = error_of("a", "b", "--limit", "5", "--append", expect=2)
-    assert message == "error: `--limit` and `--append`: leave one of them out."

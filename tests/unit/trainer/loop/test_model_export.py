@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from support.data_sets import grown_by
 from support.hub_models import VOCABULARY, write_shards
 from support.training import load_weights, make_config, run
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
@@ -147,20 +145,6 @@ def test_export_rejects_data_replaced_since_training(documents: Path, tmp_path: 
     with pytest.raises(ResumeError, match="cannot resume"):
         run(later)
     assert not (tmp_path / "exported").exists()
-
-
-def test_export_of_a_finished_run_survives_later_rows(documents: Path, tmp_path: Path) -> None:
-    """The export names the version of the data set that the run was trained on."""
-    shards = tmp_path / "shards"
-    shutil.copytree(documents, shards)
-    run(make_config(shards, tmp_path / "run", steps=1))
-    before = Manifest.read(shards).fingerprint
-    grown_by(shards, documents)
-    later = make_config(shards, tmp_path / "run", steps=1, export=tmp_path / "exported")
-    run(dataclasses.replace(later, resume=True))
-    about = Exported.of(tmp_path / "exported")
-    assert about is not None
-    assert about.shards == before
 
 
 def test_a_damaged_description_is_rejected(finished: TrainConfig, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support.data_sets import grown_by, random_rows, write_rows
+from support.data_sets import random_rows, write_rows
 from support.training import (
     VOCABULARY,
     assert_same_run,
@@ -303,20 +303,6 @@ def test_divergence_is_an_end_above_the_least_smoothed_loss(
     losses: list[float | None], is_diverging: bool
 ) -> None:
     assert any("is diverging" in note for note in divergence(losses)) == is_diverging
-
-
-def test_run_resumes_on_the_rows_it_began_with(
-    tmp_path: Path, make_shards: MakeShards, finished: Path, counting: Path
-) -> None:
-    """Evaluations also read the version of the data set that the run began with."""
-    shards = tmp_path / "shards"
-    shutil.copytree(counting, shards)
-    run(make_config(shards, tmp_path / "run"), stop_after=4)
-    grown_by(shards, make_shards(tmp_path / "more", rows=300))
-    run(make_config(shards, tmp_path / "run", resume=True))
-    assert_same_run(tmp_path / "run", finished, 8)
-    later = run(make_config(shards, tmp_path / "new", steps=1))
-    assert later.validation_loss_first != read_metrics(finished, "validation_loss")[0]
 
 
 BAD_SETTINGS = [
