@@ -21,7 +21,6 @@ from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.labels import CountLabels, find_labels
 from tokenfeed.tools.pretokenizing.inputs import Inputs
-from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.options import Options
 
 
@@ -159,23 +158,6 @@ def test_default_validation_of_few_records_is_about_20_rows(
         earlier = {text for text in found if int(text.split()[-1]) < len(before)}
         assert earlier <= before  # no row of train became one of validation
         before = found
-
-
-def test_default_validation_of_appended_rows_has_the_share_of_the_first_run(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    texts = [f"text number {number}" for number in range(300)]
-    write = lambda path, rows: path.write_text(  # noqa: E731
-        "".join(json.dumps({"text": text}) + "\n" for text in rows)
-    )
-    write(tmp_path / "a.jsonl", texts)
-    write(tmp_path / "b.jsonl", [*texts, *(f"more {number}" for number in range(9000))])
-    first = make(tmp_path / "a.jsonl", tmp_path / "out", tokenizer).splits["validation"]
-    both = make_dataset(
-        Options(paths=(str(tmp_path / "b.jsonl"), str(tmp_path / "out")), append=True)
-    )
-    # the texts of a.jsonl are there twice, each time in the same split
-    assert both.splits["validation"] - 2 * first == pytest.approx(9000 * 20 / 300, rel=0.2)
 
 
 def test_summary_says_that_validation_is_missing_or_small(tmp_path: Path, tokenizer: Path) -> None:
