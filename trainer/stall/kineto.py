@@ -45,9 +45,9 @@ class KinetoTracer:
         device: The GPU.
     """
 
-    least_seconds = 8.5
-    """Two sessions of CUPTI in quick succession race, so at least 5 s are between traces: the
-    schedule moves each trace by up to a fifth of the distance."""
+    least_seconds = 12.0
+    """Two sessions of CUPTI in quick succession race, so at least 5 s are between traces. The
+    distance is at least 0.7 times this, and each trace moves by up to a fifth of the distance."""
     usual_seconds = 20.0
 
     def __init__(self, device: "torch.device") -> None:

@@ -490,7 +490,8 @@ def _mark_seconds(clock: Clock) -> float:
 
 
 def _sample(step: int, reading: StallReading) -> Sample:
-    causes = {cause: idle for cause, idle in reading.cause_seconds.items() if idle}
+    idle = reading.cause_seconds
+    causes: dict[Cause, float] = {cause: idle[cause] for cause in CAUSES if idle[cause]}
     return Sample(
         step=step,
         steps=reading.steps,

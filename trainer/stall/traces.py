@@ -67,6 +67,7 @@ class Tracer(Protocol):
 
     def why_not(self) -> str | None:
         """Return why no trace can be taken now; None if one can."""
+        ...
 
     def start(self) -> None:
         """Start to record. May wait for the device. Raises any error if this is not possible."""
@@ -76,6 +77,7 @@ class Tracer(Protocol):
 
     def stop(self) -> Trace:
         """Wait for the device, stop to record, and return the trace."""
+        ...
 
 
 @dataclass(slots=True)
@@ -153,8 +155,8 @@ class Schedule:
     The distance is a power of two steps, and the exact step comes from a seed. So all ranks of a
     run trace the same steps, although their clocks differ. `Tracing.align` removes the rest.
 
-    Example: steps take 0.1 s, and traces are to be 20 s apart. The distance is 256 steps. The
-    traces are within 51 steps of the steps 256, 512, 768, and so on.
+    Example: steps take 0.1 s, and traces are to be 20 s apart. The distance is 256 steps: the power
+    of two next to 200. The traces are within 51 steps of the steps 256, 512, 768, and so on.
 
     Args:
         first: Step to trace after.
@@ -181,9 +183,10 @@ class Schedule:
         self._cost += cost
         seconds = self._least
         if self._count >= _EARLY:
-            seconds = max(self._usual, self._cost / self._count / _MOST_SHARE)
+            cheap = self._cost / self._count / _MOST_SHARE
+            seconds = max(self._usual, min(cheap, _MOST_REST * step * step_seconds))
             seconds *= 2 ** max(0, self._count // _FEW - 1)
-        while self.distance * step_seconds < seconds:
+        while self.distance * step_seconds < seconds / 2**0.5:
             self.distance *= 2
         self.plan(step)
         if self._count == 1:  # steps after the first trace are compared with those before it
@@ -210,7 +213,10 @@ _JITTER = 0.2
 _EARLY = 6
 """Traces that a short run takes, whatever they cost."""
 _MOST_SHARE = 0.003
-"""Share of the time for traces, after the early ones."""
+"""Share of the time for traces, in the long run."""
+_MOST_REST = 0.25
+"""The next trace comes after this share of the run so far, at most. The speed of the device may
+change after the latest trace."""
 _FEW = 32
 """The distance doubles with each so many traces, as the accounts keep at most 64."""
 _STEPS_BEFORE = 10

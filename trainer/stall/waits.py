@@ -88,8 +88,9 @@ def _line_at(roots: list[Any], moment: int) -> str | None:
             continue
         nodes += node.children
         caller = _caller(node)
-        is_library = caller is None or caller.file_name.startswith(_LIBRARY)
-        if not is_library and node.start_time_ns >= latest:
+        if caller is None or caller.file_name.startswith(_LIBRARY):
+            continue
+        if node.start_time_ns >= latest:
             latest, line = node.start_time_ns, f"{caller.file_name}:{caller.line_number}"
     return line
 

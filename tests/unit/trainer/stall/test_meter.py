@@ -315,6 +315,40 @@ def test_stall_of_any_order_of_a_loop_is_within_its_interval(
     assert report.stall == pytest.approx(sum(part.fraction for part in report.causes.values()))
 
 
+@pytest.mark.parametrize("speed", [0.85, 1.2])
+@pytest.mark.parametrize("launch", [9e-6, 25e-6])
+def test_stall_of_a_device_that_changes_its_speed_is_within_its_interval(
+    speed: float, launch: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is as fast as the host at first, or faster."""
+    monkeypatch.setattr("tokenfeed.trainer.stall.traces._MOST_SHARE", 1.0)
+    for name in ("least_seconds", "usual_seconds"):
+        monkeypatch.setattr(SimulatedTracer, name, 0.15)
+    meter: StallMeter | None = None
+    shares = []
+    for device in (
+        SimulatedDevice(launch=launch),
+        SimulatedDevice(launch=launch, meter_seconds=11e-6),
+    ):
+        meter = StallMeter(clock=device) if shares else None
+        begun = device.done, device.idle
+        for step in range(900):
+            device.random.seed(step)
+            if step == 5:
+                begun = device.done, device.idle
+            device.work(300, 10e-6 * (speed if step > 500 else 1.0))
+            if meter:
+                meter.step(1)
+        shares.append((device.idle - begun[1]) / (device.done - begun[0]))
+        device.wait()
+    assert meter is not None
+    meter.close()
+    interval = meter.report().interval
+    assert interval is not None
+    assert interval[0] <= shares[0] <= interval[1]
+    assert interval[1] - interval[0] < 0.06
+
+
 def test_late_launches_and_waits_are_told_apart() -> None:
     late = report_of(SimulatedDevice(launch=25e-6), order="never").causes
     assert late["launch"].fraction > 0.15
