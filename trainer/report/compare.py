@@ -13,6 +13,7 @@ import yaml
 
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.trainer.report.page import RunData, plots_of
+from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.plots import fits
 from tokenfeed.trainer.stall.stall_page import page_templates, save_page
 from tokenfeed.trainer.stall.stall_report import Interval, Sample
@@ -55,8 +56,8 @@ class Row:
         if value is None:
             return "not measured"
         form: Callable[[float], str] = "{:.2%}".format if self.is_share else _digits
-        bar = f" [{form(interval[0])}, {form(interval[1])}]" if interval else ""
-        return form(value) + bar
+        ends = [form(end) for end in interval or ()]
+        return form(value) + (f" [{', '.join(ends)}]" if len({*ends}) > 1 else "")
 
     @property
     def _more(self) -> str:
@@ -171,11 +172,12 @@ def _rows(a: RunData, b: RunData) -> Iterator[Row]:
         b_interval=second.interval,
         is_share=True,
     )
-    size = {
+    size: dict[Cause, float] = {
         cause: max(one.causes[cause].fraction for one in (first, second))
         for cause in first.causes.keys() & second.causes.keys()
     }
-    shown = sorted((x for x in size if size[x] >= _LEAST_CAUSE), key=lambda x: (-size[x], x))
+    shown: list[Cause] = [cause for cause in size if size[cause] >= _LEAST_CAUSE]
+    shown.sort(key=lambda cause: (-size[cause], cause))
     for cause in shown[:_MOST_CAUSES]:
         yield Row(
             name=f"  {cause}",

@@ -305,8 +305,9 @@ def share_of(value: float | None) -> str:
 
 def shown_causes(report: StallReport) -> dict[Cause, CauseReport]:
     """Return the causes that are large enough to show in a table, largest first."""
-    shown = [(name, part) for name, part in report.causes.items() if part.fraction >= _SHOWN_FROM]
-    return dict(sorted(shown, key=lambda item: -item[1].fraction))
+    shown: list[Cause] = [c for c, part in report.causes.items() if part.fraction >= _SHOWN_FROM]
+    shown.sort(key=lambda cause: -report.causes[cause].fraction)
+    return {cause: report.causes[cause] for cause in shown}
 
 
 def cause_table(report: StallReport) -> list[str]:

@@ -96,11 +96,12 @@ def main_causes(report: StallReport) -> list[Cause]:
     """Return the main cause of a stall, and a second one that is nearly as large; empty without a
     cause that is worth a name."""
     is_much = (report.stall or 0.0) >= _MUCH_STALL
-    shares = {cause: part.fraction for cause, part in report.causes.items()}
-    certain = sorted(
-        (cause for cause in shares if _is_certain(report, cause)), key=shares.__getitem__
-    )
-    worth = [cause for cause in certain[:-3:-1] if is_much or shares[cause] >= ABOUT[cause].named]
+    shares: dict[Cause, float] = {c: part.fraction for c, part in report.causes.items()}
+    certain: list[Cause] = [cause for cause in shares if _is_certain(report, cause)]
+    certain.sort(key=shares.__getitem__, reverse=True)
+    worth: list[Cause] = [
+        cause for cause in certain[:2] if is_much or shares[cause] >= ABOUT[cause].named
+    ]
     return [cause for cause in worth if shares[cause] >= _NEAR * shares[worth[0]] > 0]
 
 

@@ -393,7 +393,8 @@ def test_last_rank_is_named_wherever_the_others_wait(
     found = slowest_rank(ranks)
     assert found is not None
     middle = sorted(map(sum, own))[(len(own) - 1) // 2]
-    assert sum(own[found.rank]) == pytest.approx(longest)
+    if longest - middle > 1e-6:  # else half of the ranks are equally late
+        assert sum(own[found.rank]) == pytest.approx(longest)
     assert found.step_seconds == pytest.approx(longest - middle, abs=1e-6)
     hidden = found.step_seconds if is_hidden else 0.0
     assert found.hidden_seconds == pytest.approx(hidden, abs=1e-6)
