@@ -56,8 +56,6 @@ from tokenfeed.pipeline.windows.row_map import MapRow, RowMap
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 _TRAIN, _START = "train", Position(0, 0, 0)
@@ -113,8 +111,6 @@ class ShardLoader:
         timeout: float = 300.0,
         rank: int | Literal["launcher"] | None = None,
         world_size: int | None = None,
-        mesh: "DeviceMesh | ProcessGroup | None" = None,
-        dp_dims: str | Sequence[str] | None = None,
         num_streams: int | Literal["nodes"] = 1,
         cache_dir: str | PathLike[str] | None = None,
         cache_bytes: int | None = None,
@@ -164,13 +160,7 @@ class ShardLoader:
                 rank and world size from the variables of torchrun, srun, Open MPI or MPICH, for
                 programs without torch.distributed.
             world_size: Number of ranks that share each step. Default: the world size of
-                torch.distributed, or 1.
-            mesh: Instead of `rank` and `world_size`: a `DeviceMesh` or a process group of
-                torch.distributed. The ranks of a group share each step. Of a mesh, so do the ranks
-                along `dp_dims`; ranks that differ in another dimension only (tensor, pipeline or
-                context parallelism) get the same rows.
-            dp_dims: Names of the data-parallel dimensions of the mesh, such as "dp" or
-                ("dp_replicate", "dp_shard"). It may be left out if the mesh has one dimension.
+                torch.distributed, or 1. `ranks_of` returns both for a `DeviceMesh`.
             num_streams: For very many ranks: divides the ranks into this many groups of
                 consecutive ranks and deals the windows to the groups. A rank reads only the
                 windows of its group. "nodes" makes the ranks of each node a group. See
@@ -193,7 +183,7 @@ class ShardLoader:
             ManifestError: The folder has no such data set or split.
             ConfigError: A setting is out of range or does not fit the data.
         """
-        self._ranks = resolve_ranks(rank, world_size, num_streams, mesh, dp_dims)
+        self._ranks = resolve_ranks(rank, world_size, num_streams)
         if epochs is not None and self._ranks.num_streams > 1:
             raise ConfigError(
                 f"`num_streams`={num_streams} needs `epochs`=None: streams end at different steps."

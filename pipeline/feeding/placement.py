@@ -136,25 +136,14 @@ def resolve_ranks(
     rank: int | Literal["launcher"] | None,
     world_size: int | None,
     num_streams: int | Literal["nodes"] = 1,
-    mesh: "DeviceMesh | ProcessGroup | None" = None,
-    dp_dims: str | Sequence[str] | None = None,
 ) -> RankPlacement:
     """Return the rank and the world size. The defaults come from torch.distributed, or are 0 of 1.
-    With the rank "launcher", both come from the variables of torchrun, srun or MPI. With a mesh or
-    process group, they count its data-parallel ranks.
+    With the rank "launcher", both come from the variables of torchrun, srun or MPI.
 
     Raises:
         ConfigError: The rank is out of range, only one of the two was passed, torch.distributed is
-            not initialized yet, the launcher set no variables, or the mesh does not fit.
+            not initialized yet, or the launcher set no variables.
     """
-    if mesh is not None:
-        if rank is not None or world_size is not None:
-            raise ConfigError(
-                "`mesh` has the ranks, so pass neither `rank` nor `world_size` with it."
-            )
-        rank, world_size = _ranks_in(mesh, dp_dims)
-    elif dp_dims is not None:
-        raise ConfigError(f"`dp_dims`={dp_dims!r}: pass the `mesh` with these dimensions.")
     if rank == "launcher":
         rank, world_size = _launched_ranks(world_size)
     distributed: Any = sys.modules.get("torch.distributed")  # not imported: not initialized
@@ -202,30 +191,42 @@ def _launched_ranks(world_size: int | None) -> tuple[int, int]:
     return int(rank), size
 
 
-def _ranks_in(
-    mesh: "DeviceMesh | ProcessGroup", dp_dims: str | Sequence[str] | None
+def ranks_of(
+    mesh: "DeviceMesh | ProcessGroup", dims: str | Sequence[str] | None = None
 ) -> tuple[int, int]:
-    """Return the rank and the number of ranks in a process group, or along dimensions of a mesh.
+    """Return the rank and the world size for a loader in a mesh of torch.distributed.
 
-    Example: in a mesh of shape (2, 2, 4) with the names dp_replicate, dp_shard and tp, the process
-    at (1, 0, 3) has the rank 2 of 4 along the first two dimensions.
+        rank, world_size = ranks_of(mesh, ("dp_replicate", "dp_shard"))
+        loader = ShardLoader("out/", batching=batching, rank=rank, world_size=world_size)
+
+    The ranks along `dims` share each step. Ranks that differ in another dimension only (tensor,
+    pipeline or context parallelism) get the same rows. Example: in a mesh of shape (2, 2, 4) with
+    the names dp_replicate, dp_shard and tp, the process at (1, 0, 3) has the rank 2 of 4.
+
+    Args:
+        mesh: A `DeviceMesh`, or a process group, whose ranks all share each step.
+        dims: Names of the data-parallel dimensions of the mesh, such as "dp". It may be left out if
+            the mesh has one dimension.
+
+    Raises:
+        ConfigError: The mesh has no such dimension, or does not contain this process.
     """
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh
 
     if isinstance(mesh, distributed.ProcessGroup):
-        if dp_dims is not None:
-            raise ConfigError(f"`dp_dims`={dp_dims!r}: a process group has no dimensions.")
+        if dims is not None:
+            raise ConfigError(f"`dims`={dims!r}: a process group has no dimensions.")
         return distributed.get_rank(mesh), distributed.get_world_size(mesh)
     if not isinstance(mesh, DeviceMesh):
         raise checks.refusal("mesh", mesh, "a DeviceMesh or a process group that has this process")
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    wanted = (dp_dims,) if isinstance(dp_dims, str) else dp_dims
+    wanted = (dims,) if isinstance(dims, str) else dims
     if wanted is None and mesh.ndim == 1:
         wanted = names
     if not wanted or not set(wanted) <= set(names):
         raise ConfigError(
-            f"`dp_dims`={dp_dims!r}: the mesh has the dimensions {', '.join(names)}. Pass the "
+            f"`dims`={dims!r}: the mesh has the dimensions {', '.join(names)}. Pass the "
             "names of the dimensions whose ranks get different rows."
         )
     if (coordinate := mesh.get_coordinate()) is None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tokenfeed.pipeline.feeding.batch import Batch as Batch
     from tokenfeed.pipeline.feeding.dataset import ShardDataset as ShardDataset
     from tokenfeed.pipeline.feeding.loader import ShardLoader as ShardLoader
+    from tokenfeed.pipeline.feeding.placement import ranks_of as ranks_of
     from tokenfeed.pipeline.format.manifest import Manifest as Manifest
     from tokenfeed.pipeline.format.shard import ShardReader as ShardReader
     from tokenfeed.pipeline.format.shard_writer import ShardWriter as ShardWriter
@@ -46,6 +47,7 @@ _HOME = {
     "StallMeter": "trainer.stall.meter",
     "merge_states": "pipeline.planning.state",
     "pretokenize": "tools.python_api",
+    "ranks_of": "pipeline.feeding.placement",
     "watch": "trainer.watch.watch",
 }
 

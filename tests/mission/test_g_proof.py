@@ -147,7 +147,7 @@ def test_m35_loader_in_other_projects_changes_at_most_ten_lines(tmp_path: Path) 
 OUT_OF_SCOPE = {
     "DeepSpeed": "--shard-model",
     "pipeline parallelism": "torchtitan",
-    "tensor parallelism": "dp_dims",
+    "tensor parallelism": "ranks_of",
     "K80": "T4",
     "several heads": "prompts and completions",
     "animated bar": "progress lines",

@@ -19,17 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import cross_entropy
 
-from tokenfeed import Batch, Packed, ShardLoader
+from tokenfeed import Batch, Packed, ShardLoader, ranks_of
 from tokenfeed.integrations.steps import Step, steps
 
 RANKS, LENGTH, WIDTH, VOCABULARY, STEPS, ROUNDS = 4, 32, 8, 1000, 4, 5
 
 
-def opened(shards: str, **ranks: Any) -> ShardLoader:
+def opened(shards: str, ranks: tuple[int, int]) -> ShardLoader:
     """One sequence a micro-batch, four micro-batches a step."""
     batching = Packed(LENGTH, 1, last="fill")
     settings: dict[str, Any] = {"num_workers": 0, "micro_batches_per_step": 4}
-    return ShardLoader(shards, batching=batching, window_tokens=500, **settings, **ranks)
+    settings |= {"rank": ranks[0], "world_size": ranks[1]}
+    return ShardLoader(shards, batching=batching, window_tokens=500, **settings)
 
 
 def of_ranks(value: Any) -> list[Any]:
@@ -140,24 +141,24 @@ def main(shards: str, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     found: dict[str, Any] = {}
-    found["whole"] = of_ranks(rows_of(opened(shards, mesh=mesh, dp_dims="dp")))
-    loader = opened(shards, mesh=mesh, dp_dims="dp")
+    found["whole"] = of_ranks(rows_of(opened(shards, ranks_of(mesh, "dp"))))
+    loader = opened(shards, ranks_of(mesh, "dp"))
     found["first"] = of_ranks(rows_of(islice(loader, ROUNDS)))
     found["states"] = of_ranks(loader.state_dict())
     other = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "cp"))
-    resumed = opened(shards, mesh=other, dp_dims="dp")
+    resumed = opened(shards, ranks_of(other, "dp"))
     resumed.load_state_dict(found["states"][rank])
     found["rest"] = of_ranks(rows_of(resumed))
     cp = mesh.get_group("cp")
     model = Model(lambda part: Gathered.apply(part, cp))
-    made = steps(opened(shards, mesh=mesh, dp_dims="dp"), group=mesh.get_group("dp"))
+    made = steps(opened(shards, ranks_of(mesh, "dp")), group=mesh.get_group("dp"))
     found["losses"] = of_ranks(train(model, made, mesh))
     dist.destroy_process_group()
     if rank:
         os._exit(0)
     for _ in range(1, RANKS):
         assert os.wait()[1] == 0
-    found["alone"] = train(Model(), steps(opened(shards, rank=0, world_size=1)), None)
+    found["alone"] = train(Model(), steps(opened(shards, (0, 1))), None)
     print(json.dumps(found))
 
 

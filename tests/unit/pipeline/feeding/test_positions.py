@@ -13,7 +13,7 @@ from support.delivery import POLICIES, Span, open_loader, spans
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tokenfeed import Fixed, ShardLoader, Stage
+from tokenfeed import Fixed, ShardLoader, Stage, ranks_of
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.policies import Batching
 
@@ -121,7 +121,7 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh
 
 
 @pytest.mark.parametrize(
-    ("shape", "names", "dp_dims"),
+    ("shape", "names", "dims"),
     [
         (SHAPE, NAMES, ("dp_replicate", "dp_shard")),
         (SHAPE, NAMES, ("dp_shard", "dp_replicate")),
@@ -132,53 +132,48 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh
     ids=str,
 )
 def test_rank_in_a_mesh_counts_its_data_parallel_dimensions(
-    folder: Path, shape: tuple[int, ...], names: tuple[str, ...] | None, dp_dims: Any
+    shape: tuple[int, ...], names: tuple[str, ...] | None, dims: Any
 ) -> None:
     """`tests/commands/test_mesh.py` delivers rows on real ranks."""
     size = int(torch.tensor(shape).prod())
-    dims = [n for n, name in enumerate(names or ("0",)) if dp_dims is None or name in dp_dims]
+    counted = [n for n, name in enumerate(names or ("0",)) if dims is None or name in dims]
     for rank in range(size):
         with process(rank, size):
-            loader = open_loader(folder, mesh=mesh_of(shape, names), dp_dims=dp_dims)
+            found = ranks_of(mesh_of(shape, names), dims)
         place = torch.arange(size).view(shape).eq(rank).nonzero()[0].tolist()
         expected, ranks = 0, 1
-        for dim in dims:
+        for dim in counted:
             expected, ranks = expected * shape[dim] + place[dim], ranks * shape[dim]
-        assert (loader.rank, loader.world_size) == (expected, ranks)
+        assert found == (expected, ranks)
 
 
-def test_rank_of_a_process_group_is_that_of_the_group(folder: Path) -> None:
+def test_rank_of_a_process_group_is_that_of_the_group() -> None:
     with process(5, 6):
         group = dist.new_group([1, 3, 5])
-        loader = open_loader(folder, mesh=group)
+        found = ranks_of(group)
         with pytest.raises(ConfigError, match="a process group has no dimensions"):
-            open_loader(folder, mesh=group, dp_dims="dp")
-    assert (loader.rank, loader.world_size) == (2, 3)
+            ranks_of(group, "dp")
+    assert found == (2, 3)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, r"`dp_dims`=None: the mesh has the dimensions dp_replicate, dp_shard, tp\. Pass"),
-        ({"dp_dims": ()}, "the mesh has the dimensions"),
-        ({"dp_dims": "dp"}, "`dp_dims`='dp': the mesh has the dimensions"),
-        ({"dp_dims": "tp", "rank": 0}, "`mesh` has the ranks"),
-        ({"dp_dims": "tp", "world_size": 2}, "`mesh` has the ranks"),
-        ({"dp_dims": "tp", "mesh": None}, "`dp_dims`='tp': pass the `mesh`"),
+        ({}, r"`dims`=None: the mesh has the dimensions dp_replicate, dp_shard, tp\. Pass"),
+        ({"dims": ()}, "the mesh has the dimensions"),
+        ({"dims": "dp"}, "`dims`='dp': the mesh has the dimensions"),
         ({"mesh": "dp"}, "`mesh`='dp': expected a DeviceMesh or a process group that has this"),
         ({"mesh": dist.GroupMember.NON_GROUP_MEMBER}, "process group that has this process"),
     ],
     ids=str,
 )
-def test_mesh_that_does_not_fit_is_refused(
-    folder: Path, options: dict[str, Any], message: str
-) -> None:
+def test_mesh_that_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
     with process(0, 8), pytest.raises(ConfigError, match=message):
-        open_loader(folder, **{"mesh": mesh_of(SHAPE, NAMES)} | options)
+        ranks_of(**{"mesh": mesh_of(SHAPE, NAMES)} | options)
 
 
-def test_process_outside_of_a_mesh_gets_no_rows(folder: Path) -> None:
+def test_process_outside_of_a_mesh_gets_no_rows() -> None:
     with process(2, 3):
         mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("dp",))
         with pytest.raises(ConfigError, match="this process is not in the mesh"):
-            open_loader(folder, mesh=mesh)
+            ranks_of(mesh)
