@@ -111,7 +111,7 @@ class Watch:
         self._since_leader: Counter[int] = Counter()
         self._trained: dict[int, set[int]] = {}
         """Ids of the parameters of each optimizer."""
-        self._calls_since_update = self._backwards = self._tokens = self._slots = 0
+        self._calls_since_update = self._tokens = self._slots = 0
         self._training: Any = None
         """The data set of the training batches."""
         self._kept: list[Any] = []
@@ -197,7 +197,8 @@ class Watch:
 
         @functools.wraps(fetch)
         def next_batch(iterator: Any) -> Any:
-            if (kept := watch._before_fetch(iterator)) is not None:
+            is_special = watch._inside is not None or watch._ideal  # a call takes microseconds
+            if is_special and (kept := watch._before_fetch(iterator)) is not None:
                 return kept
             block = watch.enter("data")
             try:
@@ -230,7 +231,8 @@ class Watch:
         @functools.wraps(backward)
         def count_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             backward(tensors, *args, **kwargs)
-            watch._after_backward(tensors)
+            if not watch.run.by_optimizer:
+                watch._after_backward(tensors)
 
         @functools.wraps(start)
         def start_processes(
@@ -323,9 +325,8 @@ class Watch:
     @_guarded
     def _after_backward(self, tensors: Any) -> None:
         """Count a backward pass as a step, if no optimizer of torch was seen in many of them."""
-        self._backwards += 1
         self.run.backwards += 1
-        if self.run.by_optimizer or self._backwards <= _BACKWARDS:
+        if self.run.backwards <= _BACKWARDS:
             return
         if self._meter is None:
             self._begin((tensors if hasattr(tensors, "device") else tensors[0]).device)
