@@ -582,6 +582,7 @@ def test_process_after_a_meter_is_as_before(device: str, ends: str, clock: Simul
     assert len(changed) == (1 if simulated else 2), "the callbacks of the collector, and the hook"
     if ends == "close":
         meter.close()
+        assert state_of_process() == before
     del meter
     gc.collect()
     assert state_of_process() == before
