@@ -435,7 +435,7 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "scenarios": scenarios_table,
     "gpu-beside-h100": gpu_tables.beside_table,
     "gpu-h100/train": gpu_tables.train_table,
-    "gpu-h100/stall": gpu_tables.stall_table,
+    "gpu-h100/stall": gpu_tables.former_stall_table,
     "stall-simulated": simulated.table,
     "roofline": roofline_table,
     "roofline/parts": roofline_parts,

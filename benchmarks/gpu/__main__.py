@@ -2,12 +2,13 @@
 
 The tests marked `cuda`; batches under torch's sanitizer, which finds memory that two streams use in
 no order; 20 steps of every task in which a wait of the host is an error; the speed of loader and
-trainer; a step as roofline.py predicts it for an H100; and fault by fault the stall meter beside a
-trace. Each part is a process of its own. The result stands in results/gpu-NAME.json, one file that
-can be attached to an issue: every figure in it was measured on the machine it names, predictions
-are called so, and a part that failed says so.
+trainer; a step as roofline.py predicts it for an H100; what the stall meter assumes of a GPU; and
+fault by fault the stall meter beside a trace. Each part is a process of its own. The result stands
+in results/gpu-NAME.json, one file that can be attached to an issue: every figure in it was measured
+on the machine it names, predictions are called so, and a part that failed says so.
 
 usage: python -m benchmarks.gpu [--name NAME]               # needs a CUDA device; `make gpu`
+       python -m benchmarks.gpu --only stall                # the stall meter, in 8 minutes
        python -m benchmarks.gpu --device cpu --small        # tries the parts that need none
 """
 
@@ -26,8 +27,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.data import TASKS, make_data
+from benchmarks.gpu.stall_checks import CHECKS as STALL_CHECKS
+from benchmarks.gpu.tables import stall_table
 from benchmarks.protocol import RESULTS, write_result
-from benchmarks.stall.case import FAULTS
+from benchmarks.stall.case import FAULTS, LOOPS
 
 __all__ = ["PARTS", "RUNS", "compared", "comparison", "predicted_step"]
 
@@ -36,6 +39,7 @@ Entry = dict[str, Any]
 PYTEST = ["-m", "pytest", "-q", "-m", "cuda", "--no-header", "-p", "no:cacheprovider"]
 CASE = ["-m", "benchmarks.gpu.case"]
 STALL_CASE = ["-m", "benchmarks.stall.case"]
+STALL_CHECK = ["-m", "benchmarks.gpu.stall_checks"]
 RUNS: dict[str, Entry] = {
     **{task: {"task": task} for task in TASKS},
     "muon": {"optimizer": "muon"},
@@ -47,6 +51,7 @@ CHECKS = ("tests", "races", "waits")
 """What measures no time."""
 CHECK_BYTES = 16_000_000_000
 """Memory of a GPU that a check may need."""
+NEEDS_NO_DATA = ("tests", "stall")
 NEEDS_CUDA = ("tests", "races", "waits", "stall")
 
 
@@ -61,22 +66,30 @@ PARTS: dict[str, list[str]] = {
     "loader": [*CASE, "loader"],
     **{f"train {name}": [*CASE, "train"] for name in RUNS | COMPILED},
     "speed": [*CASE, "speed"],
-    **{f"stall {fault}": [*STALL_CASE, fault] for fault in FAULTS},
+    **{f"stall {check}": [*STALL_CHECK, check] for check in STALL_CHECKS if check != "slowing"},
+    "stall slowing, CUPTI attached": [*STALL_CHECK, "slowing"],
+    "stall slowing, CUPTI detached": [*STALL_CHECK, "slowing"],
+    **{f"stall {fault}": [*STALL_CASE, fault] for fault in FAULTS | LOOPS},
 }
 """What is run, by name: the first word says what, the rest with which settings."""
+ENVIRONMENTS = {
+    "races": {"TORCH_CUDA_SANITIZER": "1"},
+    "stall slowing, CUPTI attached": {"TEARDOWN_CUPTI": "0"},
+    "stall slowing, CUPTI detached": {"TEARDOWN_CUPTI": "1"},
+}
 PATIENCE_SECONDS = 1800
 
 
 def run_parts(data: Path, options: argparse.Namespace) -> Iterator[Entry]:
     """Run checks side by side, as many as fit the GPU, and then one measurement after the other."""
-    checks = [name for name in options.parts if name.split()[0] in CHECKS]
+    checks = [name for name in options.only if name.split()[0] in CHECKS]
     at_once = 1
     if options.device == "cuda":
         at_once = max(1, torch.cuda.get_device_properties(0).total_memory // CHECK_BYTES)
     with ThreadPoolExecutor(at_once) as pool:
         yield from pool.map(lambda name: run_part(name, data, options), checks)
     measured: dict[str, Entry] = {}
-    for name in options.parts:
+    for name in options.only:
         if name not in checks:
             measured[name] = found = run_part(name, data, options)
             if name.startswith("stall ") and "tokens_per_s" in found:
@@ -102,7 +115,7 @@ def run_part(name: str, data: Path, options: argparse.Namespace) -> Entry:
         command += [str(data), "--device", options.device, *["--small"] * options.small]
         command += ["--settings", json.dumps((RUNS | COMPILED).get(case, {}))]
     try:
-        said = run(command, watched=what == "races")
+        said = run(command, ENVIRONMENTS.get(name, {}))
     except subprocess.TimeoutExpired:
         return {"part": name, "outcome": f"failed: took more than {PATIENCE_SECONDS} s"}
     last = last_line(said.stdout)
@@ -146,14 +159,14 @@ def comparison(entry: Entry) -> str:
     return "\n".join(lines)
 
 
-def run(command: list[str], *, watched: bool) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, perhaps under the sanitizer."""
+def run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own."""
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
         cwd=RESULTS.parents[1],
-        env=os.environ | ({"TORCH_CUDA_SANITIZER": "1"} if watched else {}),
+        env=os.environ | environment,
         timeout=PATIENCE_SECONDS,
         check=False,
     )
@@ -176,6 +189,15 @@ def machine(device: str) -> Entry:
     }
 
 
+def as_text(rows: list[list[str]]) -> str:
+    """Return a table with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
 def slug(name: str) -> str:
     """A name as part of a file's."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
@@ -185,11 +207,21 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="a minute, to try the script")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    words = dict.fromkeys(name.split()[0] for name in PARTS)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[*words, *PARTS],
+        default=list(words),
+        metavar="PART",
+        help=f"{', '.join(words)}, or a single part such as 'stall item'",
+    )
     parser.add_argument("--name", help="of the result; by default the GPU's")
     parser.add_argument("--data", type=Path, help="folder to keep the data sets in")
     parser.add_argument("--results", type=Path, help="folder of the result")
     options = parser.parse_args()
+    chosen = set(options.only)
+    options.only = [name for name in PARTS if chosen & {name, name.split()[0]}]
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit(
             f"no CUDA device (torch {torch.__version__}): nothing was checked or measured. Parts "
@@ -204,13 +236,17 @@ def main() -> None:
     options = read_options()
     with tempfile.TemporaryDirectory() as folder:
         data = options.data or Path(folder)
-        make_data(data, small=options.small)
+        if any(name.split()[0] not in NEEDS_NO_DATA for name in options.only):
+            make_data(data, small=options.small)
         results = []
         for found in run_parts(data, options):
             results.append(found)
             print(json.dumps(found), flush=True)
             if found.get("compared"):
                 print(comparison(found), flush=True)
+    loops = [entry for entry in results if "trace_idle" in entry]
+    if loops:
+        print(as_text(stall_table(loops)), flush=True)
     about = machine(options.device)
     if options.results is not None:
         name = slug(options.name or about["device"])

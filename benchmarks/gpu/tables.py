@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["beside_table", "stall_table", "train_table"]
+__all__ = ["beside_table", "former_stall_table", "stall_table", "train_table"]
 
 Entry = dict[str, Any]
 
@@ -56,13 +56,39 @@ def train_row(entry: Entry) -> list[str]:
 
 
 def stall_table(results: list[Entry]) -> list[list[str]]:
-    """Return what the meter says of each fault, beside a trace and the gain of mending it."""
-    header = ["fault", "stall", "interval", "main cause", "with a profiler: meter", "trace"]
+    """Return what the meter finds for each fault and loop, beside a full trace."""
+    header = ["loop", "stall", "interval", "main cause", "expected", "trace", "at usual speed"]
     header += ["predicted gain", "measured gain"]
-    return [header, *(stall_row(entry) for entry in results if entry["part"].startswith("stall "))]
+    return [header, *(stall_row(entry) for entry in results if "trace_idle" in entry)]
 
 
 def stall_row(entry: Entry) -> list[str]:
+    """Return the row of one loop."""
+    interval, gain = entry["interval"], entry.get("measured_gain")
+    return [
+        entry["part"].removeprefix("stall "),
+        f"{entry['stall']:.1%}",
+        " to ".join(f"{end:.1%}" for end in interval) if interval else entry["unmeasured"],
+        entry["main_cause"] or "none",
+        entry["expected_cause"],
+        f"{entry['trace_idle']:.1%}",
+        f"{entry['trace_idle_at_usual_speed']:.1%}",
+        f"{entry['predicted_gain']:.2f}",
+        f"{gain:.2f}" if gain else "no such loop",
+    ]
+
+
+def former_stall_table(results: list[Entry]) -> list[list[str]]:
+    """Return what the former meter found for each fault, beside a trace."""
+    header = ["fault", "stall", "interval", "main cause", "with a profiler: meter", "trace"]
+    header += ["predicted gain", "measured gain"]
+    return [
+        header,
+        *(former_stall_row(entry) for entry in results if entry["part"].startswith("stall ")),
+    ]
+
+
+def former_stall_row(entry: Entry) -> list[str]:
     """Return the row of one fault."""
     traced, gain = entry["traced"], entry["measured_gain"]
     return [

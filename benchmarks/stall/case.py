@@ -1,25 +1,26 @@
-"""One fault in a training loop: what the meter says of it, and what a trace says.
+"""One fault in a training loop: what the meter reports of it, and what a full trace shows.
 
-benchmarks/gpu/ starts this for each fault, and compares the gain that the meter predicts with the
-speed of the loop without a fault. Each run is a process of its own, for a profiler slows whatever
-comes after it: `metered` is not profiled. `traced` runs meter and profiler together, and compares
-both over the same steps: idle is what the merged intervals of kernels leave.
+benchmarks/gpu/ starts this for each fault, and for each order in which a loop may fetch its
+batches, and compares the gain that the meter predicts with the speed of the loop without a fault.
+The loop runs with the meter first. Then the meter is closed, and torch's profiler records more
+steps of the same loop: a profiler slows down what comes after it. The profiler also slows down the
+launches, so a device that waits for them idles more in the trace. The time of the kernels does not
+suffer. So the report has two figures of the trace: the idle share of its own time, and the idle
+share if the same kernels fill steps as long as those without a trace.
 
 It prints one line of JSON.
 
-usage: case.py FAULT [DATA] [--device cuda] [--small] [--run metered|traced]
+usage: case.py FAULT [DATA] [--device cuda] [--small]
 """
 
 import argparse
 import gc
 import itertools
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 
 from tokenfeed.trainer.stall import Cause, StallMeter, StallReport
 
-__all__ = ["FAULTS", "idle_of_trace", "merged"]
+__all__ = ["FAULTS", "LOOPS", "beside_trace", "busy_of_trace", "merged"]
 
 Entry = dict[str, Any]
 Interval = tuple[float, float]
@@ -46,9 +47,19 @@ FAULTS: dict[str, Cause] = {
     "recompilation": "recompilation",
 }
 """What goes wrong, and where the meter should find it."""
-RUNS = ("metered", "traced")
+LOOPS: dict[str, Cause] = {
+    "fetched first": "data",
+    "fetched late": "data",
+    "fetched last": "data",
+    "never bracketed": "launch",
+}
+"""Where a loop with a loader that is a little slower than its steps fetches the batch: before the
+forward pass, after the backward pass, after the step, or where no meter sees it."""
 WARMUP = 10
-TINY_STEPS = 60
+TINY_LAYERS = 200
+PAUSE_MICROSECONDS = 1.0
+"""A device with a full queue pauses about so long between two kernels."""
+SLOWER_THAN_STEP = 1.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +69,14 @@ class Scale:
     width: int
     layers: int
     rows: int
-    steps: int
+    seconds: float
+    """With the meter: long enough for two of its traces."""
+    traced_steps: int
     fault_seconds: float
 
 
-LARGE = Scale(width=2048, layers=12, rows=8192, steps=200, fault_seconds=0.02)
-SMALL = Scale(width=32, layers=2, rows=16, steps=30, fault_seconds=0.002)
+LARGE = Scale(width=2048, layers=12, rows=8192, seconds=13, traced_steps=40, fault_seconds=0.02)
+SMALL = Scale(width=32, layers=2, rows=16, seconds=0.5, traced_steps=20, fault_seconds=0.002)
 
 
 class Loop:
@@ -71,9 +84,9 @@ class Loop:
 
     def __init__(self, fault: str, device: str, scale: Scale) -> None:
         tiny = fault == "tiny kernels"
-        if tiny:
-            scale = replace(scale, steps=min(scale.steps, TINY_STEPS))
-        width, layers = (64, 200) if tiny and device == "cuda" else (scale.width, scale.layers)
+        width, layers = (
+            (64, TINY_LAYERS) if tiny and device == "cuda" else (scale.width, scale.layers)
+        )
         self.fault, self.device, self.scale = fault, torch.device(device), scale
         self.rows, self.width = 64 if tiny else scale.rows, width
         stack = (torch.nn.Linear(width, width, bias=False) for _ in range(layers))
@@ -84,36 +97,97 @@ class Loop:
         self.optimizer = torch.optim.SGD(list(self.model.parameters()), lr=0.0, fused=True)  # type: ignore[attr-defined]
         if fault == "recompilation":
             self.model = torch.compile(self.model, dynamic=False)
-        self.meter = StallMeter(self.device, skipped_steps=WARMUP)
+        self.batch = torch.randn(self.rows, self.width, dtype=self.dtype)
+        self.there = self.batch.to(self.device)
         self.ballast: list[Any] = []
+        self.late_seconds = SLOWER_THAN_STEP * self.usual_seconds() if fault in LOOPS else 0.0
+        self.meter = StallMeter(self.device, skipped_steps=WARMUP)
+
+    def usual_seconds(self) -> float:
+        """Return the seconds of a step without a fault."""
+        for number in range(WARMUP):
+            if number == WARMUP // 2:
+                self.settle()
+                began = time.perf_counter()
+            self.work(self.there)
+        self.settle()
+        return (time.perf_counter() - began) / (WARMUP - WARMUP // 2)
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """On the device, made ahead of what is timed; as slow as the fault has it."""
-        batch = torch.randn(self.rows, self.width, dtype=self.dtype)
-        there = batch.to(self.device)
-        for step in range(self.scale.steps + WARMUP):
+        """Yield batches on the device, as slowly as the fault has it."""
+        there = self.there
+        for step in itertools.count():
+            if self.late_seconds:
+                time.sleep(self.late_seconds)
             if self.fault == "slow loader":
                 time.sleep(2 * self.scale.fault_seconds)
             if self.fault == "pageable copy":
-                there = torch.cat([batch] * 4).to(self.device)[: self.rows]
-            yield there[: self.rows - step // 40] if self.fault == "recompilation" else there
+                there = torch.cat([self.batch] * 4).to(self.device)[: self.rows]
+            rows = max(1, self.rows - step // 40)
+            yield there[:rows] if self.fault == "recompilation" else there
+
+    def work(self, batch: torch.Tensor, between: Callable[[], object] = lambda: None) -> None:
+        """Train a step of two micro-batches; `between` runs after the last backward pass."""
+        for _ in range(2):
+            loss = self.model(batch).square().mean()
+            loss.backward()
+            if self.fault == "item":
+                loss.item()
+                time.sleep(self.scale.fault_seconds / 10)  # what a host would hide
+        between()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, feed: Iterator[torch.Tensor]) -> Iterator[int]:
+        """Train a step for each number that is yielded."""
+        batch = next(feed)
+
+        def fetch() -> None:
+            nonlocal batch
+            batch = next(feed)
+
+        for step in itertools.count():
+            if step and self.fault not in ("fetched late", "fetched last"):
+                fetch()
+            self.work(batch, fetch if self.fault == "fetched late" else lambda: None)
+            self.inside(step)
+            if self.fault == "fetched last":
+                fetch()
+            yield step
+            self.after(step)
 
     def run(self) -> StallReport:
-        """Train; the report waits for the device once, at the end."""
-        for step, batch in enumerate(self.meter.watch(self.batches())):
-            for _ in range(2):
-                loss = self.model(batch).square().mean()
-                loss.backward()
-                if self.fault == "item":
-                    loss.item()
-                    time.sleep(self.scale.fault_seconds / 10)  # what a host would hide
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.inside(step)
-            self.meter.step(tokens=batch.shape[0])
-            self.after(step)
+        """Train with the meter; the report waits for the device once, at the end."""
+        feed: Iterator[torch.Tensor] = self.batches()
+        if self.fault != "never bracketed":
+            feed = iter(self.meter.watch(feed))
+        end = time.perf_counter() + self.scale.seconds
+        for step in self.steps(feed):
+            self.meter.step(tokens=self.rows)
+            if time.perf_counter() > end and step > WARMUP + self.scale.traced_steps:
+                break
         self.settle()
-        return self.meter.report()
+        report = self.meter.report()
+        self.meter.close()
+        return report
+
+    def traced(self) -> tuple[list[Entry], int]:
+        """Train under a profiler; return the events of the trace, and the number of steps."""
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        for step in self.steps(self.batches()):
+            if step == WARMUP - 1:
+                self.settle()
+                profiler.start()
+            if step == WARMUP + self.scale.traced_steps - 1:
+                break
+        self.settle()
+        profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            events: list[Entry] = json.loads(path.read_text())["traceEvents"]
+        return events, self.scale.traced_steps
 
     def inside(self, step: int) -> None:
         """What happens to the work of a step."""
@@ -157,106 +231,69 @@ def merged(intervals: list[Interval]) -> list[Interval]:
     return union
 
 
-def idle_of_trace(events: list[Entry], least: float = 0.0) -> float:
-    """Share of the time from the first kernel to the last in which none ran, by a Chrome trace;
-    copies are no work, and what only held the device up is no time at all.
+def busy_of_trace(events: list[Entry], pause: float) -> tuple[float, float]:
+    """Return the microseconds in which kernels ran, and those from the first kernel to the last.
+
+    Copies are no work. A kernel that only holds up the device is no time at all.
 
     Args:
-        events: The events of the trace.
-        least: Microseconds: shorter gaps do not count. A device whose queue is full takes a few
-            microseconds from one kernel to the next, more under a profiler.
+        events: The events of a Chrome trace.
+        pause: Microseconds that a device with a full queue takes from one kernel to the next.
+            They count as busy.
     """
     kernels = [event for event in events if event.get("cat") == "kernel"]
     spun = sum(event["dur"] for event in kernels if "spin" in event["name"])
     union = merged([(event["ts"], event["ts"] + event["dur"]) for event in kernels])
     gaps = [after[0] - before[1] for before, after in itertools.pairwise(union)]
-    return sum(gap for gap in gaps if gap > least) / (union[-1][1] - union[0][0] - spun)
+    span = union[-1][1] - union[0][0] - spun
+    return span - sum(gap - pause for gap in gaps if gap > pause), span
 
 
-def traced(loop: Loop) -> Entry:
-    """Meter and profiler over the same steps; only those after the warm-up are profiled."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    profiler = torch.profiler.profile(activities=activities, acc_events=True)
-    after = loop.after
-
-    def begin(step: int) -> None:
-        if step == WARMUP - 1:
-            loop.settle()
-            profiler.start()
-        after(step)
-
-    loop.after = begin  # type: ignore[method-assign]
-    report = loop.run()
-    profiler.stop()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return {
-        "stall": report.stall,
-        "trace_idle": idle_of_trace(events),
-        "trace_idle_in_gaps_over_10_us": idle_of_trace(events, 10.0),
-    }
-
-
-def one_run(fault: str, device: str, scale: Scale, run: str) -> Entry:
-    """What one process measures."""
+def measure(fault: str, device: str, scale: Scale) -> Entry:
+    """Return the report of the meter, and what the trace shows."""
     loop = Loop(fault, device, scale)
-    if run == "traced":
-        return traced(loop)
     report = loop.run()
     causes = {name: part.fraction for name, part in report.causes.items() if part.seconds}
-    return {
+    expected = (FAULTS | LOOPS)[fault]
+    found = {
         "loop": [loop.rows, loop.width],
+        "steps": report.steps,
         "tokens_per_s": report.real_tokens_per_s,
         "stall": report.stall,
         "interval": report.interval,
-        "is_lower_bound": (report.at_most or 0.0) > (report.stall or 0.0) + 0.001,
+        "unmeasured": report.unmeasured,
+        "verdict": report.verdict,
         "causes": causes,
         "main_cause": max(causes, key=causes.__getitem__, default=None),
-        "predicted_gain": report.causes[FAULTS[fault]].speed_up,
+        "expected_cause": expected,
+        "predicted_gain": report.causes[expected].speed_up,
     }
-
-
-def compare(fault: str, found: dict[str, Entry]) -> Entry:
-    """Both runs, side by side."""
-    return found["metered"] | {"expected_cause": FAULTS[fault], "traced": found.get("traced")}
-
-
-def in_a_process(options: argparse.Namespace, run: str) -> Entry:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.stall.case",
-        options.fault,
-        "--device",
-        options.device,
-        "--run",
-        run,
-    ]
-    command += ["--small"] * options.small
-    said = subprocess.run(command, capture_output=True, text=True, check=False)
-    if said.returncode:
-        sys.exit(said.stderr or f"{run} ended with {said.returncode}")
-    found: Entry = json.loads(said.stdout.splitlines()[-1])
+    if device == "cuda":  # a CPU has no kernels to trace
+        found |= beside_trace(report, *loop.traced())
     return found
+
+
+def beside_trace(report: StallReport, events: list[Entry], steps: int) -> Entry:
+    """Return the idle share of a full trace, and that of the same kernels in untraced steps."""
+    busy, span = busy_of_trace(events, PAUSE_MICROSECONDS)
+    untraced = 1e6 * report.seconds / report.steps
+    return {
+        "trace_idle": 1 - busy / span,
+        "trace_idle_at_usual_speed": 1 - busy / steps / untraced,
+        "kernels_per_step": sum(event.get("cat") == "kernel" for event in events) / steps,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("fault", choices=FAULTS)
+    parser.add_argument("fault", choices=[*FAULTS, *LOOPS])
     parser.add_argument("data", nargs="?", help="not needed; the other cases are given it")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--settings", help="as data")
-    parser.add_argument("--run", choices=RUNS)
     options = parser.parse_args()
     scale = SMALL if options.small else LARGE
-    if options.run:
-        print(json.dumps(one_run(options.fault, options.device, scale, options.run)))
-        return
-    runs = RUNS if options.device == "cuda" else RUNS[:1]  # a CPU has no kernels to trace
-    print(json.dumps(compare(options.fault, {run: in_a_process(options, run) for run in runs})))
+    print(json.dumps(measure(options.fault, options.device, scale)))
 
 
 if __name__ == "__main__":

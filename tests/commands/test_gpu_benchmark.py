@@ -4,12 +4,14 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support import ROOT, warm
 from support.training import write_labelled
 
+from benchmarks.gpu import __main__ as gpu_benchmark
 from benchmarks.gpu.data import TASKS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="`make gpu` is for this machine")
@@ -62,9 +64,61 @@ def test_a_part_that_fails_says_why_and_the_others_are_kept(tmp_path: Path) -> N
         (tmp_path / task).mkdir()
         (tmp_path / task / "manifest.json").write_text("{}")
     options = ("--device", "cpu", "--small", "--results", tmp_path, "--data", tmp_path)
-    ended = run_gpu(*options, "--parts", "train tag", "races")
+    ended = run_gpu(*options, "--only", "train tag", "races")
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == "failed: train tag"
     found = outcomes(tmp_path)
     assert found["races"] == "skipped: no CUDA"
     assert re.fullmatch(r"failed: .*tag/manifest\.json.*", found["train tag"])
+
+
+LOOP = {
+    "loop": [8192, 2048],
+    "tokens_per_s": 50_000,
+    "stall": 0.201,
+    "interval": [0.19, 0.22],
+    "unmeasured": None,
+    "main_cause": "data",
+    "expected_cause": "data",
+    "predicted_gain": 1.25,
+    "trace_idle": 0.31,
+    "trace_idle_at_usual_speed": 0.205,
+}
+
+
+def test_only_stall_runs_checks_and_loops_and_writes_one_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: dict[str, dict[str, str]] = {}
+
+    def run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        ran[f"{command[3]} {environment}"] = environment
+        if command[3] == "query":
+            return subprocess.CompletedProcess(command, 1, "", "RuntimeError: no GPU")
+        found: dict[str, object] = {"slower": 0.01}
+        if command[2] == "benchmarks.stall.case":
+            found = LOOP | ({"tokens_per_s": 62_000} if command[3] == "none" else {})
+            if command[3] == "collector":
+                found |= {"interval": None, "unmeasured": "the tracer failed: CUPTI is taken"}
+        return subprocess.CompletedProcess(command, 0, json.dumps(found) + "\n", "")
+
+    properties = SimpleNamespace(name="Some GPU", total_memory=80 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(gpu_benchmark, "run", run)
+    monkeypatch.setattr("sys.argv", ["gpu", "--only", "stall", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="failed: stall query"):
+        gpu_benchmark.main()
+    written = json.loads((tmp_path / "gpu-some-gpu.json").read_text())
+    assert written["environment"]["device"] == "Some GPU"
+    assert {"commit", "torch", "cuda", "date"} <= written["environment"].keys()
+    parts = {entry["part"]: entry for entry in written["results"]}
+    assert len(parts) == 5 + 2 + 11 + 4
+    assert parts["stall query"]["outcome"] == "failed: RuntimeError: no GPU"
+    assert parts["stall slow loader"]["measured_gain"] == pytest.approx(1.24)
+    teardown = [each["TEARDOWN_CUPTI"] for each in ran.values() if each]
+    assert sorted(teardown) == ["0", "1"]
+    printed = capsys.readouterr().out
+    assert "fetched late" in printed
+    assert "19.0% to 22.0%" in printed
+    assert "the tracer failed: CUPTI is taken" in printed
