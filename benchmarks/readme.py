@@ -23,6 +23,7 @@ from benchmarks.remote import tables as remote_tables
 from benchmarks.scenarios import tables as scenarios_tables
 from benchmarks.shuffle import tables as shuffle_tables
 from benchmarks.stall import simulated
+from benchmarks.stall_tools import tables as stall_tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("benchmarks.md", "mixing.md", "how/projects.md")
@@ -437,6 +438,9 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "gpu-h100/train": gpu_tables.train_table,
     "gpu-h100/stall": gpu_tables.former_stall_table,
     "stall-simulated": simulated.table,
+    "stall_tools": stall_tables.share_table,
+    "stall_tools/cost": stall_tables.cost_table,
+    "stall_tools/overhead": stall_tables.overhead_table,
     "roofline": roofline_table,
     "roofline/parts": roofline_parts,
     "roofline/checks": roofline_checks,

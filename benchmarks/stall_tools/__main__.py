@@ -7,14 +7,16 @@ and in the way that lets TraceML see most: its quick start brackets the step fro
 the optimizer, and here the bracket holds evaluation and saving as well, which TraceML counts as
 `Residual`; batches that come from no DataLoader are wrapped.
 
+Then overhead.py measures what the hooks cost in a step.
+
 Refuted if the share of `tokenfeed stall` is over 2 points from the stopwatch, if its verdict names
-another cause, or if its runs take longer than those of TraceML.
+another cause, if its runs take longer than those of TraceML, or if the hooks cost 0.5 % of a step
+of 15 ms.
 
 usage: python -m benchmarks.stall_tools --traceml peers/bin/traceml    # pip install traceml-ai
 """
 
 import argparse
-import difflib
 import json
 import os
 import resource
@@ -27,9 +29,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from benchmarks.protocol import summary, write_result
+from benchmarks.protocol import write_result
+from benchmarks.stall_tools.overhead import STEP_MS, overhead
 
-__all__ = ["cost_table", "lines_changed", "share_of_stopwatch", "share_table", "with_traceml"]
+__all__ = ["FAULTS", "share_of_stopwatch", "with_traceml"]
 
 Entry = dict[str, Any]
 
@@ -53,8 +56,8 @@ WARM_STEPS = 5
 """Steps before the stopwatch counts."""
 
 
-def with_traceml(source: str, *, is_loader: bool) -> str:
-    """Return the script as TraceML needs it: its lines added, the body of the loop indented.
+def with_traceml(source: str, *, is_loader: bool) -> tuple[str, list[int]]:
+    """Return the script as TraceML needs it, and how many lines are new and only indented.
 
     Args:
         source: The script, with one loop at the left margin.
@@ -70,16 +73,8 @@ def with_traceml(source: str, *, is_loader: bool) -> str:
         head = head.replace("timing(batches)", "traceml.wrap_dataloader_fetch(timing(batches))")
     begin = ['traceml.init(mode="auto")\n', head, "    with traceml.trace_step(model):\n"]
     imported = [*lines[:imports], "import traceml_ai as traceml\n", *lines[imports:loop]]
-    return "".join([*imported, *begin, *body, "\n", *lines[end:]])
-
-
-def lines_changed(before: str, after: str) -> tuple[int, int]:
-    """Count the lines that are new or different, and those that are only indented."""
-    old = before.splitlines()
-    new = [line[2:] for line in difflib.ndiff(old, after.splitlines()) if line.startswith("+ ")]
-    stripped = {line.strip() for line in old}
-    indented = sum(line.strip() in stripped for line in new if line.strip())
-    return sum(bool(line.strip()) for line in new) - indented, indented
+    text = "".join([*imported, *begin, *body, "\n", *lines[end:]])
+    return text, [3 if is_loader else 4, sum(line != "\n" for line in body)]
 
 
 def share_of_stopwatch(found: Entry) -> float:
@@ -108,9 +103,9 @@ def run(tool: str, fault: str, traceml: str) -> Entry:
     source = SCRIPT.read_text()
     with tempfile.TemporaryDirectory() as name:
         folder, script = Path(name), Path(name) / SCRIPT.name
-        text = source
+        text, changes = source, [0, 0]
         if tool == "traceml":
-            text = with_traceml(source, is_loader=not fault.startswith("own"))
+            text, changes = with_traceml(source, is_loader=not fault.startswith("own"))
         script.write_text(text)
         used, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         ended = subprocess.run(
@@ -135,7 +130,7 @@ def run(tool: str, fault: str, traceml: str) -> Entry:
             "truth": share_of_stopwatch(
                 json.loads((folder / f"stopwatch.{rank}.json").read_text())
             ),
-            "lines_changed": lines_changed(source, text),
+            "lines_changed": changes,
             "stdout": [line for line in ended.stdout.splitlines() if line.startswith("losses")],
         }
         read = {"tokenfeed": of_tokenfeed, "traceml": of_traceml}.get(tool)
@@ -144,10 +139,10 @@ def run(tool: str, fault: str, traceml: str) -> Entry:
 
 def of_tokenfeed(folder: Path, fault: str) -> Entry:
     """Return verdict, reason and share of `tokenfeed stall`."""
-    report = json.loads((folder / "report.json").read_text())
+    report = json.loads((folder / "report.json").read_text())["stall"]
     late = folder / "rank1" / "report.json"
-    causes = json.loads(late.read_text())["causes"] if late.exists() else report["causes"]
-    share = causes.get(FAULTS[fault][0], {}).get("fraction", 0.0)
+    rank = json.loads(late.read_text())["stall"] if late.exists() else report
+    share = rank["causes"].get(FAULTS[fault][0], {}).get("fraction", 0.0)
     return {"verdict": report["verdict"], "reason": report["reason"], "share": share}
 
 
@@ -170,43 +165,6 @@ def in_turns() -> Iterator[tuple[str, str]]:
                 yield fault, tool
 
 
-def share_table(results: list[Entry]) -> list[list[str]]:
-    """Return verdict and share of both tools beside the stopwatch in the same run."""
-    header = ["fault", "tool", "verdict", "its share", "stopwatch", "lines changed + indented"]
-    rows = []
-    for fault, tool in dict.fromkeys((entry["fault"], entry["tool"]) for entry in results):
-        found = next(e for e in results if (e["fault"], e["tool"]) == (fault, tool))
-        if tool != "python":
-            share = "not measured" if found["share"] is None else f"{found['share']:.1%}"
-            new, indented = found["lines_changed"]
-            changes = f"{new} + {indented}"
-            rows.append([fault, NAMES[tool], found["verdict"], share, f"{found['truth']:.1%}"])
-            rows[-1].append(changes if new else "0")
-    return [header, *rows]
-
-
-NAMES = {"tokenfeed": "`tokenfeed stall`", "traceml": "TraceML"}
-
-
-def cost_table(results: list[Entry]) -> list[list[str]]:
-    """Return what each tool takes more than plain `python`, over pairs of runs side by side."""
-    header = ["tool", "pairs", "seconds more", "CPU seconds more"]
-    rows = []
-    for tool in NAMES:
-        row = [NAMES[tool]]
-        for what in ("seconds", "cpu_seconds"):
-            pairs = zip(
-                (entry[what] for entry in results if entry["tool"] == "python"),
-                (entry[what] for entry in results if entry["tool"] == tool),
-                strict=True,
-            )
-            more = [used - plain for plain, used in pairs]
-            cell = "{median:.1f} [{min:.1f}, {max:.1f}]".format(**summary(more))
-            row += [cell] if len(row) > 1 else [str(len(more)), cell]
-        rows.append(row)
-    return [header, *rows]
-
-
 def version_of(traceml: str) -> str:
     """Return the version of the TraceML that an executable belongs to."""
     folders = [str(path) for path in Path(traceml).resolve().parents[1].glob("lib/*/site-packages")]
@@ -226,6 +184,9 @@ def main() -> None:
         results.append(run(tool, fault, options.traceml))
         print(json.dumps(results[-1]), flush=True)
     if not options.only:
+        for step_ms in STEP_MS:
+            results.append(overhead(step_ms))
+            print(json.dumps(results[-1]), flush=True)
         write_result("stall_tools", results, traceml=version_of(options.traceml))
 
 

@@ -47,7 +47,7 @@ def check(script: list[str], cause: str, faults: list[Any], **options: Any) -> E
 
     Args:
         script: The script or `-m` and a module, and arguments.
-        cause: Where the report must show the time of the timed functions.
+        cause: Where the report must show the time of the timed functions. It may be `work`.
         faults: Lists of a function, the seconds it sleeps, and whether it is timed.
         options: `ignore`, a pattern for what differs from run to run in stdout; `named_cuda`, the
             library of tests/support/named_cuda.py.
@@ -66,8 +66,8 @@ def check(script: list[str], cause: str, faults: list[Any], **options: Any) -> E
         }
         if not path.exists() or not times.exists():
             return found | {"failed": watched.stderr[-3000:], "plain": plain.stderr[-1000:]}
-        report, stopwatch = json.loads(path.read_text()), json.loads(times.read_text())
-        share = report["causes"].get(cause, {}).get("fraction") or 0.0
+        report, stopwatch = json.loads(path.read_text())["stall"], json.loads(times.read_text())
+        share = share_of(report, cause)
         truth = share_of_stopwatch(stopwatch)
         causes = {
             name: round(part["fraction"], 4)
@@ -82,8 +82,16 @@ def check(script: list[str], cause: str, faults: list[Any], **options: Any) -> E
             "verdict": report["verdict"],
             "causes": causes,
             "steps": [len(stopwatch["steps"]), report["steps"]],
+            "stdout": said[1][-200:],
             "lines": watched.stderr.splitlines()[-20:],
         }
+
+
+def share_of(report: Entry, cause: str) -> float:
+    """Return the share of a cause, or of the work."""
+    if cause == "work":
+        return 1 - float(report["stall"])
+    return float(report["causes"].get(cause, {}).get("fraction") or 0.0)
 
 
 def is_good(found: Entry) -> bool:

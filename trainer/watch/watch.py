@@ -114,6 +114,10 @@ class Watch:
         self._calls_since_update = self._tokens = self._slots = 0
         self._training: Any = None
         """The data set of the training batches."""
+        self._fetching: Any = None
+        """A weak reference to the iterator of the latest batch."""
+        self._iterator: Any = None
+        """The same for the latest batch that was trained."""
         self._kept: list[Any] = []
         self._lines: HostLines | None = None
         self._next_snapshot = 0.0
@@ -358,7 +362,8 @@ class Watch:
         """End an evaluation of a loop that never calls `train()`. Return a batch to replay."""
         source = getattr(iterator, "_dataset", None)
         if self._evaluation is not None and self._inside is self._evaluation:
-            if source is not self._training:
+            # Another iterator may evaluate on the training data.
+            if self._iterator is None or self._iterator() is not iterator:
                 return None
             self.leave(self._evaluation)
         is_replayed = self._ideal and self._kept and self.run.steps >= self._warmup + self._ideal
@@ -373,6 +378,7 @@ class Watch:
         source = getattr(iterator, "_dataset", None)
         if self._meter is None:
             return
+        self._fetching = weakref.ref(iterator)
         if source is not self._training:
             self._training = source
             self.run.loader = self.run.loaders.get(id(source))
@@ -409,6 +415,7 @@ class Watch:
             self.leave(self._inside)
         self._meter.step(self._tokens, max(self._tokens, self._slots))
         self._tokens = self._slots = 0
+        self._iterator = self._fetching
         run, now = self.run, time.perf_counter()
         run.end_step(now)
         if self._lines is not None:

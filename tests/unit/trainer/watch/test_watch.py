@@ -395,6 +395,30 @@ def test_eval_mode_is_evaluation(calls_train: bool) -> None:
     assert report.causes["other"].fraction < 0.1  # a forward pass of an evaluation is no step's
 
 
+def test_evaluation_on_the_training_data_is_no_data() -> None:
+    """As ignite's engines do: an iterator of its own, and `eval()` again in each step."""
+    model, naps = Model(0.01), Naps()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = DataLoader(Items(80, 0.002), batch_size=4)
+    slept = 0.0
+    with tokenfeed.watch() as running:
+        for epoch in range(4):
+            for number, batch in enumerate(loader):
+                model.train()
+                model(batch).backward()
+                optimizer.step()
+                if (epoch, number) == (0, 4):
+                    slept = naps.slept
+            began = time.perf_counter()
+            for batch in loader:
+                model.eval()
+                model(batch)
+            naps.slept += (time.perf_counter() - began) * (epoch < 3)
+    report = running.report
+    expected = share(naps.slept - slept, report)
+    assert report.causes["evaluation"].fraction == pytest.approx(expected, abs=0.03)
+
+
 def test_eval_of_a_part_or_of_a_teacher_is_no_evaluation() -> None:
     model, teacher = Model(0.002), Model(0.002)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
