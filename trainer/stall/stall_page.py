@@ -118,7 +118,7 @@ def stall_cards(stall: StallReport) -> dict[str, str]:
     speed = stall.real_tokens_per_s
     return {
         "stall": stall_share(stall),
-        "real tokens a second": "not measured" if speed is None else f"{speed:,.0f}",
+        "real tokens a second": "" if speed is None else f"{speed:,.0f}",
         "padding": share_of(stall.padding),
         "MFU": share_of(stall.mfu),
         "steps": f"{stall.steps:,}",
