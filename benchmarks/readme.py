@@ -13,10 +13,10 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import frameworks, projects, recipes, torchtitan
 from benchmarks.gpu import tables as gpu_tables
 from benchmarks.protocol import RESULTS
 from benchmarks.remote import tables as remote_tables
@@ -26,7 +26,7 @@ from benchmarks.stall import simulated
 from benchmarks.stall_tools import tables as stall_tables
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("benchmarks.md", "mixing.md", "how/projects.md")
+PAGES = ("benchmarks.md", "mixing.md")
 FILES = (ROOT / "README.md", *(ROOT / "docs" / page for page in PAGES))
 BLOCK = re.compile(r"(<!-- benchmark:([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -331,76 +331,12 @@ def packing_table(results: list[Entry]) -> list[list[str]]:
     ]
 
 
-def growing_table(results: list[Entry]) -> list[list[str]]:
-    """Time and loss of runs with growing sequences; the values of each seed."""
-    header = ["run", "seconds", "validation loss", "time to the final loss of `constant`"]
-    cases = [entry for entry in results if "loss" in entry]
+def ratios_table(results: list[Entry], times: str) -> list[list[str]]:
+    """Speeds, and the median of the ratios to a peer in the same repeat."""
     return [
-        header,
-        *(
-            [
-                entry["case"],
-                ", ".join(f"{second:.0f}" for second in entry["seconds"]),
-                ", ".join(f"{loss:.3f}" for loss in entry["loss"]),
-                ", ".join("never" if of is None else f"{of:.2f}" for of in entry["of_constant"]),
-            ]
-            for entry in cases
-        ),
+        ["compared", "MB/s", "times"],
+        *([entry["case"], spread(entry["mb_per_s"]), str(entry[times])] for entry in results),
     ]
-
-
-def open_data_table(results: list[Entry]) -> list[list[str]]:
-    """What other sources of texts and of tokens cost, beside our own."""
-    header = ["compared", "seconds", "M tokens/s", "MB/s", "times"]
-    times = {"api": "times_command", "tokens": "times_zstd", "families": "times_datasets_map"}
-    return [
-        header,
-        *(
-            [
-                entry["case"],
-                *(
-                    significant(entry[name]["median"]) if name in entry else NONE
-                    for name in ("seconds", "mtok_s", "mb_per_s")
-                ),
-                str(entry[times[entry["part"]]]),
-            ]
-            for entry in results
-        ),
-    ]
-
-
-def labels_table(results: list[Entry]) -> list[list[str]]:
-    """Scores of the defaults of `train` and of scikit-learn, means over the folds."""
-    header = ["set", "rows", "score", "`train`", "scikit-learn", "seconds of `train`"]
-    names = {"macro_f1": "macro-F1", "span_f1": "span F1"}
-    return [
-        header,
-        *(
-            [
-                entry["set"],
-                f"{entry['rows']:,}",
-                names[entry["score"]],
-                f"{entry['train']:.3f}",
-                f"{entry['scikit-learn']:.3f}",
-                f"{entry['seconds']:.0f}",
-            ]
-            for entry in results
-        ),
-    ]
-
-
-def finetune_table(results: list[Entry]) -> list[list[str]]:
-    """Speed of each kind of batches."""
-    rows = [
-        [
-            entry["case"],
-            spread(entry["tokens_s"]),
-            f"{entry['of_padded']:.2f}",
-            f"{entry['padding']:.0%}",
-        ]
-        for entry in results
-    ]
-    return [["batches", "tokens/s", "of 8 padded rows", "padding"], *rows]
 
 
 def chat_table(results: list[Entry]) -> list[list[str]]:
@@ -419,17 +355,11 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "text_loaders": loader_table,
     "text_loaders/front": front_table,
     "text_loaders/mixture": mixture_table,
-    "torchtitan": torchtitan.table,
-    "projects": projects.table,
-    "frameworks": frameworks.table,
-    "recipes": recipes.table,
     "ranks": ranks_table,
     "ranks/planned": planned_idle_table,
     "packing": packing_table,
-    "growing_length": growing_table,
-    "finetune": finetune_table,
-    "labels": labels_table,
-    "open_data": open_data_table,
+    "families": partial(ratios_table, times="times_datasets_map"),
+    "tokens": partial(ratios_table, times="times_zstd"),
     "chat": chat_table,
     "pretokenize": pretokenize_table,
     "trainer": trainer_table,

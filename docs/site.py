@@ -28,7 +28,6 @@ PAGES = (
 )
 SHOWN_AS_THEY_ARE = (
     "benchmarks/packing.py",
-    "benchmarks/projects.py",
     "benchmarks/results/*",
     "examples/*.ipynb",
     "examples/*.py",

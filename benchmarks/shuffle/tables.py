@@ -110,20 +110,6 @@ def costs(results: list[Entry]) -> Rows:
     return [header, *rows]
 
 
-def learning(results: list[Entry]) -> Rows:
-    """Held-out loss of every order."""
-    losses = ["loss, mean of the sources", "worst source", "difference from the full shuffle"]
-    return [["order", *losses], *(learning_row(entry) for entry in results)]
-
-
-def learning_row(entry: Entry) -> list[str]:
-    row = [entry["case"], f"{entry['loss']:.3f}", f"{entry['worst_source']:.3f}"]
-    if "to_full" not in entry:
-        return [*row, NONE]
-    mean, least, most = (f"{entry['to_full'][name]:+.3f}" for name in ("mean", "min", "max"))
-    return [*row, f"{mean} [{least}, {most}]"]
-
-
 def short(number: float | None) -> str:
     return NONE if number is None else f"{number:.0f}" if number >= 100 else f"{number:.2g}"
 
@@ -141,7 +127,6 @@ TABLES = {
     "shuffle/again": again,
     "shuffle/mixture": mixture,
     "shuffle/costs": costs,
-    "learning": learning,
     "stages": stages,
 }
 """Name of a block -> its table; what stands before the slash is the file of results."""

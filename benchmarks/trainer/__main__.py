@@ -1,10 +1,9 @@
 """What does the loop cost, and what does each of its choices bring? On the CPU, at a small size.
 
-One model, one optimizer, the same rows and steps for `train`, for a bare loop over batches that are
-ready in memory (the bound) and for `transformers.Trainer`; and with choices switched off. All
-systems run in turn in one process with one thread, several rounds; a figure is the median. Peak
-memory is of a process of its own, by a second call with --memory. Refuted by a loop more than 3 %
-behind the bare one, and by a peer that is not 1.2 times slower on short rows at an equal loss.
+One model, one optimizer, the same rows and steps for `train` and for a bare loop over batches that
+are ready in memory (the bound); and with choices switched off. All systems run in turn in
+one process with one thread, several rounds; a figure is the median. Peak memory is of a process of
+its own, by a second call with --memory. Refuted by a loop more than 3 % behind the bare one.
 
 usage: python -m benchmarks.trainer [--steps 40] [--rounds 5] [--case classify] [--memory]
 """
@@ -27,22 +26,16 @@ from rich.table import Table
 
 from benchmarks.protocol import RESULTS, summary, write_result
 from benchmarks.trainer import data as trainer_data
-from benchmarks.trainer.peer import by_peer
 from benchmarks.trainer.systems import CASES, SKIPPED, Case, Run, by_bare_loop, by_train
 
 Entry = dict[str, Any]
 
 
 System = Callable[[Case, Path, int], Run]
-_COMMON: dict[str, System] = {
-    "train": by_train,
-    "bare loop": by_bare_loop,
-    "transformers.Trainer": by_peer,
-}
+_COMMON: dict[str, System] = {"train": by_train, "bare loop": by_bare_loop}
 SYSTEMS: dict[str, dict[str, System]] = {
     "classify": _COMMON
     | {
-        "transformers.Trainer by length": functools.partial(by_peer, by_length=True),
         "train, rows in random order": functools.partial(by_train, spread=1.0),
         "train, a line each step": functools.partial(by_train, log_every=1),
         "bare loop, AdamW foreach": functools.partial(by_bare_loop, kernels="foreach"),
@@ -54,7 +47,7 @@ SYSTEMS: dict[str, dict[str, System]] = {
 
 
 def describe(runs: list[Run]) -> Entry:
-    """The figures of one system; all its runs have the same rows, but for peers that draw them."""
+    """The figures of one system; all its runs have the same rows."""
     speeds = [run.speed() for run in runs]
     last = runs[-1]
     return {

@@ -1,9 +1,4 @@
-"""What do other sources of texts and of tokens cost, beside `pretokenize` on a file?
-
-`api`: `tokenfeed.pretokenize` on a `datasets.Dataset`, on functions that return an iterator, and
-on a polars frame, beside the command on a file of JSON Lines with the same rows. Each run is a
-process of its own. Its clock starts when the records are open, before the import of tokenfeed. One
-function has its texts in memory, the other one parses JSON while the clock runs.
+"""How fast is `pretokenize` on other tokenizers than GPT-2's, and on token files?
 
 `families`: the command on tokenizers that gigatoken does not take as they are, beside
 `datasets.map`: WordPiece (BERT), single digits (SmolLM, StarCoder), cl100k (GPT-4) and
@@ -13,14 +8,12 @@ nanochat's pattern. Each is trained here, or has the merges of one that was.
 bytes with as many processes. The files repeat the rows of the corpus up to four bytes of ids per
 byte of it. Repeats are interleaved, and ratios are of the same repeat.
 
-    python -m benchmarks.open_data [--megabytes 100] [--repeats 5] [--only api tokens families]
+    python -m benchmarks.pretokenize.sources [--megabytes 100] [--only tokens families]
 """
 
 import argparse
 import gzip
 import json
-import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -31,7 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -39,52 +31,20 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from benchmarks.pretokenize.__main__ import datasets_map
 from benchmarks.pretokenize.__main__ import pretokenize as run_command
-from benchmarks.protocol import RESULTS, summary, write_result
+from benchmarks.protocol import summary, write_result
 from benchmarks.text_loaders.data import pretokenize, standard_library, write_json_lines
-from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.data_sets.export import Format, export_data_set
 from tokenfeed.tools.encoding.engine_support import GPT_2, GPT_4, NANOCHAT, split_steps
 
 WORKERS = 2
-SECONDS = 2.5
-COMMAND = "command, JSON Lines"
-"""Matches between letters, digits and signs. SentencePiece has no piece across such a place."""
-TIMES = ("times_command", "times_zstd", "times_datasets_map")
+TIMES = ("times_zstd", "times_datasets_map")
 FILES: dict[Format, str] = {"megatron": "train.bin", "nanogpt": "train.bin", "olmo": "train.npy"}
-
-API = """
-import json, resource, sys, time
-source, corpus, out, tokenizer = sys.argv[1:5]
-if source == "datasets.Dataset":
-    import datasets
-    records = datasets.load_from_disk(corpus + ".dataset")
-elif source == "polars frame":
-    import polars
-    records = polars.read_parquet(corpus + ".parquet")
-elif source == "function of texts":
-    with open(corpus, encoding="utf-8") as file:
-        texts = [json.loads(line)["text"] for line in file]
-    records = lambda: iter(texts)
-else:
-    def records():
-        with open(corpus, encoding="utf-8") as file:
-            for line in file:
-                yield json.loads(line)
-before = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-started = time.perf_counter()
-import tokenfeed
-tokenfeed.pretokenize(records, out, tokenizer=tokenizer, workers=WORKERS, validation=0)
-seconds = time.perf_counter() - started
-print(seconds, sum(each.ru_utime + each.ru_stime for each in before))
-""".replace("WORKERS", str(WORKERS))
-"""Prints wall seconds, and the processor seconds before the clock starts."""
-SOURCES = ("datasets.Dataset", "function of texts", "function that parses JSON", "polars frame")
 
 Entry = dict[str, Any]
 
 
 def make_data(folder: Path, megabytes: float) -> None:
-    """Write the corpus in every form, a tokenizer, and files of tokens."""
+    """Write the corpus, a tokenizer, and files of tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = list(standard_library())
     corpus = folder / "corpus.jsonl"
@@ -92,65 +52,12 @@ def make_data(folder: Path, megabytes: float) -> None:
     pretokenize(corpus, folder / "trained")
     tokenizer = folder / "trained" / "tokenizer.json"
     write_json_lines(corpus, texts, int(megabytes * 1e6))
-    records = [msgspec.json.decode(line) for line in corpus.read_bytes().splitlines()]
-    corpus.write_bytes(msgspec.json.Encoder().encode_lines(records))  # the bytes of a copy
     pretokenize(corpus, folder / "documents", "--tokenizer", tokenizer)
     for to in FILES:
         export_data_set(str(folder / "documents"), folder / to, to)
     ids = np.fromfile(folder / "nanogpt" / FILES["nanogpt"], np.uint16)
     times = max(int(4e6 * megabytes / ids.nbytes), 1)
     repeat_files(folder, times)
-    script = """
-import sys, datasets
-data = datasets.load_dataset("json", data_files=sys.argv[1], split="train", cache_dir=sys.argv[2])
-data.save_to_disk(sys.argv[1] + ".dataset")
-data.to_parquet(sys.argv[1] + ".parquet")
-"""
-    command = [sys.executable, "-c", script, str(corpus), str(folder / "cache")]
-    subprocess.run(command, check=True, capture_output=True)
-
-
-def run_api(source: str, folder: Path, out: Path) -> tuple[float, float]:
-    """Wall seconds and processor seconds of a run."""
-    corpus, tokenizer = folder / "corpus.jsonl", folder / "trained" / "tokenizer.json"
-    shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-c", API, source, str(corpus), str(out), str(tokenizer)]
-    if source == COMMAND:
-        command = [sys.executable, "-m", "tokenfeed.tools.pretokenize", str(corpus), str(out)]
-        command += ["--tokenizer", str(tokenizer), "--workers", str(WORKERS), "--validation", "0"]
-    os.sync()
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    started = time.perf_counter()
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    seconds, earlier = time.perf_counter() - started, 0.0
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    if source != COMMAND:
-        seconds, earlier = map(float, done.stdout.split()[-2:])
-    return seconds, cpu - earlier
-
-
-def measure_api(folder: Path, repeats: int) -> list[Entry]:
-    names = (COMMAND, *SOURCES)
-    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    shards = {}
-    for _ in range(repeats):
-        for name in names:
-            runs[name].append(run_api(name, folder, folder / "out"))
-            splits = Manifest.read(folder / "out").splits
-            shards[name] = [shard.xxh3 for split in splits.values() for shard in split.shards]
-    return [
-        {
-            "part": "api",
-            "case": name,
-            "seconds": summary([wall for wall, _ in runs[name]], 2),
-            "cpu_s": summary([cpu for _, cpu in runs[name]], 2),
-            "times_command": ratio([wall for wall, _ in runs[name]], [w for w, _ in runs[COMMAND]]),
-            "cpu_times_command": ratio([c for _, c in runs[name]], [c for _, c in runs[COMMAND]]),
-            "same_shards": shards[name] == shards[COMMAND],
-        }
-        for name in names
-    ]
 
 
 def ratio(values: list[float], others: list[float]) -> float:
@@ -199,7 +106,6 @@ def measure_families(folder: Path, repeats: int) -> list[Entry]:
             peer.append(datasets_map(folder / "corpus.jsonl", tokenizer, folder))
         results.append(
             {
-                "part": "families",
                 "case": name,
                 "mb_per_s": summary(ours),
                 "datasets_map_mb_per_s": summary(peer, 2),
@@ -264,24 +170,21 @@ def measure_tokens(folder: Path, repeats: int) -> list[Entry]:
                 "--workers", WORKERS,
             )  # fmt: skip
             ours.append(path.stat().st_size / 1e6 / (time.perf_counter() - started))
-        entry: Entry = {"part": "tokens", "case": f"token file, {to}", "mb_per_s": summary(ours)}
+        entry: Entry = {"case": f"token file, {to}", "mb_per_s": summary(ours)}
         entry |= {"zstd_mb_per_s": summary(bound), "times_zstd": ratio(ours, bound)}
         results.append(entry)
     return results
 
 
 def show(results: list[Entry]) -> None:
-    columns = ("seconds", "cpu_s", "mtok_s", "mb_per_s")
-    table = Table("case", "seconds", "CPU s", "M tokens/s", "MB/s", "times command, zstd or map")
+    table = Table("case", "MB/s", "times zstd or map")
     for entry in results:
-        middle = {name: f"{x['median']}" for name, x in entry.items() if isinstance(x, dict)}
         (times,) = (entry[name] for name in TIMES if name in entry)
-        table.add_row(entry["case"], *(middle.get(name, "") for name in columns), f"{times}")
+        table.add_row(entry["case"], f"{entry['mb_per_s']['median']}", f"{times}")
     Console(width=100).print(table)
 
 
 PARTS: dict[str, Callable[[Path, int], list[Entry]]] = {
-    "api": measure_api,
     "tokens": measure_tokens,
     "families": measure_families,
 }
@@ -296,16 +199,12 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = options.data or Path(name)
-        if not (folder / "corpus.jsonl.parquet").exists():
+        if not (folder / "nanogpt").exists():
             make_data(folder, options.megabytes)
-        results = []
         for part in options.only:
-            results += PARTS[part](folder, options.repeats)
+            results = PARTS[part](folder, options.repeats)
             show(results)
-    if (RESULTS / "open_data.json").exists():
-        former = json.loads((RESULTS / "open_data.json").read_bytes())["results"]
-        results = [entry for entry in former if entry["part"] not in options.only] + results
-    write_result("open_data", results, megabytes=options.megabytes)
+            write_result(part, results, megabytes=options.megabytes)
 
 
 if __name__ == "__main__":
