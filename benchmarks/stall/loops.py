@@ -292,7 +292,7 @@ class Rank:
             self._leave()
 
     def _enter(self, cause: Cause) -> None:
-        self._outer = self.meter.enter(cause) if self.meter else None
+        self._outer = self.meter.enter(cause) if self.meter else ""
         self.device.border()
         self.device.cause = cause
 

@@ -120,7 +120,7 @@ def loops_of(usual: int, each_new: int, first: int = 0) -> list[Loop]:
     return loops + [
         draw_new(name, first + seed)
         for name in FAMILIES
-        for seed in range(each_new if name != "8 ranks" else 2 * each_new // 3)
+        for seed in range(each_new if name != "8 ranks" else max(1, 2 * each_new // 3))
     ]
 
 
