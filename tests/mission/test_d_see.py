@@ -355,7 +355,7 @@ def test_m24_progress_lines_and_report_recommend_alike(
         r"step \d+ \| progress lines take \d+\.\d% .*: raise `--log-every`", ended.stderr
     )
     assert len(named) == 1
-    assert re.search(r"log \d+\.\d%: raise `--log-every`", ended.stdout)
+    assert re.search(r"reason +logging takes \d.*\nnext +raise `--log-every`", ended.stdout)
 
 
 @pytest.mark.slow

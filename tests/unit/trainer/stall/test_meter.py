@@ -363,6 +363,7 @@ def test_without_a_tracer_the_gaps_are_the_figure_and_there_is_no_interval() -> 
     assert report.unmeasured == "the device has no tracer"
     assert report.interval is None
     assert report.causes["launch"].fraction == 0.0
+    assert report.stall is not None
     assert report.causes["data"].fraction == report.stall > 0.05
     assert "not measured: the device has no tracer" in str(report)
 
