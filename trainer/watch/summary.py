@@ -187,7 +187,7 @@ class Run:
         found = {"other": "do less between the steps"}
         for cause, verb in _VERBS.items():
             if sites := self.sites.get(cause):
-                site = max(sites, key=lambda each: sites[each])
+                site = max(sites, key=sites.__getitem__)
                 found[cause] = _remedy(cause, verb, site)
         if self.loader is not None and report.steps:
             waiting = report.causes["data"].fraction

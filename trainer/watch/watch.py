@@ -382,15 +382,18 @@ class Watch:
         if source is not self._training:
             self._training = source
             self.run.loader = self.run.loaders.get(id(source))
-        rows = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if isinstance(rows, self.torch.Tensor):
-            mask = batch.get("attention_mask")
-            is_known = isinstance(mask, self.torch.Tensor) and mask.device.type == "cpu"
-            self._slots += rows.numel()
-            self._tokens += int(mask.count_nonzero()) if is_known else rows.numel()
+        if isinstance(batch, Mapping):
+            self._count_tokens(batch.get("input_ids"), batch.get("attention_mask"))
         if self._ideal and source is self._training:
             kept = type(batch)(batch) if isinstance(batch, dict | list) else batch
             self._kept = [*self._kept, kept][-_KEPT_BATCHES:]
+
+    def _count_tokens(self, rows: Any, mask: Any) -> None:
+        if not isinstance(rows, self.torch.Tensor):
+            return
+        is_known = isinstance(mask, self.torch.Tensor) and mask.device.type == "cpu"
+        self._slots += rows.numel()
+        self._tokens += int(mask.count_nonzero()) if is_known else rows.numel()
 
     @property
     def _warmup(self) -> int:
