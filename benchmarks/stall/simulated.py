@@ -23,7 +23,7 @@ from tokenfeed.trainer.stall import StallMeter
 
 SLACK = 0.001
 """Share by which the truth may be outside of an interval. Runs with and without a meter differ."""
-STEPS_PER_TRACE = 67
+STEPS_PER_TRACE = 95
 
 
 @dataclass(frozen=True, kw_only=True)
