@@ -4,22 +4,15 @@
 the user has received: an immutable object that `next` replaces as its last action. So a signal
 handler or another thread always reads fields of the same batch, and an interruption leaves either
 the position before a batch, or the position after it and the batch returned.
-
-With num_workers="auto", the feed measures how many workers keep up with the loop. A worker makes a
-window in d seconds, and the loop uses one in c seconds (without waiting), so d / c workers keep up.
-Time waiting for a core is not part of d, because more workers would increase it. The order does not
-depend on the number of workers.
 """
 
 import contextlib
-import statistics
 import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from math import ceil
 from typing import TYPE_CHECKING, Any, Self
 
 from tokenfeed.pipeline.errors import LoaderError
@@ -43,43 +36,6 @@ if TYPE_CHECKING:
     from tokenfeed.pipeline.feeding.transfer import Batches
 
 
-_HEADROOM = 1.25  # one worker too many costs memory; one too few leaves the GPU idle
-_DEAD_BAND = 0.75  # workers leave only if fewer than this share of them would keep up
-_EVERY = 4  # windows between changes: windows in the queue were made by the former number
-_KEPT = 8
-
-
-class Tuner:
-    """Suggests a number of workers after each window."""
-
-    def __init__(self, most: int) -> None:
-        """`most` is the largest number of workers: this rank's share of the cores."""
-        self._most = most
-        self._made_s: deque[float] = deque(maxlen=_KEPT)
-        self._used_s: deque[float] = deque(maxlen=_KEPT)
-        self._until_change = _EVERY
-
-    def add(self, made_s: float, used_s: float) -> None:
-        """Add a window: the seconds to make it, and the seconds that the loop used it for."""
-        self._made_s.append(made_s)
-        self._used_s.append(used_s)
-        self._until_change -= 1
-
-    def suggest(self, num_workers: int) -> int:
-        """Return the number of workers that keep up, if there are `num_workers` now."""
-        if self._until_change > 0:
-            return num_workers
-        self._until_change = _EVERY
-        made, used = statistics.median(self._made_s), statistics.median(self._used_s)
-        wanted = made * _HEADROOM / max(used, 1e-9)
-        needed = max(1, min(ceil(min(wanted, self._most)), self._most))
-        if _DEAD_BAND * (num_workers - 1) < wanted < num_workers:
-            return min(
-                num_workers, self._most
-            )  # one worker less might keep up: avoid frequent changes
-        return needed
-
-
 class Feed:
     """Endless iterator of (batch, ragged micro-batch it was built from)."""
 
@@ -93,7 +49,6 @@ class Feed:
         num_workers: int,
         prefetch: int,
         timeout: float,
-        tuner: Tuner | None,
         counters: Counters,
     ) -> None:
         """Start nothing yet. The first `next` starts the workers. With a `device`, batches are
@@ -110,7 +65,7 @@ class Feed:
                 maker, start, num_workers=num_workers, timeout=timeout, register=register
             )
         source = self._pool or InlineSource(maker, start, page_lock.stage if page_lock else None)
-        measured = _Measured(source, counters, self._pool, tuner)
+        measured = _Measured(source, counters)
         self._batches = (
             copy_ahead(measured, copies, form, prefetch)
             if copies
@@ -131,11 +86,6 @@ class Feed:
         because the workers answer the parent.
         """
         return self.in_step and (self._pool is None or self._pool.is_ours())
-
-    @property
-    def num_workers(self) -> int:
-        """Number of worker processes."""
-        return self._pool.num_workers if self._pool else 0
 
     def close(self) -> None:
         """Wait for running copies and stop the workers. Call it again if it was interrupted."""
@@ -179,27 +129,16 @@ def _on_host(source: WindowSource, form: BatchForm, prefetch: int) -> "Batches":
 
 
 class _Measured:
-    """A source that measures how long windows take to make and to use, and adjusts the workers."""
+    """A source that counts windows, and the time that they took to make."""
 
-    def __init__(
-        self, source: WindowSource, counters: Counters, pool: WorkerPool | None, tuner: Tuner | None
-    ) -> None:
-        self._source, self._counters, self._pool = source, counters, pool
-        self._tuner = tuner
-        self._taken_s: float | None = None
+    def __init__(self, source: WindowSource, counters: Counters) -> None:
+        self._source, self._counters = source, counters
         self.is_ready = source.is_ready
 
     def take(self) -> Lease:
         """Return the next window."""
-        asked_s = time.perf_counter()
         lease = self._source.take()
-        if self._pool and self._tuner and self._taken_s is not None:
-            self._tuner.add(lease.seconds, asked_s - self._taken_s)
-            suggested = self._tuner.suggest(self._pool.num_workers)
-            if suggested != self._pool.num_workers:
-                self._pool.resize(suggested)
         self._counters.add_window(lease.seconds, lease.ready, lease.fetched)
-        self._taken_s = time.perf_counter()
         return lease
 
 
@@ -219,12 +158,6 @@ class Delivery:
     def __getstate__(self) -> dict[str, Any]:
         """A pickled copy, as another process gets it, starts its own feed."""
         return self.__dict__ | {"_feed": None, "_user": _User()}
-
-    @property
-    def num_workers(self) -> int | None:
-        """Number of workers of the feed; None if no feed is running."""
-        feed = self._feed
-        return feed.num_workers if feed else None
 
     def next(self, start: Callable[[], Feed], epochs: int | None) -> tuple[Batch, bool]:
         """Return the next batch, and whether it is the last one of a pass.

@@ -23,11 +23,9 @@ from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, BatchForm
-from tokenfeed.pipeline.feeding.delivery import Delivery, Feed, Pass, Tuner
+from tokenfeed.pipeline.feeding.delivery import Delivery, Feed, Pass
 from tokenfeed.pipeline.feeding.placement import (
-    can_have_workers,
     check_no_copies,
-    cores_per_rank,
     resolve_ranks,
     resolve_workers,
 )
@@ -129,8 +127,8 @@ class ShardLoader:
             device: Device of the batches, such as "cuda" or "cuda:1". "numpy" makes batches of
                 numpy arrays, and does not import torch.
             num_workers: Number of worker processes. 0 reads in this process; data in a store needs
-                at least 1. "auto" starts one worker and measures how many keep up with the loop,
-                at most this rank's share of the cores. The order of rows does not depend on it.
+                at least 1. "auto" is this rank's share of the cores, at most 4. The order of rows
+                does not depend on it.
             prefetch: Number of batches in all that are ready on the device ahead of the loop,
                 whatever the number of workers. Default: 2 on a GPU, where batches are copied while
                 a step runs. On a CPU 0: the workers keep windows ready, and a batch is built from
@@ -224,10 +222,7 @@ class ShardLoader:
             self._row_map = RowMap.from_setting(map, size, plan.order.seed)
         self._targets_by = TargetRule.from_setting(targets, sources[0].manifest.columns)
         self._least_workers, self._cache = int(has_remote(sources)), None
-        if num_workers == "auto" and not can_have_workers():
-            num_workers = 0
-        first = 1 if num_workers == "auto" else num_workers
-        self._num_workers = resolve_workers(first, least=self._least_workers)
+        self._num_workers = resolve_workers(num_workers, least=self._least_workers)
         if prefetch is None:
             prefetch = COPIES_AHEAD if self.copies_ahead else 0
         self.prefetch = checks.whole("prefetch", prefetch, most=_MOST_AHEAD)
@@ -238,7 +233,6 @@ class ShardLoader:
             self._cache = cache_for(sources, plan, cache_dir, cache_bytes)
         more_s = _STORE_S if self._least_workers else 0.0
         self._timeout = checks.number("timeout", timeout, unit="seconds") + more_s
-        self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
         self._delivery = Delivery(Delivered(plan))
         self._begins_anew = plan.split != _TRAIN
         self._is_resumed = False
@@ -281,16 +275,15 @@ class ShardLoader:
 
     @property
     def num_workers(self) -> int:
-        """Current number of worker processes. It can be set at any time; that ends "auto", and the
-        windows that were made in advance are made again."""
-        running = self._delivery.num_workers
-        return self._num_workers if running is None else running
+        """Number of worker processes. It can be set at any time; the windows that were made in
+        advance are made again."""
+        return self._num_workers
 
     @num_workers.setter
-    def num_workers(self, number: int) -> None:
+    def num_workers(self, number: int | Literal["auto"]) -> None:
         number = resolve_workers(number, least=self._least_workers)
         self._delivery.close()
-        self._num_workers, self._tuner = number, None
+        self._num_workers = number
 
     def __iter__(self) -> Pass:
         check_no_copies()
@@ -584,7 +577,6 @@ class ShardLoader:
             num_workers=self._num_workers,
             prefetch=self.prefetch,
             timeout=self._timeout,
-            tuner=self._tuner,
             counters=self._delivery.counters,
         )
 

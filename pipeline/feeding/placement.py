@@ -106,6 +106,9 @@ _PROCESSES = {
 Open MPI, MPICH."""
 _WORKERS_PER_CORE = 16
 """Largest number of workers per core. More is surely a mistake."""
+_MOST_BY_DEFAULT = 4
+"""Two workers deliver 41 to 161 M tokens/s (benchmarks/results/text_loaders.json). More than 4 only
+take memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,12 +252,15 @@ def can_have_workers() -> bool:
     return hasattr(os, "fork")
 
 
-def resolve_workers(num_workers: int, *, least: int = 0) -> int:
-    """Check a number of workers, and raise it to `least`, the number that the data needs.
+def resolve_workers(num_workers: int | Literal["auto"], *, least: int = 0) -> int:
+    """Check a number of workers, and raise it to `least`, the number that the data needs. "auto" is
+    this rank's share of the cores, at most 4, or 0 on a system that cannot have workers.
 
     Raises:
         ConfigError: The number is out of range, or workers cannot run here.
     """
+    if num_workers == "auto":
+        num_workers = min(_MOST_BY_DEFAULT, cores_per_rank()) if can_have_workers() else 0
     if not can_have_workers() and max(least, num_workers if isinstance(num_workers, int) else 0):
         remote = " Copy data sets of stores to this machine by `shards copy`." if least else ""
         raise ConfigError(

@@ -11,9 +11,8 @@ building a batch never synchronises, because the host knows every shape. Ids and
 once. Masks, positions and `seq_idx` are built on first use, on the current stream.
 
 Page-locking can make the driver wait for the device, and takes milliseconds. Each slot of a worker
-is locked at its first use and again when it has grown: in the first windows, and after
-`num_workers="auto"` has started a worker. If the system refuses to lock memory, copies are correct
-but slower.
+is locked at its first use and again when it has grown: in the first windows. If the system refuses
+to lock memory, copies are correct but slower.
 
 Shapes: B sequences, T padded length, N tokens, S segments.
 """

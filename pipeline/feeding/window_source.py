@@ -1,9 +1,8 @@
 """Sources of windows: this process, or worker processes. Both return windows in order.
 
-Any worker can make any window, because a window is a pure function of its number. So the number of
-workers can change at any time without a change of the order. Each worker has a few buffers of
-shared memory. A window stays in its buffer, and the loader reads it there, until its lease is
-released.
+Any worker can make any window, because a window is a pure function of its number. So the order does
+not depend on the number of workers. Each worker has a few buffers of shared memory. A window stays
+in its buffer, and the loader reads it there, until its lease is released.
 """
 
 import contextlib
@@ -15,14 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Protocol
 
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding.worker import Reply
 from tokenfeed.pipeline.feeding.worker_process import (
-    BUFFERS,
     END_S,
     Pending,
     Register,
@@ -129,23 +126,16 @@ class WorkerPool:
         self._next = start
         self._timeout = timeout
         self._register = register
-        self._names = itertools.count()
         self._workers: list[WorkerProcess] = []
         self._pending: deque[Pending] = deque()  # in window order
         self._parent = os.getpid()
         self._closed = False
         self._changing = threading.RLock()  # guards `_workers`; a fork may find it locked
-        self.num_workers = num_workers
-        """Number of processes that get new work."""
+        self._num_workers = num_workers
 
     def is_ours(self) -> bool:
         """Return whether this process created the pool. It is False in a forked child."""
         return os.getpid() == self._parent
-
-    def resize(self, num_workers: int) -> None:
-        """Start more workers, or stop some after their windows were used."""
-        self.num_workers = num_workers
-        self._adjust_workers()
 
     def take(self) -> Lease:
         """Return the next window.
@@ -156,7 +146,9 @@ class WorkerPool:
             TokenfeedError: An error in the worker, such as a damaged shard.
         """
         with self._while_open():
-            self._adjust_workers()
+            if len(self._workers) < self._num_workers:
+                start_undisturbed(self._start)
+            self._assign()
             head = self._pending[0]
             made = self._answer_of(head)
             ready = sum(1 for _ in itertools.takewhile(Pending.is_answered, self._pending))
@@ -202,26 +194,16 @@ class WorkerPool:
             "close it."
         ) from None
 
-    def _adjust_workers(self) -> None:
-        """Start missing workers, stop surplus ones, and assign windows to all."""
-        staying = [worker for worker in self._workers if not worker.leaving]
-        for worker in staying[self.num_workers :]:
-            worker.leaving = True
-        if (missing := self.num_workers - len(staying)) > 0:
-            start_undisturbed(partial(self._start, missing))
-        self._stop_leaving()
-        self._assign()
-
-    def _start(self, missing: int) -> None:
+    def _start(self) -> None:
+        """Start the workers that are missing."""
         with self._changing:
-            for _ in range(missing):
-                if not self._closed:
-                    self._workers.append(WorkerProcess(next(self._names), self._maker))
+            while not self._closed and len(self._workers) < self._num_workers:
+                self._workers.append(WorkerProcess(len(self._workers), self._maker))
 
     def _assign(self) -> None:
         """Assign a window to every free buffer, starting with the worker with most free buffers."""
         while True:
-            free = [worker for worker in self._workers if worker.free and not worker.leaving]
+            free = [worker for worker in self._workers if worker.free]
             if not free:
                 return
             worker = max(free, key=lambda worker: len(worker.free))
@@ -254,15 +236,7 @@ class WorkerPool:
 
     def _release(self, pending: Pending) -> None:
         pending.worker.free.append(pending.buffer)
-        self._stop_leaving()
-        if self._workers:
-            self._assign()
-
-    def _stop_leaving(self) -> None:
-        """Stop leaving workers whose buffers are all free."""
-        for worker in [w for w in self._workers if w.leaving and len(w.free) == BUFFERS]:
-            worker.end(time.monotonic() + END_S)
-            self._workers.remove(worker)
+        self._assign()
 
 
 def make_in_worker(maker: WindowMaker, position: Position, timeout: float) -> RankSlice:

@@ -82,7 +82,6 @@ class WorkerProcess:
                 store or the function of `map` cannot be imported.
         """
         self.name = name
-        self.leaving = False
         self.tasks: deque[Pending] = deque()
         self.free = list(range(BUFFERS))
         self._memory: dict[int, mmap.mmap] = {}

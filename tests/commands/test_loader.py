@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 from collections import Counter
 from itertools import islice
@@ -24,11 +25,11 @@ from support.delivery import (
     times_delivered,
     tokens_of,
 )
-from support.processes import eventually, run_script
+from support.processes import eventually, run_script, workers_of
 
 from tokenfeed import Mixture, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
-from tokenfeed.pipeline.feeding.delivery import Tuner
+from tokenfeed.pipeline.feeding import placement
 from tokenfeed.pipeline.planning.policies import Batching
 
 LENGTHS = realistic_lengths()
@@ -98,11 +99,34 @@ def test_resizing_while_running_changes_nothing_in_the_order(folder: Path) -> No
     assert len(whole) > 7 * 17
 
 
-def test_auto_settles_on_some_workers_and_keeps_the_order(folder: Path) -> None:
-    whole = [spans(batch) for batch in open_loader(folder, epochs=4)]
-    with open_loader(folder, num_workers="auto", epochs=4) as loader:
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 4), (4, 3), (64, 1)])
+def test_workers_auto_are_the_share_of_the_cores_and_at_most_four(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, workers: int
+) -> None:
+    """The machine has 12 cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
+    monkeypatch.setattr(placement, "MEMBERSHIP", Path("/no/such/file"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    with open_loader(folder, num_workers="auto") as loader:
+        assert loader.num_workers == workers
+        loader.num_workers = 1
+        loader.num_workers = "auto"
+        assert loader.num_workers == workers
+        next(iter(loader))
+        assert len(workers_of()) == workers
+
+
+def test_workers_auto_keep_the_order(folder: Path) -> None:
+    whole = [spans(batch) for batch in open_loader(folder, epochs=2)]
+    with open_loader(folder, num_workers="auto", epochs=2) as loader:
         assert [spans(batch) for batch in loader] == whole
-        assert loader.num_workers >= 1
+
+
+def test_workers_auto_are_none_where_there_can_be_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "fork")
+    assert open_loader(folder, num_workers="auto").num_workers == 0
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -226,17 +250,6 @@ OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "ep
 
 
 ROUNDS = 12
-
-
-def test_a_number_of_workers_that_was_set_stays(
-    small_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Tuner, "suggest", lambda self, num_workers: 1)
-    with open_loader(small_folder, num_workers="auto", **OPTIONS) as loader:
-        next(iter(loader))
-        loader.num_workers = 2
-        for _ in islice(loader, ROUNDS):
-            assert loader.num_workers == 2
 
 
 def copied_by_pickle(anything: Any) -> Any:

@@ -39,7 +39,6 @@ from tokenfeed import Manifest, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError
 from tokenfeed.pipeline.feeding import window_source, worker
 from tokenfeed.pipeline.feeding import worker_process as process
-from tokenfeed.pipeline.feeding.delivery import Tuner
 from tokenfeed.pipeline.planning.plan import Position
 
 forked = pytest.mark.usefixtures("forked_workers")
@@ -119,21 +118,6 @@ def test_close_leaves_no_descriptor_and_no_process(folder: Path, no_collector: N
             assert len(list(islice(loader, batches))) == batches
         assert children_of("self") == others
     assert opened_since(before) == []
-
-
-@forked
-def test_tuned_number_replaces_no_worker_and_ends_those_that_leave(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    suggested = [3]
-    monkeypatch.setattr(Tuner, "suggest", lambda self, num_workers: suggested[0])
-    with open_loader(folder, num_workers="auto", epochs=None) as loader:
-        seen: list[set[int]] = []
-        for suggested[0] in (3, 1, 2, 1):
-            assert any(len(workers_of()) == suggested[0] for _ in loader)
-            seen.append(set(workers_of()))
-        assert seen[1] < seen[0]
-        assert seen[3] < seen[2]
 
 
 @forked

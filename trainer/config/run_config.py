@@ -211,7 +211,7 @@ class TrainConfig:
     reduce-overhead: with CUDA graphs, for small models. max-autotune: also try several kernels for
     each matrix product, which takes minutes longer."""
     num_workers: NotNegative | None = None
-    """Loader processes. Default: 2 on cuda, 0 on cpu."""
+    """Loader processes. Default: 0 on cpu; on cuda the processors of this rank, at most 4."""
     prefetch: NotNegative | None = None
     """Batches in all that are ready on the device ahead of the step. Default: 2 on cuda, 0 on
     cpu."""

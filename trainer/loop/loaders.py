@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +18,6 @@ from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.pipeline.feeding.placement import can_have_workers
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.stages import Stage
@@ -103,9 +102,9 @@ class SplitLoaders:
             ConfigError: A step has fewer micro-batches than there are ranks.
         """
         config, on_cpu = self._config, self._device.type == "cpu"
-        workers = config.num_workers
+        workers: int | Literal["auto"] | None = config.num_workers
         if workers is None:  # on a CPU, workers would slow training down
-            workers = 0 if on_cpu or not can_have_workers() else 2
+            workers = 0 if on_cpu else "auto"
         loader = self.open(
             "train",
             self.policy,
