@@ -51,7 +51,7 @@ FAULTS: dict[str, tuple[str, str]] = {
 """Where `tokenfeed stall` and TraceML can show the time of each fault."""
 REPEATED = ("slow data", "evaluation")
 """What further rounds run, for the cost of the tools."""
-ROUNDS = 3
+ROUNDS = 2
 WARM_STEPS = 5
 """Steps before the stopwatch counts."""
 
