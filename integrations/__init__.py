@@ -8,8 +8,6 @@
     dataloader    code that requires a torch DataLoader or a StatefulDataLoader
     trl           TRL's `SFTTrainer`
     preferences   pairs of conversations, for DPO trainers such as TRL's
-    litgpt        a `DataModule` for `litgpt pretrain`
-    nanochat      (inputs, targets, state) as nanochat's `base_train` takes them
     torchtitan    a dataloader for torchtitan's configs
 
 Each module imports its framework, so import only the module that you need. No other part of

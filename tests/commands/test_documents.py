@@ -69,7 +69,6 @@ NOT_RUN = {
     ("docs/mixing.md", "python -m benchmarks.shuffle.staged", "takes 4 minutes"),
     ("docs/mixing.md", "python -m benchmarks.shuffle", "needs the peers and hours"),
     ("docs/pretokenize.md", "pretokenize code/ code-fim/", NETWORK),
-    ("docs/pretokenize.md", "pretokenize documents.jsonl more/", "needs a file"),
     ("docs/releasing.md", "rm -rf build dist", NETWORK),
     ("docs/releasing.md", "python -m venv /tmp/try", NETWORK),
     ("docs/security.md", "python -m tests.fuzz", "takes ten minutes"),

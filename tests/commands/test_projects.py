@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import PROGRAMS
+from support import PROGRAMS, ROOT
 from support.hub_models import write_shards
 
 from tokenfeed import Packed, ShardLoader
@@ -30,8 +31,8 @@ def test_litgpt_pretrains_and_resumes_on_shards(
     from litgpt import Config, pretrain
     from litgpt.args import EvalArgs, TrainArgs
 
-    from tokenfeed.integrations.litgpt import ShardData
-
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    example = import_module("litgpt_data")
     monkeypatch.setattr(pretrain, "save_hyperparameters", lambda *_, **__: None)  # of a command
     sizes = {"block_size": 16, "n_layer": 1, "n_head": 2, "n_embd": 8, "padded_vocab_size": 97}
 
@@ -41,7 +42,7 @@ def test_litgpt_pretrains_and_resumes_on_shards(
             Config(name="tiny", **sizes),
             folder,
             precision="32-true",
-            data=ShardData(str(shards)),
+            data=example.ShardData(str(shards)),
             train=TrainArgs(
                 global_batch_size=2,
                 micro_batch_size=2,

@@ -1,6 +1,7 @@
-"""Batches as other projects take them: what they receive, and where they resume."""
+"""examples/nanochat_loader.py: what nanochat and nanoGPT receive, and where they resume."""
 
 import json
+import runpy
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support import ROOT
 from support.hub_models import write_shards
 
 from tokenfeed import Packed, ShardLoader
-from tokenfeed.integrations.nanochat import shard_loader, shard_loader_with_state
-from tokenfeed.pipeline.errors import ConfigError, ResumeError
+
+EXAMPLE = runpy.run_path(str(ROOT / "examples/nanochat_loader.py"))
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +34,19 @@ def next_tokens(ids: torch.Tensor, documents: torch.Tensor, ignored: int) -> tor
 
 
 def nanochat_batches(shards: Path, split: str = "train", **settings: Any) -> Iterator[Any]:
-    return shard_loader_with_state(shards, 4, 16, split, "cpu", num_workers=0, **settings)
+    settings["num_workers"] = 0
+    batches: Iterator[Any] = EXAMPLE["shard_loader_with_state"](
+        shards, 4, 16, split, "cpu", **settings
+    )
+    return batches
 
 
-def test_nanochat_gets_targets_of_the_same_document(shards: Path) -> None:
-    with ShardLoader(
-        shards, batching=Packed(16, 4, last="fill", split=True), num_workers=0
-    ) as loader:
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_nanochat_gets_targets_of_the_same_document(shards: Path, split: str) -> None:
+    batching, name = Packed(16, 4, last="fill", split=True), {"val": "validation"}.get(split, split)
+    with ShardLoader(shards, batching=batching, split=name, num_workers=0) as loader:
         expected = list(loader)
-    made = list(islice(nanochat_batches(shards), len(expected)))
+    made = list(islice(nanochat_batches(shards, split), len(expected)))
     for (inputs, targets, _), batch in zip(made, expected, strict=True):
         assert inputs.shape == targets.shape == (4, 16)
         assert inputs.equal(batch.input_ids)
@@ -59,26 +65,3 @@ def test_nanochat_resumes_with_the_batch_it_had_fetched(shards: Path) -> None:
             assert targets.equal(expected[1])
             assert place == expected[2]
     assert {"epoch", "pq_idx", "rg_idx"} <= made[0][2].keys()
-
-
-def test_nanochat_validates_on_the_same_rows_each_time(shards: Path) -> None:
-    first, second = (
-        [x.tolist() for x, _ in islice(shard_loader(shards, 2, 16, "val", "cpu", num_workers=0), 3)]
-        for _ in range(2)
-    )
-    assert first == second
-
-
-def test_nanochat_ends_after_its_epochs(shards: Path) -> None:
-    with ShardLoader(
-        shards, batching=Packed(16, 4, last="fill", split=True), num_workers=0
-    ) as loader:
-        assert sum(1 for _ in nanochat_batches(shards, epochs=1)) == len(loader)
-
-
-def test_nanochat_with_a_state_of_its_own_loader_raises(shards: Path) -> None:
-    state = {"pq_idx": 1, "rg_idx": 2, "epoch": 1}
-    with pytest.raises(ResumeError, match="this is not a loader state"):
-        next(nanochat_batches(shards, resume_state_dict=state))
-    with pytest.raises(ConfigError, match="`split`='test': expected 'train' or 'val'"):
-        next(nanochat_batches(shards, "test"))

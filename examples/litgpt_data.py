@@ -1,6 +1,6 @@
-"""A `DataModule` for `litgpt pretrain`, without a change of litgpt:
+"""A `DataModule` for `litgpt pretrain`, without a change of litgpt. Beside a copy of this file:
 
-    litgpt pretrain pythia-160m --data tokenfeed.integrations.litgpt.ShardData --data.path out/
+    PYTHONPATH=. litgpt pretrain pythia-160m --data litgpt_data.ShardData --data.path out/
 
 litgpt takes rows of ids, one longer than its sequences, and makes the targets by itself. So rows
 are concatenated documents, which see each other, and every id is a target. Only the last row of a
@@ -12,25 +12,20 @@ from typing import Any
 
 from litgpt.data import DataModule  # pyright: ignore[reportMissingImports]
 
+from tokenfeed import Batch, Packed, ShardLoader
 from tokenfeed.integrations.dataloader import StatefulShardLoader
-from tokenfeed.pipeline.feeding.batch import Batch
-from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.pipeline.planning.policies import Packed
 
 
 @dataclass
-class ShardData(DataModule):  # type: ignore[misc]  # untyped
+class ShardData(DataModule):
     """Shards of `pretokenize`, for training and validation."""
 
     path: str
-    """Output folder of `pretokenize`, or its URL in a store."""
     seed: int = 42
-    """Seed of the shuffle."""
     batch_size: int = field(init=False, repr=False, default=1)
     sequence_length: int = field(init=False, repr=False, default=2049)
 
     def __post_init__(self) -> None:
-        """Initialize the module of Lightning."""
         super().__init__()
 
     def connect(
@@ -54,8 +49,8 @@ class ShardData(DataModule):  # type: ignore[misc]  # untyped
     def _dataloader(self, split: str) -> StatefulShardLoader:
         batching = Packed(self.sequence_length, self.batch_size, split=True)
         loader = ShardLoader(self.path, batching=batching, split=split, seed=self.seed)
-        return StatefulShardLoader(loader, _ids)
+        return StatefulShardLoader(loader, ids)
 
 
-def _ids(batch: Batch) -> Any:
+def ids(batch: Batch) -> Any:
     return batch["input_ids"]
