@@ -1,5 +1,6 @@
 """Files of token ids of other projects, there and back through `pretokenize --task ids`."""
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import call
 from support.data_sets import rows_in
 from support.object_server import Remote, as_own_process, remote_store
 from support.token_rows import (
@@ -24,7 +26,8 @@ from support.token_rows import (
 )
 
 from tokenfeed import Manifest, pretokenize
-from tokenfeed.pipeline.errors import CorpusError, TokenfeedError
+from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
+from tokenfeed.tools import pretokenize as pretokenize_command
 
 IDS, END = 700, 5
 Write = Callable[..., Path]
@@ -183,6 +186,67 @@ def test_file_without_index_needs_an_end_token(tmp_path: Path, words: Path) -> N
     path = write_nanogpt(tmp_path, ROWS)
     with pytest.raises(TokenfeedError, match=r"train\.bin: has no index, .* by `--end-token`"):
         copied(path, tmp_path / "out", words, end_token=None)
+
+
+def test_missing_end_token_stops_before_other_files_are_copied(tmp_path: Path, words: Path) -> None:
+    write_olmo(tmp_path, ROWS)
+    write_nanogpt(tmp_path, ROWS)
+    with pytest.raises(ConfigError, match=r"^\S+train\.bin: has no index, [^\n]*`--end-token`\.$"):
+        copied(tmp_path, tmp_path / "out", words, end_token=None)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_glob_of_all_files_of_a_folder_rejects_no_index(
+    kind: str, tmp_path: Path, words: Path
+) -> None:
+    WRITERS[kind](tmp_path, ROWS)
+    out, files = tmp_path / "out", sorted(tmp_path.glob("*.*"))
+    options = ("--task", "ids", "--tokenizer", words, "--end-token", f"w{END}", "--strict")
+    call(pretokenize_command.main, *files, out, *options, "--validation", 0, "--workers", 1)
+    assert rows_in(out) == ROWS
+
+
+@pytest.mark.parametrize("kind", INDEXES)
+def test_names_in_upper_case_have_their_index(kind: str, tmp_path: Path, words: Path) -> None:
+    """The rows have no end token, so only the index has their borders."""
+    rows, theirs = [[1, 2], [3], [4, 6, 7]], tmp_path / "IDS \u00fc"
+    theirs.mkdir()
+    WRITERS[kind](theirs, rows)
+    for file in [*theirs.iterdir()]:
+        file.rename(theirs / file.name.upper())
+    assert copied(theirs, tmp_path / "out", words, strict=True) == rows
+    assert Manifest.read(tmp_path / "out").ledger.read == len(rows)
+    for file in theirs.glob("*.*[XZ]"):  # the index was read: a change makes the input another
+        os.utime(file, ns=(1, 1))
+    with pytest.raises(TokenfeedError, match="names, sizes and times of the input files"):
+        copied(theirs, tmp_path / "out", words, strict=True)
+
+
+@pytest.mark.parametrize("dtype", ["<i8", "<u8", "<i2"])
+def test_numpy_whole_numbers_of_any_size_are_read(dtype: str, tmp_path: Path, words: Path) -> None:
+    np.save(tmp_path / "a.npy", ids_of(ROWS).astype(dtype))
+    assert copied(tmp_path / "a.npy", tmp_path / "out", words) == ROWS
+
+
+@pytest.mark.parametrize("odd", [np.zeros(9, ">i4"), np.zeros((3, 3), "<u2"), np.zeros(9)])
+def test_numpy_array_that_is_not_read_names_what_to_save(
+    odd: np.ndarray, tmp_path: Path, words: Path
+) -> None:
+    np.save(tmp_path / "a.npy", odd)
+    with pytest.raises(CorpusError, match=r"^[^\n]*Save `ids\.astype\('uint32'\)\.ravel\(\)`\.$"):
+        copied(tmp_path / "a.npy", tmp_path / "out", words)
+
+
+@pytest.mark.parametrize("counts", [(2**64 - 1, 2**64 - 1), (2**63, 5), (1, 2**61)], ids=str)
+def test_huge_counts_in_a_megatron_index_are_refused(
+    counts: tuple[int, int], tmp_path: Path, words: Path
+) -> None:
+    path = write_megatron(tmp_path, ROWS)
+    index = bytearray((tmp_path / "train.idx").read_bytes())
+    index[18:34] = np.array(counts, "<u8").tobytes()
+    (tmp_path / "train.idx").write_bytes(index)
+    with pytest.raises(CorpusError, match=r"train\.idx has [\d,]+ bytes, expected [\d,]{9,}\."):
+        copied(path, tmp_path / "out", words)
 
 
 def test_ids_of_four_bytes_without_a_header_are_refused(tmp_path: Path, words: Path) -> None:

@@ -132,13 +132,15 @@ def size_of(place: Location) -> int:
 
 def names_beside(name: str) -> tuple[str, ...]:
     """Return the names of files, in the same folder, that a file of token ids may need: they
-    contain the borders of its rows."""
+    contain the borders of its rows. Beside a name in upper case, they may be in upper case too."""
     stem, ending = os.path.splitext(name)
-    return {
-        ".ds": (f"{name}.index", f"{name}.metadata"),
-        ".bin": (f"{stem}.idx",),
-        ".npy": (f"{stem}.csv.gz",),
-    }.get(ending, ())
+    endings = {
+        ".ds": (f"{ending}.index", f"{ending}.metadata"),
+        ".bin": (".idx",),
+        ".npy": (".csv.gz",),
+    }.get(ending.lower(), ())
+    cases = (str, str.upper) if ending.isupper() else (str,)
+    return tuple(stem + case(each) for case in cases for each in endings)
 
 
 def beside(place: Location, name: str) -> Location | None:
@@ -150,7 +152,7 @@ def beside(place: Location, name: str) -> Location | None:
     """
     if isinstance(place, str):
         path = os.path.join(os.path.dirname(place), name)
-        return path if os.path.exists(path) else None
+        return path if os.path.lexists(path) else None
     key = os.path.join(os.path.dirname(place.info.name), name)
     found = next((info for info in place.beside if info.name == key), None)
     if place.pinned:

@@ -37,7 +37,7 @@ _SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """Files in the folder of a saved data set, and in the folder of several splits."""
 _FOREIGN = {"chunks": "litData", "shards": "mosaicml-streaming"}
 """Keys of index.json in a data set of another project."""
-_PARTS_OF_TOKENS = (".ds.index", ".ds.metadata", ".ds.loss", ".idx")
+PARTS_OF_TOKENS = (".ds.index", ".ds.metadata", ".ds.loss", ".idx")
 
 
 def is_saved(names: Collection[str]) -> bool:
@@ -107,7 +107,7 @@ NOT_A_CORPUS = (
 
 def is_hidden(name: str) -> bool:
     """Return whether a file or folder is hidden, a cache, or an index of token ids."""
-    return name.startswith(".") or name == "__pycache__" or name.endswith(_PARTS_OF_TOKENS)
+    return name.startswith(".") or name == "__pycache__" or name.lower().endswith(PARTS_OF_TOKENS)
 
 
 def is_data_set(names: Iterable[str]) -> bool:

@@ -51,6 +51,7 @@ from tokenfeed.tools.corpus.locations import Location, RemoteFile, names_beside
 from tokenfeed.tools.corpus.remote_sources import (
     HUB_PREFIX,
     NOT_A_CORPUS,
+    PARTS_OF_TOKENS,
     REPOSITORY_PREFIX,
     hub_files,
     is_data_set,
@@ -190,7 +191,10 @@ def find_corpus(
     for file in spooled:
         search.add_spooled(file, JSON_LINES)
     search.check_patterns()
-    if not search.sources:
+    of_ids = (source.name for source in search.sources if source.format == TOKENS.name)
+    indexes = {name for each in of_ids for name in names_beside(each)}
+    found = [source for source in search.sources if source.name not in indexes]
+    if not found:
         binary = f" (left out: {'; '.join(left_out(search.binary))})" if search.binary else ""
         tokens = " For files of token ids, use `--task ids`." if search.binary else ""
         raise CorpusError(
@@ -198,8 +202,8 @@ def find_corpus(
             f"files of text.{tokens}"
         )
     sources = (
-        replace(source, max_record_bytes=max_record_bytes, encoding=encoding)
-        for source in search.sources
+        replace(source, index=index, max_record_bytes=max_record_bytes, encoding=encoding)
+        for index, source in enumerate(found)
     )
     return Corpus(sources=tuple(sources), binary=search.binary)
 
@@ -410,8 +414,6 @@ class _InputSearch:
         """
         found = self.sources[first:]
         tables = [source for source in found if source.format != FALLBACK.name]
-        indexes = {n for source in found if source.format == TOKENS.name for n in _indexes(source)}
-        found = [source for source in found if source.name not in indexes]
         about = [source for source in found if tables and _describes(source, root)]
         if about:
             names = ", ".join(os.path.basename(source.name) for source in about)
@@ -422,8 +424,7 @@ class _InputSearch:
             logger.info("%s: %s in split %s by name; see --split", root, count, name)
         kept = (source for source in found if source not in about)
         self.sources[first:] = [
-            replace(source, index=index, split=splits.get(source.name, source.split))
-            for index, source in enumerate(kept, first)
+            replace(source, split=splits.get(source.name, source.split)) for source in kept
         ]
 
     def _looked_at(self, file: RemoteFile) -> tuple[RemoteFile, Format | None]:
@@ -438,7 +439,9 @@ class _InputSearch:
         return file if self._room > 0 else replace(file, content=None)
 
     def _add_given(self, name: str, path: Location, real: str) -> None:
-        """Add a file that the command line names."""
+        """Add a file that the command line names. A glob may name indexes of token ids."""
+        if self._ids and name.lower().endswith(PARTS_OF_TOKENS):
+            return
         if kind := unread_given(name, path):
             raise CorpusError(f"{name}: {kind.reason}.")
         is_skipped = self._binary.pop(real, None) is not None
@@ -545,11 +548,6 @@ class _InputSearch:
             compression=compression,
             ids=self._ids,
         )
-
-
-def _indexes(source: InputFile) -> tuple[str, ...]:
-    """Return the names of the indexes of a file of token ids."""
-    return names_beside(source.name)
 
 
 def _describes(source: InputFile, root: str) -> bool:

@@ -36,7 +36,14 @@ from numpy.lib.format import (
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools.corpus.formats.tables import column_problem
 from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile
-from tokenfeed.tools.corpus.locations import Location, beside, open_location, read_array, size_of
+from tokenfeed.tools.corpus.locations import (
+    Location,
+    beside,
+    names_beside,
+    open_location,
+    read_array,
+    size_of,
+)
 from tokenfeed.tools.corpus.records import Fields, Records, rejected, too_long
 
 ENDINGS = (".bin", ".npy", ".ds")
@@ -112,7 +119,7 @@ def _opened(source: InputFile) -> _Tokens:
     if name.endswith(".ds"):
         return _datatrove(source)
     if name.endswith(".npy"):
-        table = _beside(source, ".npy", ".csv.gz")
+        table = _beside(source, ".csv.gz")
         by_table = partial(_by_csv, table) if table else None
         with open_location(source.path) as file:
             head = file.read(1 << 16)
@@ -123,7 +130,7 @@ def _opened(source: InputFile) -> _Tokens:
         if source.ids.dtype == "<u2":
             _refuse_four_bytes(source)
         return replace(flat(source.ids.dtype, by_table), can_cut=not table)
-    if index := _beside(source, ".bin", ".idx"):
+    if index := _beside(source, ".idx"):
         return _megatron(source, index)
     header = [0]
     if source.bytes >= 1024:
@@ -201,7 +208,8 @@ def _numpy_header(head: bytes, num_bytes: int) -> tuple[np.dtype, int]:
     if len(shape) != 1 or dtype.kind not in "iu" or not dtype.isnative or shape[0] != counted:
         raise ValueError(
             f"has {counted:,} values and a header that says {dtype} of the shape {shape}, expected "
-            "whole numbers of one dimension"
+            "whole numbers of one dimension in the byte order of this machine. Save "
+            "`ids.astype('uint32').ravel()`"
         )
     return np.dtype(f"<u{dtype.itemsize}"), file.tell()
 
@@ -215,7 +223,7 @@ def _megatron(source: InputFile, index: Location) -> _Tokens:
         raise ValueError(f"{_name_of(index)} is no index of version 1 of Megatron")
     if head[17] not in _MEGATRON:
         raise ValueError(f"{_name_of(index)} has ids of type code {head[17]}, expected 3, 4 or 8")
-    sequences, borders = np.frombuffer(head, "<u8", 2, 18).astype(int).tolist()
+    sequences, borders = np.frombuffer(head, "<u8", 2, 18).tolist()
     documents = 34 + 12 * sequences
     expected, size = documents + 8 * borders, size_of(index)
     if size not in (expected, expected + sequences) or borders < 1:  # a mode of a byte may follow
@@ -249,7 +257,7 @@ def _megatron(source: InputFile, index: Location) -> _Tokens:
 
 def _datatrove(source: InputFile) -> _Tokens:
     """Read where rows end from `.ds.index`, and the size of ids from `.ds.metadata`."""
-    index, metadata = _beside(source, "", ".index"), _beside(source, "", ".metadata")
+    index, metadata = _beside(source, ".index"), _beside(source, ".metadata")
     if not index or not metadata:
         raise ValueError(f"{source.name}.{'metadata' if index else 'index'} is missing beside it")
     with open_location(metadata) as file:
@@ -301,10 +309,10 @@ def _name_of(place: Location) -> str:
     return os.path.basename(place if isinstance(place, str) else place.info.name)
 
 
-def _beside(source: InputFile, old: str, new: str) -> Location | None:
-    """Return the file whose name ends with `new` instead of `old`; None if it is missing."""
-    name = _name_of(source.path)
-    return beside(source.path, name[: len(name) - len(old)] + new)
+def _beside(source: InputFile, ending: str) -> Location | None:
+    """Return the file with this ending beside a file of ids; None if it is missing."""
+    names = (n for n in names_beside(_name_of(source.path)) if n.lower().endswith(ending))
+    return next(filter(None, (beside(source.path, name) for name in names)), None)
 
 
 def _cut(source: InputFile, shard_bytes: int) -> Iterator[FilePart]:
@@ -312,6 +320,8 @@ def _cut(source: InputFile, shard_bytes: int) -> Iterator[FilePart]:
     rejected when it is read."""
     try:
         yield from [*_parts(_opened(source), shard_bytes)]
+    except ConfigError:
+        raise
     except (OSError, ValueError):
         yield FilePart(source=source, stop=0, weight_bytes=source.text_bytes)
 
