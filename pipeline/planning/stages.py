@@ -180,7 +180,10 @@ def by_place(given: Mapping[StorePath, _Given]) -> dict[object, _Given]:
     found: dict[object, _Given] = {}
     for folder, value in given.items():
         if place_of(folder) in found:
-            raise ConfigError(f"{folder}: the same folder is named twice. Add up its weights.")
+            raise ConfigError(
+                f"{folder}: the same folder is named twice. Name it once, with the sum of its "
+                "weights if it has some."
+            )
         found[place_of(folder)] = value
     return found
 

@@ -312,7 +312,8 @@ def _name_of(place: Location) -> str:
 def _beside(source: InputFile, ending: str) -> Location | None:
     """Return the file with this ending beside a file of ids; None if it is missing."""
     names = (n for n in names_beside(_name_of(source.path)) if n.lower().endswith(ending))
-    return next(filter(None, (beside(source.path, name) for name in names)), None)
+    found = (beside(source.path, name) for name in names)
+    return next((each for each in found if each), None)
 
 
 def _cut(source: InputFile, shard_bytes: int) -> Iterator[FilePart]:
