@@ -34,6 +34,9 @@ _LARGEST_RATIO = 10**9
 """Largest ratio of two weights. Above it, an epoch that repeats a source takes too long."""
 
 
+_FOLDERS = "a list of folders, or a dict from folders to weights"
+
+
 @dataclass(frozen=True, slots=True)
 class Mixture:
     """Data sets and their weights: `Mixture({"code/": 0.7, "prose/": 0.3})`.
@@ -51,8 +54,11 @@ class Mixture:
         exhausted = checks.choice("exhausted", self.exhausted, get_args(Exhausted))
         object.__setattr__(self, "exhausted", exhausted)
         if isinstance(self.weights, Sequence) and not isinstance(self.weights, str):
-            checked_weights(dict.fromkeys(self.weights, 1.0))
-            object.__setattr__(self, "weights", tuple(self.weights))
+            folders = tuple(self.weights)
+            if not all(isinstance(each, str | PathLike | Store) for each in folders):
+                raise checks.refusal("weights", self.weights, _FOLDERS)
+            checked_weights(dict.fromkeys(folders, 1.0))
+            object.__setattr__(self, "weights", folders)
         else:
             object.__setattr__(self, "weights", checked_weights(self.weights))
 
@@ -70,7 +76,7 @@ def checked_weights(weights: Any) -> dict[StorePath, float]:
         ConfigError: A weight is not above 0, or too far from another.
     """
     if not isinstance(weights, Mapping):
-        raise checks.refusal("weights", weights, "a dict from folders to weights")
+        raise checks.refusal("weights", weights, _FOLDERS)
     if not weights:
         raise ConfigError("a Mixture needs at least one data set.")
     checked = {folder: _weight(folder, weight) for folder, weight in weights.items()}

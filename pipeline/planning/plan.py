@@ -567,8 +567,8 @@ def _refuse_equal(sources: Iterable[OpenedSplit]) -> dict[str, OpenedSplit]:
     for source in sources:
         if (other := found.setdefault(source.manifest.fingerprint, source)) is not source:
             raise ConfigError(
-                f"{other.name} and {source.name} have the same content: use one of them, and add "
-                "up their weights."
+                f"{other.name} and {source.name} have the same content: use one of them, with the "
+                "sum of their weights if they have some."
             )
     return found
 

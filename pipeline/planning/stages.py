@@ -157,7 +157,9 @@ def paths_of(data: StorePath | Mixture | Sequence[Stage]) -> list[StorePath]:
     stages: Sequence[object] = data if isinstance(data, Sequence) else ()
     folders = [folder for each in stages if isinstance(each, Stage) for folder in each.weights]
     if not stages or not all(isinstance(each, Stage) for each in stages):
-        raise checks.refusal("path", data, "a folder, a URL, a Mixture or a list of stages")
+        raise checks.refusal(
+            "path", data, "a folder, a URL, a Mixture, or a list of folders or stages"
+        )
     known: dict[object, StorePath] = {}
     for folder in folders:
         known.setdefault(place_of(folder), folder)

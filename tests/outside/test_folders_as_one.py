@@ -14,7 +14,9 @@ from support.data_sets import rows_in
 
 from tokenfeed import Fixed, Manifest, Mixture, Packed, Padded, ShardLoader, pretokenize
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.tools import pretokenize as pretokenize_command
 from tokenfeed.tools import shards, train
+from tokenfeed.tools.train_settings import read_options
 
 SIZES = {"old": 70, "new": 400, "tiny": 3}
 
@@ -128,16 +130,42 @@ def test_train_reads_folders_without_weights_as_one(folders: list[Path], tmp_pat
     assert "has no weight, and others have one" in said
 
 
-def test_wrong_lists_of_folders_are_refused(folders: list[Path]) -> None:
-    for wrong in ([], [3], [folders[0], 3], [folders[0], folders[0]]):
-        with pytest.raises(ConfigError):
+def test_wrong_lists_of_folders_are_refused(folders: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folders[0])
+    linked = [folders[0], tmp_path / "link"]
+    for wrong in ([], [3], [folders[0], 3], [folders[0], folders[0]], [[folders[0]]], linked):
+        with pytest.raises(ConfigError, match=r"list of folders|the same (folder|content)"):
             ShardLoader(wrong, batching=Padded(300))  # type: ignore[arg-type]
+    for wrong in ([[folders[0]]], iter(folders), {*folders}, "a/", b"a/"):
+        with pytest.raises(ConfigError, match="expected a list of folders, or a dict from"):
+            Mixture(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "parsed"),
+    [
+        (["a", "https://h/b?key=x&sig=c=="], ("a", "https://h/b?key=x&sig=c==")),
+        (["https://h/b?sig=1", "https://h/c?sig=2"], ("https://h/b?sig=1", "https://h/c?sig=2")),
+        (["a=1", "https://h/b?sig=x=2"], {"a": 1, "https://h/b?sig=x": 2}),
+        (["a=1", "s3://b/c?anonymous=2"], {"a": 1, "s3://b/c?anonymous": 2}),
+    ],
+)
+def test_query_of_an_address_is_no_weight(
+    words: list[str], parsed: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train", "--shards", *words])
+    assert read_options()["shards"] == parsed
 
 
 @pytest.mark.parametrize("command", ["adopt", "merge", "split", "plan"])
 def test_withdrawn_command_names_the_alternative(command: str) -> None:
     said = call(shards.main, command, "out", expect=2).stderr
     assert re.fullmatch(rf"error: `shards {command}` was withdrawn\. [^\n]{{20,}}\n", said)
+
+
+def test_withdrawn_append_names_the_alternative() -> None:
+    said = call(pretokenize_command.main, "more.txt", "out", "--append", expect=2).stderr
+    assert re.fullmatch(r"error: [^\n]*`--append`[^\n]*`train --shards A B`[^\n]*\n", said)
 
 
 def test_share_of_rows_is_the_same_in_every_call(folders: list[Path], tmp_path: Path) -> None:

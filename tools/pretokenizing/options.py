@@ -28,6 +28,7 @@ from tokenfeed.tools.jobs.run_records import JobPart
 from tokenfeed.tools.shell.command_line import read_command_line, text
 from tokenfeed.trainer.config.values import NotNegative, Positive, check_types, flag_of
 
+_OTHER_NAMES = {"--append": "another OUT (`train --shards A B` reads both as one)"}
 _GROUPS = {
     "task and tokenizer": (
         *("task", "field", "keep", "tokenizer", "vocab_size", "end_token", "add_special_tokens"),
@@ -368,6 +369,7 @@ def parse_options() -> Options:
         "pretokenize",
         f"{inspect.getdoc(Options)} {input_formats()}",
         groups=_GROUPS,
+        other_names=_OTHER_NAMES,
         more_help={"task": f" {records_of_tasks()}", "field": f" {fields_of_tasks()}"},
     )
     return Options(**given)

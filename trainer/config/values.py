@@ -150,12 +150,12 @@ def _weights(words: list[str], where: str) -> str | tuple[str, ...] | dict[str, 
         return words[0] if words else ""
     if twice := [word for word in words if words.count(word) > 1]:
         raise ConfigError(f"{where}: {twice[0]} occurs twice. Name each folder once.")
-    if all("=" not in word or Path(word).exists() for word in words):
+    if all(map(_has_no_weight, words)):
         return tuple(words)
     found: dict[str, str] = {}
     for word in words:
         folder, _, weight = word.rpartition("=")
-        if not folder or Path(word).exists():
+        if not folder or _has_no_weight(word):
             raise ConfigError(
                 f"{where}: {word} has no weight, and others have one. Add one, like {word}=1, or "
                 "leave out all weights: then every row is read once an epoch."
@@ -164,6 +164,14 @@ def _weights(words: list[str], where: str) -> str | tuple[str, ...] | dict[str, 
             raise ConfigError(f"{where}: {folder} occurs twice. Raise its weight instead.")
         found[folder] = weight
     return found
+
+
+def _has_no_weight(word: str) -> bool:
+    """Return whether a word is a folder alone, which may have a = in its name or its query."""
+    folder, equals, weight = word.rpartition("=")
+    query = folder.partition("://")[2].partition("?")[2]
+    is_key = "=" not in query.rpartition("&")[2] and query != "anonymous"
+    return not equals or Path(word).exists() or bool(query and (is_key or not weight))
 
 
 def _part(kind: Any, content: Any, where: str) -> Any:

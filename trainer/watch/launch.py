@@ -17,6 +17,8 @@ from tokenfeed.trainer.watch.watch import Watch
 
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun", "mpiexec", "horovodrun")
 """Programs that start other processes."""
+_IMPORTS = ("<frozen runpy", "<frozen importlib")
+"""Files of frames that Python shows for no script: of a module, and of a syntax error."""
 
 
 def run_watched(words: list[str], running: Watch) -> int | str | None:
@@ -131,4 +133,4 @@ def _own_part(trace: TracebackType | None) -> TracebackType | None:
 
 def _is_launch(trace: TracebackType) -> bool:
     file = trace.tb_frame.f_code.co_filename
-    return file == __file__ or file.endswith("runpy.py") or file.startswith("<frozen runpy")
+    return file == __file__ or file.endswith("runpy.py") or file.startswith(_IMPORTS)

@@ -580,9 +580,11 @@ def refusal_of(path: object, **options: Any) -> str:
 def test_lists_that_mean_nothing_are_refused_in_one_line(folders: list[Path]) -> None:
     first, second, *_ = folders
     endless, ending = Stage({first: 1}), Stage({first: 1}, until_tokens=9_000)
-    assert "expected a folder, a URL, a Mixture or a list of stages" in refusal_of(ending)
+    assert "expected a folder, a URL, a Mixture, or a list of folders or stages" in refusal_of(
+        ending
+    )
     assert "the same folder is named twice" in refusal_of([Stage({first: 1, str(first): 1})])
-    assert "a list of stages" in refusal_of([])
+    assert "a list of folders or stages" in refusal_of([])
     assert "stage 1 has no end, so stage 2 never begins" in refusal_of([endless, endless])
     assert "stage 2 ends at token 9,000, but begins at 9,000" in refusal_of([ending, ending])
     stepped = Stage({first: 1}, until_step=9)
