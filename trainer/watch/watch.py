@@ -102,6 +102,7 @@ class Watch:
         self._patches, self._is_finished = Patches(), False
         self._termination: Termination | None = None
         self._meter: Any = None
+        self._is_beside_host = False
         self._inside: _Block | None = None
         self._evaluation: _Block | None = None
         self._known = 0.0
@@ -197,6 +198,7 @@ class Watch:
         self.torch, watch, patched = torch, self, self._patches
         fetch, make = dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader.__init__
         train, update = torch.nn.Module.train, torch.amp.GradScaler.update
+        zero_grad = torch.optim.Optimizer.zero_grad
         backward, start = torch.autograd.backward, spawning.start_processes
 
         @functools.wraps(fetch)
@@ -227,6 +229,14 @@ class Watch:
                     watch._in_mode = False
                     watch._mode_changed(module, mode)
 
+        @functools.wraps(zero_grad)
+        def zero(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            outer = watch._begin_work()
+            try:
+                zero_grad(optimizer, *args, **kwargs)
+            finally:
+                watch._end_work(outer)
+
         @functools.wraps(update)
         def update_scale(scaler: Any, *args: Any, **kwargs: Any) -> None:
             update(scaler, *args, **kwargs)
@@ -253,6 +263,7 @@ class Watch:
         begin = self._charged(dataloader.DataLoader.__iter__, "data")  # starts workers
         patched.replace(dataloader.DataLoader, "__iter__", begin)
         patched.replace(torch.nn.Module, "train", set_mode)
+        patched.replace(torch.optim.Optimizer, "zero_grad", zero)
         patched.replace(torch.amp.GradScaler, "update", update_scale)
         patched.replace(torch.autograd, "backward", count_backward)
         patched.replace(spawning, "start_processes", start_processes)
@@ -317,6 +328,19 @@ class Watch:
         if optimizer is leader:
             self._since_leader.clear()
             self._end_step()
+
+    @_guarded
+    def _begin_work(self) -> Any:
+        """Begin work between two steps on a CPU, where time shows nothing about its use."""
+        if self._meter is None or self._inside is not None or self._is_beside_host:
+            return None
+        return self._meter.interrupt("work")
+
+    @_guarded
+    def _end_work(self, outer: Any) -> None:
+        """End it. Pass the result of `_begin_work`."""
+        if outer is not None and self._meter is not None:
+            self._meter.resume(outer)
 
     @_guarded
     def _scaled(self, scaler: Any) -> None:
@@ -405,6 +429,7 @@ class Watch:
             self.run.restart()
         self.thread = threading.get_ident()
         self._meter = StallMeter(device, skipped_steps=self._warmup)
+        self._is_beside_host = device.type != "cpu"
         self._summary.begin(self.torch)
         if self._lines is not None:
             self._lines.close()

@@ -395,6 +395,26 @@ def test_eval_mode_is_evaluation(calls_train: bool) -> None:
     assert report.causes["other"].fraction < 0.1  # a forward pass of an evaluation is no step's
 
 
+def test_zero_grad_between_steps_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero_grad, model = torch.optim.Optimizer.zero_grad, Model(0.01)
+
+    def slow(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        time.sleep(0.01)
+        zero_grad(optimizer, set_to_none)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", slow)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tokenfeed.watch() as running:
+        for _ in range(30):
+            model(torch.ones(4, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.005)
+    report = running.report
+    assert 0.1 < report.causes["other"].fraction < 0.3  # 5 of 25 ms
+    assert torch.optim.Optimizer.zero_grad is slow
+
+
 def test_evaluation_on_the_training_data_is_no_data() -> None:
     """As ignite's engines do: an iterator of its own, and `eval()` again in each step."""
     model, naps = Model(0.01), Naps()
