@@ -83,14 +83,8 @@ def steps(
             `communication`. Default: the StallMeter that watches these steps.
 
     Raises:
-        ConfigError: The group does not have the loader's `world_size` ranks, or the loader makes
-            numpy arrays.
+        ConfigError: The group does not have the loader's `world_size` ranks.
     """
-    if loader.device == "numpy":
-        raise ConfigError(
-            "`steps` divides by a tensor of torch, and the loader has `device`='numpy'. Use "
-            "`device`='cpu', or end your own steps after batches with `ends_step`."
-        )
     if loader.world_size > 1:
         _check_group(loader.world_size, group)
     return _steps(loader, group, meter)

@@ -1,7 +1,7 @@
 """A micro-batch, and how the host builds it with numpy. `transfer` builds the same with torch.
 
 Both use ragged tokens in storage dtype. Masks, positions and labels (except tags) are built on
-first use. Torch is imported only for batches of tensors, not for batches of numpy arrays.
+first use. Torch is imported for the first batch: a worker makes none.
 
 Shapes: B sequences, T padded length, P pieces, S segments.
 """
@@ -31,7 +31,7 @@ _TABLE_LENGTH = 256  # longer masks are as quick to compare as to look up
 _FEW_ROWS = 16  # copied one by one: quicker than to build a mask and to fill through it
 
 Tensors = dict[str, Any]
-"""Tensors or numpy arrays by name."""
+"""Tensors by name, or arrays that become tensors."""
 Build = Callable[[str, RaggedBatch, Tensors], Any]
 """Builds the missing tensor of a name from the other tensors of a batch."""
 
@@ -42,22 +42,17 @@ class BatchForm:
 
     pad_id: int
     """Id that fills the padding of `input_ids`."""
-    id_dtype: Literal["int64", "int32"] = "int64"
-    """Dtype of `input_ids`."""
     ignore_index: int = IGNORED
     """Value of `Batch.targets` where no loss counts."""
-    is_numpy: bool = False
-    """Whether batches have numpy arrays instead of tensors."""
 
 
 class Batch(Mapping[str, Any]):
     """One micro-batch. It is a Mapping, so a transformers model takes it as `model(**batch)`.
 
     Each key is also an attribute: `batch.input_ids`. Shapes are of B sequences, T padded length,
-    P pieces, S segments. Tensors are on the loader's device; with `device="numpy"`, they are numpy
-    arrays. Every batch has:
+    P pieces, S segments. Tensors are on the loader's device. Every batch has:
 
-    - `input_ids`: [B, T] int64, or the loader's `id_dtype`.
+    - `input_ids`: [B, T] int64.
     - `labels`: [B, T] int64, -100 where no loss counts. Language modelling: the ids, unshifted (the
       model compares position t + 1 with t), without the first token of every piece, which has no
       context, and without prompts. Tagging: the tags. Classification: [B] int64, a class.
@@ -154,14 +149,12 @@ class Batch(Mapping[str, Any]):
 
     @property
     def device(self) -> "torch.device":
-        """Device of the tensors; "numpy" for numpy arrays."""
-        ids = self._tensors[INPUT_IDS]
-        device: Any = "numpy" if isinstance(ids, np.ndarray) else ids.device
-        return device  # type: ignore[no-any-return]
+        """Device of the tensors."""
+        device: torch.device = self._tensors[INPUT_IDS].device
+        return device
 
     def to(self, device: "str | torch.device", *, non_blocking: bool = False) -> "Batch":
-        """Return the batch on another device, or itself if it is there already. A batch of numpy
-        arrays cannot be moved."""
+        """Return the batch on another device, or itself if it is there already."""
         if str(self.device) == str(device):
             return self
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -174,8 +167,8 @@ class Batch(Mapping[str, Any]):
         """Return the batch as a filler: the same inputs, and labels that no loss counts."""
         filler = copy(self)
         labels = self[TARGETS]
-        is_float = str(labels.dtype).removeprefix("torch.").startswith("float")
-        filler._tensors = {**self._tensors, TARGETS: labels * 0 + no_target(is_float=is_float)}
+        none = no_target(is_float=labels.is_floating_point())
+        filler._tensors = {**self._tensors, TARGETS: labels * 0 + none}
         filler._targets = None
         filler.is_filler, filler.num_tokens, filler.num_targets = True, 0, 0
         return filler
@@ -266,22 +259,18 @@ class Batch(Mapping[str, Any]):
 
 
 def build_on_host(ragged: RaggedBatch, form: BatchForm) -> Batch:
-    """Build a batch of CPU tensors or numpy arrays. Masks, labels and positions are built on first
-    use."""
+    """Build a batch of CPU tensors. Masks, labels and positions are built on first use."""
     few = len(ragged.sequence_lengths) <= _FEW_ROWS
     mask = None if ragged.is_full or few else _mask(ragged)
     arrays = {
-        name: _padded(ragged, name, fill, mask, form.id_dtype)
+        name: _padded(ragged, name, fill, mask)
         for name, fill in paddings(ragged, form.pad_id).items()
     }
     if ragged.is_filler and TARGETS in arrays:
         arrays[TARGETS] = _no_targets_like(arrays[TARGETS])
     if mask is not None and not ragged.is_packed:
         arrays[ATTENTION_MASK] = mask
-    build: Build = _array
-    if not form.is_numpy:
-        arrays, build = _as_tensors(arrays), _tensor
-    batch = Batch(ragged, arrays, build, form.ignore_index)
+    batch = Batch(ragged, _as_tensors(arrays), _tensor, form.ignore_index)
     ragged.drop_tokens()
     return batch
 
@@ -303,11 +292,6 @@ def _no_targets_like(labels: np.ndarray) -> np.ndarray:
 def _targets(labels: Any, ignore_index: int, *, is_next: bool) -> Any:
     """Return the targets of labels. With `is_next`, a slot gets the label of the next slot, and the
     last slot of a row gets the first label, which is never a target. Scores keep their values."""
-    if isinstance(labels, np.ndarray):
-        targets = np.roll(labels, -1, 1) if is_next else labels.copy()
-        if targets.dtype.kind == "i":
-            targets[targets == IGNORED] = ignore_index
-        return targets
     import torch
 
     with torch.inference_mode(False):
@@ -317,12 +301,8 @@ def _targets(labels: Any, ignore_index: int, *, is_next: bool) -> Any:
         return moved.masked_fill_(moved == IGNORED, ignore_index)
 
 
-def _array(name: str, ragged: RaggedBatch, arrays: Tensors) -> np.ndarray:
-    return _ARRAYS[name](ragged, arrays)
-
-
 def _tensor(name: str, ragged: RaggedBatch, tensors: Tensors) -> Any:
-    return _as_tensors({name: _array(name, ragged, tensors)})[name]
+    return _as_tensors({name: _ARRAYS[name](ragged, tensors)})[name]
 
 
 def _as_tensors(arrays: Tensors) -> Tensors:
@@ -342,12 +322,10 @@ def _names(columns: tuple[str, ...], is_packed: bool) -> tuple[tuple[str, ...], 
     return (INPUT_IDS, *where, *inputs, TARGETS), tuple(filter(is_kept, columns))
 
 
-def _padded(
-    ragged: RaggedBatch, name: str, fill: float, mask_BT: np.ndarray | None, id_dtype: str
-) -> np.ndarray:
+def _padded(ragged: RaggedBatch, name: str, fill: float, mask_BT: np.ndarray | None) -> np.ndarray:
     """Return a column with one value per token, widened and padded: [B, T]."""
     values = ragged.of_tokens(name)
-    dtype = np.dtype(id_dtype) if name == INPUT_IDS else _wide(values)
+    dtype = _wide(values)
     if ragged.is_full:
         return values.astype(dtype).reshape(ragged.shape)
     if mask_BT is None:

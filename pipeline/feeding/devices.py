@@ -55,7 +55,10 @@ def resolve_device(device: str | torch.device) -> torch.device:
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ConfigError(f"`device`={device!r}: unknown torch device. Use cpu or cuda.") from None
+        array = "; `.numpy()` of a CPU tensor is an array" if device == "numpy" else ""
+        raise ConfigError(
+            f"`device`={device!r}: unknown torch device. Use cpu or cuda{array}."
+        ) from None
     if resolved.type not in ("cpu", "cuda"):
         raise ConfigError(f"`device`={device!r} is not supported. Use cpu or cuda.")
     if resolved.type == "cpu":

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 _TRAIN, _START = "train", Position(0, 0, 0)
 _MOST_AHEAD = 1000
-_NUMPY = "numpy"
 _STORE_S = 900.0
 """Seconds added to the timeout of workers that read from a store: more than all retries of a
 request and the wait for another process together."""
@@ -114,7 +113,6 @@ class ShardLoader:
         cache_bytes: int | None = None,
         targets: Targets | None = None,
         ignore_index: int = IGNORED,
-        id_dtype: Literal["int64", "int32"] = "int64",
         map: MapRow | None = None,
     ) -> None:
         """Read the manifest and make the plan. Workers start with the first iteration.
@@ -124,8 +122,8 @@ class ShardLoader:
                 are read as one; a Mixture of several; or a list of `Stage`s.
             batching: `Padded`, `Packed` or `Fixed`. A stage may have another one.
             split: Name of the split, such as "train".
-            device: Device of the batches, such as "cuda" or "cuda:1". "numpy" makes batches of
-                numpy arrays, and does not import torch.
+            device: Device of the batches, such as "cuda" or "cuda:1". On "cpu", `.numpy()` of a
+                tensor is an array of the same memory.
             num_workers: Number of worker processes. 0 reads in this process; data in a store needs
                 at least 1. "auto" is this rank's share of the cores, at most 4. The order of rows
                 does not depend on it.
@@ -172,7 +170,6 @@ class ShardLoader:
                 a bool per token; see `Targets`. Default: "assistant". The order of rows does not
                 depend on it, so a state can be loaded with other targets.
             ignore_index: Value of `Batch.targets` where no loss counts.
-            id_dtype: Dtype of `input_ids`: "int64" or "int32".
             map: A function on the columns of a row and a `numpy.random.Generator`, for augmentation
                 or masking; see `MapRow`. It runs in the workers, which must be able to import it,
                 and keeps the number of tokens. The order of rows does not depend on it.
@@ -187,8 +184,10 @@ class ShardLoader:
                 f"`num_streams`={num_streams} needs `epochs`=None: streams end at different steps."
             )
         self.epochs = checks.epochs(epochs)
-        self.device: Any = _device(device)
-        """The torch device of the batches, or "numpy"."""
+        from tokenfeed.pipeline.feeding.devices import resolve_device  # takes torch
+
+        self.device = resolve_device(device)
+        """The torch device of the batches."""
         data = whole(path)
         self._paths = paths_of(data)
         split = checks.text("split", split)
@@ -212,9 +211,7 @@ class ShardLoader:
         self._opened = sources
         self._form = BatchForm(
             sources[0].manifest.tokenizer.pad_id,
-            checks.choice("id_dtype", id_dtype, ("int64", "int32")),
             checks.whole("ignore_index", ignore_index, least=-(2**31), most=2**31 - 1),
-            is_numpy=self.device == _NUMPY,
         )
         self._row_map = None
         if map is not None:
@@ -271,7 +268,7 @@ class ShardLoader:
     @property
     def copies_ahead(self) -> bool:
         """Whether batches are copied from page-locked memory to a device, ahead of use."""
-        return not self._form.is_numpy and self.device.type != "cpu"
+        return self.device.type != "cpu"
 
     @property
     def num_workers(self) -> int:
@@ -610,12 +607,3 @@ class ShardLoader:
         if self._least_workers:  # this process must not start a client of a store
             return partial(make_in_worker, maker, timeout=self._timeout)
         return maker.make
-
-
-def _device(device: "str | torch.device") -> "torch.device | str":
-    """Return the torch device, or "numpy", which needs no torch."""
-    if device == _NUMPY:
-        return _NUMPY
-    from tokenfeed.pipeline.feeding.devices import resolve_device
-
-    return resolve_device(device)

@@ -101,8 +101,6 @@ def build_on_device(inputs: Tensors, ragged: RaggedBatch, form: BatchForm) -> Ba
         labels = tensors[TARGETS]
         none = no_target(is_float=labels.is_floating_point())
         tensors[TARGETS] = torch.full_like(labels, none)
-    if form.id_dtype == "int32":
-        tensors[INPUT_IDS] = tensors[INPUT_IDS].int()
     if SEGMENTS in inputs:
         tensors[SEGMENTS] = inputs[SEGMENTS]
     elif mask_BT is not None:

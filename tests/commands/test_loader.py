@@ -219,8 +219,7 @@ def test_loader_that_outlives_its_modules_ends_quietly(folder: Path) -> None:
 import gc, json, sys
 from tokenfeed import Padded, ShardLoader
 def batches():
-    options = {"batching": Padded(2048), "device": "numpy"}  # which imports no torch
-    with ShardLoader(sys.argv[1], num_workers=1, **options) as loader:
+    with ShardLoader(sys.argv[1], batching=Padded(2048), num_workers=1) as loader:
         yield from loader
 kept = batches()
 next(kept)

@@ -11,7 +11,6 @@ from types import ModuleType
 import pytest
 from support import ROOT, warm
 from support.commands import call
-from support.hub_models import write_shards
 from support.training import make_config, run
 
 from tokenfeed.pipeline.format.manifest import FileInfo
@@ -110,23 +109,6 @@ from tokenfeed import *
 def test_the_loader_needs_neither_tokenizers_nor_datasets() -> None:
     done = warm.run(["-c", WITHOUT_TOKENIZERS])
     assert done.returncode == 0, done.stderr
-
-
-def test_numpy_loader_imports_no_torch(tmp_path: Path) -> None:
-    write_shards(tmp_path / "shards", "lm")
-    code = """if True:
-        import sys
-        from tokenfeed import Packed, ShardLoader
-        for workers in (0, 1):
-            with ShardLoader("shards", batching=Packed(32, 2), device="numpy",
-                             num_workers=workers) as loader:
-                batch = next(iter(loader))
-                values = [*batch.values(), batch.targets, batch.cu_seqlens]
-                state = loader.state_dict()
-                loader.load_state_dict(state)
-                print(type(values[0]).__name__, loader.device, 'torch' in sys.modules)
-    """
-    assert run_python(code, tmp_path).split() == ["ndarray", "numpy", "False"] * 2
 
 
 @pytest.mark.parametrize("command", [pretokenize, train, shards])

@@ -47,7 +47,7 @@ from tokenfeed import Padded, ShardLoader
 
 def open_loader(**options):
     options |= {"batching": Padded(2048), "window_tokens": 13_000}
-    return ShardLoader(sys.argv[1], device="numpy", **options)  # which imports no torch
+    return ShardLoader(sys.argv[1], **options)
 
 def children():
     paths = glob.glob("/proc/self/task/*/children")

@@ -144,12 +144,6 @@ def test_accelerate_neither_splits_nor_loses_batches(folder: Path, tmp_path: Pat
     assert ids_of(rest) == whole[4:]
 
 
-def test_steps_of_numpy_batches_raises(folder: Path) -> None:
-    loader = open_loader(folder, Padded(24), num_workers=0, device="numpy")
-    with pytest.raises(ConfigError, match=r"has `device`='numpy'\. Use `device`='cpu'"):
-        steps(loader)
-
-
 def test_steps_of_ranks_without_a_group_raises(folder: Path) -> None:
     loader = open_loader(folder, Padded(24), num_workers=0, rank=0, world_size=2)
     with pytest.raises(ConfigError, match=r"`world_size`=2 ranks, .* is not running"):

@@ -33,7 +33,8 @@ def test_dataset_refuses_settings_of_a_loaders_workers(folder: Path, name: str) 
 
 
 def test_dataset_takes_the_other_settings_of_a_loader(folder: Path) -> None:
-    options: dict[str, Any] = {"order": "file", "id_dtype": "int32", "rank": 1, "world_size": 2}
+    options: dict[str, Any] = {"order": "file", "ignore_index": -1, "rank": 1, "world_size": 2}
     batches = [batch for share in open_dataset(folder, **options) for batch in share]
     for ours, theirs in zip(batches, open_loader(folder, **options), strict=True):
         assert ours["input_ids"].equal(theirs["input_ids"])
+        assert ours.targets.equal(theirs.targets)

@@ -79,7 +79,6 @@ WRONG: dict[str, list[Any]] = {
     "timeout": ["5", True, 0, -1, math.nan, None],
     "num_streams": [1.0, "1", True, 0, -1],
     "ignore_index": [1.0, "0", True, None, 10**30],
-    "id_dtype": ["int16", "float32", None, np.int32],
     "device": [None, 1.5, "gpu", "meta"],
     "batching": [None, "padded", Wider(100)],
 }
@@ -205,7 +204,7 @@ def test_rank_of_any_launcher_is_read(
     monkeypatch.setenv(name, "3")
     assert "has no rank" in refusal(lambda: open_loader(folder, rank="launcher"))
     monkeypatch.setenv(LAUNCHERS[name], "2")
-    found = open_loader(folder, rank="launcher", device="numpy")
+    found = open_loader(folder, rank="launcher")
     expected = open_loader(folder, rank=2, world_size=3)
     assert (found.rank, found.world_size) == (2, 3)
     assert spans(next(iter(found))) == spans(next(iter(expected)))

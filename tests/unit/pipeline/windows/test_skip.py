@@ -25,7 +25,7 @@ from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.windows.maker import WindowMaker
 
 POLICIES = st.sampled_from([Padded(60), Fixed(3), Packed(40, 2), Packed(30, 2, split=True)])
-FORM = BatchForm(0, is_numpy=True)
+FORM = BatchForm(0)
 LENGTHS = st.lists(st.integers(1, 25), min_size=1, max_size=30)
 
 
@@ -58,12 +58,10 @@ def test_only_labels_of_skipped_rows_change(
         ]
         for plain, without in zip(*slices, strict=True):
             assert plain.round == without.round, "the order has changed"
-            one, other = (
-                build_on_host(each, BatchForm(0, is_numpy=True)) for each in (plain, without)
-            )
+            one, other = (build_on_host(each, FORM) for each in (plain, without))
             assert np.array_equal(one["input_ids"], other["input_ids"])
-            expected = expected_labels(one["labels"].copy(), one, bad)
-            labels = np.array(other["labels"])
+            expected = expected_labels(one["labels"].numpy().copy(), one, bad)
+            labels = other["labels"].numpy()
             assert np.array_equal(labels, expected, equal_nan=labels.dtype.kind == "f")
             if not without.is_filler:
                 counted = ~np.isnan(labels) if labels.dtype.kind == "f" else labels != IGNORED
