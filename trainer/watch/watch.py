@@ -69,6 +69,8 @@ class _Block:
     outer: Any
     began: float
     site: Site | None
+    is_pause: bool = False
+    """Whether the evaluation goes on behind the block."""
 
 
 class Watch:
@@ -284,13 +286,17 @@ class Watch:
 
     @_guarded
     def enter(self, cause: Cause) -> "_Block | None":
-        """Begin a block. The outermost one counts: what an evaluation fetches is evaluation."""
+        """Begin a block. The outermost one counts: what an evaluation fetches is evaluation. But
+        scripts often save before `train()` ends the evaluation."""
+        is_pause = self._evaluation is not None and self._inside is self._evaluation
+        if is_pause and cause == "checkpoint":
+            self.leave(self._evaluation)
         if self._inside is not None:
             return None
         site = None if cause == "data" else site_of(sys._getframe(2))
         meter = self._meter
         outer = meter.enter(cause) if meter is not None else None
-        self._inside = _Block(cause, meter, outer, time.perf_counter(), site)
+        self._inside = _Block(cause, meter, outer, time.perf_counter(), site, is_pause)
         return self._inside
 
     @_guarded
@@ -304,6 +310,8 @@ class Watch:
         seconds = time.perf_counter() - block.began
         self._known += seconds
         self.run.spent(block.cause, seconds, block.site)
+        if block.is_pause:
+            self._evaluation = self.enter("evaluation")
 
     @_guarded
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:

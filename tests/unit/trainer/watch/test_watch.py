@@ -415,6 +415,31 @@ def test_zero_grad_between_steps_is_work(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.optim.Optimizer.zero_grad is slow
 
 
+def test_save_before_train_mode_is_checkpoint_and_not_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def slow(*_: object, **__: object) -> None:
+        time.sleep(0.05)
+
+    monkeypatch.setattr(torch.serialization, "save", slow)
+    monkeypatch.setattr(torch, "save", slow)
+    model = Model(0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tokenfeed.watch() as running:
+        for number in range(31):
+            model.train()
+            model(torch.ones(4, 8)).backward()
+            optimizer.step()
+            if number % 5 == 4:
+                model.eval()
+                time.sleep(0.02)
+                torch.save(model, "nowhere")
+                time.sleep(0.03)
+    causes = running.report.causes
+    assert causes["checkpoint"].seconds == pytest.approx(5 * 0.05, rel=0.3)
+    assert causes["evaluation"].seconds == pytest.approx(5 * 0.05, rel=0.3)
+
+
 def test_evaluation_on_the_training_data_is_no_data() -> None:
     """As ignite's engines do: an iterator of its own, and `eval()` again in each step."""
     model, naps = Model(0.01), Naps()
