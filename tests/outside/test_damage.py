@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.commands import call
@@ -16,9 +17,9 @@ STRIDE = 61
 """Bytes from one flipped bit to the next: coprime to the width of all values."""
 
 
-def delivered(folder: Path) -> list[list[list[int]]]:
+def delivered(folder: Path) -> list[tuple[list[list[int]], list[Any]]]:
     with ShardLoader(folder, batching=Padded(4096), num_workers=0) as loader:
-        return [batch["input_ids"].tolist() for batch in loader]
+        return [(batch["input_ids"].tolist(), loader.explain(batch)) for batch in loader]
 
 
 def test_a_flipped_bit_is_refused_or_changes_no_row(text_shards: Path, tmp_path: Path) -> None:
