@@ -12,11 +12,12 @@ seconds, and short traces at regular times show the busy seconds:
 Traces are a sample of a speed that changes. Between two traces the speed may have changed at any
 moment, so half of the interval is
 
-    1.2 * sqrt(sum over pieces of (change of the ratio * shape of the steps in between)^2)
+    1.15 * sqrt(sum over pieces of (change of the ratio * shape of the steps in between)^2)
 
-A piece is the time between two traces. More errors are added as squares: 0.3 % of busy for traced
-durations with 0.1 us per kernel for the measured pause between kernels, unusual steps, steps that
-are left out, and 5 % of busy for the time long after the last trace.
+A piece is the time between two traces. More errors are added as squares: the spread of the steps
+within a trace, 0.3 % of busy for traced durations with 0.1 us per kernel for the measured pause
+between kernels, unusual steps, steps that are left out, and 5 % of busy for the time long after the
+last trace.
 
 A step is proven ahead if the device had not reached its start when its end was queued: then the
 host was late nowhere in the step. An unusual step takes 15 % longer than its neighbours: a step
@@ -149,10 +150,10 @@ class Accounts:
     Example:
         A run of 100 steps of 10 ms has two traces, in which a step is busy for 7 ms and then for
         8 ms. No step is proven ahead. Then 250 ms are idle. Half of the interval is about
-        1.2 * 100 steps * 1 ms = 120 ms.
+        1.15 * 100 steps * 1 ms = 115 ms.
     """
 
-    def __init__(self, mark_seconds: float = 13e-6, factor: float = 1.2) -> None:
+    def __init__(self, mark_seconds: float = 13e-6, factor: float = 1.15) -> None:
         self._mark_seconds, self._factor = mark_seconds, factor
         self.slower = 0.0
         """Share by which steps were slower after the first trace; it widens the interval."""
@@ -252,7 +253,8 @@ class Accounts:
         )
         kernels = sum(step.kernels for step in self._traced) / len(self._traced)
         tracer = _SYSTEMATIC * busy.sum() + _PAUSE_ERROR * kernels * steps.sum()
-        half = np.hypot(self._half(shape, ratios), tracer)
+        spread = self._spread(start, slope) * shape.sum()
+        half = np.hypot(np.hypot(self._half(shape, ratios), spread), tracer)
         idle, room = (work - busy).sum(), work.sum() if is_exposed else (work - ahead).sum()
         idle -= likely
         low = idle - np.hypot(half, most - likely) - self.slower * work.sum()
@@ -327,6 +329,19 @@ class Accounts:
             pieces[0] += shape[0]
             pieces[-1] += shape[-1]
         return float(np.hypot(self._factor * np.linalg.norm(np.diff(ratios) * pieces), unseen))
+
+    def _spread(self, start: float, slope: float) -> float:
+        """Return the error of the mean ratio because traced steps differ: their deviation from the
+        other steps of the same trace, over the root of their number."""
+        usual = _HEAVIER * float(np.median([step.kernels for step in self._traced]))
+        ratios: dict[int, list[float]] = {}
+        for step in self._traced:
+            if step.kernels <= usual:
+                shape = start + slope * step.size
+                ratios.setdefault(step.trace, []).append(step.busy / max(1e-12, shape))
+        variances = [np.var(each, ddof=1) for each in ratios.values() if len(each) > 1]
+        count = sum(map(len, ratios.values()))
+        return float(np.sqrt(np.mean(variances) / count)) if variances else 0.0
 
     def _extra_work(
         self, extra: Array, start: float, slope: float, line: tuple[Array, Array], guess: float
