@@ -127,7 +127,8 @@ def begin_named_cuda(library: Path) -> None:
             return (later.moment - self.moment) * 1e3
 
     named_cuda._Event = Event
-    named_cuda.begin(library)
+    torch = named_cuda.begin(library)
+    torch.utils.data._utils.pin_memory.pin_memory = lambda data, device=None: data
     global device
     device = named_cuda.device()
     device.__enter__()
