@@ -110,8 +110,7 @@ def _steps(
 def _state_now(loader: ShardLoader, after_step: dict[str, Any]) -> dict[str, Any]:
     """Return the state after a step, with the present list of stages.
 
-    `reweigh` and `until_step` change only windows that the loader has not begun, so both lists have
-    the same past.
+    `reweigh` changes only windows that the loader has not begun, so both lists have the same past.
     After `load_state_dict` and `rewind`, the state after the step stays as it was.
     """
     now = loader.state_dict()

@@ -72,25 +72,6 @@ def mixture(results: list[Entry]) -> Rows:
     return [["order", "least", "most"], *rows]
 
 
-def stages(results: list[Entry]) -> Rows:
-    """How well a change of the mixture mixes."""
-    steps = ("64k", "0.5M", "1M")
-    header = ["order", "part of the run", *(f"{step} tokens" for step in steps), "wave"]
-    parts = [(entry, part) for entry in results for part in ("before", "in", "after")]
-    return [
-        header,
-        *(
-            [
-                entry["case"],
-                part,
-                *("{ratio:.2f} ± {error:.2f}".format(**entry[part][step]) for step in steps),
-                short(entry["wave"]),
-            ]
-            for entry, part in parts
-        ),
-    ]
-
-
 def costs(results: list[Entry]) -> Rows:
     """What ours take."""
     header = ["corpus", "order", "deviation at 1M", "M tokens/s", "first batch", "MB of memory"]
@@ -127,6 +108,5 @@ TABLES = {
     "shuffle/again": again,
     "shuffle/mixture": mixture,
     "shuffle/costs": costs,
-    "stages": stages,
 }
 """Name of a block -> its table; what stands before the slash is the file of results."""

@@ -128,11 +128,6 @@ class ShardDataset(IterableDataset[WindowSlice]):
                 "workers and the loop moves the batches. Use a ShardLoader, or leave it out."
             )
         loader = ShardLoader(path, batching=batching, num_workers=0, **settings)
-        if any(stage.until_step for stage in loader.stages):
-            raise ConfigError(
-                "a ShardDataset counts no steps, so a stage with `until_step` would not end. Set "
-                "`until_tokens`, or use a ShardLoader."
-            )
         self._maker, self._form = loader._window_maker(), loader._form
         self.epochs = loader.epochs
         self._epoch = torch.zeros(1, dtype=torch.int64, device="cpu")

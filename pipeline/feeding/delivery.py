@@ -176,9 +176,7 @@ class Delivery:
         handler used the loader meanwhile, `_feed` or `delivered` is another object, and `next`
         raises instead of overwriting the handler's position. The last three lines make no call, so
         no handler can run between them: `delivered` moves to the position after the batch, the feed
-        is marked as in step with it, and the thread's claim ends. Then the batch is returned. A
-        feed whose plan has changed, because a step ended a stage, is not in step: a new one
-        follows.
+        is marked as in step with it, and the thread's claim ends. Then the batch is returned.
         """
         self._user.take()
         try:
@@ -195,7 +193,7 @@ class Delivery:
             if self._feed is not feed or self.delivered is not before:
                 raise _interrupted()
             self.delivered = delivered  # no calls from here on: signal handlers run after calls
-            feed.in_step = delivered.plan is before.plan
+            feed.in_step = True
             self._user.holder = None
         except BaseException:
             self._end_feed()  # the position is unchanged, so the caller can retry

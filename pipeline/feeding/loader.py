@@ -338,12 +338,10 @@ class ShardLoader:
         """
         delivered = Delivered(self._plan, Position(self._checked_epoch(epoch), 0, 0))
         left = checks.whole("step", step)
-        plan, make = self._plan, self._single_windows(self._plan)
+        make = self._single_windows(self._plan)
         while left:
             if delivered.position.epoch > epoch:
                 raise ConfigError(f"`step`={step}: epoch {epoch} has {step - left:,} steps.")
-            if delivered.plan is not plan:  # a stage has ended
-                plan, make = delivered.plan, self._single_windows(delivered.plan)
             for ragged in make(delivered.position).batches():
                 delivered = delivered.after(ragged.round)
                 left -= ragged.ends_step
@@ -357,8 +355,7 @@ class ShardLoader:
     def has_end(self) -> bool:
         """Whether the last window of a pass is known.
 
-        False with `epochs=None`, if the last stage has no end, or before the last `until_step` is
-        reached.
+        False with `epochs=None`, or if the last stage has no end.
         """
         return self.epochs is not None and self._plan.has_end
 
@@ -472,8 +469,6 @@ class ShardLoader:
             Stage(
                 named(stage.weights),
                 until_tokens=stage.until,
-                until_step=None if stage.until else stage.until_step,
-                to=None if stage.to is None else named(stage.to),
                 batching=None if stage.batching == self._plan.batching else stage.batching,
                 targets=stage.targets,
             )
@@ -492,9 +487,9 @@ class ShardLoader:
             weights: Folder or URL of a data set of the list -> share of the tokens.
 
         Raises:
-            ConfigError: The loader has no stages, the weights are of other data sets, the present
-                stage changes its weights linearly, or its last window has begun, so that nothing
-                is left to change. The list stays as it is.
+            ConfigError: The loader has no stages, the weights are of other data sets, or the last
+                window of the present stage has begun, so that nothing is left to change. The list
+                stays as it is.
         """
         if not self._plan.stages:
             raise ConfigError(
@@ -512,7 +507,7 @@ class ShardLoader:
                 )
         by_data = {of_place[place]: weight for place, weight in by_place(checked).items()}
         before = self._delivery.delivered
-        plan = before.plan.reweighed(by_data, before.position, before.steps, opened)
+        plan = before.plan.reweighed(by_data, before.position, opened)
         self._delivery.go_on_from(before.with_plan(plan))
 
     def explain(self, batch: Batch) -> list[Origin]:

@@ -32,7 +32,7 @@ the digest is the same on every rank, for any number of ranks and workers. Every
 place of its micro-batch, so another order of rows gives another digest. Torch-free.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -92,7 +92,6 @@ def _after(
     draw: Draw | None,
     labels: np.ndarray | None,
     rows: np.ndarray | None,
-    parts: np.ndarray | None,
     earlier: Sequence[Earlier],
 ) -> WindowPlan:
     """Plan what is left of a window behind `earlier`; see `plan_window`."""
@@ -104,7 +103,6 @@ def _after(
         draw=draw,
         labels=labels,
         rows=rows,
-        parts=parts,
         earlier=before,
     )
     first, piece = last.micro_batches, begun.batch_piece_offsets[last.micro_batches]
@@ -126,7 +124,6 @@ def _after(
             draw=draw and draw.of_part(first),
             labels=None if labels is None else labels[of_rows],
             rows=None if rows is None else np.arange(len(left)),
-            parts=None if parts is None else parts[of_rows],
         )
         if rest.cut.cut_from is not None:
             raise ResumeError(
@@ -145,7 +142,6 @@ def plan_window(
     draw: Draw | None,
     labels: np.ndarray | None = None,
     rows: np.ndarray | None = None,
-    parts: np.ndarray | None = None,
     earlier: Sequence[Earlier] = (),
 ) -> WindowPlan:
     """Plan the micro-batches of one window.
@@ -158,28 +154,12 @@ def plan_window(
         labels: Label of each row, shape (R,); None if rows have none. Labelled rows are not cut.
         rows: All rows in the order of delivery, for `order`="file"; see `file_order`. None: the
             policy decides.
-        parts: Part of each row, shape (R,): the rows of a part are planned alone, and delivered
-            before those of the next part. None: the window has one part.
         earlier: What was delivered with other policies or steps. The plan begins with it.
 
     Cost: O(R log R), one sort. Python loops run per step or per distinct length, not per row.
     """
     if earlier:
-        return _after(lengths, batching, step_size, draw, labels, rows, parts, earlier)
-    if parts is not None:
-        of_parts = [np.flatnonzero(parts == part) for part in np.unique(parts)]
-        plans = []
-        for nth, own in enumerate(of_parts):
-            plans.append(
-                plan_window(
-                    lengths[own],
-                    batching,
-                    step_size=step_size,
-                    draw=draw and draw.of_part(nth),
-                    labels=None if labels is None else labels[own],
-                )
-            )
-        return _joined(plans, of_parts, lengths)
+        return _after(lengths, batching, step_size, draw, labels, rows, earlier)
     if rows is None:
         arranged = batching.arrange(lengths, step_size, draw, labels)
         dealt, batch_offsets, steps = _deal(arranged.step_offsets, step_size)
@@ -251,39 +231,6 @@ def _continued(begun: WindowPlan, step: int, rest: WindowPlan) -> WindowPlan:
         joined(begun.batch_offsets[: batch + 1], rest.batch_offsets),
         joined(begun.step_offsets[: step + 1], rest.step_offsets),
     )
-
-
-def _joined(
-    plans: Sequence[WindowPlan], of_parts: Sequence[np.ndarray], lengths: np.ndarray
-) -> WindowPlan:
-    """Return the plan of a window from the plans of its parts, one after the other.
-
-    Args:
-        plans: The plan of each part.
-        of_parts: Rows of the window in each part.
-        lengths: Tokens of each row of the window, shape (R,).
-    """
-    pairs = list(zip(plans, of_parts, strict=True))
-    rows = np.concatenate([own[plan.cut.rows] for plan, own in pairs])
-    order = np.argsort(rows, kind="stable")
-    number = np.empty_like(order)
-    number[order] = np.arange(len(order))
-    sizes = np.concatenate([plan.cut.lengths for plan in plans])[order]
-    cut = Pieces(offsets_of(sizes), sizes, rows[order] if len(rows) > len(lengths) else None)
-    starts = offsets_of(np.array([len(plan.cut.lengths) for plan in plans]))
-    pieces = [number[start + plan.pieces] for plan, start in zip(plans, starts, strict=False)]
-    packed = [plan.sequence_offsets for plan in plans if plan.sequence_offsets is not None]
-    return WindowPlan(
-        cut,
-        np.concatenate(pieces),
-        _joined_offsets(packed) if packed else None,
-        _joined_offsets(plan.batch_offsets for plan in plans),
-        _joined_offsets(plan.step_offsets for plan in plans),
-    )
-
-
-def _joined_offsets(parts: Iterable[np.ndarray]) -> np.ndarray:
-    return offsets_of(np.concatenate([np.diff(each) for each in parts]))
 
 
 def file_order(lengths: np.ndarray, sources: np.ndarray) -> np.ndarray:

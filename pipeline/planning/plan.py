@@ -39,7 +39,6 @@ from tokenfeed.pipeline.planning.stages import (
     least_tokens,
     paths_of,
     place_of,
-    placed,
     planned_stages,
 )
 
@@ -191,11 +190,6 @@ class Plan:
                 sizes, seed, shuffle, data_of(planned), tokens, planned, keeps_rows=keeps_rows
             )
             weights, given = (), digest_of(planned)
-            if num_streams > 1 and any(stage.until_step for stage in planned):
-                raise ConfigError(
-                    f"a stage with `until_step` and `num_streams`={num_streams}: streams are at "
-                    "different windows, so they end no stage together. Set `until_tokens`."
-                )
         if (windows := ordered.num_windows) < num_streams:
             raise ConfigError(
                 f"`num_streams`={num_streams}, but an epoch has only {windows} windows. Lower "
@@ -225,7 +219,7 @@ class Plan:
     @property
     def stages(self) -> tuple[PlannedStage, ...]:
         """The list of stages; empty if the plan has none."""
-        return self.order.listed if isinstance(self.order, StagedOrder) else ()
+        return self.order.stages if isinstance(self.order, StagedOrder) else ()
 
     @property
     def has_end(self) -> bool:
@@ -261,19 +255,10 @@ class Plan:
         stage = self.stage_of(window)
         return stage.batching if stage else self.batching
 
-    def parts(self, epoch: int, window: int, numbers: np.ndarray) -> np.ndarray | None:
-        """Return the part of each row of a window; see `StagedOrder.parts`. `numbers` are the rows
-        of the window, over all sources, shape (R,)."""
-        if not isinstance(self.order, StagedOrder):
-            return None
-        sources = np.searchsorted(self.row_ends, numbers, side="right")
-        return self.order.parts(epoch, window, sources)
-
     def reweighed(
         self,
         weights: Mapping[str, float],
         position: Position,
-        steps: int,
         opened: Mapping[str, OpenedSplit],
     ) -> Self:
         """Return the plan with other weights, from the first window that has not begun.
@@ -281,7 +266,6 @@ class Plan:
         Args:
             weights: Weights by fingerprint.
             position: What was delivered.
-            steps: Delivered steps.
             opened: The data sets by fingerprint.
 
         Raises:
@@ -301,48 +285,28 @@ class Plan:
             )
         now, window = order.stage_of(position.window), position.window
         window += position.micro_batch > 0
-        is_over = now.until is None and now.until_step is not None and steps >= now.until_step
-        if is_over or window >= order.num_windows or order.stage_of(window) is not now:
-            end = f"token {now.until:,}" if now.until else f"step {now.until_step:,}"
+        if window >= order.num_windows or order.stage_of(window) is not now:
             raise ConfigError(
-                f"`reweigh`: the present stage ends at {end}, and its last window "
+                f"`reweigh`: the present stage ends at token {now.until:,}, and its last window "
                 "has begun, so nothing of it is left to change. Call `reweigh` after that, or edit "
                 "the list and resume."
             )
         begins = order.edge(window)
-        if now.to is not None:
-            raise ConfigError(
-                f"`reweigh` at token {begins:,}: the weights change linearly until token "
-                f"{now.until:,}. Call it after that, or edit the list and resume."
-            )
         new = replace(now, begins=begins, weights=weights, window_tokens=self.window_tokens)
         new = _with_window(new, opened, self.micro_batches_per_step)
         _check_fit(tuple(opened[data] for data in weights), new.batching)
         number = order.stages.index(now)
-        past = () if begins == now.begins else (replace(now, until=begins, until_step=None),)
-        return self.with_stages((*order.listed[:number], *past, new, *order.listed[number + 1 :]))
-
-    def ended(self, window: int, steps: int) -> Self:
-        """Return the plan after a window and this number of steps: a stage whose `until_step` the
-        run has reached ends there."""
-        order = self.order
-        if not isinstance(order, StagedOrder) or window < order.first_windows[-1]:
-            return self
-        step = order.stages[-1].until_step
-        if order.stages[-1].until is not None or step is None or steps < step:
-            return self
-        ended = {step: order.edge(window + 1)}
-        return self.with_stages(placed(order.listed, ended, order.batch_tokens))
+        past = () if begins == now.begins else (replace(now, until=begins),)
+        return self.with_stages((*order.stages[:number], *past, new, *order.stages[number + 1 :]))
 
     def going_on(
-        self, saved: PlanSettings, position: Position, steps: int, names: Mapping[str, str]
+        self, saved: PlanSettings, position: Position, names: Mapping[str, str]
     ) -> tuple[Self, Position]:
         """Return the plan of a resumed run: a saved plan as far as it was read, then this plan.
 
         Args:
             saved: Settings of the saved plan.
             position: Position of the saved run.
-            steps: Delivered steps of the saved run.
             names: Names of the data sets by fingerprint, for messages.
 
         Returns:
@@ -367,28 +331,13 @@ class Plan:
                 "only, and not with `num_streams`. Use the same list."
             )
         windows = position.window + (position.micro_batch > 0)
-        ours = self._ended_like(theirs, steps)
         try:
-            plan = self.with_stages(going_on(ours, theirs, windows, names))
+            plan = self.with_stages(going_on(self.stages, theirs, windows, names))
         except ConfigError as error:
             raise ResumeError(f"cannot resume: {error}") from error
         if position.window == plan.num_windows:
             position = Position(1, 0, 0)
         return plan, position
-
-    def _ended_like(self, saved: Sequence[PlannedStage], steps: int) -> tuple[PlannedStage, ...]:
-        """Return the stages. Stages that a saved run ended by a step end at the same tokens."""
-        assert isinstance(self.order, StagedOrder)
-        ends = {stage.until_step: stage.until for stage in saved if stage.until_step}
-        for step in (stage.until_step for stage in self.stages):
-            if step is not None and step <= steps and step not in ends:
-                raise ResumeError(
-                    f"cannot resume: a stage of this list ends at step {step:,}, but the run has "
-                    f"read up to step {steps:,} and ended no stage there. Change only what comes "
-                    "after."
-                )
-        ended = {step: until for step, until in ends.items() if step and until}
-        return placed(self.stages, ended, self.order.batch_tokens)
 
     def with_stages(self, stages: Sequence[PlannedStage]) -> Self:
         """Return this plan with other stages of its data sets.
@@ -415,7 +364,7 @@ class Plan:
                 data=data,
                 sizes=tuple(order.sizes[number] for number in at),
                 tokens=tuple(order.tokens[number] for number in at),
-                listed=tuple(stages),
+                stages=tuple(stages),
             ),
         )
 
@@ -584,30 +533,25 @@ def _planned(
     by_data = _refuse_equal(opened.values())
     batch_tokens = _batch_tokens(by_data)
     planned: list[PlannedStage] = []
-    begins, last = 0, {"token": 0, "step": 0}
+    begins = 0
     for number, stage in enumerate(stages, 1):
-        if stage.until_tokens is None and stage.until_step is None and number < len(stages):
+        if stage.until_tokens is None and number < len(stages):
             raise ConfigError(
                 f"stage {number} has no end, so stage {number + 1} never begins. Set "
                 "`until_tokens`."
             )
-        for unit, end in (("token", stage.until_tokens), ("step", stage.until_step)):
-            if end is not None and end <= last[unit]:
-                option = "until_tokens" if unit == "token" else "until_step"
-                raise ConfigError(
-                    f"stage {number} ends at {unit} {end:,}, but begins at {last[unit]:,} or "
-                    f"later. Raise `{option}`, which counts from the beginning of the run."
-                )
-            last[unit] = end or last[unit]
+        if stage.until_tokens is not None and stage.until_tokens <= begins:
+            raise ConfigError(
+                f"stage {number} ends at token {stage.until_tokens:,}, but begins at {begins:,}. "
+                "Raise `until_tokens`, which counts from the beginning of the run."
+            )
         made = PlannedStage(
             begins,
             stage.until_tokens,
             window_tokens or 0,
             _by_data(stage.weights, opened),
-            None if stage.to is None else _by_data(stage.to, opened),
             stage.batching or batching,
             None if stage.targets is None else str(stage.targets),
-            stage.until_step,
         )
         _check_policy(made.batching)
         if made.targets is not None:  # or a ConfigError
@@ -615,7 +559,7 @@ def _planned(
         _check_fit(tuple(by_data[data] for data in made.weights), made.batching)
         planned.append(_with_window(made, by_data, step_size))
         _check_length(planned[-1], batch_tokens)
-        begins = max(begins, made.until or ENDLESS)
+        begins = made.until or ENDLESS
     return tuple(planned)
 
 
@@ -635,8 +579,7 @@ def _with_window(
     sources = [opened[data] for data in stage.weights]
     tokens = stage.window_tokens
     if not tokens:
-        last = stage.to or stage.weights
-        weights = [max(weight, last[data]) for data, weight in stage.weights.items()]
+        weights = list(stage.weights.values())
         tokens = default_window_tokens(sources, weights, stage.batching, step_size, is_staged=True)
     least = least_tokens(stage, _batch_tokens(opened))
     return replace(stage, window_tokens=max(tokens, 2 * least))
@@ -649,7 +592,7 @@ def _batch_tokens(opened: Mapping[str, OpenedSplit]) -> dict[str, Fraction]:
 
 def _check_length(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> None:
     """Check that every window of a stage has record batches."""
-    if stage.until is None or stage.begins == ENDLESS:
+    if stage.until is None:
         return
     least, length = least_tokens(stage, batch_tokens), stage.until - stage.begins
     if length < least:

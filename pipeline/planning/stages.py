@@ -45,8 +45,6 @@ from tokenfeed.pipeline.format.store import Store, StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture, checked_weights, proportions
 from tokenfeed.pipeline.planning.order import CYCLE, Draw, SourceOrder, Stretch
 from tokenfeed.pipeline.planning.permutation import (
-    GOLDEN,
-    WORD,
     derive_key,
     evenly,
     evenly_inverse,
@@ -63,8 +61,6 @@ _MOST_WHOLE = 1 << 53
 """Largest whole number that a state has for a weight."""
 _SURE_BATCHES = 64
 """See `least_tokens`."""
-_MOST_PARTS, _PART_CHANGE = 8, Fraction(1, 16)
-"""A window is divided into parts of which no share changes by more than this, but at most 8."""
 _LEAST_WINDOWS = 2
 """An epoch of one window has length bands of its own, for rows that come again in every epoch."""
 
@@ -74,20 +70,14 @@ class Stage:
     """A part of a run: the share of each data set in the tokens, and where the stage ends.
 
     Stage({"prose/": 0.7, "code/": 0.3}, until_tokens=2_000_000_000)
-    Stage({"prose/": 1}, to={"prose/": 1, "math/": 1}, until_tokens=3_000_000_000)
     """
 
     weights: Mapping[StorePath, float]
     """Folder or URL -> share of the tokens. Only the proportions matter."""
     _: KW_ONLY
     until_tokens: int | None = None
-    """Tokens of the run, since its beginning, at which the stage ends. None with `until_step`, and
-    for a last stage without an end."""
-    until_step: int | None = None
-    """Instead of `until_tokens`: optimizer steps of the run, since its beginning. The stage ends
-    with the window in which this step ends. A step has `micro_batches_per_step` micro-batches."""
-    to: Mapping[StorePath, float] | None = None
-    """Weights at the end of the stage. Each share changes linearly. None: weights stay."""
+    """Tokens of the run, since its beginning, at which the stage ends. None: the last stage has no
+    end."""
     batching: Batching | None = None
     """How micro-batches are made. None: as the loader's `batching` says."""
     targets: str | Collection[str] | None = None
@@ -95,45 +85,15 @@ class Stage:
     {"text", "call"}. None: as the loader's `targets` says."""
 
     def __post_init__(self) -> None:
-        if self.to is None:
-            weights, to = checked_weights(self.weights), None
-        else:
-            weights, to = _both_ends(self.weights, self.to)
-        object.__setattr__(self, "weights", weights)
-        object.__setattr__(self, "to", to)
+        object.__setattr__(self, "weights", checked_weights(self.weights))
         if isinstance(self.targets, Collection) and not isinstance(self.targets, str):
             object.__setattr__(self, "targets", ",".join(sorted(map(str, self.targets))))
         elif self.targets is not None and not isinstance(self.targets, str):
             expected = "a word or a set of kinds; a function only as `targets` of the loader"
             raise checks.refusal("targets", self.targets, expected)
-        for name in ("until_tokens", "until_step"):
-            if (until := getattr(self, name)) is not None:
-                object.__setattr__(self, name, checks.whole(name, until, least=1, most=1 << 61))
-        if self.until_tokens is None and to is not None:
-            raise ConfigError("a stage with `to` needs `until_tokens`, where the change ends.")
-        if self.until_tokens is not None and self.until_step is not None:
-            raise ConfigError(
-                f"a stage has `until_tokens`={self.until_tokens:,} and `until_step`="
-                f"{self.until_step:,}, but one end. Leave one out."
-            )
-
-
-def _both_ends(weights: Any, to: Any) -> tuple[dict[StorePath, float], dict[StorePath, float]]:
-    """Return the weights at both ends, with all folders of both; either may be 0."""
-    placed = []
-    folders: dict[object, StorePath] = {}
-    for name, given in (("weights", weights), ("to", to)):
-        if not isinstance(given, Mapping):
-            raise checks.refusal(name, given, "a dict from folders to weights")
-        positive = {folder: weight for folder, weight in given.items() if weight != 0}
-        placed.append(by_place(checked_weights(positive)))
-        for folder in given:
-            folders.setdefault(place_of(folder), folder)
-    first, last = ({folders[at]: end.get(at, 0.0) for at in folders} for end in placed)
-    never = [folder for folder in first if not first[folder] and not last[folder]]
-    if never:
-        raise ConfigError(f"the weight of {never[0]} is 0 at both ends of a stage. Leave it out.")
-    return first, last
+        if self.until_tokens is not None:
+            until = checks.whole("until_tokens", self.until_tokens, least=1, most=1 << 61)
+            object.__setattr__(self, "until_tokens", until)
 
 
 def whole(data: Any) -> Any:
@@ -202,9 +162,7 @@ class SavedStage(msgspec.Struct, frozen=True, omit_defaults=True):
     weights: _Weights
     """A divisor, and the weight of each of the plan's data sets times the divisor, because small
     whole numbers take one byte."""
-    to: _Weights | None = None
     until: _Tokens | None = None
-    until_step: _Tokens | None = None
     batching: str | None = None
     """None: as in the stage before."""
     targets: str | None = None
@@ -215,18 +173,14 @@ class PlannedStage:
     """A stage with its place in the run. Its data sets are named by fingerprint."""
 
     begins: int
-    """Tokens of the run at its beginning; `ENDLESS` until a stage before has ended by a step."""
+    """Tokens of the run at its beginning."""
     until: int | None
-    """Tokens of the run at its end; None without an end, and until `until_step` has ended it."""
+    """Tokens of the run at its end; None without an end."""
     window_tokens: int
     weights: Mapping[str, float]
-    to: Mapping[str, float] | None
-    """Weights at the end, of the same data sets; None if they stay."""
     batching: Batching
     targets: str | None = None
     """See `Stage.targets`."""
-    until_step: int | None = None
-    """See `Stage.until_step`."""
 
     @property
     def num_windows(self) -> int:
@@ -249,9 +203,7 @@ def saved_stages(stages: Sequence[PlannedStage], data: Sequence[str]) -> list[Sa
         SavedStage(
             stage.window_tokens,
             _listed(stage.weights, data),
-            None if stage.to is None else _listed(stage.to, data),
             stage.until,
-            stage.until_step,
             None if stage.batching == before else describe(stage.batching),
             stage.targets,
         )
@@ -275,67 +227,48 @@ def planned_stages(saved: Sequence[SavedStage], data: Sequence[str]) -> tuple[Pl
     stages: list[PlannedStage] = []
     begins, batching = 0, ""
     for number, each in enumerate(saved, 1):
-        ends = [each.weights] if each.to is None else [each.weights, each.to]
-        has_weights = all(len(end) == len(data) + 1 and end[0] and sum(end[1:]) for end in ends)
-        is_after = begins == ENDLESS or (each.until or ENDLESS) > begins
-        has_end = each.until or each.until_step or number == len(saved)
+        divisor, *weights = each.weights
+        has_weights = len(weights) == len(data) and divisor and sum(weights)
+        is_after = (each.until or ENDLESS) > begins
+        has_end = each.until or number == len(saved)
         if not (has_weights and is_after and has_end):
             raise ResumeError(
                 f"cannot resume: stage {number} of the state is damaged. Use an unchanged state."
             )
         batching = each.batching or batching
-        used = [nth for nth in range(1, len(data) + 1) if any(end[nth] for end in ends)]
-        first, *change = ({data[nth - 1]: end[nth] / end[0] for nth in used} for end in ends)
         stages.append(
             PlannedStage(
                 begins,
                 each.until,
                 each.window_tokens,
-                first,
-                change[0] if change else None,
+                {of: weight / divisor for of, weight in zip(data, weights, strict=True) if weight},
                 policy_of(batching),
                 each.targets,
-                each.until_step,
             )
         )
-        begins = max(begins, each.until or ENDLESS)
+        begins = each.until or ENDLESS
     return tuple(stages)
 
 
 class _Rates(NamedTuple):
     """How fast a stage reads its sources, as whole numbers.
 
-    After x tokens of the stage, a source has got (linear * x + square * x * x) / whole.
+    After x tokens of the stage, a source has got of[source] * x / whole.
     """
 
-    of: dict[int, tuple[int, int]]
-    """`linear` and `square` of each source, in ascending order of the sources."""
+    of: dict[int, int]
+    """The weight of each source, in ascending order of the sources."""
     whole: int
+    """The sum of the weights."""
     shares: dict[int, float]
-    """Average share of each source."""
+    """Share of each source."""
 
 
 def _rates_of(stage: PlannedStage, numbers: Mapping[str, int]) -> _Rates:
     data = sorted(stage.weights, key=numbers.__getitem__)
-    first, first_sum, _ = _integers([stage.weights[each] for each in data])
-    linear, square, whole = first, (0,) * len(data), first_sum
-    last, last_sum = first, first_sum
-    if stage.to is not None and stage.until is not None:
-        last, last_sum, _ = _integers([stage.to[each] for each in data])
-        # share(x) = first/first_sum + (last/last_sum - first/first_sum) * x / length, integrated
-        twice = 2 * (stage.until - stage.begins)
-        linear = tuple(a * last_sum * twice for a in first)
-        square = tuple(b * first_sum - a * last_sum for a, b in zip(first, last, strict=True))
-        whole = first_sum * last_sum * twice
-    sources = [numbers[each] for each in data]
-    return _Rates(
-        dict(zip(sources, zip(linear, square, strict=True), strict=True)),
-        whole,
-        {
-            source: (a / first_sum + b / last_sum) / 2
-            for source, a, b in zip(sources, first, last, strict=True)
-        },
-    )
+    weights, whole, _ = _integers([stage.weights[each] for each in data])
+    of = {numbers[each]: weight for each, weight in zip(data, weights, strict=True)}
+    return _Rates(of, whole, {source: weight / whole for source, weight in of.items()})
 
 
 def _integers(weights: Sequence[float]) -> tuple[tuple[int, ...], int, int]:
@@ -358,17 +291,12 @@ class StagedOrder(SourceOrder):
     """Fingerprint of each source. The order of a source depends on it, not on other sources."""
     tokens: tuple[int, ...]
     """Tokens of each source."""
-    listed: tuple[PlannedStage, ...]
-    """All stages."""
-    stages: tuple[PlannedStage, ...] = field(init=False)
-    """The stages whose beginning is known: up to the first one without a known end."""
+    stages: tuple[PlannedStage, ...]
     first_windows: tuple[int, ...] = field(init=False)
     """First window of each stage."""
 
     def __post_init__(self) -> None:
-        known = [stage for stage in self.listed if stage.begins < ENDLESS]
-        object.__setattr__(self, "stages", tuple(known))
-        counts = [stage.num_windows for stage in known]
+        counts = [stage.num_windows for stage in self.stages]
         object.__setattr__(self, "first_windows", tuple(accumulate(counts[:-1], initial=0)))
 
     @property
@@ -428,42 +356,6 @@ class StagedOrder(SourceOrder):
         key = derive_key(self.seed, epoch, window)
         return Draw(key, cycle_key, 0, num_windows, is_even=True)
 
-    def parts(self, epoch: int, window: int, sources: np.ndarray) -> np.ndarray | None:
-        """Return the part of each row of a window whose weights change, shape (R,), int64.
-
-        A window has one share of each source for all its tokens. Rows of part 0 are delivered
-        first, then those of part 1, so that the shares change inside the window too. Every part has
-        rows from all places of a source, because row i belongs to place i * 0.618 modulo 1.
-
-        Args:
-            epoch: Number of the epoch.
-            window: Number of the window in the epoch.
-            sources: Source of each row of the window, shape (R,), ascending.
-
-        Returns:
-            None if the window has one part.
-        """
-        number = self._number(window)
-        rates = self._rates[number]
-        begin, end = self.edge(window), self.edge(window + 1)
-        change = max(2 * abs(square) for _, square in rates.of.values()) * (end - begin)
-        count = min(_MOST_PARTS, ceil(Fraction(change, rates.whole) / _PART_CHANGE))
-        if not self.shuffle or count < 2:
-            return None
-        edges = [begin + (end - begin) * nth // count for nth in range(1, count)]
-        key = np.uint64(derive_key(self.seed, epoch, window, count))
-        places = np.arange(len(sources), dtype=np.uint64) * np.uint64(GOLDEN) + key
-        parts = np.zeros(len(sources), np.int64)
-        for source in np.unique(sources).tolist():
-            first, *inner, last = (
-                self._of_stage(number, source, edge) for edge in (begin, *edges, end)
-            )
-            own = slice(*np.searchsorted(sources, [source, source + 1]).tolist())
-            for edge in inner:
-                before = min((edge - first << 64) // (last - first), WORD)
-                parts[own] += places[own] >= np.uint64(before)
-        return parts
-
     def windows_of(self, source: int, places: np.ndarray) -> np.ndarray:
         """Return about the window of each place in a source's order; -1 for a place without one.
 
@@ -511,9 +403,8 @@ class StagedOrder(SourceOrder):
         rates = self._rates[number]
         if source not in rates.of:
             return 0
-        linear, square = rates.of[source]
         passed = tokens - self.stages[number].begins
-        return ((linear + square * passed) * passed << _SCALE) // rates.whole
+        return (rates.of[source] * passed << _SCALE) // rates.whole
 
     def _number(self, window: int) -> int:
         """Return the number of the stage of a window."""
@@ -530,7 +421,7 @@ class StagedOrder(SourceOrder):
     @cached_property
     def saved(self) -> list[SavedStage]:
         """All stages for a saved state."""
-        return saved_stages(self.listed, self.data)
+        return saved_stages(self.stages, self.data)
 
     @cached_property
     def _rates(self) -> tuple[_Rates, ...]:
@@ -572,56 +463,20 @@ def digest_of(stages: Sequence[PlannedStage]) -> str:
 def least_tokens(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> int:
     """Return a number of tokens in which at least one source of a stage delivers a record batch.
 
-    A source with a constant share gives one in its average record batch divided by its share. While
-    shares change, S sources together give more than S record batches in S + 1 average ones, less
-    one of each that has just begun. Many sources begin at random parts of a record batch: with a
-    probability of e**-64, none of them gives one in 64 average ones.
+    A source gives one in its average record batch divided by its share. S sources together give
+    more than S record batches in S + 1 average ones, less one of each that has just begun. Many
+    sources begin at random parts of a record batch: with a probability of e**-64, none of them
+    gives one in 64 average ones.
 
     Args:
         stage: The stage.
         batch_tokens: Average tokens of a record batch of each data set, by fingerprint.
     """
     sizes = [batch_tokens[data] for data in stage.weights]
-    first, first_sum, _ = _integers(list(stage.weights.values()))
-    last, last_sum = first, first_sum
-    if stage.to is not None:
-        last, last_sum, _ = _integers([stage.to[data] for data in stage.weights])
-    alone = [
-        size / min(Fraction(a, first_sum), Fraction(b, last_sum))
-        for size, a, b in zip(sizes, first, last, strict=True)
-        if a and b
-    ]
+    weights, whole, _ = _integers(list(stage.weights.values()))
+    alone = [size * whole / weight for size, weight in zip(sizes, weights, strict=True)]
     together = min(len(sizes) + 1, _SURE_BATCHES) * max(sizes)
     return ceil(min([together, *alone])) + 1  # 1: parts of a token are rounded down
-
-
-def placed(
-    stages: Iterable[PlannedStage],
-    ended: Mapping[int, int],
-    batch_tokens: Mapping[str, Fraction],
-) -> tuple[PlannedStage, ...]:
-    """Return stages with their beginnings, of which steps have ended some.
-
-    After a stage with `until_step`, a stage whose `until_tokens` has passed is left out, and so is
-    one that has too few tokens until then.
-
-    Args:
-        stages: The stages.
-        ended: Steps that have ended a stage, and the tokens of the run at its end.
-        batch_tokens: Average tokens of a record batch of each data set, by fingerprint.
-    """
-    found: list[PlannedStage] = []
-    begins, follows_step = 0, False
-    for stage in stages:
-        until = ended.get(stage.until_step or 0, stage.until)
-        stage = replace(stage, begins=begins, until=until)
-        is_known = begins < ENDLESS and until is not None
-        if follows_step and is_known and (until or 0) - begins < least_tokens(stage, batch_tokens):
-            continue
-        found.append(stage)
-        begins = max(begins, until or ENDLESS)
-        follows_step |= stage.until_step is not None
-    return tuple(found)
 
 
 def going_on(
@@ -657,7 +512,7 @@ def going_on(
         if future[0].edge(passed) == stop:  # the same windows so far: at most its end has moved
             return (*past[:-1], *future)
     if past and past[-1].until != stop:
-        past[-1] = replace(past[-1], until=stop, until_step=None)
+        past[-1] = replace(past[-1], until=stop)
     if future and future[0].begins < stop:
         future[0] = replace(future[0], begins=stop)
     return (*past, *future)
@@ -700,13 +555,8 @@ def _stage_at(stages: Sequence[PlannedStage], token: int) -> PlannedStage | None
 def _facts(stage: PlannedStage, names: Mapping[str, str]) -> dict[str, object]:
     """Return what the order of a stage depends on, by its name in messages. A missing share
     is 0."""
-    facts: dict[str, object] = {}
-    for what, weights in (("the share", stage.weights), ("the share at the end", stage.to or {})):
-        shares = zip(weights, proportions(weights.values()), strict=True)
-        facts |= {f"{what} of {names.get(data, data)}": share for data, share in shares}
-    if stage.to is not None:
-        place = f"{stage.begins:,} to {stage.until:,}"
-        facts["the range of a change of weights (`to`)"] = place
+    shares = zip(stage.weights, proportions(stage.weights.values()), strict=True)
+    facts = {f"the share of {names.get(data, data)}": share for data, share in shares}
     return facts | {
         "`batching`": stage.batching,
         "`window_tokens`": f"{stage.window_tokens:,}",

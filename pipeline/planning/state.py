@@ -80,9 +80,6 @@ class Delivered:
         if not done.ends_window:
             position = self.position._replace(micro_batch=done.position)
             return Delivered(plan, position, digest, tokens, last, steps)
-        plan = plan.ended(self.position.window, steps)
-        if plan is not self.plan:
-            tokens = _moved(tokens, self.plan.data, plan.data)
         position = plan.next_window(self.position)
         if position.window:
             return Delivered(plan, position, digest, tokens, last, steps)
@@ -138,7 +135,7 @@ class Delivered:
             )
         if plan.stages:
             of_data = dict(zip(plan.data, names, strict=False))
-            plan, position = plan.going_on(theirs, position, saved.steps, of_data)
+            plan, position = plan.going_on(theirs, position, of_data)
             if position.epoch < saved.epoch:  # the list was read to its end, and is longer now
                 tokens, last = last or tokens, ()
             elif position.epoch > saved.epoch:  # the list ends here now

@@ -67,7 +67,6 @@ class WindowMaker:
             draw=plan.order.draw(epoch, number),
             labels=_column_of(window, "target"),
             rows=self._rows_in_order(window) if plan.order.keeps_rows else None,
-            parts=plan.parts(epoch, number, window.numbers),
             earlier=plan.earlier_in(epoch, nth),
         )
         left_out = np.zeros(2, np.int64)

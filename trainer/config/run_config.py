@@ -95,10 +95,6 @@ class StageSettings:
     """Folders with their weights."""
     until_tokens: Tokens | None = None
     """Tokens of the run at which the stage ends. None for the last stage, which has no end."""
-    until_step: Annotated[int, Meta(ge=1)] | None = None
-    """Instead of `until_tokens`: the stage ends with the window in which this step ends."""
-    to: Shards | None = None
-    """Weights at the end of the stage."""
     sequence_length: Annotated[int, Meta(ge=2)] | None = None
     """Tokens of a row. None: the setting of the run, which is the largest."""
     targets: str | None = None
@@ -148,8 +144,8 @@ class TrainConfig:
     epoch of them on a GPU, 3 to 10 epochs of other data."""
 
     mixing: tuple[StageSettings, ...] = ()
-    """Only in a file: how the training data change, each stage with its shards, until_tokens or
-    until_step, to, sequence_length and targets."""
+    """Only in a file: how the training data change, each stage with its shards, until_tokens,
+    sequence_length and targets."""
     skip: RowRanges | None = None
     """Only in a file: rows that the loss ignores, as ranges by data set."""
     order: OrderName = "shuffled"
@@ -280,10 +276,9 @@ class TrainConfig:
             )
         if self.step_rows is None and self.micro_batch_tokens != "auto":
             check_multiple(self, "step_tokens", "micro_batch_tokens")
-        if self.mixing and (self.mixing[-1].until_tokens or self.mixing[-1].until_step):
+        if self.mixing and self.mixing[-1].until_tokens:
             raise ConfigError(
-                "`mixing`: the last stage goes on until the last step. Leave out its until_tokens "
-                "or until_step."
+                "`mixing`: the last stage goes on until the last step. Leave out its until_tokens."
             )
         lengths = [stage.sequence_length for stage in self.mixing if stage.sequence_length]
         if self.compile and self.compile is not True and self.shard_model:
@@ -387,8 +382,7 @@ class TrainConfig:
     @property
     def all_shards(self) -> list[Shards]:
         """The shards of the run and of its mixing."""
-        ends = (shards for stage in self.mixing for shards in (stage.shards, stage.to))
-        return [self.shards, *(shards for shards in ends if shards is not None)]
+        return [self.shards, *(stage.shards for stage in self.mixing)]
 
     @property
     def profiled(self) -> tuple[int, int] | None:

@@ -193,6 +193,13 @@ def check_types(config: Any) -> None:
             setting_of(kind, value, f"`{flag_of(name)}`")
 
 
+_WITHDRAWN = {
+    "until_step": " A stage ends by tokens: use until_tokens.",
+    "to": " The weights of a stage stay: use several stages, each with its until_tokens.",
+}
+"""What to do instead of settings of a stage that existed before."""
+
+
 def read_settings(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Read the settings in a YAML file, by field. Names may have hyphens or underscores.
 
@@ -214,7 +221,8 @@ def checked_settings(
     for written, value in content.items():
         name = str(written).replace("-", "_")
         if name not in kinds:
-            raise ConfigError(f"{where} unknown setting {written}.{nearest(name, kinds)}")
+            hint = _WITHDRAWN.get(name) or nearest(name, kinds)
+            raise ConfigError(f"{where} unknown setting {written}.{hint}")
         found[name] = setting_of(kinds[name], value, f"{where} {written}")
     return found
 

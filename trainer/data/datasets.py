@@ -94,8 +94,6 @@ def training_source(
         Stage(
             weights(each.shards),
             until_tokens=each.until_tokens,
-            until_step=each.until_step,
-            to=None if each.to is None else weights(each.to),
             batching=None if each.sequence_length is None else policy_of(each.sequence_length),
             targets=each.targets,
         )

@@ -376,10 +376,7 @@ class Trainer:
             whole = sum(weights.values())
             return {open_store(path).name: weight / whole for path, weight in weights.items()}
 
-        stages = [
-            (each.until_tokens, shares(each.weights), shares(each.to or each.weights))
-            for each in self.loader.stages
-        ]
+        stages = [(each.until_tokens, shares(each.weights)) for each in self.loader.stages]
         return planned_tokens(stages, tokens)
 
     def _final_metrics(self) -> dict[str, Metrics]:

@@ -286,22 +286,18 @@ Shares = Mapping[str, float]
 """Shares of the tokens by data set. Their sum is 1."""
 
 
-def planned_tokens(
-    stages: Sequence[tuple[int | None, Shares, Shares]], tokens: int
-) -> list[StageTokens]:
+def planned_tokens(stages: Sequence[tuple[int | None, Shares]], tokens: int) -> list[StageTokens]:
     """Return the planned tokens of the stages that a run has reached.
 
     Args:
-        stages: Of each stage the tokens of the run at its end, and the shares at both ends.
+        stages: Of each stage the tokens of the run at its end, and the shares.
         tokens: The tokens of the run so far.
     """
     found, begin = [], 0
-    for until, first, last in stages:
+    for until, shares in stages:
         end = tokens if until is None else min(tokens, until)
         if end <= begin:
             break
-        middle = 0.0 if until is None else (end - begin) / 2 / (until - begin)
-        shares = {name: first[name] + middle * (last[name] - first[name]) for name in first}
         planned = {name: (end - begin) * share for name, share in shares.items()}
         found.append(StageTokens(until=until, planned=planned))
         begin = end

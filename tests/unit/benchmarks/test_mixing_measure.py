@@ -1,7 +1,6 @@
 """The measure of mixing says what it should of orders that are known."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +13,6 @@ from benchmarks.shuffle.metrics import (
     by_rows,
     full_shuffle,
 )
-from benchmarks.shuffle.staged import planned, rows_of_batches
-from tokenfeed import Packed, Padded, ShardLoader, Stage
-from tokenfeed.pipeline.format.data_set import open_splits
-from tokenfeed.pipeline.planning.plan import Plan
-from tokenfeed.pipeline.planning.policies import Batching
 
 ROWS = 40_000
 STEP = "64k"
@@ -62,31 +56,6 @@ def test_a_sorted_order_is_far_from_it_and_every_epoch_the_same(
     assert found["neighbours"]["distance"] < 0.001
     assert found["again"]["pairs"] == found["again"]["batches"] == 1
     assert found["drift"] == pytest.approx(10)
-
-
-@pytest.mark.parametrize("batching", [Padded(2048), Packed(256, 4)], ids=str)
-def test_order_of_a_planned_list_is_the_order_that_a_loader_delivers(
-    tmp_path: Path, batching: Batching
-) -> None:
-    corpora = [CORPORA["2,000 documents"](1.0), CORPORA["a small source"](0.1)]
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder, corpus in zip(folders, corpora, strict=True):
-        write_shards(folder, corpus)
-    first, second = folders
-    list_ = [
-        Stage({first: 2, second: 1}, until_tokens=600_000),
-        Stage({first: 2, second: 1}, to={second: 1}, until_tokens=1_500_000),
-    ]
-    options: Any = {"batching": batching, "window_tokens": 300_000, "seed": 3}
-    with ShardLoader(list_, num_workers=0, **options) as loader:
-        found = delivered(loader)
-    sources = open_splits(folders, "train")
-    options |= {"split": "train", "shuffle": True, "micro_batches_per_step": 1}
-    plan = Plan.from_splits(sources, list_, **options)
-    lengths = np.concatenate([corpus.lengths for corpus in corpora])
-    order = planned(plan, lengths, rows_of_batches(sources))
-    for name in ("rows", "tokens", "whole", "batches"):
-        assert np.array_equal(getattr(order, name), getattr(found, name))
 
 
 @pytest.mark.parametrize("policy", [("Padded", 2048), ("Packed", 256, 4), ("Fixed", 16)])

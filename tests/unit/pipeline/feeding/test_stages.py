@@ -22,7 +22,6 @@ from tokenfeed.integrations.steps import steps
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import StorePath
-from tokenfeed.pipeline.planning.policies import Batching
 from tokenfeed.pipeline.planning.state import resealed, unpacked
 
 OPTIONS: dict[str, Any] = {"window_tokens": 1500, "micro_batches_per_step": 2}
@@ -48,7 +47,6 @@ class Drawn:
     """A stage without folders. Its sources are numbers."""
 
     weights: dict[int, float]
-    to: dict[int, float] | None
     tokens: int
     policy: int
 
@@ -57,7 +55,6 @@ class Drawn:
         return Stage(
             {folders[n]: weight for n, weight in self.weights.items()},
             until_tokens=begins + self.tokens,
-            to=self.to and {folders[n]: weight for n, weight in self.to.items()},
             batching=[None, *SMALL_POLICIES][self.policy],
         )
 
@@ -68,9 +65,7 @@ SMALL_POLICIES = [
     Fixed(batch_size=4),
 ]
 SOURCES = st.dictionaries(st.integers(0, 3), WEIGHTS, min_size=1, max_size=4)
-STAGES = st.builds(
-    Drawn, SOURCES, st.none() | SOURCES, st.integers(4_000, 8_000), st.integers(0, 3)
-)
+STAGES = st.builds(Drawn, SOURCES, st.integers(4_000, 8_000), st.integers(0, 3))
 LISTS = st.lists(STAGES, min_size=1, max_size=3)
 
 
@@ -129,9 +124,8 @@ def edited(
     under_way = [stage for stage in stages if stage.until_tokens > stop][:1]
     begins = max([0, *(stage.until_tokens for stage in past)])
     if under_way and begins < stop:
-        if under_way[0].to is None:
-            until = stop + change.longer if change.longer > 1_500 else stop
-            under_way[0] = replace(under_way[0], until_tokens=until)
+        until = stop + change.longer if change.longer > 1_500 else stop
+        under_way[0] = replace(under_way[0], until_tokens=until)
         past += under_way
         begins = under_way[0].until_tokens
     assert change.future is not None
@@ -145,10 +139,7 @@ def ideal(stages: Sequence[Stage], folder: Path, tokens: int) -> Fraction:
         if begins >= tokens:
             break
         passed = min(tokens, stage.until_tokens) - begins
-        first = share(stage.weights, folder)
-        last = first if stage.to is None else share(stage.to, folder)
-        slope = (last - first) / (stage.until_tokens - begins)
-        got += first * passed + slope * passed * passed / 2
+        got += share(stage.weights, folder) * passed
         begins = stage.until_tokens
     return got
 
@@ -209,7 +200,7 @@ def test_a_run_whose_future_changed_equals_an_uninterrupted_run_of_its_final_lis
                     for loader in ranks.loaders:
                         loader.reweigh(weights)
                 except ConfigError as error:
-                    known_errors = ("too few", "change linearly", "last window has begun")
+                    known_errors = ("too few", "last window has begun")
                     assert any(each in str(error) for each in known_errors)
         runs.append(ranks)
         state = ranks.run(change.rounds)
@@ -229,118 +220,6 @@ def test_a_run_whose_future_changed_equals_an_uninterrupted_run_of_its_final_lis
         batch for step in joined([alone]) for batch in step
     ]
     check_rows(final, folders, order)
-
-
-@st.composite
-def lists_with_steps(draw: st.DrawFn) -> list[tuple[dict[int, float], str, int, int]]:
-    """Weights, kind of the end, value of the end and policy of each stage."""
-    ends, found = {"until_tokens": 0, "until_step": 0}, []
-    for nth in range(draw(st.integers(1, 4))):
-        kind = draw(st.sampled_from(["until_step", "until_tokens"])) if nth else "until_step"
-        least, most = (1, 40) if kind == "until_step" else (4_000, 12_000)
-        ends[kind] += draw(st.integers(least, most))
-        found.append((draw(SOURCES), kind, ends[kind], draw(st.integers(0, 3))))
-    return found
-
-
-@pytest.mark.slow
-@settings(max_examples=settings().max_examples // 3)
-@given(
-    drawn=lists_with_steps(),
-    rounds=st.lists(st.integers(0, 60), min_size=3, max_size=3),
-    order=st.sampled_from(["shuffled", "file"]),
-)
-def test_a_stage_ends_with_the_window_of_its_step_on_any_ranks(
-    drawn: list[tuple[dict[int, float], str, int, int]],
-    rounds: list[int],
-    order: str,
-    folders: list[Path],
-) -> None:
-    options = OPTIONS | {"order": order}
-    script = [
-        Stage(
-            {folders[n]: weight for n, weight in weights.items()},
-            batching=[None, *SMALL_POLICIES][policy],
-            **{kind: end},  # type: ignore[arg-type]
-        )
-        for weights, kind, end, policy in drawn
-    ]
-    state = None
-    runs: list[Ranks] = []
-    for world_size, number in zip((1, 2, 4, 1), (*rounds, None), strict=True):
-        runs.append(Ranks(script, world_size, state, batching=SMALL, **options))
-        if state is None or not state["epoch"]:
-            state = runs[-1].run(number)
-    final = runs[-1].loaders[0].stages
-    assert all(stage.until_step is None for stage in final)
-    alone = Ranks(final, 1, batching=SMALL, **options)
-    whole = alone.run()
-    assert (whole["digest"], whole["epoch"]) == (state["digest"], 1)
-    assert whole["steps"] == state["steps"] == len(joined([alone]))
-    assert [batch for step in joined(runs) for batch in step] == [
-        batch for step in joined([alone]) for batch in step
-    ]
-    # the oracle: the recorded tokens are those of the first edges after the steps
-    edges = [edge for each in edges_of(whole) for edge in each[1:]]
-    steps_at, done = [], 0
-    with open_loader(final, SMALL, **options) as loader:
-        for batch in loader:
-            done += batch.ends_step
-            if not loader.position.micro_batch:
-                steps_at.append(done)
-        check_rows(final, folders, order)
-        begins, left = 0, list(final)
-        for stage in script:
-            due = stage.until_tokens
-            if stage.until_step is not None:
-                after = zip(edges, steps_at, strict=True)
-                due = next(edge for edge, n in after if edge > begins and n >= stage.until_step)
-            if left and left[0].until_tokens == due:
-                begins = due
-                assert left.pop(0).weights == stage.weights
-            else:
-                assert due < begins + 4_000, "only a stage without enough tokens is left out"
-        assert not left
-        by_step = open_loader(script, SMALL, **options)
-        at = min(5, done - 1)
-        assert (
-            by_step.at(step=at).state_dict()["digest"]
-            == (loader.at(step=at).state_dict()["digest"])
-        )
-        assert by_step.at(step=done).stages == final
-
-
-def test_a_list_edited_before_or_after_its_step_resumes(folders: list[Path]) -> None:
-    first, second, third, _ = folders
-    one = Stage({first: 1, second: 1}, until_step=20)
-    two = Stage({second: 1}, until_tokens=15_000)
-
-    def resumed(stages: list[Stage], state: dict[str, Any]) -> list[Stage]:
-        ranks = Ranks(stages, 2, state, batching=SMALL, **OPTIONS)  # type: ignore[arg-type]
-        end, final = ranks.run(), ranks.loaders[0].stages
-        alone = Ranks(final, 1, batching=SMALL, **OPTIONS)  # type: ignore[arg-type]
-        assert alone.run()["digest"] == end["digest"]
-        return final
-
-    by_step: dict[int, dict[str, Any]] = {}
-    with open_loader([one, two], SMALL, **OPTIONS) as loader:  # type: ignore[arg-type]
-        for batch in loader:
-            assert batch.ends_step == (loader.state_dict().get("steps", 0) > len(by_step))
-            if batch.ends_step:
-                by_step[len(by_step) + 1] = loader.state_dict()
-    early, late = by_step[3], by_step[max(by_step) - 2]
-    end = loader.stages[0].until_tokens
-    later = replace(one, until_step=30)
-    new = Stage({third: 1}, until_tokens=20_000)
-    assert resumed([later, two], early)[0].until_tokens > end
-    assert resumed([one, new], early)[0].until_tokens == end
-    assert resumed([one, two, new], late)[:2] == loader.stages
-    assert resumed([*loader.stages, new], late)[:2] == loader.stages
-    for step, state in ((2, early), (30, late)):
-        with pytest.raises(ResumeError, match=f"a stage of this list ends at step {step}, but the"):
-            resumed([replace(one, until_step=step), two], state)
-    with pytest.raises(ResumeError, match=f"from token {end:,} on, the share of {second} is 1/2"):
-        resumed([replace(one, until_step=1_000), two], late)
 
 
 def test_state_of_a_step_has_a_later_change_of_weights(folders: list[Path]) -> None:
@@ -456,21 +335,6 @@ def test_the_length_of_sequences_grows(folders: list[Path]) -> None:
         assert sum(batch.num_tokens for batch in loader) > 9_000
 
 
-@pytest.mark.parametrize("policy", [SMALL, *SMALL_POLICIES], ids=str)
-def test_shares_change_inside_a_window(folders: list[Path], policy: Batching) -> None:
-    list_ = [Stage({folders[2]: 1}, to={folders[3]: 1}, until_tokens=48_000)]
-    options = OPTIONS | {"window_tokens": 48_000}
-    with open_loader(list_, policy, **options) as loader:
-        assert len(edges_of(loader.state_dict())[0]) == 2
-        tokens = [
-            np.bincount(batch.rows >= len(LENGTHS[2]), batch.piece_lengths, 2) for batch in loader
-        ]
-    counted = np.array(tokens)
-    nth = (np.cumsum(counted.sum(1)) - 1) * 8 // counted.sum()
-    shares = [counted[nth == part, 1].sum() / counted[nth == part].sum() for part in range(8)]
-    assert shares == pytest.approx([(part + 0.5) / 8 for part in range(8)], abs=0.08)
-
-
 def test_targets_of_a_stage_select_its_labels_and_are_resumed(tmp_path: Path) -> None:
     rows = random_rows(np.random.default_rng(0).integers(20, 60, 300), "chat")
     chat = write_rows(tmp_path / "chat", {"train": rows}, VOCABULARY_SIZE, task="chat")
@@ -578,7 +442,7 @@ def refusal_of(path: object, **options: Any) -> str:
 
 
 def test_lists_that_mean_nothing_are_refused_in_one_line(folders: list[Path]) -> None:
-    first, second, *_ = folders
+    first = folders[0]
     endless, ending = Stage({first: 1}), Stage({first: 1}, until_tokens=9_000)
     assert "expected a folder, a URL, a Mixture, or a list of folders or stages" in refusal_of(
         ending
@@ -587,24 +451,12 @@ def test_lists_that_mean_nothing_are_refused_in_one_line(folders: list[Path]) ->
     assert "a list of folders or stages" in refusal_of([])
     assert "stage 1 has no end, so stage 2 never begins" in refusal_of([endless, endless])
     assert "stage 2 ends at token 9,000, but begins at 9,000" in refusal_of([ending, ending])
-    stepped = Stage({first: 1}, until_step=9)
-    assert "stage 2 ends at step 9, but begins at 9" in refusal_of([stepped, stepped])
-    assert "they end no stage together" in refusal_of(
-        [stepped], num_streams=2, rank=0, world_size=2, epochs=None
-    )
-    with pytest.raises(ConfigError, match="a ShardDataset counts no steps"):
-        ShardDataset([stepped], batching=SMALL)
     assert "the stage from token 0 to 10 has too few tokens, 10. With" in refusal_of(
         [Stage({first: 1}, until_tokens=10)]
     )
     for make, message in (
         (lambda: Stage({}), "at least one data set"),
         (lambda: Stage({first: 0}), "expected a number above 0"),
-        (lambda: Stage({first: 1}, to={second: 1}), "needs `until_tokens`"),
-        (lambda: Stage({first: 1}, to={second: 1}, until_step=9), "needs `until_tokens`"),
-        (lambda: Stage({first: 1}, until_tokens=8, until_step=9), "`until_step`=9, but one end"),
-        (lambda: Stage({first: 1}, to={first: 0}, until_tokens=9), "at least one data set"),
-        (lambda: Stage({first: 1, second: 0}, to={first: 1}, until_tokens=9), "0 at both ends"),
         (lambda: Stage({first: 1}, until_tokens=0), "`until_tokens`=0"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -616,7 +468,7 @@ def saved(folders: list[Path]) -> tuple[list[Stage], dict[str, Any]]:
     """A list and a state in its second stage, of which three windows were begun."""
     list_ = [
         Stage({folders[1]: 1, folders[2]: 1}, until_tokens=9_000),
-        Stage({folders[1]: 1}, to={folders[3]: 1}, until_tokens=20_000),
+        Stage({folders[1]: 1, folders[3]: 1}, until_tokens=20_000),
         Stage({folders[3]: 1}, until_tokens=30_000),
     ]
     with open_loader(list_, SMALL, **OPTIONS) as loader:
@@ -630,7 +482,7 @@ def test_a_past_that_differs_is_refused_with_the_place_and_both_values(
     folders: list[Path], saved: tuple[list[Stage], dict[str, Any]]
 ) -> None:
     list_, state = saved
-    _, second, third, fourth = folders
+    _, second, third, _ = folders
     one, two, three = list_
 
     def refused(stages: object, **options: Any) -> str:
@@ -643,13 +495,7 @@ def test_a_past_that_differs_is_refused_with_the_place_and_both_values(
         [replace(one, weights={second: 2, third: 1}), two, three]
     )
     assert "from token 8,000 on" in refused([replace(one, until_tokens=8_000), two, three])
-    assert "range of a change of weights (`to`) is 9,000 to 21,000" in refused(
-        [one, replace(two, until_tokens=21_000), three]
-    )
-    assert f"the share at the end of {second}" in refused(
-        [one, replace(two, to={second: 1, fourth: 1}), three]
-    )
-    assert f"the share at the end of {fourth} is none" in refused(
+    assert f"from token 9,000 on, the share of {second} is 1 in this list" in refused(
         [one, Stage({second: 1}, until_tokens=20_000), three]
     )
     assert "`batching` is Fixed" in refused([replace(one, batching=Fixed(2)), two, three])
@@ -686,8 +532,6 @@ def test_reweighing_is_refused_where_it_means_nothing(
     list_, state = saved
     loader = open_loader(list_, SMALL, **OPTIONS)
     loader.load_state_dict(state)
-    with pytest.raises(ConfigError, match="the weights change linearly until token 20,000"):
-        loader.reweigh({folders[3]: 1})
     with pytest.raises(ConfigError, match="is in no stage of this loader"):
         loader.reweigh({folders[0]: 1})
     ended = open_loader([Stage({folders[0]: 1}, until_tokens=9_000)], SMALL, **OPTIONS)
@@ -697,10 +541,10 @@ def test_reweighing_is_refused_where_it_means_nothing(
     with pytest.raises(ConfigError, match="`reweigh` needs a loader of stages"):
         open_loader(folders[0], SMALL).reweigh({folders[0]: 1})
     assert loader.state_dict() == state
-    stepped = open_loader([Stage({folders[3]: 1}, until_step=1)], SMALL, **OPTIONS)
-    next(batch for batch in stepped if batch.ends_step)
-    with pytest.raises(ConfigError, match="ends at step 1, and its last window has begun"):
-        stepped.reweigh({folders[3]: 1})
+    short = open_loader([Stage({folders[3]: 1}, until_tokens=1_500)], SMALL, **OPTIONS)
+    next(iter(short))
+    with pytest.raises(ConfigError, match="ends at token 1,500, and its last window has begun"):
+        short.reweigh({folders[3]: 1})
 
 
 def test_damaged_lists_of_a_state_are_refused(saved: tuple[list[Stage], dict[str, Any]]) -> None:
@@ -720,7 +564,6 @@ def test_damaged_lists_of_a_state_are_refused(saved: tuple[list[Stage], dict[str
         {"stages": [first | {"window_tokens": None}]},
         {"stages": [first | {"batching": None}]},
         {"stages": [first | {"batching": "what()"}]},
-        {"stages": [first | {"to": []}]},
         {"batching": 7},
         {"given": 7},
     ):

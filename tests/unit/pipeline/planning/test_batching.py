@@ -99,23 +99,6 @@ def test_every_token_is_in_one_micro_batch_of_equal_work_within_its_policy(
         assert max(tokens_of) - min(tokens_of) <= max(longest)
 
 
-@given(LENGTHS, POLICIES, STEP_SIZES, KEYS, st.integers(1, 4))
-def test_parts_of_a_window_are_planned_alone_and_follow_each_other(
-    lengths: np.ndarray, batching: Batching, step_size: int, key: int, count: int
-) -> None:
-    draw, parts = draw_of(key), np.random.default_rng(key).integers(0, count, len(lengths))
-    alone = []
-    for nth, part in enumerate(np.unique(parts)):
-        rows = np.flatnonzero(parts == part).tolist()
-        own = plan_window(lengths[rows], batching, step_size=step_size, draw=draw.of_part(nth))
-        alone += [
-            [[[(rows[row], *span) for row, *span in seq] for seq in batch] for batch in step]
-            for step in spans_of(own)
-        ]
-    made = plan_window(lengths, batching, step_size=step_size, draw=draw, parts=parts)
-    assert spans_of(made) == alone
-
-
 @given(LENGTHS, SORTED, STEP_SIZES, KEYS)
 def test_steps_are_neighbours_in_length_and_all_but_the_shortest_are_full(
     lengths: np.ndarray, batching: Padded | Fixed, step_size: int, key: int

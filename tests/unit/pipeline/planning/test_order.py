@@ -42,7 +42,7 @@ def test_order_never_changes_between_releases() -> None:
 def staged(count: int, window_tokens: int) -> StagedOrder:
     """Sources of 100 record batches with 1,000 tokens each, and equal weights."""
     data = tuple(f"{number:016x}" for number in range(count))
-    stage = PlannedStage(0, None, window_tokens, dict.fromkeys(data, 1.0), None, Fixed(8))
+    stage = PlannedStage(0, None, window_tokens, dict.fromkeys(data, 1.0), Fixed(8))
     return StagedOrder((100,) * count, 1, True, data, (100_000,) * count, (stage,))
 
 

@@ -89,7 +89,7 @@ def test_a_run_whose_mixing_was_edited_equals_a_run_of_the_final_mixing(
     planned = (first, StageSettings(shards=code))
     edited = (
         first,
-        StageSettings(shards={code: 1.0}, to={prose: 1.0}, until_tokens=24_000),
+        StageSettings(shards={code: 1.0, prose: 1.0}, until_tokens=24_000),
         StageSettings(shards=prose),
     )
     even = {"schedule": "constant", "warmup_steps": 0, "save_every": 5, "eval_every": 5}
@@ -134,7 +134,7 @@ def test_order_skipped_rows_and_lengths_of_a_file_reach_the_loader(
     assert found[0][-1]["input_ids"].shape == (4, 32)
     targets = [sum(batch.num_targets for batch in batches) for batches in found]
     assert targets[0] - targets[1] == (lengths - 1)[(rows == 1) | (rows == 2)].sum()
-    changed = {"targets": "last", "until_tokens": None, "until_step": 7}
+    changed = {"targets": "last", "until_tokens": 2_800}
     first = dataclasses.replace(mixing[0], **changed)
     source = training_source(dataclasses.replace(plain, mixing=(first, mixing[1])))
     found_first = source[0]  # type: ignore[index]
@@ -144,11 +144,9 @@ def test_order_skipped_rows_and_lengths_of_a_file_reach_the_loader(
 def test_mixing_that_contradicts_itself_is_refused(sets: Path, tmp_path: Path) -> None:
     code = str(sets / "code")
     ending, endless = StageSettings(shards=code, until_tokens=9_000), StageSettings(shards=code)
-    stepped = StageSettings(shards=code, until_step=3)
     longer, uneven = (StageSettings(shards=code, sequence_length=n) for n in (64, 24))
     for settings, message in (
         ({"mixing": (ending,)}, "`mixing`: the last stage goes on until the last step"),
-        ({"mixing": (stepped,)}, "Leave out its until_tokens or until_step"),
         ({"mixing": (endless, endless)}, "stage 1 has no end"),
         ({"mixing": (longer,)}, "`mixing`: a stage has sequence_length 64, but the run has 32"),
         ({"mixing": (longer,), "step_rows": 8}, "needs steps of a number of tokens"),
@@ -174,6 +172,8 @@ def test_a_file_may_remove_all_skipped_rows(sets: Path, tmp_path: Path) -> None:
     [
         ("[{shard: a}]", "mixing 1: unknown setting shard\\b.*shards"),
         ("[{until_tokens: 5}]", "mixing 1: has no shards"),
+        ("[{shards: a, until_step: 5}]", "mixing 1: unknown setting until_step.* use until_tokens"),
+        ("[{shards: a, to: b}]", "mixing 1: unknown setting to. .* several stages, each with its"),
         ("[{shards: a, until_tokens: 0}]", "mixing 1: until_tokens: expected a number of tokens"),
         ("[3]", "mixing 1: expected settings"),
         ("3", "mixing: expected a list of settings, got 3"),
