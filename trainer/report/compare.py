@@ -181,8 +181,8 @@ def _rows(a: RunData, b: RunData) -> Iterator[Row]:
     for cause in shown[:_MOST_CAUSES]:
         yield Row(
             name=f"  {cause}",
-            a=first.causes[cause].fraction,
-            b=second.causes[cause].fraction,
+            a=None if first.stall is None else first.causes[cause].fraction,
+            b=None if second.stall is None else second.causes[cause].fraction,
             a_interval=first.causes[cause].interval,
             b_interval=second.causes[cause].interval,
             is_share=True,

@@ -120,9 +120,10 @@ class Run:
         """Describe what a step is."""
         if not self.by_optimizer:
             return f"{self.steps:,} steps, which are backward passes: no optimizer of torch stepped"
-        text = f"{count_of(self.steps, 'step')} of {self.optimizers[self.leader]}"
-        if len(self.optimizers) > 1:
-            text += f", number {self.leader + 1} of {len(self.optimizers)} optimizers"
+        steps, name = count_of(self.steps, "step"), self.optimizers[self.leader]
+        text = f"{steps} of {name}"
+        if (count := len(self.optimizers)) > 1:
+            text = f"{steps}, at last of {name}, number {self.leader + 1} of {count} optimizers"
         if self.skipped:
             text += f"; the scaler skipped {self.skipped:,} of them"
         return text

@@ -145,6 +145,8 @@ def test_run_without_a_measured_step_is_compared_by_what_is_known(tmp_path: Path
     printed = compare(tmp_path, {"stall": nothing}, {"stall": stall_of()})
     assert row_of(printed, "stall").split()[:4] == ["stall", "not", "measured", "5.00%"]
     assert row_of(printed, "ms a step").split()[3:] == ["not", "measured", "256"]
+    assert "0.00%" not in printed
+    assert "points" not in printed
 
 
 def test_runs_of_one_name_are_shown_by_their_paths(tmp_path: Path) -> None:
