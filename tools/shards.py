@@ -19,8 +19,9 @@ _WITHDRAWN = {
     "merge": "`train --shards a/ b/` and ShardLoader(['a/', 'b/']) read several folders as one.",
     "split": "`shards select OUT NEW --where 'origin GLOB'` makes a data set of some input files.",
     "plan": "`train --config FILE --dry-run` prints the stages of a run.",
+    "cat --html": "`--targets` marks the targets in the terminal, and `--json` prints them.",
 }
-"""What to do instead of commands that existed before; docs/limits.md lists them."""
+"""What to do instead of commands and options that existed before; docs/limits.md lists them."""
 
 
 def main() -> None:

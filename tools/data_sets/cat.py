@@ -30,30 +30,6 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.shell.command_line import WholeNumber, text
 from tokenfeed.tools.shell.console import print_json
 
-PAGE = """\
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>{{ name }}: targets</title>
-<style>
-:root { color-scheme: light dark; }
-body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
-h2 { font-size: 1rem; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: 1rem; border: 1px solid #8888; }
-mark { background: #2da44e55; color: inherit; }
-</style>
-<h1>{{ name }}</h1>
-<p>The loss of <code>--targets {{ wanted.targets }}</code> counts the <mark>marked</mark> text.</p>
-{% for row in rows -%}
-<h2>{{ row.heading }} | {{ "{:,}".format(row.count) }} targets</h2>
-<pre>
-{% for is_target, text in row.parts -%}
-{% if is_target %}<mark>{{ text }}</mark>{% else %}{{ text }}{% endif %}
-{%- endfor %}</pre>
-{% endfor -%}
-</html>"""
-"""The page of `--html`. A browser leaves out the first line break in <pre>."""
-
 DataSet = Annotated[str, text("OUT")]
 """A data set, as it was typed: `Path` would remove a slash from `s3://bucket/data`."""
 
@@ -73,8 +49,6 @@ class Cat:
     targets: Annotated[str, text("assistant|last|all|KINDS")] | None = None
     """Mark the tokens of conversations that the loss counts, as `train --targets` does: in colour
     in a terminal, else in [[ ]]."""
-    html: bool = False
-    """With `--targets`: print a page of HTML that needs no other file."""
     json: bool = False
     """Print a JSON object per row."""
 
@@ -92,14 +66,6 @@ class Cat:
             )
         if self.targets is not None:
             TargetRule.from_setting(self.targets, manifest.columns)  # raises before anything else
-        if self.html and (self.targets is None or self.json):
-            raise ConfigError("`--html` marks targets: add `--targets`, and leave out `--json`.")
-        if self.html:
-            from jinja2 import Environment  # only for pages: slow to import
-
-            page = Environment(autoescape=True).from_string(PAGE)
-            print(page.render(name=store.name, wanted=self, rows=_html_rows(store, manifest, self)))
-            return 0
         for row in _decoded_rows(store, manifest, self):
             if self.json:
                 print_json(row)
@@ -173,13 +139,6 @@ def _marked_text(parts: list[tuple[bool, str]]) -> str:
     """Return the text of a row with its targets marked."""
     begin, end = ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() else ("[[", "]]")
     return "".join(f"{begin}{part}{end}" if is_target else part for is_target, part in parts)
-
-
-def _html_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[dict[str, Any]]:
-    """Yield the heading and the parts of each row."""
-    for row in _decoded_rows(store, manifest, wanted):
-        heading = _heading(row, _targets(manifest, "row")).removeprefix("--- ")
-        yield {"heading": heading, "count": sum(row["targets"]), "parts": row["parts"]}
 
 
 def _values(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, Any]:

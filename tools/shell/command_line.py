@@ -77,8 +77,9 @@ def run_subcommand(
         return 0
     if not name:
         raise ConfigError(f"expected a command: {', '.join(commands)}. See {prog} --help.")
-    if withdrawn and name in withdrawn:
-        raise ConfigError(f"`{prog} {name}` was withdrawn. {withdrawn[name]}")
+    for use in (name, *(f"{name} {word}" for word in words)):
+        if withdrawn and use in withdrawn:
+            raise ConfigError(f"`{prog} {use}` was withdrawn. {withdrawn[use]}")
     if name not in commands:
         raise ConfigError(f"Unknown command `{name}`.{nearest(name, commands)} See {prog} --help.")
     return parse_command(commands[name], f"{prog} {name}", words).run()

@@ -1,7 +1,6 @@
 """Conversations: ids and masks are those of transformers, and kinds say what each character is."""
 
 import functools
-import html
 import json
 import pickle
 import random
@@ -668,24 +667,6 @@ def test_cat_marks_what_a_loss_counts(thoughtful: tuple[Path, str]) -> None:
     assert row["targets"] == [False] + [True] * (row["tokens"] - 1)
     failed = call(shards_main, "cat", out, "--targets", "everything", expect=2)
     assert "`targets`='everything': expected assistant, last, all" in failed.stderr
-
-
-def test_html_marks_the_same_targets_and_escapes_texts(tmp_path: Path, tokenizer: Path) -> None:
-    messages = [
-        {"role": "user", "content": "<script>alert(1)</script>"},
-        {"role": "assistant", "content": "\n\n<b>1 & 2</b>"},
-    ]
-    make([{"messages": messages}], tmp_path / "out", tokenizer)
-    given = ("cat", tmp_path / "out", "--targets", "assistant")
-    page = call(shards_main, *given, "--html").stdout
-    assert re.findall(r"<(?:script|b|link|img)\b|https?:", page) == []
-    body = re.search(r"<pre>\n(.*?)</pre>", page, re.DOTALL)
-    assert body is not None
-    marked = html.unescape(body[1].replace("<mark>", "[[").replace("</mark>", "]]"))
-    assert marked == call(shards_main, *given).stdout.split("\n", 1)[1].removesuffix("\n")
-    assert "<b>1 & 2</b><|im_end|>]]" in marked
-    for wrong in (given[:2], (*given, "--json")):
-        assert "`--html` marks targets" in call(shards_main, *wrong, "--html", expect=2).stderr
 
 
 def test_summary_names_what_the_template_removed(thoughtful: tuple[Path, str]) -> None:
