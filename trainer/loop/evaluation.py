@@ -36,9 +36,9 @@ from tokenfeed.trainer.distributed.world import World, reshard
 from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.optim.optimizer import Precision
 from tokenfeed.trainer.optim.train_state import Learner, is_out_of_memory
-from tokenfeed.trainer.report.run_files import MetricsFile
+from tokenfeed.trainer.report.run_files import INTERVAL, MetricsFile, shown_metrics
 from tokenfeed.trainer.tasks.language_modeling import has_hidden
-from tokenfeed.trainer.tasks.task import INTERVAL, Answers, Metrics, Task, shown_metrics
+from tokenfeed.trainer.tasks.task import Answers, Metrics, Task
 
 _SECONDS_BETWEEN = 10.0
 """Seconds between two progress lines of an evaluation."""

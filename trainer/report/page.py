@@ -10,11 +10,10 @@ import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
-from tokenfeed.trainer.report.run_files import MetricsLine, Report, decode_lines, duration
+from tokenfeed.trainer.report.run_files import INTERVAL, MetricsLine, Report, decode_lines, duration
 from tokenfeed.trainer.stall.plots import Plot, Series, fits, short, stall_plot
 from tokenfeed.trainer.stall.stall_page import render_page, sample_plots, save_page, stall_cards
 from tokenfeed.trainer.stall.stall_report import StallReport, share_of
-from tokenfeed.trainer.tasks.task import INTERVAL
 
 
 class _LoopReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

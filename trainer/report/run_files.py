@@ -49,7 +49,9 @@ from tokenfeed.trainer.stall.stall_report import (
     stall_facts,
     verdict_facts,
 )
-from tokenfeed.trainer.tasks.task import shown_metrics
+
+INTERVAL = "loss_interval"
+"""The metric that is half of the 95 % interval of `loss`."""
 
 T = TypeVar("T")
 
@@ -301,6 +303,19 @@ def planned_tokens(stages: Sequence[tuple[int | None, Shares]], tokens: int) -> 
         planned = {name: (end - begin) * share for name, share in shares.items()}
         found.append(StageTokens(until=until, planned=planned))
         begin = end
+    return found
+
+
+def shown_metrics(metrics: Mapping[str, float | None]) -> list[str]:
+    """Return each metric with its value, nan if it is no number. A loss has its interval beside."""
+    found = []
+    for name, value in metrics.items():
+        metric, _, data_set = name.partition("/")
+        if metric == INTERVAL:
+            continue
+        half = metrics.get(f"{INTERVAL}/{data_set}" if data_set else INTERVAL)
+        shown = f"{name} {'nan' if value is None else f'{value:.4f}'}"
+        found.append(shown + (f" ± {half:.2g}" if metric == "loss" and half is not None else ""))
     return found
 
 

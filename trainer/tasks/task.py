@@ -26,21 +26,6 @@ _LARGEST_EXPONENT = 700.0  # of a float
 
 Metrics = dict[str, float]
 """Metrics by name. `loss` is the mean per target, in nats."""
-INTERVAL = "loss_interval"
-"""The metric that is half of the 95 % interval of `loss`."""
-
-
-def shown_metrics(metrics: Mapping[str, float | None]) -> list[str]:
-    """Return each metric with its value, nan if it is no number. A loss has its interval beside."""
-    found = []
-    for name, value in metrics.items():
-        metric, _, data_set = name.partition("/")
-        if metric == INTERVAL:
-            continue
-        half = metrics.get(f"{INTERVAL}/{data_set}" if data_set else INTERVAL)
-        shown = f"{name} {'nan' if value is None else f'{value:.4f}'}"
-        found.append(shown + (f" ± {half:.2g}" if metric == "loss" and half is not None else ""))
-    return found
 
 
 class Loss(NamedTuple):
