@@ -556,7 +556,9 @@ def _facts(stage: PlannedStage, names: Mapping[str, str]) -> dict[str, object]:
     """Return what the order of a stage depends on, by its name in messages. A missing share
     is 0."""
     shares = zip(stage.weights, proportions(stage.weights.values()), strict=True)
-    facts = {f"the share of {names.get(data, data)}": share for data, share in shares}
+    facts: dict[str, object] = {
+        f"the share of {names.get(data, data)}": share for data, share in shares
+    }
     return facts | {
         "`batching`": stage.batching,
         "`window_tokens`": f"{stage.window_tokens:,}",
