@@ -85,7 +85,15 @@ OF_OTHERS = {
     "--logdir",  # of tensorboard
     "--lr",  # of somebody's script
     "--data",
-    *("--check", "--idle", "--peer-python", "--renderers", "--repeats", "--rounds"),  # benchmarks
+    *(
+        "--check",
+        "--idle",
+        "--peer-python",
+        "--renderers",
+        "--repeats",
+        "--rounds",
+        "--traceml",
+    ),  # benchmarks
     *("--minutes", "--parser", "--first"),  # the fuzzer
     *("--help", "--stat", "--strict"),
     "--index-url",  # pip
