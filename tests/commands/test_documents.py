@@ -96,7 +96,7 @@ OF_OTHERS = {
     ),  # benchmarks
     *("--minutes", "--parser", "--first"),  # the fuzzer
     *("--help", "--stat", "--strict"),
-    "--append",  # withdrawn
+    *("--append", "--html"),  # withdrawn
     "--index-url",  # pip
     *("--nproc-per-node", "--standalone", "--max-restarts", "--nnodes"),  # torchrun
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),

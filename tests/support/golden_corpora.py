@@ -379,7 +379,7 @@ def value_of(out: Path) -> dict[str, Any]:
     return {
         "columns": {split: columns(out, split) for split in manifest["splits"]},
         "ledger": manifest["ledger"],
-        "rejects": [f"{each['file']}:{each['record']}: {each['reason']}" for each in rejects],
+        "rejects": [f"{each['file']}:{each.get('record')}: {each['reason']}" for each in rejects],
         "files": {
             path.relative_to(out).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in found

@@ -111,9 +111,8 @@ class Options:
     times."""
     validation: _Share | None = None
     """Share of the records that go to the validation split, chosen by a hash of their text, among
-    records without a split. Default: 0.01, and more in a corpus of 20 to 2,000 records, for about
-    20 rows, up to 0.1; 0.1 with labels; 0 if files belong to the split validation, and without
-    labels also with --split."""
+    records without a split. Default: 0.01, or up to 0.1 for about 20 rows of 20 to 2,000 records;
+    0.1 with labels; 0 if files belong to the split validation, or without labels, with --split."""
     limit: Positive | None = None
     """Keep N usable records of the split train, for a smaller first run: those whose texts have the
     least hashes. All records of other splits are kept. Default: all records."""

@@ -167,7 +167,8 @@ def test_best_weights_need_an_evaluation(
 def test_report_of_a_run_with_phases_shows_each(shards: Path, tmp_path: Path) -> None:
     call(train.main, "--config", written(tmp_path, shards, TWO), "--phase", 1)
     shown = call(report_command.main, tmp_path / "run").stdout
-    assert "phase-1-top\nmodel " in shown
+    assert "phase-1-top\nverdict " in shown
+    assert "\nmodel " in shown
     assert "phase-2-all\nnot begun" in shown
     assert "1 of 2 phases finished" in shown
     found = json.loads(call(report_command.main, tmp_path / "run", "--json").stdout)
