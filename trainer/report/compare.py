@@ -240,7 +240,7 @@ def _windows(run: RunData) -> Iterator[tuple[float, float]]:
 def _changed(a: RunData, b: RunData) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ."""
     first, second = _settings(a), _settings(b)
-    names = [name for name in [*first, *(second.keys() - first.keys())] if name not in _OWN]
+    names = [name for name in first | second if name not in _OWN]
     return {
         name: (first.get(name), second.get(name))
         for name in names

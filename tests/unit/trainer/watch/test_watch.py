@@ -361,7 +361,8 @@ def test_slow_items_are_data() -> None:
                 break
     report = running.report
     assert report.causes["data"].fraction == pytest.approx(
-        share(items.slept - slept, report), abs=tolerance(report)
+        share(items.slept - slept, report),
+        abs=tolerance(report) + 0.01,  # for the collation, which `slept` leaves out
     )
     assert report.verdict in ("WAITS FOR DATA", "SHORT OF CORES")
 
