@@ -34,13 +34,13 @@ OWN = """
 import torch
 
 def batches():
-    for _ in range(85):
-        yield torch.randn(8, 8, 512), torch.arange(8) % 10
+    for _ in range(60):
+        yield torch.randn(8, 64), torch.arange(8)
 
-model = torch.nn.Linear(512, 512)
+model = torch.nn.Linear(64, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for rows, labels in batches():
-    loss = torch.nn.functional.cross_entropy(model(rows).mean(1), labels)
+    loss = torch.nn.functional.cross_entropy(model(rows), labels)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -74,7 +74,7 @@ def test_share_is_that_of_a_stopwatch_in_the_process(
 def test_share_of_the_batches_of_a_generator_is_that_of_a_stopwatch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(OWN)
-    found = check([str(script)], "other", [["torch.arange", 0.05, True]])
+    found = check([str(script)], "other", [["torch.arange", 0.12, True]])
     assert is_good(found), found
     assert found["truth"] > 0.5
 
