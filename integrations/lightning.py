@@ -31,7 +31,7 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policies import Batching
-from tokenfeed.pipeline.planning.stages import Stage, paths_of, whole
+from tokenfeed.pipeline.planning.stages import Stage, as_one, paths_of
 from tokenfeed.trainer.stall import StallReport
 
 Count = Callable[[Any], int] | None
@@ -95,7 +95,7 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         if not self._validation:
             return []
         kept = {name: self._settings[name] for name in _OF_READING if name in self._settings}
-        data = Mixture(dict.fromkeys(paths_of(whole(self._path)), 1.0), exhausted="continue")
+        data = Mixture(dict.fromkeys(paths_of(as_one(self._path)), 1.0), exhausted="continue")
         return self._loader(data, split=self._validation, shuffle=False, **kept)
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:

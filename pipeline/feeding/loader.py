@@ -40,7 +40,7 @@ from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, un
 from tokenfeed.pipeline.planning.mixture import Mixture, checked_weights
 from tokenfeed.pipeline.planning.plan import Plan, Position, RowOrder, listed_ranges
 from tokenfeed.pipeline.planning.policies import Batching
-from tokenfeed.pipeline.planning.stages import Stage, by_place, paths_of, place_of, whole
+from tokenfeed.pipeline.planning.stages import Stage, as_one, by_place, paths_of, place_of
 from tokenfeed.pipeline.planning.state import (
     Delivered,
     SavedState,
@@ -188,7 +188,7 @@ class ShardLoader:
 
         self.device = resolve_device(device)
         """The torch device of the batches."""
-        data = whole(path)
+        data = as_one(path)
         self._paths = paths_of(data)
         split = checks.text("split", split)
         sources = open_splits(self._paths, split)

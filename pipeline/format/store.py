@@ -354,8 +354,10 @@ def open_store(path: StorePath) -> Store:
     """Return the store that a path names. Sends no request.
 
     Raises:
-        ConfigError: The path's scheme is unknown.
+        ConfigError: The path is empty, or its scheme is unknown.
     """
+    if path == "":  # a Path of it would be the folder of the process
+        raise ConfigError("the path of a folder is empty. Give a folder, or a URL.")
     if isinstance(path, str) and "://" in path:
         scheme = path.partition("://")[0]
         if scheme not in STORES:

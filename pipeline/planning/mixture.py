@@ -12,7 +12,7 @@ from math import lcm
 from numbers import Real
 from operator import sub
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
@@ -34,7 +34,7 @@ _LARGEST_RATIO = 10**9
 """Largest ratio of two weights. Above it, an epoch that repeats a source takes too long."""
 
 
-_FOLDERS = "a list of folders, or a dict from folders to weights"
+_WEIGHTS = "a dict from folders to weights, with at least one folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +53,34 @@ class Mixture:
     def __post_init__(self) -> None:
         exhausted = checks.choice("exhausted", self.exhausted, get_args(Exhausted))
         object.__setattr__(self, "exhausted", exhausted)
-        if isinstance(self.weights, Sequence) and not isinstance(self.weights, str):
-            folders = tuple(self.weights)
-            if not all(isinstance(each, str | PathLike | Store) for each in folders):
-                raise checks.refusal("weights", self.weights, _FOLDERS)
-            checked_weights(dict.fromkeys(folders, 1.0))
-            object.__setattr__(self, "weights", folders)
-        else:
+        if are_folders(self.weights):
+            object.__setattr__(self, "weights", tuple(self.weights))
+        elif isinstance(self.weights, Mapping) and self.weights:
             object.__setattr__(self, "weights", checked_weights(self.weights))
+        else:
+            raise checks.refusal("weights", self.weights, f"a list of folders, or {_WEIGHTS}")
 
-    def sizes(self, sources: "Sequence[OpenedSplit]") -> tuple[float, ...]:
+    def weights_of(self, sources: "Sequence[OpenedSplit]") -> tuple[float, ...]:
         """Return the weight of each opened data set: its tokens, if the mixture has no weights."""
         if isinstance(self.weights, Mapping):
             return tuple(self.weights.values())
         return tuple(float(source.tokens) for source in sources)
 
 
+def are_folders(data: Any) -> TypeGuard[Sequence[StorePath]]:
+    """Return whether a value is a list of at least one folder."""
+    is_list = isinstance(data, Sequence) and not isinstance(data, str) and len(data) > 0
+    return is_list and all(isinstance(each, str | PathLike | Store) for each in data)
+
+
 def checked_weights(weights: Any) -> dict[StorePath, float]:
-    """Return the weight of each data set.
+    """Return the weight of each data set of a mixture, or of a stage.
 
     Raises:
-        ConfigError: A weight is not above 0, or too far from another.
+        ConfigError: No data set is named, or a weight is not above 0, or too far from another.
     """
-    if not isinstance(weights, Mapping):
-        raise checks.refusal("weights", weights, _FOLDERS)
-    if not weights:
-        raise ConfigError("a Mixture needs at least one data set.")
+    if not isinstance(weights, Mapping) or not weights:
+        raise checks.refusal("weights", weights, _WEIGHTS)
     checked = {folder: _weight(folder, weight) for folder, weight in weights.items()}
     least = min(checked, key=checked.__getitem__)
     most = max(checked, key=checked.__getitem__)

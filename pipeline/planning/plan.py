@@ -173,7 +173,7 @@ class Plan:
         if isinstance(data, str | PathLike | Store | Mixture):
             if isinstance(data, Mixture):
                 _refuse_equal(sources)
-                weights, exhausted = data.sizes(sources), data.exhausted
+                weights, exhausted = data.weights_of(sources), data.exhausted
             _check_fit(sources, batching)
             if window_tokens is None:
                 window_tokens = default_window_tokens(sources, weights, batching, step_size)

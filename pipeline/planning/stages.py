@@ -42,7 +42,7 @@ from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import canonical
 from tokenfeed.pipeline.format.store import Store, StorePath
-from tokenfeed.pipeline.planning.mixture import Mixture, checked_weights, proportions
+from tokenfeed.pipeline.planning.mixture import Mixture, are_folders, checked_weights, proportions
 from tokenfeed.pipeline.planning.order import CYCLE, Draw, SourceOrder, Stretch
 from tokenfeed.pipeline.planning.permutation import (
     derive_key,
@@ -96,12 +96,10 @@ class Stage:
             object.__setattr__(self, "until_tokens", until)
 
 
-def whole(data: Any) -> Any:
-    """Return a list of folders as one data set, and anything else as it is."""
-    is_list = isinstance(data, Sequence) and not isinstance(data, str) and len(data) > 0
-    if is_list and all(isinstance(each, str | PathLike | Store) for each in data):
-        return Mixture(list(data))
-    return data
+def as_one(data: Any) -> Any:
+    """Return a list of folders as a mixture in proportion to their sizes, and anything else as it
+    is."""
+    return Mixture(data) if are_folders(data) else data
 
 
 def paths_of(data: StorePath | Mixture | Sequence[Stage]) -> list[StorePath]:
@@ -112,7 +110,7 @@ def paths_of(data: StorePath | Mixture | Sequence[Stage]) -> list[StorePath]:
     """
     if isinstance(data, Mixture):
         return list(data.weights)
-    if isinstance(data, str | PathLike | Store) and data != "":
+    if isinstance(data, str | PathLike | Store):
         return [data]
     stages: Sequence[object] = data if isinstance(data, Sequence) else ()
     folders = [folder for each in stages if isinstance(each, Stage) for folder in each.weights]

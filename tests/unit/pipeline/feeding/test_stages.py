@@ -455,7 +455,7 @@ def test_lists_that_mean_nothing_are_refused_in_one_line(folders: list[Path]) ->
         [Stage({first: 1}, until_tokens=10)]
     )
     for make, message in (
-        (lambda: Stage({}), "at least one data set"),
+        (lambda: Stage({}), "`weights`={}: expected a dict"),
         (lambda: Stage({first: 0}), "expected a number above 0"),
         (lambda: Stage({first: 1}, until_tokens=0), "`until_tokens`=0"),
     ):
