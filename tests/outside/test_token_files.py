@@ -256,6 +256,24 @@ def test_ids_of_four_bytes_without_a_header_are_refused(tmp_path: Path, words: P
         copied(path, tmp_path / "out", words)
 
 
+def test_ids_without_a_header_are_refused_if_the_tokenizer_needs_four_bytes(
+    tmp_path: Path,
+) -> None:
+    """Such a file never says that its ids have four bytes. Every second one of two is below 3."""
+    path, ids = tmp_path / "train.bin", np.arange(1000, dtype="<u4") * 170
+    ids.tofile(path)
+    large = save_words(tmp_path / "large.json", 170_000)
+    with pytest.raises(ConfigError) as refused:
+        copied(path, tmp_path / "out", large, end_token="w5")
+    assert str(refused.value) == (
+        f"{path}: has no header and no index, so its ids have two bytes, but those of the "
+        "tokenizer need four. Save them by numpy.save, or put Megatron's .idx beside the file."
+    )
+    np.save(tmp_path / "train.npy", ids)
+    made = copied(tmp_path / "train.npy", tmp_path / "out", large, end_token="w170")
+    assert made == [[0, 170], ids[2:].tolist()]
+
+
 def test_row_that_is_longer_than_a_record_may_be_is_rejected(tmp_path: Path, words: Path) -> None:
     rows = [[1, END], [2] * 3000 + [END], [3, END]]
     path = write_megatron(tmp_path, rows)
@@ -285,6 +303,23 @@ def test_data_set_of_a_withdrawn_format_names_what_to_do(
     (tmp_path / "index.json").write_text(content)
     with pytest.raises(CorpusError, match=rf"{project}, which is not read.*pretokenize\(rows"):
         copied(tmp_path, tmp_path / "out", words)
+
+
+@pytest.mark.parametrize("given", ["file", "bucket", "object"])
+def test_chunk_of_litdata_is_refused_wherever_it_stands(
+    given: str, tmp_path: Path, words: Path, remote: Remote
+) -> None:
+    """Its ids have a header of offsets, which would be read as ids of two bytes."""
+    path = write_nanogpt(tmp_path, ROWS)
+    (tmp_path / "index.json").write_text('{"chunks": [{"filename": "train.bin"}], "config": {}}')
+    remote.put_folder(tmp_path)
+    source = {
+        "file": str(path),
+        "bucket": f"s3://{remote.prefix}",
+        "object": f"s3://{remote.prefix}/train.bin",
+    }[given]
+    with pytest.raises(CorpusError, match=r"litData, which is not read.*pretokenize\(rows"):
+        copied(source, tmp_path / "out", words)
 
 
 @pytest.mark.parametrize("kind", INDEXES)

@@ -131,6 +131,10 @@ class TextBlocks(Blocks):
 
     Text with the byte-order mark of UTF-16 or UTF-32 is converted, and text that is not UTF-8 if
     its encoding is given. To find that it is not UTF-8, the file is read once more.
+
+    ASCII is read in the given encoding, because ISO-2022, HZ and UTF-7 have no other bytes. If the
+    encoding has other letters than ASCII (UTF-16, UTF-32, EBCDIC), ASCII without NUL stays as it
+    is.
     """
 
     def __init__(
@@ -140,6 +144,7 @@ class TextBlocks(Blocks):
         start: int = 0,
         stop: int | None = None,
         encoding: str | None = None,
+        enough_bytes: int | None = None,
     ) -> None:
         """Open a file.
 
@@ -149,29 +154,39 @@ class TextBlocks(Blocks):
             start: First byte.
             stop: End, exclusive.
             encoding: The encoding of text that is not UTF-8.
+            enough_bytes: Decompressed bytes that decide whether text is UTF-8. None: all.
         """
         super().__init__(path, compression, start, stop)
         self._encoding = encoding
+        self._enough_bytes = enough_bytes
 
     def __iter__(self) -> Iterator[bytes]:
         blocks = super().__iter__()
         first = next(blocks, b"")
         encoding = None if self._start else marked_encoding(first)
-        if encoding is None and self._encoding and not self._is_utf8():
+        if encoding is None and self._encoding and not self._is_utf8(self._encoding):
             encoding = self._encoding
         blocks = chain([first] if first else [], blocks)
         return _converted(blocks, encoding) if encoding else blocks
 
-    def _is_utf8(self) -> bool:
+    def _is_utf8(self, other: str) -> bool:
+        """Return whether the text is UTF-8, and not of the other encoding."""
         again = Blocks(self._path, self._compression, self._start, self._stop)
         decoder = codecs.getincrementaldecoder("utf-8")()
+        has_other_letters, is_ascii, num_bytes = "a".encode(other) != b"a", True, 0
         try:
             for block in again:
                 decoder.decode(block)
-            decoder.decode(b"", final=self._stop is None)
+                if has_other_letters and b"\0" in block:
+                    return False
+                is_ascii, num_bytes = is_ascii and block.isascii(), num_bytes + len(block)
+                if self._enough_bytes is not None and num_bytes >= self._enough_bytes:
+                    break
+            else:
+                decoder.decode(b"", final=self._stop is None)
         except UnicodeDecodeError:
             return False
-        return True
+        return has_other_letters or not is_ascii
 
 
 def _converted(blocks: Iterable[bytes], encoding: str) -> Iterator[bytes]:

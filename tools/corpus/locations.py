@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 PUT_BACK = "Put it back, or start again with an empty output folder."
+FOREIGN_INDEX = "index.json"
+"""In the folders of litData and mosaicml-streaming."""
 _PIECE_BYTES = 8 << 20
 _SMALL_BYTES = 1 << 18
 
@@ -130,7 +132,7 @@ def size_of(place: Location) -> int:
     return os.path.getsize(place) if isinstance(place, str) else place.info.size
 
 
-def names_beside(name: str) -> tuple[str, ...]:
+def indexes_beside(name: str) -> tuple[str, ...]:
     """Return the names of files, in the same folder, that a file of token ids may need: they
     contain the borders of its rows. Beside a name in upper case, they may be in upper case too."""
     stem, ending = os.path.splitext(name)
@@ -141,6 +143,12 @@ def names_beside(name: str) -> tuple[str, ...]:
     }.get(ending.lower(), ())
     cases = (str, str.upper) if ending.isupper() else (str,)
     return tuple(stem + case(each) for case in cases for each in endings)
+
+
+def names_beside(name: str) -> tuple[str, ...]:
+    """Return the names of all files, in the same folder, that say what a file of token ids is."""
+    foreign = os.path.join(os.path.dirname(name), FOREIGN_INDEX)
+    return *indexes_beside(name), *([foreign] if name.lower().endswith(".bin") else [])
 
 
 def beside(place: Location, name: str) -> Location | None:

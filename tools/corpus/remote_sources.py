@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 _SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """Files in the folder of a saved data set, and in the folder of several splits."""
-_FOREIGN = {"chunks": "litData", "shards": "mosaicml-streaming"}
-"""Keys of index.json in a data set of another project."""
 PARTS_OF_TOKENS = (".ds.index", ".ds.metadata", ".ds.loss", ".idx")
 
 
@@ -58,9 +56,8 @@ def saved_entries(
 
     Raises:
         CorpusError: The folder looks like a saved data set, but cannot be read, or a listed file is
-            missing. Or it is a data set of litData or mosaicml-streaming.
+            missing.
     """
-    _check_not_foreign(folder, names)
     entries: list[tuple[str, str | None]]
     try:
         if _SPLITS in names:
@@ -82,21 +79,6 @@ def saved_entries(
                 "the data set again."
             )
     return entries
-
-
-def _check_not_foreign(folder: str, names: list[str]) -> None:
-    try:
-        index = json.loads(Path(folder, "index.json").read_bytes()) if "index.json" in names else {}
-    except (OSError, ValueError, RecursionError):
-        return
-    has = index.get if isinstance(index, dict) else {}.get
-    for key, project in _FOREIGN.items():
-        listed = has(key)
-        if isinstance(listed, list) and listed and isinstance(listed[0], dict):
-            raise CorpusError(
-                f"{folder}: is a data set of {project}, which is not read. Give its rows from "
-                f"Python: tokenfeed.pretokenize(rows, OUT), where {project} reads the rows."
-            )
 
 
 NOT_A_CORPUS = (

@@ -38,7 +38,7 @@ from tokenfeed.tools.corpus.formats.registry import (
     unread_given,
     unread_kind,
 )
-from tokenfeed.tools.corpus.formats.tokens import ENDINGS, TOKENS
+from tokenfeed.tools.corpus.formats.tokens import ENDINGS, TOKENS, refuse_foreign
 from tokenfeed.tools.corpus.input_files import (
     MAX_RECORD_BYTES,
     STANDARD_INPUT,
@@ -47,7 +47,7 @@ from tokenfeed.tools.corpus.input_files import (
     InputFile,
     size_and_state,
 )
-from tokenfeed.tools.corpus.locations import Location, RemoteFile, names_beside
+from tokenfeed.tools.corpus.locations import FOREIGN_INDEX, Location, RemoteFile, indexes_beside
 from tokenfeed.tools.corpus.remote_sources import (
     HUB_PREFIX,
     NOT_A_CORPUS,
@@ -192,7 +192,7 @@ def find_corpus(
         search.add_spooled(file, JSON_LINES)
     search.check_patterns()
     of_ids = (source.name for source in search.sources if source.format == TOKENS.name)
-    indexes = {name for each in of_ids for name in names_beside(each)}
+    indexes = {name for each in of_ids for name in indexes_beside(each)}
     found = [source for source in search.sources if source.name not in indexes]
     if not found:
         binary = f" (left out: {'; '.join(left_out(search.binary))})" if search.binary else ""
@@ -411,8 +411,14 @@ class _InputSearch:
         Args:
             first: Number of the first source of the folder.
             root: The folder.
+
+        Raises:
+            CorpusError: The folder has a data set of litData or mosaicml-streaming.
         """
         found = self.sources[first:]
+        for source in found:
+            if os.path.basename(source.name) == FOREIGN_INDEX:
+                refuse_foreign(source.path, os.path.dirname(source.name))
         tables = [source for source in found if source.format != FALLBACK.name]
         about = [source for source in found if tables and _describes(source, root)]
         if about:

@@ -356,8 +356,8 @@ def _check_encoding(name: str) -> None:
         codecs.getincrementaldecoder(name)
     except (LookupError, ValueError):
         raise ConfigError(
-            f"`--encoding` {name}: is not an encoding that Python knows. Give one like latin-1, "
-            "cp1252, shift_jis, gbk, koi8-r or utf-16-le."
+            f"`--encoding`={name}: Python knows no encoding of texts with this name. Give one like "
+            "latin-1, cp1252, shift_jis, gbk, koi8-r or utf-16-le."
         ) from None
 
 

@@ -233,7 +233,7 @@ def beginning_of(
     beginning = b""
     try:
         stop = None if compression else num_bytes
-        for block in TextBlocks(path, compression, 0, stop, encoding):
+        for block in TextBlocks(path, compression, 0, stop, encoding, num_bytes):
             beginning += block
             if len(beginning) >= num_bytes:
                 break

@@ -16,6 +16,7 @@ an id that changed before is found only if it is not in the vocabulary.
 
 import gzip
 import io
+import json
 import logging
 import os
 import zlib
@@ -33,10 +34,11 @@ from numpy.lib.format import (
     read_magic,
 )
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools.corpus.formats.tables import column_problem
 from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile
 from tokenfeed.tools.corpus.locations import (
+    FOREIGN_INDEX,
     Location,
     beside,
     names_beside,
@@ -55,6 +57,8 @@ _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """dtype by magic and version."""
 _MEGATRON = {4: "<u4", 8: "<u2", 3: "<u2"}
 """dtype by its code in an index. Ids are never negative."""
+_FOREIGN = {"chunks": "litData", "shards": "mosaicml-streaming"}
+"""Keys of index.json in a data set of another project."""
 _log = logging.getLogger(__name__)
 
 Lengths = Callable[[int, int], Iterator[np.ndarray]]
@@ -112,7 +116,9 @@ def _opened(source: InputFile) -> _Tokens:
 
     Raises:
         ValueError: The file or its index is damaged.
-        ConfigError: Rows end with the end token, but the tokenizer has none.
+        ConfigError: Rows end with the end token, but the tokenizer has none. Or the tokenizer has
+            more ids than a file of this format can have.
+        CorpusError: The file belongs to a data set of litData.
     """
     name = _name_of(source.path).lower()
     flat = partial(_flat, source)
@@ -132,6 +138,8 @@ def _opened(source: InputFile) -> _Tokens:
         return replace(flat(source.ids.dtype, by_table), can_cut=not table)
     if index := _beside(source, ".idx"):
         return _megatron(source, index)
+    if other := _beside(source, FOREIGN_INDEX):
+        refuse_foreign(other, source.name)
     header = [0]
     if source.bytes >= 1024:
         header = read_array(source.path, "<i4", 0, 256).tolist()
@@ -139,6 +147,12 @@ def _opened(source: InputFile) -> _Tokens:
             return flat(dtype, None, first=1024, count=header[2])
         if not any(header[3:]):
             raise ValueError("begins with an unknown header")
+    if source.ids and source.ids.dtype != "<u2":
+        raise ConfigError(
+            f"{source.name}: has no header and no index, so its ids have two bytes, but those of "
+            "the tokenizer need four. Save them by numpy.save, or put Megatron's .idx beside the "
+            "file."
+        )
     _refuse_four_bytes(source)
     return flat("<u2", None)
 
@@ -194,6 +208,30 @@ def _refuse_four_bytes(source: InputFile) -> None:
             "every second id of two bytes is 0, so the ids have four bytes. If the file is of "
             "Megatron, put its .idx beside it; else write the ids as uint16, or by numpy.save"
         )
+
+
+def refuse_foreign(index: Location, name: str) -> None:
+    """Refuse a data set of a project whose files are not read.
+
+    Args:
+        index: A file index.json.
+        name: What of the data set the user gave, for the message.
+
+    Raises:
+        CorpusError: The file is the index of such a data set.
+    """
+    try:
+        with open_location(index) as file:
+            found = json.loads(file.read())
+    except (ValueError, RecursionError):
+        return
+    for key, project in _FOREIGN.items():
+        listed = found.get(key) if isinstance(found, dict) else None
+        if isinstance(listed, list) and listed and isinstance(listed[0], dict):
+            raise CorpusError(
+                f"{name}: is a data set of {project}, which is not read. Give its rows from "
+                f"Python: tokenfeed.pretokenize(rows, OUT), where {project} reads the rows."
+            )
 
 
 def _numpy_header(head: bytes, num_bytes: int) -> tuple[np.dtype, int]:

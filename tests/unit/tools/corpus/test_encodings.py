@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from support.commands import call, error_of, run
 from support.pretokenizing import make
 
 from tokenfeed.tools import shards
+from tokenfeed.tools.corpus import blocks
+from tokenfeed.tools.corpus.blocks import Blocks
 from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
@@ -26,6 +29,9 @@ ENCODINGS = {
     "gbk": "汉字文本。",
     "koi8-r": "Русский текст. ",
     "utf-16-le": "no mark: 日本語 \U0001f600 ",
+    "iso2022_jp": "日本語のテキスト。",
+    "utf-7": "Käse + 日本語 ",
+    "hz": "汉字 ~ 文本。",
     "utf-16": "a mark: 日本語 \U0001f600 ",
     "utf-32": "a mark: 日本語 \U0001f600 ",
 }
@@ -73,7 +79,42 @@ def test_texts_of_an_encoding_are_those_of_utf8(
     has_mark = encoding in ("utf-16", "utf-32")
     found = texts_in(tmp_path / "other", None if has_mark else encoding, shard_bytes=1 << 12)
     assert found == texts_in(tmp_path / "utf8", None) != []
-    assert found == texts_in(tmp_path / "utf8", "koi8-r")  # UTF-8 stays as it is
+    for other in ("koi8-r", "utf-16-le", "cp500"):  # UTF-8 stays as it is
+        assert found == texts_in(tmp_path / "utf8", other)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-7", "cp500"])
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".json", ".csv"])
+def test_ascii_of_an_encoding_is_told_from_plain_ascii(
+    tmp_path: Path, encoding: str, ending: str
+) -> None:
+    """UTF-16 pads ASCII with NUL, which is valid UTF-8."""
+    texts = [f"line {number} = plain, with no other letters" for number in range(50)]
+    for name, used in (("other", encoding), ("plain", "ascii")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"a{ending}").write_bytes(file_of(ending, texts).encode(used))
+        whole = ["".join(texts)] if ending == ".txt" else texts
+        assert texts_in(tmp_path / name, encoding) == whole
+
+
+@pytest.mark.parametrize(("ending", "most"), [(".txt", 2_000_000), ("", 72_000_000)])
+def test_look_at_a_packed_file_reads_its_beginning(tmp_path: Path, ending: str, most: int) -> None:
+    """What is read to find the format decides about the encoding too. Without an ending, these are
+    64 KB, and then 32 MB."""
+    path = tmp_path / f"a{ending}.gz"
+    path.write_bytes(gzip.compress(b"plain \n" * 14_000_000))
+    read: list[int] = []
+
+    class Counted(Blocks):
+        def __iter__(self) -> Iterator[bytes]:
+            for block in super().__iter__():
+                read.append(len(block))
+                yield block
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "Blocks", Counted)
+        find_corpus((str(tmp_path),), out=None, field="text", encoding="latin-1")
+    assert sum(read) < most
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,8 +146,11 @@ def test_text_that_is_not_utf8_is_rejected_with_a_remedy(tmp_path: Path, tokeniz
     again = make(corpus, tmp_path / "latin", tokenizer, encoding="latin-1")
     assert (again.documents, again.rejected) == (3, 1)
     message = error_of(corpus, tmp_path / "wrong", "--encoding", "latin-99", expect=2)
-    assert "`--encoding` latin-99: is not an encoding that Python knows." in message
-    assert "`--encoding` hex:" in error_of(
+    assert message.startswith(
+        "error: `--encoding`=latin-99: Python knows no encoding of texts with"
+    )
+    assert message.endswith("Give one like latin-1, cp1252, shift_jis, gbk, koi8-r or utf-16-le.")
+    assert "`--encoding`=hex: Python knows no encoding of texts" in error_of(
         corpus, tmp_path / "wrong", "--encoding", "hex", expect=2
     )
 
