@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -30,6 +30,7 @@ from tokenfeed.tools.corpus.units import (
     UnverifiedError,
     auto_shard_bytes,
     cut_units,
+    fetched_ahead,
     read_records,
 )
 from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
@@ -227,7 +228,7 @@ class Inputs:
         counts: Counter[str] = Counter()
         total = 0
         for source in self.corpus.sources[:_NAMED_FILES]:
-            for records in islice(_first_records(source, {_NO_FIELD: FieldKind.TEXT}), 1):
+            for records in islice(_first_records({_NO_FIELD: FieldKind.TEXT}, source), 1):
                 for reject in islice(records.rejects, NAMED_RECORDS):
                     begin, _, names = reject.reason.partition(f" `{_NO_FIELD}`; it has: ")
                     unread = [n for n in names.removesuffix("...").split(", ") if n not in read]
@@ -266,7 +267,7 @@ class Inputs:
     def _rejects(self, source: InputFile) -> Iterator[tuple[int, str]]:
         """Yield the numbers and reasons of rejected records from the beginning of a file. The
         reason is empty if a record is usable."""
-        for records in _first_records(source, self.task.fields):
+        for records in _first_records(self.task.fields, source):
             unusable = self.task.unusable(records.fields)
             if len(unusable) < len(records):
                 yield 0, ""
@@ -274,13 +275,17 @@ class Inputs:
             yield from ((int(records.numbers[at]), reason) for at, reason in unusable.items())
 
 
-def _first_records(source: InputFile, fields: Fields) -> Iterator[Records]:
-    """Yield the records of a file from its beginning, up to damage of an archive."""
+def _first_records(fields: Fields, *sources: InputFile) -> Iterator[Records]:
+    """Yield the records of files, of each from its beginning, up to damage of an archive."""
+    for part in fetched_ahead(chain.from_iterable(map(_first_parts, sources))):
+        with contextlib.suppress(UnverifiedError):
+            yield from read_records(part, fields, in_one_pass=True)
+
+
+def _first_parts(source: InputFile) -> Iterable[FilePart]:
     format_ = FORMATS[source.format]
     cut = format_.cut if format_.schema else whole  # to cut lines would count them
-    with contextlib.suppress(UnverifiedError):
-        for part in cut(source, _PROBED_BYTES):
-            yield from read_records(part, fields, in_one_pass=True)
+    return cut(source, _PROBED_BYTES)
 
 
 def _share_of(sources: Sequence[InputFile], fields: Fields) -> float:
@@ -290,7 +295,7 @@ def _share_of(sources: Sequence[InputFile], fields: Fields) -> float:
     chosen = [source for source in sources if source.split is None]
     tables = [source for source in chosen if source.format != FALLBACK.name]
     count = len(chosen) - len(tables)  # a text is one record
-    for records in chain.from_iterable(_first_records(table, fields) for table in tables):
+    for records in _first_records(fields, *tables):
         if count >= enough:
             break
         count += len(records) + len(records.rejects)
@@ -302,7 +307,7 @@ def _share_of(sources: Sequence[InputFile], fields: Fields) -> float:
 def _can_read(sources: Sequence[InputFile], fields: Fields) -> bool:
     """Return whether records at the beginning of the first file that has some have some fields."""
     for source in sources[:_PROBED_FILES]:
-        for records in _first_records(source, fields):
+        for records in _first_records(fields, source):
             if len(records):
                 return True
             break  # such as a README
