@@ -24,13 +24,14 @@ PAGES = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "benchmarks/text_loaders/README.md",
-    "examples/README.md",
+    "recipes/README.md",
 )
 SHOWN_AS_THEY_ARE = (
     "benchmarks/packing.py",
     "benchmarks/results/*",
-    "examples/*.ipynb",
-    "examples/*.py",
+    "recipes/*.ipynb",
+    "recipes/*.py",
+    "recipes/*.sh",
     "LICENSE",
     "tests/unit/integrations/test_torchtitan.py",
 )
@@ -67,7 +68,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _decisions() -> str:
     """Return a page that lists the decisions by their titles."""
-    lines = ["# Decisions", "", "Why things are as they are, failed experiments included.", ""]
+    lines = [
+        "# Decisions",
+        "",
+        "Why things are as they are: the problem, the choice, and what was rejected.",
+        "",
+    ]
     for path in sorted((ROOT / "docs/decisions").glob("0*.md")):
         title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         number, _, words = title.partition(". ")

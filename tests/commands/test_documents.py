@@ -51,18 +51,18 @@ NOT_RUN = {
     ("README.md", "pip install torch", NETWORK),
     ("README.md", "tokenfeed pretokenize chats.jsonl chat/", NETWORK),
     ("docs/benchmarks.md", "python -m venv peers", "needs the network and an hour"),
-    ("docs/how/token-files.md", "from streaming", "needs files of mosaicml-streaming"),
+    ("docs/how/formats.md", "from streaming", "needs files of mosaicml-streaming"),
     ("docs/how/remote.md", "train --shards s3://bucket/out", "needs a bucket"),
     ("docs/how/remote.md", "from tokenfeed import Padded, ShardLoader", "needs a bucket"),
     ("docs/how/chat.md", "pretokenize chats.jsonl chat/ --task chat --tokenizer Qwen", NETWORK),
     ("docs/how/checkpoints.md", "train --shards out/ --run-dir runs/first", "needs a bucket"),
-    ("docs/how/hub.md", "pretokenize hub:roneneldan/TinyStories", NETWORK),
+    ("docs/how/formats.md", "pretokenize hub:roneneldan/TinyStories", NETWORK),
     ("docs/how/labels.md", "pretokenize emotion.train.jsonl bert/", NETWORK),
     ("docs/how/machines.md", "parts=$(sbatch", "needs a cluster"),
     ("docs/how/machines.md", "for part in 0 1 2 3", "needs other machines"),
     ("docs/how/machines.md", "pip install 'tokenfeed[dask]'", "needs a cluster"),
-    ("docs/how/ranks.md", "mesh = init_device_mesh", "needs GPUs"),
-    ("docs/how/preferences.md", "import datasets", "needs TRL and a model of the Hub"),
+    ("docs/how/loop.md", "mesh = init_device_mesh", "needs GPUs"),
+    ("docs/how/chat.md", "import datasets", "needs TRL and a model of the Hub"),
     ("docs/how/remote.md", "pip install 'tokenfeed[remote]'", "needs a bucket"),
     ("docs/how/remote.md", "pretokenize corpus/ s3://bucket/out", "needs a bucket"),
     ("docs/how/remote.md", "pretokenize s3://raw/ out/", "needs a bucket"),
@@ -75,9 +75,9 @@ NOT_RUN = {
     ("docs/training.md", "train --shards out/ --run-dir runs/gpt2", "needs a GPU"),
     ("docs/training.md", "train --shards out/ --preset t4", "needs a GPU and a mounted drive"),
 }
-SHORT = {"docs/how/own-format.md", "docs/how/resume.md"}
+SHORT = {"docs/how/formats.md", "docs/how/packing.md"}
 """Run by `make test-fast` too; the others take from 5 to 60 s, most of it imports."""
-LONG = {"docs/how/gpus.md", "docs/how/ranks.md"}
+LONG = {"docs/how/gpus.md", "docs/how/loop.md"}
 """Run by `make test-long`: a quarter of a minute and more each."""
 DESCRIBED = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
@@ -103,9 +103,9 @@ OF_OTHERS = {
     *("--nodes", "--ntasks-per-node", "--gpus-per-node"),  # sbatch
     *("--parsable", "--array", "--cpus-per-task", "--requeue", "--wrap", "--dependency"),
     *("--nworkers", "--nthreads"),  # dask worker
-    *("--memory", "--shuffle"),  # withdrawn: decision 13
-    *("--objective", "--learning-rate-reference-tokens", "--init-from"),  # rejected: decision 37
-    *("--trainable", "--upload", "--gpu", "--profile"),  # removed: decision 37
+    *("--memory", "--shuffle"),  # withdrawn: decision 1
+    *("--objective", "--learning-rate-reference-tokens", "--init-from"),  # rejected: decision 1
+    *("--trainable", "--upload", "--gpu", "--profile"),  # removed: decision 1
     "--no-check",  # zstd
 }
 
@@ -296,7 +296,7 @@ def test_what_does_not_run_says_why() -> None:
 def test_links_lead_to_files_that_the_site_contains() -> None:
     """Without mkdocs, which `make docs` installs: by the patterns in docs/site.py."""
     patterns = re.findall(r'"([\w*./]+)"', (ROOT / "docs" / "site.py").read_text())
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "README.md"]:
         for target in LINK.findall(page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{name_of(page)}: {target}"
             name = (page.parent / target).resolve().relative_to(ROOT).as_posix()

@@ -31,7 +31,7 @@ def test_litgpt_pretrains_and_resumes_on_shards(
     from litgpt import Config, pretrain
     from litgpt.args import EvalArgs, TrainArgs
 
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "recipes")
     example = import_module("litgpt_data")
     monkeypatch.setattr(pretrain, "save_hyperparameters", lambda *_, **__: None)  # of a command
     sizes = {"block_size": 16, "n_layer": 1, "n_head": 2, "n_embd": 8, "padded_vocab_size": 97}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
-PAGES = ("docs", "examples", "CONTRIBUTING.md", "README.md", "CHANGELOG.md")
+PAGES = ("docs", "recipes", "CONTRIBUTING.md", "README.md", "CHANGELOG.md")
 """Markdown to check: files and folders."""
 CODE: tuple[str, ...] = (
     "integrations",

@@ -1,6 +1,6 @@
 """The loader in other frameworks: what they get is what the loader gives, and weighs as it should.
 
-The frameworks themselves are run by `test_examples.py`.
+The frameworks themselves are run by `test_recipes.py`.
 """
 
 import contextlib

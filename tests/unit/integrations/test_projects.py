@@ -1,4 +1,4 @@
-"""examples/nanochat_loader.py: what nanochat and nanoGPT receive, and where they resume."""
+"""recipes/nanochat_loader.py: what nanochat and nanoGPT receive, and where they resume."""
 
 import json
 import runpy
@@ -14,7 +14,7 @@ from support.hub_models import write_shards
 
 from tokenfeed import Packed, ShardLoader
 
-EXAMPLE = runpy.run_path(str(ROOT / "examples/nanochat_loader.py"))
+EXAMPLE = runpy.run_path(str(ROOT / "recipes/nanochat_loader.py"))
 
 
 @pytest.fixture(scope="module")
