@@ -38,18 +38,22 @@ LEAST_STALL = 0.005
 """Share of the time that a table names by cause."""
 
 
+IN_FULL = ("documents", "short")
+"""Rows whose loaders the page lists all; of others, it lists tokenfeed and the fastest peer."""
+BRIEFLY = ("tokenfeed padded", "tokenfeed packed", "torchdata nodes")
+LEFT_OUT = "tokenfeed padded, multiples of 8"
+
+
 def loader_table(results: list[Entry]) -> list[list[str]]:
-    """Every loader on every kind of rows; what could not be measured says why."""
-    header = ["rows", "loader", "M tokens/s", "times the best peer", "CPU s per M tokens"]
-    header += [
-        "padding",
-        "first batch",
-        "resume",
-        "GB of memory",
-        "bytes a token on disk",
-        "rows lost + repeated",
+    """The loaders on every kind of rows; what could not be measured says why."""
+    header = ["rows", "loader", "M tokens/s", "times the best peer", "padding", "first batch"]
+    header += ["resume", "GB of memory", "rows lost + repeated"]
+    chosen = [
+        entry
+        for entry in results
+        if (entry["rows"] in IN_FULL and entry["case"] != LEFT_OUT) or entry["case"] in BRIEFLY
     ]
-    return [header, *(loader_row(entry) for entry in results if entry["rows"] != "mixture")]
+    return [header, *(loader_row(entry) for entry in chosen if entry["rows"] != "mixture")]
 
 
 def mixture_table(results: list[Entry]) -> list[list[str]]:
@@ -72,18 +76,16 @@ def mixture_table(results: list[Entry]) -> list[list[str]]:
 
 def loader_row(entry: Entry) -> list[str]:
     if "failed" in entry:
-        return [entry["rows"], entry["case"], entry["failed"], *[NONE] * 8]
+        return [entry["rows"], entry["case"], entry["failed"], *[NONE] * 6]
     return [
         entry["rows"],
         entry["case"],
         spread(entry["mtok_s"]),
         significant(entry.get("times_best_other_peer")),
-        f"{entry['cpu_s_per_mtok']['median']:.3f}" if "cpu_s_per_mtok" in entry else NONE,
         f"{entry['padding']['median']:.2%}",
         f"{entry['first_batch_s']['median']:.2f} s",
         f"{entry['resume_s']['median']:.2f} s" if "resume_s" in entry else "none",
         f"{entry['peak_memory_mb']['median'] / 1e3:.2f}",
-        f"{entry['disk_bytes_per_token']:.2f}",
         row_counts(entry["row_counts"]),
     ]
 
@@ -160,26 +162,20 @@ def trainer_row(entry: Entry) -> list[str]:
 
 def scenarios_table(results: list[Entry]) -> list[list[str]]:
     """Both sides of every situation."""
-    header = ["situation", "loop", "steps of rows", "steps/s", "k tokens/s", "times"]
-    header += ["k tokens/CPU s", "times", "padding", "stall", "GB of memory", "held-out loss"]
-    return [header, *(scenario_row(entry) for entry in results)]
+    header = ["situation", "loop", "steps of rows", "k tokens/s", "times", "padding", "stall"]
+    return [[*header, "held-out loss"], *(scenario_row(entry) for entry in results)]
 
 
 def scenario_row(entry: Entry) -> list[str]:
-    wall, cpu = (in_thousands(entry[name]) for name in ("tokens_s", "tokens_cpu_s"))
-    times = [entry.get(f"times_{name}") for name in ("tokens_s", "tokens_cpu_s")]
+    times = entry.get("times_tokens_s")
     return [
         f"({entry['case']}) {entry['said']}",
         "as it was" if entry["side"] == "before" else "train",
         f"{entry['steps']:,} of {entry['rows'] // entry['steps']}",
-        significant(entry["steps_s"]["median"]),
-        spread(wall),
-        NONE if times[0] is None else spread(times[0]),
-        significant(cpu["median"]),
-        NONE if times[1] is None else significant(times[1]["median"]),
+        spread(in_thousands(entry["tokens_s"])),
+        NONE if times is None else spread(times),
         f"{entry['padding']:.1%}",
         stall_by_cause(entry["stall"]),
-        f"{entry['peak_memory_mb'] / 1e3:.2f}",
         spread(entry["loss"]),
     ]
 
@@ -215,67 +211,6 @@ def significant(number: float | None) -> str:
     return (
         f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
     )
-
-
-def roofline_table(results: list[Entry]) -> list[list[str]]:
-    """What is predicted of every trainer."""
-    header = ["trainer", "attention", "tokens/s", "MFU", "ms a step", "kernels", "GB moved"]
-    return [
-        header,
-        *(
-            [
-                entry["trainer"],
-                entry["attention"],
-                f"{entry['tokens_per_s']:,}",
-                f"{entry['mfu']:.1%}",
-                f"{entry['milliseconds']:.1f}",
-                f"{entry['kernels']:,}",
-                f"{entry['gigabytes']:.0f}",
-            ]
-            for entry in results
-            if "trainer" in entry
-        ),
-    ]
-
-
-def roofline_parts(results: list[Entry]) -> list[list[str]]:
-    """The parts of every step; of trainers with several kinds of attention, the first."""
-    trainers = {entry["trainer"]: entry for entry in reversed(results) if "trainer" in entry}
-    header = ["trainer", "part", "kernels", "GB moved", "TFLOP", "ms"]
-    return [
-        header,
-        *(
-            [
-                name,
-                part,
-                f"{told['kernels']:,}",
-                f"{told['gigabytes']:.1f}",
-                f"{told['teraflops']:.1f}" if told["teraflops"] else NONE,
-                f"{told['milliseconds']:.1f}",
-            ]
-            for name in reversed(trainers)
-            for part, told in trainers[name]["parts"].items()
-        ),
-    ]
-
-
-def roofline_checks(results: list[Entry]) -> list[list[str]]:
-    """Published speeds beside what the model says of them; the first one is fitted."""
-    header = ["step", "predicted tokens/s and GPU", "published", "difference", "where"]
-    checks = [entry for entry in results if "check" in entry]
-    return [
-        header,
-        *(
-            [
-                entry["check"],
-                f"{entry['predicted_tokens_per_s']:,}",
-                f"{entry['published_tokens_per_s']:,}",
-                "fitted" if entry is checks[0] else f"{entry['difference']:+.1%}",
-                entry["source"],
-            ]
-            for entry in checks
-        ),
-    ]
 
 
 def ranks_table(results: list[Entry]) -> list[list[str]]:
@@ -351,6 +286,11 @@ def chat_table(results: list[Entry]) -> list[list[str]]:
     return [header, *rows]
 
 
+def kinds_table(results: list[Entry]) -> list[list[str]]:
+    """The kinds of simulated loops, without the split of the usual kind by its conditions."""
+    return [row for row in simulated.table(results) if not (":" in row[0] and row[0][:3] != "new")]
+
+
 TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "text_loaders": loader_table,
     "text_loaders/front": front_table,
@@ -367,13 +307,10 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "gpu-beside-h100": gpu_tables.beside_table,
     "gpu-h100/train": gpu_tables.train_table,
     "gpu-h100/stall": gpu_tables.former_stall_table,
-    "stall-simulated": simulated.table,
+    "stall-simulated": kinds_table,
     "stall_tools": stall_tables.share_table,
     "stall_tools/cost": stall_tables.cost_table,
     "stall_tools/overhead": stall_tables.overhead_table,
-    "roofline": roofline_table,
-    "roofline/parts": roofline_parts,
-    "roofline/checks": roofline_checks,
     **remote_tables.TABLES,
     **scenarios_tables.TABLES,
     **shuffle_tables.TABLES,
