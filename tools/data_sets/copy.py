@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Annotated, Generic, Literal, NamedTuple, TypeVar
+from typing import IO, Annotated, Literal
 
 import xxhash
 
@@ -28,7 +28,7 @@ from tokenfeed.pipeline.format.manifest import (
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file, sync_folder
 from tokenfeed.pipeline.format.store import LocalStore, Place, Store, open_place, open_store
 from tokenfeed.pipeline.remote.retrying import results_of
-from tokenfeed.tools.jobs.crew import Progress
+from tokenfeed.tools.jobs.crew import Done
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.jobs.run_records import claimed
 from tokenfeed.tools.shell.command_line import text
@@ -39,17 +39,6 @@ _PIECE_BYTES = 1 << 20
 _TRIES = 2
 """Downloads of a file: a bit may flip on the way, but a second difference is in the file."""
 _log = logging.getLogger(__name__)
-
-
-InfoT = TypeVar("InfoT", bound=FileInfo, covariant=True)
-
-
-class Move(NamedTuple, Generic[InfoT]):
-    """A file of a data set, its place, and its name in another data set."""
-
-    store: Store
-    before: InfoT
-    after: InfoT
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +99,13 @@ def copy_data_set(source_path: str, to: str) -> Copied:
     if target.name == source.name:
         raise ConfigError(f"{source.name}: FROM and TO are the same place. Give another TO.")
     shards = (shard for split in manifest.splits.values() for shard in split.shards)
-    files = [Move(source, info, info) for info in dict.fromkeys((*manifest.side_files, *shards))]
+    files: list[FileInfo] = [*dict.fromkeys((*manifest.side_files, *shards))]
     with claimed(target, {"shards copy": manifest.fingerprint}):
         _check_place(source, target, manifest)
         if isinstance(target, LocalStore):
             remove_leftovers(target.folder)
         try:
-            ways = bring(files, target)
+            ways = bring(files, source, target)
         except KeyboardInterrupt:
             if not isinstance(target, LocalStore):
                 _log.warning("uploads under way are finished first; a second Ctrl-C ends at once")
@@ -124,7 +113,7 @@ def copy_data_set(source_path: str, to: str) -> Copied:
         if made_by := _optional(source, MADE_BY_FILE):
             target.write(MADE_BY_FILE, made_by)
         target.write(MANIFEST_FILE, raw)
-    sizes = [file.after.bytes for file in files]
+    sizes = [file.bytes for file in files]
     copied = [size for size, way in zip(sizes, ways, strict=True) if way == "copied"]
     return Copied(
         to=target.name,
@@ -140,11 +129,14 @@ def copy_data_set(source_path: str, to: str) -> Copied:
 Way = Literal["linked", "there", "copied"]
 
 
-def bring(moves: Sequence[Move[FileInfo]], target: Place, *, links: bool = False) -> list[Way]:
-    """Put files into a place, several at a time, and check each copied file.
+def bring(
+    files: Sequence[FileInfo], source: Store, target: Place, *, links: bool = False
+) -> list[Way]:
+    """Put files of a data set into a place, several at a time, and check each copied file.
 
     Args:
-        moves: The files.
+        files: The files.
+        source: The data set.
         target: Where they go.
         links: Whether a hard link will do, of which no byte is read.
 
@@ -154,39 +146,38 @@ def bring(moves: Sequence[Move[FileInfo]], target: Place, *, links: bool = False
     Raises:
         ShardFormatError: A file is missing or damaged.
     """
-    with Bar([move.after.bytes for move in moves]) as bar:
+    with Bar([file.bytes for file in files]) as bar:
 
-        def put(move: Move[FileInfo]) -> Way:
+        def put(file: FileInfo) -> Way:
             way: Way = "copied"
-            if links and isinstance(target, LocalStore) and _link(move, target):
+            if links and isinstance(target, LocalStore) and _link(file, source, target):
                 way = "linked"
-            elif target.has(move.after):
+            elif target.has(file):
                 way = "there"
             else:
                 with target.room() as folder:
                     is_local = isinstance(target, LocalStore)
-                    fetch(move.before, move.store, folder / move.after.file, bar, synced=is_local)
+                    fetch(file, source, folder / file.file, bar, synced=is_local)
             if way != "copied":
-                bar.advance(Progress(move.after.bytes, _tokens(move.after)))
+                bar.advance(Done(file.bytes, _tokens(file)))
             bar.count_unit()
             return way
 
-        ways = list(results_of(put, moves, AT_ONCE))
+        ways = list(results_of(put, files, AT_ONCE))
     if isinstance(target, LocalStore):
-        for folder in sorted({(target.folder / move.after.file).parent for move in moves}):
+        for folder in sorted({(target.folder / file.file).parent for file in files}):
             sync_folder(folder)
     return ways
 
 
-def _link(move: Move[FileInfo], target: LocalStore) -> bool:
+def _link(file: FileInfo, source: Store, target: LocalStore) -> bool:
     """Make a hard link to a file, and return whether that was possible."""
-    if not isinstance(move.store, LocalStore):
+    if not isinstance(source, LocalStore):
         return False
-    path, link = Path(move.store.root, move.before.file), target.folder / move.after.file
-    path = path.resolve()
+    path, link = Path(source.root, file.file).resolve(), target.folder / file.file
     link.parent.mkdir(parents=True, exist_ok=True)
     try:
-        if move.store.size(move.before.file) != move.before.bytes:
+        if source.size(file.file) != file.bytes:
             return False
         if link.exists():
             if link.samefile(path):
@@ -270,7 +261,7 @@ def _stream(info: FileInfo, source: Store, copy: IO[bytes], bar: Bar) -> str:
         digest.update(block)
         copy.write(block)
         part = len(block) / max(info.bytes, 1)
-        bar.advance(Progress(len(block), round(part * _tokens(info))))
+        bar.advance(Done(len(block), round(part * _tokens(info))))
     return digest.hexdigest()
 
 

@@ -32,7 +32,7 @@ from tokenfeed.pipeline.format.storage import atomic_folder
 from tokenfeed.pipeline.format.store import Store, local_path, open_store
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.data_sets.cat import DataSet
-from tokenfeed.tools.jobs.crew import Progress
+from tokenfeed.tools.jobs.crew import Done
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
@@ -118,7 +118,7 @@ def export_data_set(path: str, folder: Path, to: Format, split: str | None = Non
                 rows, _ = reader.read(batch)
                 writers[name].append(rows)
                 share = len(rows.ids) / info.tokens
-                bar.advance(Progress(info.bytes * share, len(rows.ids)))
+                bar.advance(Done(info.bytes * share, len(rows.ids)))
             bar.count_unit()
         for writer in writers.values():
             writer.finish()
@@ -127,7 +127,7 @@ def export_data_set(path: str, folder: Path, to: Format, split: str | None = Non
         format=to,
         splits={name: manifest.splits[name].rows for name in names},
         tokens=sum(manifest.splits[name].tokens for name in names),
-        files=sorted(file.name for file in folder.rglob("*") if file.is_file()),
+        files=sorted(file.name for file in folder.iterdir()),
         left_out=[] if kind.keeps_columns else [column.name for column in manifest.columns],
         seconds=round(time.perf_counter() - started, 3),
     )

@@ -8,6 +8,7 @@ go with their records. The manifest counts what was removed.
 
 import fnmatch
 import json
+import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +27,7 @@ from tokenfeed.pipeline.format.manifest import (
     RecordCounts,
     ShardInfo,
     SplitInfo,
+    file_info,
     length_histogram,
     read_checked,
 )
@@ -37,10 +39,10 @@ from tokenfeed.pipeline.planning.permutation import GOLDEN, mix64
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.data_sets.cat import DataSet
-from tokenfeed.tools.data_sets.copy import AT_ONCE, Move
-from tokenfeed.tools.data_sets.derived import Derived, Files, NewDataSet, new_data_set
+from tokenfeed.tools.data_sets.copy import AT_ONCE
+from tokenfeed.tools.data_sets.derived import NewDataSet, new_data_set, shards_of
 from tokenfeed.tools.encoding.fim import FIM_ROWS
-from tokenfeed.tools.jobs.crew import Progress
+from tokenfeed.tools.jobs.crew import Done
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
@@ -158,10 +160,18 @@ class _Listed(msgspec.Struct):
     source: _Number | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Selected(Derived):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selected:
     """A data set that `shards select` made."""
 
+    to: str
+    fingerprint: str
+    rows: int
+    tokens: int
+    shards: int
+    linked: int
+    """Shards that share their bytes with the data set that they come from."""
+    seconds: float
     removed: int
     """Records that are not in it any more, with those that had been rejected."""
     not_found: int
@@ -169,7 +179,11 @@ class Selected(Derived):
 
     def __str__(self) -> str:
         missing = f", {self.not_found:,} listed records not found" if self.not_found else ""
-        return f"{Derived.__str__(self)}; {count_of(self.removed, 'record')} removed{missing}"
+        return (
+            f"{self.to}: {count_of(self.rows, 'row')}, {self.tokens:,} tokens, "
+            f"{count_of(self.shards, 'shard')}, {self.linked:,} of them hard links; "
+            f"{count_of(self.removed, 'record')} removed{missing}"
+        )
 
 
 def select(path: str, to: str, selection: Selection) -> Selected:
@@ -185,24 +199,25 @@ def select(path: str, to: str, selection: Selection) -> Selected:
             something else.
         ShardFormatError: A shard is damaged. The folder is not made then.
     """
+    started = time.perf_counter()
     store = open_store(path)
     manifest = Manifest.read(store)
     chosen = _Chosen(store, _lines(store, manifest), selection)
-    files = Files.of_tokenizer(store, manifest)
-    names = (SOURCES_FILE, REJECTS_FILE, *files, *manifest.splits)
-    with new_data_set(to, "shards select", manifest.fingerprint, names) as new:
-        left = _left_of(store, manifest, chosen, new)
-        described = _described(store, manifest, chosen, left, files)
-        before = {info for split in manifest.splits.values() for info in split.shards}
-        moves = [
-            Move(store, info, info)
-            for split in described.splits.values()
-            for info in split.shards
-            if info in before
-        ]
-        derived = new.finish(described, files, moves)
-    removed = (described.ledger.removed or 0) - (manifest.ledger.removed or 0)
-    return Selected(**asdict(derived), removed=removed, not_found=chosen.not_found)
+    with new_data_set(to, store, manifest) as new:
+        left = _left_of(chosen, new)
+        made, files = _described(store, manifest, chosen, left)
+        linked = new.finish(made, files)
+    return Selected(
+        to=new.folder.name,
+        fingerprint=made.fingerprint,
+        rows=sum(split.rows for split in made.splits.values()),
+        tokens=sum(split.tokens for split in made.splits.values()),
+        shards=len(shards_of(made)),
+        linked=linked,
+        seconds=round(time.perf_counter() - started, 3),
+        removed=(made.ledger.removed or 0) - (manifest.ledger.removed or 0),
+        not_found=chosen.not_found,
+    )
 
 
 def _lines(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
@@ -296,18 +311,17 @@ class _Left(NamedTuple):
     """Tokens of removed rows by kind, int64."""
 
 
-def _left_of(
-    store: Store, manifest: Manifest, chosen: _Chosen, new: NewDataSet
-) -> dict[str, list[_Left]]:
+def _left_of(chosen: _Chosen, new: NewDataSet) -> dict[str, list[_Left]]:
     """Return what is left of the shards of each split. Shards that lose rows are written into the
     work folder."""
-    shards = [(name, info) for name, split in manifest.splits.items() for info in split.shards]
-    left: dict[str, list[_Left]] = {name: [] for name in manifest.splits}
+    splits = new.manifest.splits
+    shards = [(name, info) for name, split in splits.items() for info in split.shards]
+    left: dict[str, list[_Left]] = {name: [] for name in splits}
     with Bar([info.bytes for _, info in shards]) as bar:
 
         def do(shard: tuple[str, ShardInfo]) -> _Left:
-            of_shard = _left(store, manifest, chosen, new, shard[1])
-            bar.advance(Progress(shard[1].bytes, shard[1].tokens))
+            of_shard = _left(chosen, new, shard[1])
+            bar.advance(Done(shard[1].bytes, shard[1].tokens))
             bar.count_unit()
             return of_shard
 
@@ -316,10 +330,9 @@ def _left_of(
     return left
 
 
-def _left(
-    store: Store, manifest: Manifest, chosen: _Chosen, new: NewDataSet, info: ShardInfo
-) -> _Left:
+def _left(chosen: _Chosen, new: NewDataSet, info: ShardInfo) -> _Left:
     """Read a shard, and write it again if it keeps some of its rows."""
+    store, manifest = new.source, new.manifest
     only = (INPUT_IDS, KINDS, ORIGIN_FILE, ORIGIN_RECORD)
     reader = ShardReader.open(store, manifest, info, only=only)
     masks: list[np.ndarray] = []
@@ -356,13 +369,9 @@ def _counted(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _described(
-    store: Store,
-    manifest: Manifest,
-    chosen: _Chosen,
-    left: dict[str, list[_Left]],
-    files: Files,
-) -> Manifest:
-    """Return the manifest, and add sources.jsonl and rejects.jsonl to `files`.
+    store: Store, manifest: Manifest, chosen: _Chosen, left: dict[str, list[_Left]]
+) -> tuple[Manifest, dict[str, bytes]]:
+    """Return the manifest and the files beside the shards, by name.
 
     Raises:
         ConfigError: No row is left.
@@ -383,15 +392,18 @@ def _described(
     is_gone = chosen.gone(rows_left)
     rejects, lost = _rejects(read_checked(store, manifest.rejects), chosen, is_gone)
     lines = _sources(chosen, rows_left, is_gone, lost)
-    encoded = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    return replace(
+    sources = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    same = [info for info in (manifest.tokenizer, manifest.chat_template) if info]
+    files = {info.file: read_checked(store, info) for info in same}
+    made = replace(
         manifest,
         splits=splits,
         ledger=RecordCounts.of(lines),
-        sources=files.add(SOURCES_FILE, encoded),
-        rejects=files.add(REJECTS_FILE, rejects),
+        sources=file_info(SOURCES_FILE, sources),
+        rejects=file_info(REJECTS_FILE, rejects),
         counts=_counts(manifest.counts, np.sum([shard.removed_kinds for shard in every], axis=0)),
     )
+    return made, {**files, SOURCES_FILE: sources, REJECTS_FILE: rejects}
 
 
 def _rejects(content: bytes, chosen: _Chosen, is_gone: np.ndarray) -> tuple[bytes, Counter[str]]:

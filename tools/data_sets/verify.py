@@ -36,6 +36,9 @@ from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.shell.console import print_json
 
+_COPY = "Copy it again."
+_MAKE = "Run `pretokenize` again."
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verify:
@@ -76,7 +79,7 @@ def find_problems(path: StorePath, manifest: Manifest) -> Iterator[str]:
     if manifest.task not in get_args(Task):
         yield (
             f"{store.path(MANIFEST_FILE)}: names the unknown task {manifest.task!r}, expected one "
-            f"of {', '.join(get_args(Task))}."
+            f"of {', '.join(get_args(Task))}. {_MAKE}"
         )
     for info, check in (
         (manifest.tokenizer, _check_tokenizer),
@@ -100,12 +103,12 @@ def _check_file(
     except OSError as error:
         if gave_up(error):
             raise
-        return [f"{path}: cannot be read: {error_line(error)}."]
+        return [f"{path}: cannot be read: {error_line(error)}. {_COPY}"]
     if len(content) != info.bytes:
-        return [f"{path}: expected {info.bytes:,} bytes, got {len(content):,}."]
+        return [f"{path}: expected {info.bytes:,} bytes, got {len(content):,}. {_COPY}"]
     xxh3 = xxhash.xxh3_64_hexdigest(content)
     if xxh3 != info.xxh3:
-        return [f"{path}: the file has checksum {xxh3}, expected {info.xxh3}."]
+        return [f"{path}: the file has checksum {xxh3}, expected {info.xxh3}. {_COPY}"]
     return check(path, content)
 
 
@@ -116,7 +119,7 @@ def _check_tokenizer(manifest: Manifest, path: str, content: bytes) -> list[str]
         return [str(error)]
     actual, expected = tokenizer.vocabulary_size, manifest.tokenizer.vocabulary_size
     if actual != expected:
-        return [f"{path}: has {actual:,} ids, the manifest says {expected:,}."]
+        return [f"{path}: has {actual:,} ids, the manifest says {expected:,}. {_MAKE}"]
     return []
 
 
@@ -124,16 +127,18 @@ def _check_sources(manifest: Manifest, path: str, content: bytes) -> list[str]:
     try:
         actual = RecordCounts.of([json.loads(line) for line in content.splitlines()])
     except (ValueError, KeyError, TypeError, AttributeError):  # the manifest names another file
-        return [f"{path}: expected one JSON object with counts in each line."]
+        return [f"{path}: expected one JSON object with counts in each line. {_MAKE}"]
     if actual != manifest.ledger:
-        return [f"{path}: its lines sum up to {actual}, the manifest says {manifest.ledger}."]
+        return [
+            f"{path}: its lines sum up to {actual}, the manifest says {manifest.ledger}. {_MAKE}"
+        ]
     return []
 
 
 def _check_rejects(manifest: Manifest, path: str, content: bytes) -> list[str]:
     actual, expected = content.count(b'"record": '), manifest.ledger.rejected
     if actual != expected:
-        return [f"{path}: has {actual:,} lines, the ledger counts {expected:,} rejects."]
+        return [f"{path}: lists {actual:,} rejected records, the manifest {expected:,}. {_MAKE}"]
     return []
 
 
@@ -145,7 +150,10 @@ def _check_split(store: Store, manifest: Manifest, name: str) -> Iterator[str]:
         histogram += length_histogram(_check_shard(store, manifest, info, problems))
     yield from problems
     if not problems and tuple(histogram.tolist()) != split.length_histogram:
-        yield (f"{store.name}: split `{name}` has other row lengths than the manifest's histogram.")
+        yield (
+            f"{store.name}: split `{name}` has other row lengths than the manifest's histogram. "
+            f"{_MAKE}"
+        )
 
 
 @contextmanager
@@ -179,7 +187,7 @@ def _check_shard(
         if len(good) == info.batches + 1 and actual != expected:
             problems.append(
                 f"{reader.path}: has (rows, tokens, longest row) {actual}, the manifest says "
-                f"{expected}."
+                f"{expected}. {_MAKE}"
             )
         reader.verify_file()
     return np.concatenate(good)
@@ -189,6 +197,6 @@ def _wrong_values(where: str, rows: Rows, manifest: Manifest) -> Iterator[str]:
     """Yield a line if an id or an input file of a record batch is too large."""
     size, num_sources = manifest.tokenizer.vocabulary_size, manifest.ledger.files
     if (largest := int(rows.ids.max())) >= size:
-        yield f"{where} has id {largest}, beyond the vocabulary of {size:,}."
+        yield f"{where} has id {largest}, beyond the vocabulary of {size:,}. {_MAKE}"
     if (source := int(rows.per_row[ORIGIN_FILE].max())) >= num_sources:
-        yield f"{where} names input file {source}, but there are {num_sources:,}."
+        yield f"{where} names input file {source}, but there are {num_sources:,}. {_MAKE}"

@@ -28,8 +28,7 @@ from tokenfeed.tools.jobs.run_records import RunRecords, differences, is_begun, 
 _AT_ONCE = 16
 """Number of files whose sizes are read at the same time."""
 _UNITS = "the number of units"
-_FOLDER = "the folder of relative paths"
-"""The entries of .made_by.json that do not belong to the recipe."""
+"""The entry of .made_by.json that does not belong to the recipe."""
 
 State = Literal["new", "unfinished", "finished"]
 
@@ -90,7 +89,7 @@ def remember(
         recipe: Everything that the output depends on.
         num_units: Number of units of the run.
     """
-    content = recipe | {_UNITS: num_units, _FOLDER: os.getcwd()}
+    content = recipe | {_UNITS: num_units}
     output.write(MADE_BY_FILE, json.dumps(content, indent=1).encode() + b"\n")
 
 
@@ -121,7 +120,6 @@ def recognise(output: Place, recipe: dict[str, Any]) -> tuple[Manifest, int]:
     """
     was = _made_by(output)
     num_units = was.pop(_UNITS, 0)
-    was.pop(_FOLDER, None)
     if difference := differences(was, recipe):
         raise ConfigError(
             f"{output}: already holds a finished data set, of another command or input: "

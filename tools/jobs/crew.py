@@ -64,7 +64,7 @@ class Work(Protocol):
         ...
 
 
-class Progress(NamedTuple):
+class Done(NamedTuple):
     """A finished part of a unit."""
 
     weight_bytes: float
@@ -139,7 +139,7 @@ def _begin(job: bytes) -> None:
 
 def _count(weight_bytes: float, num_tokens: int, at: str = "") -> None:
     _own.tokens += num_tokens
-    executors.report(Progress(weight_bytes, num_tokens, at))
+    executors.report(Done(weight_bytes, num_tokens, at))
 
 
 def _do_unit(job: bytes, unit: Any) -> _Finished | _Failure:
@@ -166,13 +166,13 @@ class Crew:
         cluster: Cluster,
         job: bytes,
         units: Sequence[Weighed],
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[Done], None],
     ) -> None:
         self._cluster, self._job, self._on_progress = cluster, job, on_progress
         self._waiting = iter(units)
         self._given: dict[Future[_Finished | _Failure], Weighed] = {}
         self._is_waited_for = False
-        self.reports: SimpleQueue[Progress] = SimpleQueue()
+        self.reports: SimpleQueue[Done] = SimpleQueue()
         """Reports of progress, from other threads."""
 
     def start(self, first: Weighed | None = None) -> None:
@@ -234,7 +234,7 @@ class Crew:
         if isinstance(answer, _Failure):
             raise answer.error
         if not self._cluster.is_local:
-            self._on_progress(Progress(unit.weight_bytes, answer.num_tokens))
+            self._on_progress(Done(unit.weight_bytes, answer.num_tokens))
         return answer.result
 
 
@@ -243,7 +243,7 @@ def local_crew(
     work: Work,
     units: Sequence[Weighed],
     num_workers: int,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[Done], None],
 ) -> Iterator[Crew]:
     """Start processes of this machine for `units`. They end with the block.
 
@@ -271,7 +271,7 @@ def cluster_crew(
     work: Work,
     output: Place,
     units: Sequence[Weighed],
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[Done], None],
 ) -> Iterator[Crew]:
     """Let the workers of a cluster do `units`.
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Self
 
-from tokenfeed.tools.jobs.crew import Progress
+from tokenfeed.tools.jobs.crew import Done
 
 if TYPE_CHECKING:
     import rich.progress
@@ -48,7 +48,7 @@ class Bar:
         if self._shown:
             self._shown.stop()
 
-    def advance(self, progress: Progress) -> None:
+    def advance(self, progress: Done) -> None:
         """Add an encoded part of a unit."""
         self._tokens += progress.num_tokens
         self._done = min(self._done + progress.weight_bytes, self._total)
@@ -73,7 +73,7 @@ class Bar:
     def count_unit(self) -> None:
         """Count a finished unit."""
         self._units_done += 1
-        self.advance(Progress(0, 0))
+        self.advance(Done(0, 0))
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import Encoded, EncodeSettings
 from tokenfeed.tools.jobs.crew import (
     Crew,
-    Progress,
+    Done,
     WorkerDied,
     cluster_crew,
     local_crew,
@@ -198,7 +198,7 @@ def _crew(
     if is_small(run.inputs.units) or not units:
         is_reference = settings.engine == ReferenceEngine.name
         engine = (ReferenceEngine if is_reference else FastEngine.from_tokenizer)(run.tokenizer)
-        do = settings.begin(lambda *progress: bar.advance(Progress(*progress)), engine)
+        do = settings.begin(lambda *progress: bar.advance(Done(*progress)), engine)
         yield _Alone(do, units)
         return
     if run.options.runner != "local":

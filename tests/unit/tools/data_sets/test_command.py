@@ -107,7 +107,9 @@ def test_verify_finds_what_contradicts_the_ledger_though_checksums_fit(out: Path
     dataclasses.replace(manifest, sources=sources, rejects=rejects, splits=splits).write(out)
     found = " ".join(problems(out))
     assert "sources.jsonl: its lines sum up to" in found
-    assert "rejects.jsonl: has 0 lines, the ledger counts 1" in found
+    assert (
+        "rejects.jsonl: lists 0 rejected records, the manifest 1. Run `pretokenize` again." in found
+    )
     assert "split `train` has other row lengths" in found
 
 
