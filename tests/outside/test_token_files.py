@@ -1,5 +1,6 @@
 """Files of token ids of other projects, there and back through `pretokenize --task ids`."""
 
+import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -281,13 +282,45 @@ def test_row_that_is_longer_than_a_record_may_be_is_rejected(tmp_path: Path, wor
     assert "6,002 bytes, more than the" in (tmp_path / "out/rejects.jsonl").read_text()
 
 
-def test_token_files_are_left_out_of_a_corpus_of_texts(tmp_path: Path, words: Path) -> None:
+def left_out_of(out: Path) -> list[str]:
+    """The names of the files that a run did not read, as `rejects.jsonl` lists them."""
+    lines = map(json.loads, (out / "rejects.jsonl").read_text().splitlines())
+    return sorted(Path(line["file"]).name for line in lines if "record" not in line)
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_token_files_are_left_out_of_a_corpus_of_texts_and_named(
+    is_remote: bool, tmp_path: Path, words: Path, remote: Remote
+) -> None:
     (tmp_path / "corpus").mkdir()
     write_datatrove(tmp_path / "corpus", ROWS)
     write_megatron(tmp_path / "corpus", ROWS)
     (tmp_path / "corpus/a.txt").write_text("w1 w2")
-    pretokenize(tmp_path / "corpus", tmp_path / "out", tokenizer=words, end_token="w5")
+    remote.put_folder(tmp_path / "corpus")
+    source = f"s3://{remote.prefix}" if is_remote else tmp_path / "corpus"
+    pretokenize(source, tmp_path / "out", tokenizer=words, end_token="w5")
     assert Manifest.read(tmp_path / "out").ledger.read == 1
+    names = ["0.ds", "0.ds.index", "0.ds.metadata", "train.bin", "train.idx"]
+    assert left_out_of(tmp_path / "out") == names
+
+
+@pytest.mark.parametrize("has_glob", [False, True])
+def test_files_beside_ids_that_are_not_read_are_named(
+    has_glob: bool, tmp_path: Path, words: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    write_datatrove(theirs, ROWS)
+    write_megatron(theirs, ROWS)
+    (theirs / "0.ds.loss").write_bytes(b"\1" * len(ids_of(ROWS)))
+    (theirs / "lost.idx").write_bytes((theirs / "train.idx").read_bytes())
+    files = sorted(theirs.iterdir()) if has_glob else [theirs]
+    options = ("--task", "ids", "--tokenizer", words, "--end-token", f"w{END}", "--validation", 0)
+    done = call(pretokenize_command.main, *files, tmp_path / "out", *options, "--workers", 1)
+    assert left_out_of(tmp_path / "out") == ["0.ds.loss", "lost.idx"]
+    assert f"1 index of token ids ({theirs}/lost.idx): put it beside its file, and " in done.stdout
+    assert f"1 loss mask of datatrove ({theirs}/0.ds.loss): " in done.stdout
+    assert rows_in(tmp_path / "out") == ROWS + ROWS
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 _SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """Files in the folder of a saved data set, and in the folder of several splits."""
-PARTS_OF_TOKENS = (".ds.index", ".ds.metadata", ".ds.loss", ".idx")
 
 
 def is_saved(names: Collection[str]) -> bool:
@@ -88,8 +87,8 @@ NOT_A_CORPUS = (
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or folder is hidden, a cache, or an index of token ids."""
-    return name.startswith(".") or name == "__pycache__" or name.lower().endswith(PARTS_OF_TOKENS)
+    """Return whether a file or folder is hidden, or a cache."""
+    return name.startswith(".") or name == "__pycache__"
 
 
 def is_data_set(names: Iterable[str]) -> bool:

@@ -25,6 +25,7 @@ from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.pipeline.text import count_of, public
 from tokenfeed.tools.corpus.formats.json_records import JSON_LINES
 from tokenfeed.tools.corpus.formats.registry import (
+    BESIDE_IDS,
     BINARY,
     FALLBACK,
     FORMATS,
@@ -51,7 +52,6 @@ from tokenfeed.tools.corpus.locations import FOREIGN_INDEX, Location, RemoteFile
 from tokenfeed.tools.corpus.remote_sources import (
     HUB_PREFIX,
     NOT_A_CORPUS,
-    PARTS_OF_TOKENS,
     REPOSITORY_PREFIX,
     hub_files,
     is_data_set,
@@ -194,9 +194,10 @@ def find_corpus(
     of_ids = (source.name for source in search.sources if source.format == TOKENS.name)
     indexes = {name for each in of_ids for name in indexes_beside(each)}
     found = [source for source in search.sources if source.name not in indexes]
+    unread = tuple(file for file in search.binary if file.name not in indexes)
     if not found:
-        binary = f" (left out: {'; '.join(left_out(search.binary))})" if search.binary else ""
-        tokens = " For files of token ids, use `--task ids`." if search.binary else ""
+        binary = f" (left out: {'; '.join(left_out(unread))})" if unread else ""
+        tokens = " For files of token ids, use `--task ids`." if unread and not ids else ""
         raise CorpusError(
             f"{', '.join(map(public, paths))}: no input file found{binary}. Point at folders or "
             f"files of text.{tokens}"
@@ -205,7 +206,7 @@ def find_corpus(
         replace(source, index=index, max_record_bytes=max_record_bytes, encoding=encoding)
         for index, source in enumerate(found)
     )
-    return Corpus(sources=tuple(sources), binary=search.binary)
+    return Corpus(sources=tuple(sources), binary=unread)
 
 
 def kind_left_out(file: Known) -> Unread:
@@ -446,7 +447,8 @@ class _InputSearch:
 
     def _add_given(self, name: str, path: Location, real: str) -> None:
         """Add a file that the command line names. A glob may name indexes of token ids."""
-        if self._ids and name.lower().endswith(PARTS_OF_TOKENS):
+        if self._ids and name.lower().endswith(BESIDE_IDS):
+            self._binary[real] = Known(name, *_size_and_state(path), None)
             return
         if kind := unread_given(name, path):
             raise CorpusError(f"{name}: {kind.reason}.")

@@ -46,9 +46,10 @@ logger = logging.getLogger(__name__)
 _LEAST_VALIDATION, _MOST_VALIDATION = 0.01, 0.1
 """Shares of the records for validation. Validation on labels decides when a training ends, so it is
 always the larger one. A corpus of few records has a share for about `FEW_ROWS` rows, within these
-bounds. This share depends on the number of records alone, and falls with it. So a corpus can be
-packed in another format, and a row of train never becomes one of validation when the corpus grows.
-With fewer than `FEW_ROWS` records, the share is the least one."""
+bounds. This share depends on the number of records alone, so a corpus can be packed in another
+format. With fewer than `FEW_ROWS` records, the share is the least one. With so many, it is the
+largest, and it falls as the corpus grows. So rows of train become rows of validation only when the
+corpus grows to `FEW_ROWS` records."""
 _PROBED_RECORDS, _PROBED_FILES, _PROBED_BYTES = 10_000, 16, 1 << 24
 _NAMED_FILES, _NO_FIELD = 4, "\0"
 """Files whose fields are named if they are not read; and a field that none has."""

@@ -103,14 +103,28 @@ _ARCHIVE = Unread("an archive", "archives", _UNPACK)
 _WORD = Unread("a document of a word processor", "documents of word processors", _BY_PANDOC)
 _EBOOK = Unread("an e-book", "e-books", _BY_PANDOC)
 _PAGES = Unread("an archive of web pages", "archives of web pages", "extract the texts")
+_INDEX = Unread(
+    "an index of token ids",
+    "indexes of token ids",
+    "put it beside its file, and `--task ids` reads both",
+)
+_MASK = Unread(
+    "a loss mask of datatrove",
+    "loss masks of datatrove",
+    "give rows with a `loss_mask` by tokenfeed.pretokenize, or train on all tokens",
+)
 _UNREAD = {
     **dict.fromkeys((".tar", ".tgz", ".zip", ".7z", ".rar"), _ARCHIVE),
     **dict.fromkeys((".docx", ".odt"), _WORD),
     ".epub": _EBOOK,
     ".pdf": Unread("a PDF", "PDFs", "convert it, like `pdftotext FILE`"),
     ".warc": _PAGES,
+    **dict.fromkeys((".idx", ".ds.index", ".ds.metadata"), _INDEX),
+    ".ds.loss": _MASK,
 }
-"""By the ending of a name."""
+"""By the last ending of a name, or by the last two."""
+BESIDE_IDS = (".idx", ".ds.index", ".ds.metadata", ".ds.loss")
+"""Endings of files that belong to files of token ids."""
 BINARY = Unread("a binary file", "binary files", "if it is text, name its --encoding")
 _NEVER_TEXT = {".pdf", ".warc"}
 """Endings of files that may look like text."""
@@ -178,7 +192,7 @@ def is_binary(path: Location, compression: Compression | None, encoding: str | N
 
 def unread_kind(name: str) -> Unread | None:
     """Return the kind of files that no format reads, by the ending of a name; else None."""
-    kind = _UNREAD.get(ending_of(name))
+    kind = _UNREAD.get(ending_of(name)) or _UNREAD.get(_last_two_endings(name))
     return kind if kind and _by_ending(name) is None else None
 
 
@@ -240,6 +254,11 @@ def beginning_of(
     except (*READ_ERRORS, UnicodeError):
         pass
     return beginning
+
+
+def _last_two_endings(name: str) -> str:
+    stem, ending = os.path.splitext(name.lower())
+    return os.path.splitext(stem)[1] + ending
 
 
 def ending_of(name: str) -> str:
