@@ -32,9 +32,10 @@ from benchmarks.gpu.operators import Operator, compiled, dispatched, in_part, ti
 from benchmarks.gpu.peers import Size, attention_flops, llm_c, nanochat
 from benchmarks.protocol import RESULTS, write_result
 from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
-from tokenfeed.trainer.optim.optimizer import Precision, make_optimizer
-from tokenfeed.trainer.tasks import language_modeling as chunked_loss
+from tokenfeed.trainer.models.gpt import SIZES, ModelSize, Transformer
+from tokenfeed.trainer.optim.optimizer import make_optimizer
+from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.tasks import vocabulary_loss as chunked_loss
 
 __all__ = ["Published", "seconds", "share_of_peak"]
 

@@ -24,8 +24,9 @@ from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.models.transformer import SIZES, Transformer
-from tokenfeed.trainer.optim.optimizer import Precision, learning_rate, set_learning_rate
+from tokenfeed.trainer.models.gpt import SIZES, Transformer
+from tokenfeed.trainer.optim.optimizer import learning_rate, set_learning_rate
+from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.tasks.task import Task
 

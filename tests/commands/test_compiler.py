@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_iter
 
 from benchmarks.gpu.operators import compiled as counted
 from tokenfeed.pipeline.format.schema import IGNORED
-from tokenfeed.trainer.models.transformer import ModelSize, Transformer
+from tokenfeed.trainer.models.gpt import ModelSize, Transformer
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
-from tokenfeed.trainer.tasks import language_modeling as chunked
+from tokenfeed.trainer.tasks import vocabulary_loss as chunked
 
 
 class Traffic(TorchDispatchMode):

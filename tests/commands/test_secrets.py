@@ -27,7 +27,7 @@ from support.object_server import (
 import tokenfeed
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.tools import doctor, report, shards, train
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize
+from tokenfeed.trainer.models.gpt import SIZES, ModelSize
 
 pytest.importorskip("obstore")
 SECRET = "hunter2"

@@ -28,7 +28,7 @@ SMALL = """
 from support.processes import FORKING
 from tokenfeed.pipeline.feeding import worker_process
 from tokenfeed.tools.encoding import training
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize
+from tokenfeed.trainer.models.gpt import SIZES, ModelSize
 from tokenfeed.trainer.data import recommended
 worker_process.subprocess = FORKING
 training._MIN_FREQUENCY = 20

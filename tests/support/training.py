@@ -28,7 +28,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.micro_batch import Head, HeadKind, MicroBatch
 from tokenfeed.trainer.distributed.world import State
 from tokenfeed.trainer.loop.run import train
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
+from tokenfeed.trainer.models.gpt import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.report.run_files import Report
 from tokenfeed.trainer.stall import Cause, StallMeter
 from tokenfeed.trainer.tasks.registry import TASKS

@@ -34,7 +34,7 @@ from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.data.recommended import PROMPT_TOKENS, SAMPLE_TOKENS
 from tokenfeed.trainer.distributed.world import World, reshard
 from tokenfeed.trainer.loop.loaders import SplitLoaders
-from tokenfeed.trainer.optim.optimizer import Precision
+from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner, is_out_of_memory
 from tokenfeed.trainer.report.run_files import INTERVAL, MetricsFile, shown_metrics
 from tokenfeed.trainer.tasks.language_modeling import has_hidden

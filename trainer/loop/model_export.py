@@ -50,7 +50,8 @@ from tokenfeed.trainer.data.datasets import (
 from tokenfeed.trainer.data.micro_batch import Head
 from tokenfeed.trainer.distributed.world import State
 from tokenfeed.trainer.models.build import make_model
-from tokenfeed.trainer.models.transformer import ROTARY_BASE, SIZES, ModelSize, Transformer
+from tokenfeed.trainer.models.gpt import ROTARY_BASE, SIZES, ModelSize, Transformer
+from tokenfeed.trainer.models.words import make_built_in
 from tokenfeed.trainer.optim.train_state import read_weights
 from tokenfeed.trainer.tasks.registry import make_task
 
@@ -188,7 +189,7 @@ def load_exported(folder: Path | str) -> nn.Module:
         settings = TrainConfig(shards="", model=f"{_HUB}{folder}", sequence_length=2)
         return make_model(settings, about.head).eval()
     if about.size is not None:
-        model: nn.Module = Transformer(about.size, about.head)
+        model: nn.Module = make_built_in(about.size, about.head)
     else:
         model = make_model(TrainConfig(shards="", model=about.model), about.head)
     try:

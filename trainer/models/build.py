@@ -24,7 +24,8 @@ from tokenfeed.trainer.config.run_config import (
 from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.data.datasets import first_of
 from tokenfeed.trainer.data.micro_batch import Head
-from tokenfeed.trainer.models.transformer import SIZES, Transformer
+from tokenfeed.trainer.models.gpt import SIZES
+from tokenfeed.trainer.models.words import Words, make_built_in
 from tokenfeed.trainer.tasks.language_modeling import has_hidden
 
 _MOST_GRAPHS = 12 * MOST_SHAPES
@@ -189,8 +190,9 @@ def _check_adapters(config: TrainConfig) -> None:
 
 def _named_model(config: TrainConfig, head: Head) -> nn.Module:
     if config.model in SIZES:
-        built_in = Transformer(SIZES[config.model], head, config.dropout or 0.0)
-        built_in.describe_tokens(first_of(config.shards))
+        built_in = make_built_in(SIZES[config.model], head, config.dropout or 0.0)
+        if isinstance(built_in, Words):
+            built_in.describe_tokens(first_of(config.shards))
         return built_in
     module, colon, factory = config.model.partition(":")
     if not colon or not all(part.isidentifier() for part in module.split(".")):

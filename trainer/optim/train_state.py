@@ -30,16 +30,15 @@ from tokenfeed.trainer.data.datasets import expected_targets, is_packed
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import State, World
 from tokenfeed.trainer.models.build import Begin, compile_model, make_model, recompute_layers
-from tokenfeed.trainer.models.transformer import SIZES
+from tokenfeed.trainer.models.gpt import SIZES
 from tokenfeed.trainer.optim.muon import MuonAdamW
 from tokenfeed.trainer.optim.optimizer import (
-    Precision,
     is_embedding,
     learning_rate,
     make_optimizer,
     set_learning_rate,
-    tune_convolutions,
 )
+from tokenfeed.trainer.optim.precision import Precision, tune_convolutions
 from tokenfeed.trainer.tasks.task import Loss, Task
 
 if TYPE_CHECKING:

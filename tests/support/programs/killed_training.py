@@ -37,7 +37,7 @@ from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.trainer.checkpoints import async_saver
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.loop.uploads import RunCopy
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize
+from tokenfeed.trainer.models.gpt import SIZES, ModelSize
 
 STEPS = 16
 _LONGEST_S, _MOST_EVENTS = 0.5, 60

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter  # noqa: E402
 
 from benchmarks.gpu.memory import PeakBytes  # noqa: E402
 from tokenfeed.trainer.loop.trainer import Trainer  # noqa: E402
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize  # noqa: E402
+from tokenfeed.trainer.models.gpt import SIZES, ModelSize  # noqa: E402
 
 _STEPS = 2  # the first makes the optimizer's state
 _SIZE = ModelSize(layers=1, width=64, heads=2)

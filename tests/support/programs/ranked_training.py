@@ -24,7 +24,7 @@ from support.training import make_config
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.trainer.loop.run import train as run_until
-from tokenfeed.trainer.tasks import language_modeling as vocabulary_loss
+from tokenfeed.trainer.tasks import vocabulary_loss
 
 TIMEOUT_S = 100
 BEGINS = "-- the next run --\n"

@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.memory import PeakBytes, RunPlan
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.loop.loaders import SplitLoaders
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize
+from tokenfeed.trainer.models.gpt import SIZES, ModelSize
 from tokenfeed.trainer.optim.train_state import Learner, Tally
-from tokenfeed.trainer.tasks import language_modeling as vocabulary_loss
+from tokenfeed.trainer.tasks import vocabulary_loss
 
 CPU = torch.device("cpu")
 WAYS: dict[str, dict[str, Any]] = {

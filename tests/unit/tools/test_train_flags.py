@@ -18,7 +18,7 @@ from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop import run as outside
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.optim.optimizer import Precision
+from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 
 SETTINGS: dict[str, Any] = {

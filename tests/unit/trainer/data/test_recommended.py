@@ -25,7 +25,7 @@ from tokenfeed.trainer.data.recommended import (
     steps_of_epochs,
     tuning_defaults,
 )
-from tokenfeed.trainer.models.transformer import SIZES
+from tokenfeed.trainer.models.gpt import SIZES
 
 AUTO: dict[str, Any] = {}
 LABELLED = ("classify", "score", "tag")

@@ -10,7 +10,7 @@ from support.host_waits import HostWaits
 from support.training import RUNS, follow_brackets, make_config
 
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize
+from tokenfeed.trainer.models.gpt import SIZES, ModelSize
 
 
 def trained(

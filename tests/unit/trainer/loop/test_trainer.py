@@ -26,8 +26,8 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.config.run_config import StageSettings
 from tokenfeed.trainer.loop import evaluation as judge
 from tokenfeed.trainer.loop import trainer as loop
-from tokenfeed.trainer.models.transformer import Transformer
-from tokenfeed.trainer.optim.optimizer import Precision, allow_tf32
+from tokenfeed.trainer.models.gpt import Transformer
+from tokenfeed.trainer.optim.precision import Precision, allow_tf32
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.progress_lines import ProgressLog
 from tokenfeed.trainer.report.run_files import MetricsFile

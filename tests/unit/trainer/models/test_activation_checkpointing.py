@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.memory import PeakBytes
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.models.build import recompute_layers
-from tokenfeed.trainer.models.transformer import ModelSize, Transformer
+from tokenfeed.trainer.models.gpt import ModelSize, Transformer
 
 SIZE = ModelSize(layers=2, width=64, heads=2)
 

@@ -36,7 +36,7 @@ from tokenfeed.pipeline.planning.policies import Packed, Padded
 from tokenfeed.trainer.data.micro_batch import Head, HeadKind, MicroBatch, Shaper
 from tokenfeed.trainer.models.build import make_model
 from tokenfeed.trainer.models.hf_model import HubModel
-from tokenfeed.trainer.tasks import language_modeling as vocabulary_loss
+from tokenfeed.trainer.tasks import vocabulary_loss
 from tokenfeed.trainer.tasks.language_modeling import LanguageModelling, has_hidden
 
 MakeModel = Any

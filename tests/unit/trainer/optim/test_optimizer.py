@@ -12,12 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenfeed.trainer.config.run_config import OptimizerName
-from tokenfeed.trainer.models.transformer import ModelSize, Transformer
-from tokenfeed.trainer.optim.optimizer import (
-    hidden_matrices,
-    make_optimizer,
-    set_learning_rate,
-)
+from tokenfeed.trainer.models.gpt import ModelSize, Transformer
+from tokenfeed.trainer.optim.optimizer import hidden_matrices, make_optimizer, set_learning_rate
 
 NAMES: list[OptimizerName] = ["adamw", "muon"]
 

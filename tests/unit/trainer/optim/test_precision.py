@@ -17,8 +17,9 @@ from torch import nn
 
 from tokenfeed.trainer.config.run_config import OptimizerName, PrecisionName
 from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.models.transformer import Transformer
-from tokenfeed.trainer.optim.optimizer import Precision, make_optimizer, set_learning_rate
+from tokenfeed.trainer.models.gpt import Transformer
+from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
+from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.tasks.language_modeling import LanguageModelling
 from tokenfeed.trainer.tasks.registry import task_of

@@ -19,7 +19,7 @@ from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints, part_of
 from tokenfeed.trainer.config.run_config import OptimizerName, TrainConfig
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize
+from tokenfeed.trainer.models.gpt import SIZES, ModelSize
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.tasks.registry import task_of
 

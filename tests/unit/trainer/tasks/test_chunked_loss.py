@@ -23,9 +23,9 @@ from tokenfeed.pipeline.planning.policies import Packed
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.loop.evaluation import evaluate
-from tokenfeed.trainer.models.transformer import ModelSize, Transformer
-from tokenfeed.trainer.optim.optimizer import Precision
-from tokenfeed.trainer.tasks import language_modeling as chunked
+from tokenfeed.trainer.models.gpt import ModelSize, Transformer
+from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.tasks import vocabulary_loss as chunked
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.tasks.task import Loss, Task
 

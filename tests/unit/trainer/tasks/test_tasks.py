@@ -29,8 +29,8 @@ from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.loop.evaluation import evaluate
-from tokenfeed.trainer.models.transformer import ModelSize, Transformer
-from tokenfeed.trainer.optim.optimizer import Precision
+from tokenfeed.trainer.models.gpt import ModelSize, Transformer
+from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.report.run_files import Report
 from tokenfeed.trainer.tasks import task as tasks
 from tokenfeed.trainer.tasks.label_tasks import number_scores

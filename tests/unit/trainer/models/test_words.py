@@ -1,4 +1,4 @@
-"""The built-in transformer: what it may see, how it starts, how large it is, and its words."""
+"""The model `words`: what it knows of the texts of tokens, and how it predicts."""
 
 import dataclasses
 import math
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from support.data_sets import byte_tokenizer, random_rows, write_rows
@@ -19,8 +18,6 @@ from support.training import (
     assert_same_run,
     make_config,
     make_head,
-    make_transformer,
-    one_document_a_row,
     read_metrics,
     run,
     write_labelled,
@@ -35,94 +32,9 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.data.micro_batch import IGNORED, HeadKind, MicroBatch
 from tokenfeed.trainer.loop.model_export import load_exported
-from tokenfeed.trainer.models.transformer import (
-    SIZES,
-    Rotary,
-    Transformer,
-    rotate,
-)
+from tokenfeed.trainer.models.gpt import SIZES
+from tokenfeed.trainer.models.words import Words, make_built_in
 from tokenfeed.trainer.tasks.label_tasks import Classify
-
-
-def count(model: Transformer) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-UNPADDED = 1000
-"""A vocabulary size that is no multiple of 64."""
-
-
-@pytest.fixture(scope="module")
-def model() -> Transformer:
-    torch.manual_seed(0)
-    return make_transformer("tiny", UNPADDED)
-
-
-@torch.no_grad()
-def test_no_position_sees_a_later_token(model: Transformer) -> None:
-    ids_BT = torch.randint(0, UNPADDED, (2, 24))
-    changed_BT = ids_BT.clone()
-    changed_BT[:, 10:] = (changed_BT[:, 10:] + 1) % UNPADDED
-    before, after = model(one_document_a_row(ids_BT)), model(one_document_a_row(changed_BT))
-    torch.testing.assert_close(before[:, :10], after[:, :10])
-    assert not torch.allclose(before[:, 10], after[:, 10])
-
-
-@torch.no_grad()
-def test_every_position_sees_all_earlier_tokens(model: Transformer) -> None:
-    ids_BT = torch.randint(0, UNPADDED, (1, 24))
-    changed_BT = ids_BT.clone()
-    changed_BT[0, 0] = (changed_BT[0, 0] + 1) % UNPADDED
-    difference_T = (
-        (model(one_document_a_row(ids_BT)) - model(one_document_a_row(changed_BT)))
-        .abs()
-        .amax(-1)[0]
-    )
-    assert (difference_T > 0).all()
-
-
-def test_rotary_attention_depends_on_the_distance_only() -> None:
-    cosine_TK, sine_TK = Rotary(16)(torch.arange(64)[None])
-    query, key = torch.randn(2, 16)
-    rotated_query = rotate(query.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
-    rotated_key = rotate(key.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
-    scores = rotated_query @ rotated_key.T
-    for distance in (0, 5, 40):
-        diagonal = scores.diagonal(-distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-4)
-    assert scores[5, 0] != pytest.approx(scores[0, 0].item(), abs=1e-3)
-
-
-@torch.no_grad()
-def test_a_new_model_knows_nothing(model: Transformer) -> None:
-    ids_BT = torch.randint(0, UNPADDED, (4, 32))
-    loss = F.cross_entropy(
-        model(one_document_a_row(ids_BT)).flatten(0, 1), torch.randint(0, UNPADDED, (128,))
-    )
-    assert loss.item() == pytest.approx(math.log(1024), abs=0.2)
-
-
-def test_the_vocabulary_is_padded_to_a_multiple_of_64(model: Transformer) -> None:
-    assert model(one_document_a_row(torch.zeros(1, 3, dtype=torch.int64))).shape == (1, 3, 1024)
-    assert make_transformer("tiny", 1024).embedding.num_embeddings == 1024
-
-
-@pytest.mark.parametrize(
-    ("name", "millions"), [("tiny", 1.2), ("mini", 10.6), ("small", 25.2), ("gpt2", 85.0)]
-)
-def test_sizes_are_what_the_help_says(name: str, millions: float) -> None:
-    with torch.device("meta"):
-        model = make_transformer(name, 50257)
-    body = count(model) - model.embedding.weight.numel()
-    assert body / 1e6 == pytest.approx(millions, rel=0.02)
-
-
-def test_projections_into_the_residual_stream_start_smaller() -> None:
-    torch.manual_seed(0)
-    block = make_transformer("mini", UNPADDED).blocks[0]
-    assert block.feed_in.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert block.feed_out.weight.std().item() == pytest.approx(0.02 / math.sqrt(12), rel=0.02)
-
 
 TEXTS = [
     "Happy happy HAPPY x X  x",
@@ -155,7 +67,7 @@ def shards_of(tokenizer: Tokenizer, folder: Path) -> Path:
 def tables_of(kind: HeadKind, tokenizer: Tokenizer, folder: Path) -> dict[str, torch.Tensor]:
     """What the model `words` knows of each token."""
     size = tokenizer.get_vocab_size()
-    model = Transformer(SIZES["words"], make_head(size, kind=kind))
+    model = Words(SIZES["words"], make_head(size, kind=kind))
     model.describe_tokens(shards_of(tokenizer, folder))
     names = dict(model.named_buffers())
     return {name.rpartition(".")[2]: table[:size] for name, table in names.items()}
@@ -185,9 +97,9 @@ def test_case_makes_no_difference_to_words_and_does_to_others(labelled: Path) ->
     rows, folded = (MicroBatch.of_ids(each, causal=False) for each in (ids_BT, ids_BT // 2 * 2))
     head = make_head(kind="row")
     for name, is_same in (("words", True), ("shallow", False)):
-        model = Transformer(SIZES[name], head)  # type: ignore[index]
+        model = make_built_in(SIZES[name], head)  # type: ignore[index]
         torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr, arg-type]
-        if model.words is not None:
+        if isinstance(model, Words):
             model.describe_tokens(labelled)
         assert torch.equal(model(rows), model(folded)) == is_same
 
@@ -228,7 +140,7 @@ def word_pieces() -> Tokenizer:
 def test_a_row_has_its_words_at_their_last_tokens(
     tokenizer: Tokenizer, text: str, tmp_path: Path
 ) -> None:
-    model = Transformer(SIZES["words"], make_head(kind="row", vocabulary_size=320))
+    model = Words(SIZES["words"], make_head(kind="row", vocabulary_size=320))
     assert model.words is not None
     model.describe_tokens(shards_of(tokenizer, tmp_path))
     ids = tokenizer.encode(text).ids
@@ -256,7 +168,7 @@ def test_a_script_without_spaces_has_a_word_for_each_token(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["row", "token"])
 def test_words_make_the_host_wait_for_nothing(kind: HeadKind) -> None:
-    model = Transformer(SIZES["words"], make_head(kind=kind), dropout=0.3)
+    model = Words(SIZES["words"], make_head(kind=kind), dropout=0.3)
     rows = MicroBatch.of_ids(torch.randint(0, VOCABULARY, (3, 9)), causal=False)
     with HostWaits() as waits:
         model(rows).sum().backward()
@@ -283,7 +195,7 @@ def test_words_predict_by_the_mean_of_two_models_that_learn_apart(
     kind: HeadKind, labelled: Path
 ) -> None:
     torch.manual_seed(0)
-    model = Transformer(SIZES["words"], head := make_head(kind=kind))
+    model = Words(SIZES["words"], head := make_head(kind=kind))
     assert model.linear is not None
     torch.nn.init.normal_(model.linear.table.weight)
     batch = MicroBatch.of_ids(torch.randint(0, VOCABULARY, (3, 9)), causal=False)
@@ -320,7 +232,7 @@ def test_the_loss_of_labels_without_a_rule_does_not_rise(tmp_path: Path) -> None
 def test_linear_logits_of_a_row_depend_on_which_words_it_has(
     ids: list[int], padding: int, random: Random
 ) -> None:
-    model = Transformer(SIZES["words"], make_head(kind="row"))
+    model = Words(SIZES["words"], make_head(kind="row"))
     assert model.linear is not None
     torch.nn.init.normal_(model.linear.table.weight)
     words = sorted(set(ids))
@@ -332,7 +244,7 @@ def test_linear_logits_of_a_row_depend_on_which_words_it_has(
 
 
 def test_a_word_ends_with_the_first_text_of_a_pair() -> None:
-    model = Transformer(SIZES["words"], dataclasses.replace(make_head(kind="row"), pairs=True))
+    model = Words(SIZES["words"], dataclasses.replace(make_head(kind="row"), pairs=True))
     assert model.words is not None
     model.words.begins_V[:] = model.words.ends_V[:] = False
     batch = MicroBatch.of_ids(torch.tensor([[5, 6, 7, 8]]), causal=False)
@@ -344,7 +256,7 @@ def test_a_word_ends_with_the_first_text_of_a_pair() -> None:
 
 @torch.no_grad()
 def test_linear_logits_of_a_pair_know_the_text_of_a_word() -> None:
-    model = Transformer(SIZES["words"], dataclasses.replace(make_head(kind="row"), pairs=True))
+    model = Words(SIZES["words"], dataclasses.replace(make_head(kind="row"), pairs=True))
     torch.nn.init.normal_(model.linear.table.weight)  # type: ignore[union-attr]
     batch = MicroBatch.of_ids(torch.tensor([[5, 6]]), causal=False)
     types = torch.tensor([[0, 1]])
@@ -352,10 +264,10 @@ def test_linear_logits_of_a_pair_know_the_text_of_a_word() -> None:
     assert not torch.allclose(model(one)[1], model(other)[1])
 
 
-def tagger() -> Transformer:
+def tagger() -> Words:
     """A model of tags whose words have one or two tokens."""
     torch.manual_seed(0)
-    model = Transformer(SIZES["words"], make_head(kind="token")).eval()
+    model = Words(SIZES["words"], make_head(kind="token")).eval()
     assert model.window is not None
     assert model.linear is not None
     torch.nn.init.normal_(model.linear.table.weight)
