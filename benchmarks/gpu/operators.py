@@ -118,8 +118,14 @@ def _schedule(call: Callable[[], Tensor | None]) -> list[tuple[str, float, float
     def nothing(*arguments: Any) -> Any:
         return lambda *tensors: None  # in place of a kernel: its values do not matter
 
-    # As for a GPU: short lists are joined by the kernel that computes the parts.
-    joined = dict.fromkeys((torch.ops.aten.cat, torch.ops.aten.cat.default), lowering.pointwise_cat)
+    plain = lowering.lowerings[torch.ops.aten.cat.default]
+
+    def cat(parts: list[Any], dim: int = 0) -> Any:
+        # As for a GPU: short lists are joined by the kernel that computes the parts.
+        is_short = len(parts) <= config.max_complex_pointwise_cat_inputs
+        return (lowering.pointwise_cat if is_short else plain)(parts, dim)
+
+    joined = dict.fromkeys((torch.ops.aten.cat, torch.ops.aten.cat.default), cat)
     with (
         mock.patch.dict(lowering.lowerings, joined),
         mock.patch.object(AsyncCompile, "cpp_pybinding", nothing),

@@ -26,12 +26,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu.operators import Operator, compiled, dispatched, in_part, times
 from benchmarks.gpu.peers import Size, attention_flops, llm_c, nanochat
 from benchmarks.protocol import RESULTS, write_result
 from tokenfeed.trainer.data.micro_batch import Head, MicroBatch
+from tokenfeed.trainer.models.build import CHOICES
 from tokenfeed.trainer.models.gpt import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.optim.optimizer import make_optimizer
 from tokenfeed.trainer.optim.precision import Precision
@@ -160,7 +162,7 @@ def _blocks(size: Size, head: Head) -> list[Operator]:
         x = torch.randn(rows, 256, size.width, dtype=torch.bfloat16, requires_grad=True)
         ids = torch.zeros(rows, 256, dtype=torch.int64)
         micro_batch = MicroBatch.of_ids(ids, causal=True)
-        rotary = model.rotary(micro_batch.positions_BT)
+        rotary = model.rotary(micro_batch.positions_BT, torch.bfloat16)
 
         def call() -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
@@ -169,7 +171,8 @@ def _blocks(size: Size, head: Head) -> list[Operator]:
         return call
 
     attend = {"attention": attention_flops(size), "attention backward": 2.5 * attention_flops(size)}
-    found = [line.at("blocks", size.tokens) for line in compiled(make)]
+    with inductor.patch(CHOICES):  # as `compile_model` does
+        found = [line.at("blocks", size.tokens) for line in compiled(make)]
     one = [replace(each, flops=attend.get(each.kind, each.flops)) for each in found]
     return times(one, size.layers)
 

@@ -32,6 +32,10 @@ _MOST_GRAPHS = 12 * MOST_SHAPES
 """Compiled variants of a block: for training and evaluation, packed or padded, before and behind
 the first trained weight."""
 
+CHOICES = {"max_pointwise_cat_inputs": 0, "max_complex_pointwise_cat_inputs": 0}
+"""Settings of the compiler. `cat` writes each part in place. On a GPU, the compiler would join few
+parts by one kernel, which computes every part for each element."""
+
 _TRAINED_COPY = ".modules_to_save.default."
 """Where `peft` holds a module that it trains as a whole."""
 
@@ -121,11 +125,15 @@ def compile_model(model: nn.Module, mode: CompileMode | None = None) -> None:
     """Compile a model in place when it is first used: a block once for all layers, and the parts
     around the blocks. A model without blocks is compiled as a whole. `mode` is torch.compile's."""
     from torch._dynamo import config as limits  # over a second, which only --compile pays
+    from torch._inductor import config as choices
 
     # Every shape is compiled twice: to train, and to evaluate. Beyond either limit the compiler
     # would give up without a word.
     limits.recompile_limit = max(_MOST_GRAPHS, limits.recompile_limit)
     limits.accumulated_recompile_limit = max(_MOST_GRAPHS, limits.accumulated_recompile_limit)
+    for name, value in CHOICES.items():
+        if hasattr(choices, name):  # not in every version of torch
+            setattr(choices, name, value)
     blocks: set[nn.Module] = set(getattr(model, "repeated_blocks", tuple)())
     if blocks:
         _compile_parts(model, blocks, mode)

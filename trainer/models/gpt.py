@@ -93,7 +93,7 @@ class Transformer(nn.Module):
         if self.type_embedding is not None:
             x_BTD = x_BTD + self.type_embedding(micro_batch.token_types_BT)
         x_BTD = self.dropout(self.token_dropout(x_BTD.to(sum_dtype(x_BTD))))
-        rotary = self.rotary(micro_batch.positions_BT)
+        rotary = self.rotary(micro_batch.positions_BT, product_dtype(x_BTD))
         for block, seen in zip(self.blocks, micro_batch.cache or repeat(None)):  # noqa: B905
             x_BTD = block(x_BTD, rotary, micro_batch.scope, seen)
         out_BTD: Tensor = self.norm(x_BTD)
@@ -221,25 +221,26 @@ class Pick(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Return cosine and sine of every position's angles, (B, 1, T, 2, K / 2): the sine is negative
-    for the first half of a head. Called once per forward."""
+    """Return cosine and sine of every position's angles, (B, T, 1, 2, K / 2), in the dtype of the
+    heads: the sine is negative for the first half of a head. Called once per forward."""
 
     def __init__(self, head_width: int) -> None:
         super().__init__()
         self._head_width = head_width
 
-    def forward(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See the class."""
         steps = torch.arange(0, self._head_width, 2, device=positions_BT.device)
-        angles_B1TK = positions_BT[:, None, :, None] * ROTARY_BASE ** -(steps / self._head_width)
-        cosine, sine = angles_B1TK.cos(), angles_B1TK.sin()
-        return torch.stack((cosine, cosine), -2), torch.stack((-sine, sine), -2)
+        angles_BT1K = positions_BT[:, :, None, None] * ROTARY_BASE ** -(steps / self._head_width)
+        cosine, sine = angles_BT1K.cos(), angles_BT1K.sin()
+        pairs = torch.stack((cosine, cosine), -2), torch.stack((-sine, sine), -2)
+        return pairs[0].to(dtype), pairs[1].to(dtype)
 
 
-def rotate(x_BHTK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BTHK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (k, k + K/2) of a head by its position's angle."""
-    cosine, sine = (part.to(x_BHTK.dtype) for part in rotary)
-    halves: Tensor = x_BHTK.unflatten(-1, (2, -1))  # type: ignore[no-untyped-call]
+    cosine, sine = rotary
+    halves: Tensor = x_BTHK.unflatten(-1, (2, -1))  # type: ignore[no-untyped-call]
     return (halves * cosine + halves.flip(-2) * sine).flatten(-2)
 
 
@@ -247,9 +248,8 @@ class _Heads(torch.autograd.Function):
     """Queries, keys and values of all heads, (B, H, T, K) each, from one product (B, T, 3 D).
     Queries and keys are rotated.
 
-    The gradient is written part by part. From `chunk` and `cat`, torch.compile makes a kernel that
-    computes each part for each element: on an H100 it took three times as long as this one, and 8 %
-    of a step of GPT-2.
+    Heads are moved last, so that torch.compile writes each part as attention reads it. The gradient
+    is joined by `cat`: see `compile_model`.
     """
 
     @staticmethod
@@ -257,21 +257,22 @@ class _Heads(torch.autograd.Function):
         ctx: Any, product_BTD: Tensor, cosine: Tensor, sine: Tensor, heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cosine, sine)
-        query_BHTK, key_BHTK, value_BHTK = (
-            part_BTD.unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[no-untyped-call]
+        query_BTHK, key_BTHK, value_BTHK = (
+            part_BTD.unflatten(-1, (heads, -1))  # type: ignore[no-untyped-call]
             for part_BTD in product_BTD.chunk(3, dim=-1)
         )
-        rotary = cosine, sine
-        return rotate(query_BHTK, rotary), rotate(key_BHTK, rotary), value_BHTK.clone()
+        parts_BTHK = (
+            rotate(query_BTHK, (cosine, sine)),
+            rotate(key_BTHK, (cosine, sine)),
+            value_BTHK.clone(),
+        )
+        query_BHTK, key_BHTK, value_BHTK = (part_BTHK.transpose(1, 2) for part_BTHK in parts_BTHK)
+        return query_BHTK, key_BHTK, value_BHTK
 
     @staticmethod
     def backward(ctx: Any, *grads_BHTK: Tensor) -> tuple[Tensor | None, ...]:
-        query_BHTK, key_BHTK, value_BHTK = grads_BHTK
+        query_BTHK, key_BTHK, value_BTHK = (grad_BHTK.transpose(1, 2) for grad_BHTK in grads_BHTK)
         cosine, sine = ctx.saved_tensors
         back = cosine, -sine
-        rows, heads, length, width = value_BHTK.shape
-        grad_BT3HK = value_BHTK.new_empty((rows, length, 3, heads, width))
-        grad_BT3HK[:, :, 0] = rotate(query_BHTK, back).transpose(1, 2)
-        grad_BT3HK[:, :, 1] = rotate(key_BHTK, back).transpose(1, 2)
-        grad_BT3HK[:, :, 2] = value_BHTK.transpose(1, 2)
-        return grad_BT3HK.flatten(2), None, None, None
+        parts_BTHK = rotate(query_BTHK, back), rotate(key_BTHK, back), value_BTHK
+        return torch.cat(parts_BTHK, 2).flatten(2), None, None, None

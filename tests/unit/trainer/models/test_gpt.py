@@ -48,10 +48,10 @@ def test_every_position_sees_all_earlier_tokens(model: Transformer) -> None:
 
 
 def test_rotary_attention_depends_on_the_distance_only() -> None:
-    cosine_TK, sine_TK = Rotary(16)(torch.arange(64)[None])
+    rotary = Rotary(16)(torch.arange(64)[None], torch.float32)
     query, key = torch.randn(2, 16)
-    rotated_query = rotate(query.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
-    rotated_key = rotate(key.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
+    rotated_query = rotate(query.expand(1, 64, 1, 16), rotary)[0, :, 0]
+    rotated_key = rotate(key.expand(1, 64, 1, 16), rotary)[0, :, 0]
     scores = rotated_query @ rotated_key.T
     for distance in (0, 5, 40):
         diagonal = scores.diagonal(-distance)
