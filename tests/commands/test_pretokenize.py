@@ -1,17 +1,15 @@
 """`pretokenize` as its users meet it: a process with arguments, an output folder, an exit code."""
 
-import json
 import os
 import subprocess
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pyarrow as pa
 import pytest
 from pyarrow import csv, parquet
 from support import warm
-from support.commands import COMMAND, call, error_of, run, run_json
+from support.commands import COMMAND, call, run, run_json
 from support.corpora import texts, write_ballast, write_long_corpus
 from support.data_sets import files_of
 from support.pretokenizing import make
@@ -22,21 +20,6 @@ from tokenfeed.tools import shards
 from tokenfeed.tools.pretokenizing import inputs
 
 
-def test_output_is_the_same_bytes_with_one_and_two_workers(
-    corpus: Path, tmp_path: Path, tokenizer: Path
-) -> None:
-    write_ballast(corpus)
-    options = ("--tokenizer", tokenizer, "--shard-size", "30KB", "--validation", "0.1")
-    for workers in (1, 2):
-        run(corpus, tmp_path / f"out{workers}", *options, "--workers", workers)
-    made = files_of(tmp_path / "out1")
-    assert made == files_of(tmp_path / "out2")
-    assert made["tokenizer.json"] == tokenizer.read_bytes()
-    assert sum(name.startswith("train/") for name in made) >= 10
-    assert any(name.startswith("validation/") for name in made)
-    assert not any(name.endswith(".tmp") or ".parts" in name for name in made)
-
-
 def test_training_a_tokenizer_is_part_of_what_repeats(corpus: Path, tmp_path: Path) -> None:
     for out in ("one", "two"):
         run(corpus, tmp_path / out, "--vocab-size", 400)
@@ -44,60 +27,6 @@ def test_training_a_tokenizer_is_part_of_what_repeats(corpus: Path, tmp_path: Pa
     summary = run_json(corpus, tmp_path / "three")
     assert summary["vocabulary_size"] < summary["vocabulary_wanted"] == 32_768
     assert summary["end_token"] == "<|endoftext|>"
-
-
-def test_the_ledger_closes_and_the_summary_agrees(
-    corpus: Path, tmp_path: Path, tokenizer: Path
-) -> None:
-    out = tmp_path / "out"
-    summary = run_json(corpus, out, "--tokenizer", tokenizer.parent, "--shard-size", "30KB")
-    ledger = Manifest.read(out).ledger
-    assert (ledger.files, ledger.read, ledger.written) == (61, 263, 260)
-    assert (ledger.empty, ledger.rejected) == (1, 2)
-    text_bytes = sum(len(text.encode()) for text in texts(60) + texts(200, seed=1))
-    assert ledger.bytes == summary["text_bytes"] == text_bytes
-    assert (summary["documents"], summary["empty"], summary["rejected"]) == (260, 1, 2)
-    sources = [json.loads(line) for line in (out / "sources.jsonl").read_text().splitlines()]
-    assert sum(source["read"] for source in sources) == 263
-    assert sources[60]["path"] == str(corpus / "lines.jsonl")
-    rejects = [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]
-    assert [(reject["file"], reject["record"]) for reject in rejects] == [
-        (str(corpus / "lines.jsonl"), 201),
-        (str(corpus / "lines.jsonl"), 202),
-    ]
-
-
-def test_bad_input_is_one_line_and_writes_nothing(
-    corpus: Path, tmp_path: Path, tokenizer: Path
-) -> None:
-    out = tmp_path / "out"
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "blank").mkdir()
-    (tmp_path / "blank/a.txt").touch()
-    (tmp_path / "no.json").write_text("{}")
-    given = ("--tokenizer", tokenizer)
-    cases: list[tuple[tuple[object, ...], int, str]] = [
-        ((tmp_path / "gone", out, *given), 1, "gone: not found"),
-        ((tmp_path / "empty", out, *given), 1, "no input file found"),
-        ((tmp_path / "blank", out, *given), 1, "every document is empty"),
-        ((tmp_path / "blank", out), 1, "no text to train a tokenizer on"),
-        ((corpus / "lines.jsonl", out, *given, "--field", "text=x"), 1, "record 0: no field `x`"),
-        ((corpus / "lines.jsonl", out, "--field", "text=x"), 1, "record 0: no field `x`"),
-        ((corpus, out, "--tokenizer", tmp_path / "no.json"), 1, "is not a tokenizer.json"),
-        ((corpus, out, "--tokenizer", tmp_path / "empty"), 1, "tokenizer.json: not found. Give"),
-        (
-            (corpus, out, "--tokenizer", "some-one/some-model"),
-            1,
-            "the Hub did not return it",
-        ),
-        ((corpus, out, *given, "--end-token", "<x>"), 2, "'<x>' is not in the vocabulary"),
-        ((corpus, corpus / "00.txt", *given), 2, "is not a folder"),
-        ((corpus, corpus, *given), 2, "already holds other data (00.txt)"),
-    ]
-    for arguments, code, words in cases:
-        with mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):  # else it is asked twice
-            assert words in error_of(*arguments, expect=code), arguments
-        assert not out.exists(), arguments
 
 
 @pytest.mark.usefixtures("cold_workers")

@@ -46,6 +46,8 @@ def make_files(folder: Path) -> None:
         byte_tokenizer(texts, end="</s>").save("tokenizer.json")
         _write_lines("docs.jsonl", [{"text": text} for text in texts])
         _write_lines("chat.jsonl", [{"messages": _said(text)} for text in texts])
+        nested = {"context": "Tall.", "meta": {"q": ["What?", "Who?"], "n": 3}, "extra": 0}
+        _write_lines("nested.jsonl", [nested, nested])
         _write_lines("ids.jsonl", [{"input_ids": [1, 2, number]} for number in range(9)])
         with open("classes.csv", "w", newline="") as file:
             rows = [

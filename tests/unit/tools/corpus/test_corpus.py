@@ -7,13 +7,10 @@ import itertools
 import json
 import lzma
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import zstandard
 from hypothesis import given
@@ -140,100 +137,6 @@ def test_unreadable_entries_of_a_folder_raise(tree: Path, monkeypatch: pytest.Mo
             find(*paths, out=tree.parent / "out", exclude=("itself",))
 
 
-def test_missing_and_unusable_input_is_one_error(tmp_path: Path) -> None:
-    for name in ("made", "empty"):
-        (tmp_path / name).mkdir()
-    for name in ("manifest.json", "tokenizer.json"):
-        (tmp_path / "made" / name).write_text("{}")
-    for name, words in {
-        "made": "made: is a data set of pretokenize, not a corpus",
-        "gone": "gone: not found",
-        "empty": "no input file found",
-    }.items():
-        with pytest.raises(CorpusError, match=words):
-            find(tmp_path / name)
-
-
-def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
-    text = "line\r\nother\rlast\n\ufeff"
-    for name, data in {
-        "a.txt": text.encode(),
-        "a.txt.gz": gzip.compress(text.encode()),
-        "a.txt.zst": zstandard.compress(text.encode()),
-        "bom.txt": text.encode("utf-8-sig"),
-    }.items():
-        (tmp_path / name).write_bytes(data)
-        assert read(tmp_path / name) == [Document(0, text.encode())]
-
-
-def test_bad_records_are_rejected_by_line_and_the_others_go_on(tmp_path: Path) -> None:
-    lines = [
-        b'\xef\xbb\xbf{"text": "after a BOM"}\r',
-        b"",
-        b"   ",
-        b'{"text": "cut',
-        b"[1]",
-        b'{"txt": "x"}',
-        b'{"text": 5}',
-        b'{"text": "\xff"}',
-        rb'{"text": "\ud800"}',
-        b"[" * 100_000,
-        rb'{"text": "\ud83c\udf89 good"}',
-    ]
-    (tmp_path / "bad.jsonl").write_bytes(b"\n".join(lines))
-    first, *rejects, last = read(tmp_path / "bad.jsonl")
-    assert first == Document(0, b"after a BOM")
-    assert last == Document(10, "🎉 good".encode())
-    assert [reject.record for reject in rejects] == [3, 4, 5, 6, 7, 8, 9]
-    reasons = [reject.reason for reject in rejects if isinstance(reject, Reject)]
-    expected = [
-        "not JSON",
-        "got list",
-        "no field `text`",
-        "is 5, expected text",
-        "UTF-8 at byte 10",
-        "lone",
-        "not",
-    ]
-    for reason, words in zip(reasons, expected, strict=True):
-        assert words in reason
-
-
-@pytest.mark.parametrize("ending", PACK)
-def test_a_damaged_archive_is_one_reject(tmp_path: Path, ending: str) -> None:
-    texts = [os.urandom(60).hex() for _ in range(900)]
-    pack = (
-        zstandard.ZstdCompressor(write_checksum=True).compress if ending == "zst" else PACK[ending]
-    )
-    streams = [pack(json_lines(texts[start : start + 300])) for start in (0, 300, 600)]
-    path = tmp_path / f"a.jsonl.{ending}"
-    draw = random.Random(0)
-    for place in [*draw.sample(range(16, len(streams[1])), 20), None]:
-        damaged = bytearray(streams[1])
-        if place is None:
-            del damaged[len(damaged) // 2 :]  # cut short
-        else:
-            damaged[place] ^= 1 << draw.randrange(8)
-        path.write_bytes(streams[0] + damaged + (b"" if place is None else streams[2]))
-        (reject,) = read(path)
-        assert isinstance(reject, Reject)
-        assert (reject.record, reject.reason[:14]) == (0, "cannot be read")
-
-
-def test_unusable_files_are_one_reject_each(tmp_path: Path) -> None:
-    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "not.parquet").write_bytes(b"PAR1 but not really")
-    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "other.parquet")
-    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
-    records = read(tmp_path)
-    reasons = [record.reason for record in records if isinstance(record, Reject)]
-    assert len(records) == len(reasons) == 4
-    assert reasons[0] == "the text has invalid UTF-8 at byte 3"
-    assert "cannot be read from here on" in reasons[1]
-    assert reasons[2] == "column `text` is int64, expected text"
-    assert reasons[3] == "no column `text`; it has: body"
-
-
 def test_a_vanished_or_changed_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")
@@ -291,32 +194,9 @@ def test_lines_do_not_depend_on_how_blocks_fall(
     assert lines == [len(line) if len(line) > most_bytes else line for line in expected]
 
 
-def test_small_files_share_units_and_order_is_kept(tmp_path: Path) -> None:
-    for index in range(20):
-        (tmp_path / f"{index:02}.txt").write_text("x" * 100)
-    (tmp_path / "big.txt").write_text("x" * 5000)
-    units = cut_units(find(tmp_path).sources, 450)
-    assert [len(unit.parts) for unit in units] == [4, 4, 4, 4, 4, 1]
-    assert [unit.number for unit in units] == list(range(6))
-    order = [part.source.index for unit in units for part in unit.parts]
-    assert order == sorted(order)
-
-
 def test_auto_shard_size_is_a_64th_within_8_to_256_mb(tmp_path: Path) -> None:
     for name, num_bytes in {"small": 1000, "middle": 10**9, "large": 10**11}.items():
         with open(tmp_path / name, "wb") as file:
             file.truncate(num_bytes)
     sizes = [auto_shard_bytes(find(tmp_path / n).sources) for n in ("small", "middle", "large")]
     assert sizes == [8_000_000, 10**9 // 64, 256_000_000]
-
-
-def test_binary_file_found_in_a_folder_is_read_if_given_by_name(tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "a.txt").write_text("text")
-    (folder / "b.txt").write_bytes(b"a\0b")
-    given = str(folder / "b.txt")
-    for paths in ((folder, Path(given)), (Path(given), folder)):
-        corpus = find(*paths, out=tmp_path / "out")
-        assert sorted(source.name for source in corpus.sources) == [str(folder / "a.txt"), given]
-        assert corpus.binary == ()

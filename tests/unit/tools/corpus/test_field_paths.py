@@ -55,33 +55,6 @@ def test_fields_of_csv_are_joined(tokenizer: Path, tmp_path: Path) -> None:
     run(tmp_path / "rows.csv", tmp_path / "o", "--field", "text=b.c", "--tokenizer", tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("field", "reason"),
-    [
-        ("meta.x", "field `meta.x`: no `x`; it has: q, n, none"),
-        ("meta.q[2]", "field `meta.q[2]`: the list has 2 item(s)"),
-        ("context.q", "field `context.q` needs an object before 'q', got str"),
-        ("meta[0]", "field `meta[0]` needs a list before 0, got dict"),
-        ("meta.q", "field `meta.q` is list, expected text"),
-        ("{meta.q}: {context}", "field `meta.q` is list, expected a text or a number"),
-        ("{mata.q}: {context}", "no field `mata`; it has: context, meta, extra"),
-        ("meta", "field `meta` is dict, expected text. Name the value inside: `--field text=meta"),
-    ],
-)
-def test_wrong_path_is_rejected_with_the_place(field: str, reason: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps(ROW) + "\n")
-    message = error_of(tmp_path / "rows.jsonl", tmp_path / "out", "--field", f"text={field}")
-    assert reason in message
-
-
-@pytest.mark.parametrize(
-    ("field", "reason"),
-    [("{meta", "expected names of fields in braces"), ("meta}}", "names no field in braces")],
-)
-def test_wrong_braces_are_rejected_as_an_option(field: str, reason: str) -> None:
-    assert reason in error_of("rows.jsonl", "out", "--field", f"text={field}", expect=2)
-
-
 def test_objects_of_datasets_have_the_same_paths(tokenizer: Path, tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list(
         [{"answers": {"text": ["Yes"], "start": [0]}, "q": "Is it?"}, {"answers": None, "q": "So?"}]

@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import os
-import random
 import re
 import sys
 import tracemalloc
@@ -21,11 +20,10 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import error_of, run, run_json
+from support.commands import error_of, run
 from support.corpora import TEXTS, check_ledger, lines_of, read, read_bytes, write_lines
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus import blocks
 from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.records import FieldKind
@@ -108,20 +106,6 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub/datasets")
 
 
-@pytest.mark.usefixtures("hub_cache")
-def test_the_same_texts_give_the_same_shards_in_two_formats(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    splits = []
-    for each in ("a.jsonl", "loadable"):
-        path, out = WRITERS[each](tmp_path / each, TEXTS), tmp_path / f"out-{each}"
-        corpus = f"hub:{path}" if each == "loadable" else path
-        run(corpus, out, "--tokenizer", tokenizer, "--validation", 0, "--workers", 1)
-        check_ledger(out, len(TEXTS))
-        splits.append(Manifest.read(out).splits)
-    assert splits[0] == splits[1]
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_format_gives_the_same_texts(tmp_path: Path, name: str) -> None:
     rows = [" ".join(text.split()) for text in TEXTS] if ".tsv" in name else TEXTS
@@ -180,45 +164,6 @@ def test_decompression_bombs_take_little_memory(tmp_path: Path, name: str) -> No
     assert (good, list(bad)) == ({}, [0])
     assert "`--max-record`" in bad[0]
     assert peak_bytes < 10e6
-
-
-def test_a_csv_without_the_column_or_without_rows_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    assert read_bytes(path, b"id,text\n") == ({}, {})
-    for data, words in {b"": "Empty CSV", b"id,body\n1,a\n": "no column `text`"}.items():
-        good, bad = read_bytes(path, data)
-        assert (good, list(bad)) == ({}, [0])
-        assert words in bad[0]
-
-
-@pytest.mark.parametrize("options", [(), ("--max-rejects", 2)])
-def test_rows_of_a_damaged_archive_are_not_written(
-    tmp_path: Path, tokenizer: Path, options: tuple[Any, ...]
-) -> None:
-    draw = random.Random(0)
-    (tmp_path / "in").mkdir()
-    rows = [draw.randbytes(40).hex() for _ in range(1200)]
-    for name, kept in {"a": 1200, "b": 1200, "c": 700, "d": 0}.items():
-        lines = [json.dumps({"text": row}).encode() + b"\n" for row in rows]
-        streams = [gzip.compress(b"".join(lines[:kept])), gzip.compress(b"".join(lines[kept:]))]
-        if kept < 1200:
-            damaged = bytearray(streams[1])
-            damaged[2000:2008] = bytes(8)
-            streams[1] = bytes(damaged)
-        (tmp_path / f"in/{name}.jsonl.gz").write_bytes(b"".join(streams))
-    run(
-        *(tmp_path / "in", tmp_path / "out", "--tokenizer", tokenizer, "--validation", 0),
-        *("--workers", 1, *options),
-    )
-    rejects = lines_of(tmp_path / "out/rejects.jsonl")
-    assert [(Path(reject["file"]).name, reject["record"]) for reject in rejects] == [
-        ("c.jsonl.gz", 0),
-        ("d.jsonl.gz", 0),
-    ]
-    sources = lines_of(tmp_path / "out/sources.jsonl")
-    assert [source["written"] for source in sources] == [1200, 1200, 0, 0]
-    origin = pa.ipc.open_file(tmp_path / "out/train/00000.arrow").read_all()
-    assert origin["origin_record"].to_pylist() == [*range(1200), *range(1200)]
 
 
 NULL, INVALID = "field `text` is null, expected text", "field `text` has invalid UTF-8 at byte 0"
@@ -383,15 +328,6 @@ def test_a_saved_set_cannot_name_files_outside_its_folder(tmp_path: Path) -> Non
     (tmp_path / "splits/dataset_dict.json").write_text('{"splits": ["../saved"]}')
     with pytest.raises(CorpusError, match=r"names '\.\./saved', which is not in this folder"):
         read(tmp_path / "splits")
-
-
-def test_files_of_two_splits_in_turn_share_two_shards(tmp_path: Path, tokenizer: Path) -> None:
-    for index in range(40):
-        (tmp_path / "in").mkdir(exist_ok=True)
-        (tmp_path / f"in/{index:02}.{'test' if index % 2 else 'train'}.txt").write_text("some text")
-    options = ("--tokenizer", tokenizer, "--split", "test=*.test.txt")
-    summary = run_json(tmp_path / "in", tmp_path / "out", *options)
-    assert (summary["units"], summary["splits"]) == (2, {"test": 20, "train": 20})
 
 
 def test_parquet_memory_stays_flat_over_parts(tmp_path: Path) -> None:

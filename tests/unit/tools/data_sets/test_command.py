@@ -43,11 +43,6 @@ def replace_file(folder: Path, info: FileInfo, data: bytes) -> FileInfo:
     return dataclasses.replace(info, bytes=len(data), xxh3=file_xxh3(path))
 
 
-def test_verify_finds_nothing_in_a_good_data_set(documents: Path) -> None:
-    assert "good, shards: " in shards("verify", documents)
-    assert json.loads(shards("verify", documents, "--json")) == {"ok": True, "problems": []}
-
-
 @pytest.mark.slow
 def test_verify_finds_a_flipped_byte_anywhere_in_any_file(out: Path) -> None:
     files = [path for path in sorted(out.rglob("*")) if path.is_file()]
@@ -205,15 +200,6 @@ def test_verify_finds_an_unknown_task(out: Path) -> None:
     path.write_bytes(sealed_manifest(json.loads(path.read_bytes()) | {"task": "dance"}))
     said = shards("verify", out, expect=1)
     assert f"{path}: names the unknown task 'dance', expected one of lm, " in said
-
-
-def test_cat_says_that_a_split_has_no_rows(out: Path) -> None:
-    manifest = Manifest.read(out)
-    counts = tuple(0 for _ in manifest.splits["train"].length_histogram)
-    empty = dataclasses.replace(manifest.splits["train"], shards=(), length_histogram=counts)
-    dataclasses.replace(manifest, splits={**manifest.splits, "test": empty}).write(out)
-    said = shards("cat", out, "--split", "test", expect=2)
-    assert said == f"error: {out}: split `test` has no rows.\n"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -153,26 +152,3 @@ def test_select_counts_kinds_of_the_tokens_that_stay(tmp_path: Path) -> None:
             left += np.bincount(kinds_of(reader.read(batch)[0].per_token[KINDS]), minlength=8)
     assert made.counts == {f"{kind.label}_tokens": left[kind] for kind in Kind}
     assert ipc.open_file(tmp_path / "new/train/00000.arrow").num_record_batches == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ((), "expected `--where RULE` or `--rows FILE`"),
-        (("--where", "origin *", "--rows", "l"), "one of both"),
-        (("--where", "*.txt"), r"expected 'origin GLOB'"),
-        (("--where", "origin nothing*"), "no input file is selected"),
-        (("--where", "origin *", "--drop"), "no row would be left"),
-        (("--rows", "missing"), "No such file"),
-        (("--rows", "bad"), 'line 1: .* Expected an object like {"file"'),
-    ],
-)
-def test_select_rejects_wrong_options(
-    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, error: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("bad").write_text('{"file": 3}\n')
-    said = call(shards.main, "select", out, "new", *options, expect=2).stderr
-    assert said.count("\n") == 1
-    assert re.search(error, said), said
-    assert not Path("new").exists()

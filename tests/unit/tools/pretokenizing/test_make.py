@@ -208,44 +208,6 @@ def test_one_part_that_finds_the_fast_engine_wrong_has_all_parts_use_the_other(
     assert files_of(out) == files_of(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("text", ["", "3", "3/3", "-1/3", "1/0", "a/b", "1/2/3", "1 /2", "²/3"])
-def test_what_names_no_part_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected I/N"):
-        JobPart.from_text(text)
-
-
-@given(st.integers(1, 20), st.integers(0, 200))
-def test_every_unit_is_of_exactly_one_part(count: int, number: int) -> None:
-    assert sum(JobPart.from_text(f"{index}/{count}").has(number) for index in range(count)) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"part": "0/2", "finish": True}, "`--part 0/2` and `--finish`: leave one"),
-        ({"part": "0/2", "runner": "dask"}, "`--runner dask` and `--part 0/2`: leave one"),
-        ({"runner": "dask", "workers": 2}, "`--workers`: has no effect beside `--runner dask`"),
-    ],
-)
-def test_options_that_say_two_things_are_refused(
-    options: dict[str, Any],
-    words: str,
-    tmp_path: Path,
-    tokenizer: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        "tokenfeed.tools.pretokenizing.options.check_installed", lambda runner: None
-    )
-    with pytest.raises(ConfigError, match=words):
-        make(tmp_path, tmp_path / "out", tokenizer, **options)
-
-
-def test_standard_input_is_of_one_machine(tmp_path: Path, tokenizer: Path) -> None:
-    with pytest.raises(ConfigError, match="only this machine has standard input"):
-        part("0/2", Path("-"), tmp_path / "out", tokenizer)
-
-
 @pytest.mark.parametrize("content", ["", "[]", '{"by": "x"}', None])
 def test_a_job_that_is_damaged_is_told(
     lines: Path, tokenizer: Path, tmp_path: Path, content: str | None

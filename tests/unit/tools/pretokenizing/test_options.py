@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 import pytest
 from support.commands import call
 
-from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import Task
-from tokenfeed.tools import pretokenize, report, shards, train
+from tokenfeed.tools import report, shards, train
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.records import FieldKind, Fields
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES, LmEncoder
@@ -54,93 +53,6 @@ def test_what_was_just_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert fields_of_tasks().endswith("; titled: text, [title].")
     assert records_of_tasks().endswith("; titled: a document with a title.")
     assert ", .epub, each also .gz" in input_formats()
-
-
-@pytest.mark.parametrize(
-    ("main", "words", "message"),
-    [
-        (pretokenize.main, "a o --text-field x", "Unknown option `--text-field`."),
-        (pretokenize.main, "a o --validaton 0", "Unknown option `--validaton`. Did you mean --val"),
-        (pretokenize.main, "a o --task foo", "`--task`: expected one of lm, classify"),
-        (pretokenize.main, "a", "`OUT` is missing: expected CORPUS... OUT. See pretokenize"),
-        (shards.main, "", "expected a command: inspect, verify, "),
-        (shards.main, "inspct o", "Unknown command `inspct`. Did you mean inspect? See shards"),
-        (shards.main, "verify", "`OUT` is missing. See shards verify --help."),
-        (shards.main, "copy a", "`TO` is missing: expected FROM TO. See shards copy --help."),
-        (shards.main, "copy a b c", "`c`: unexpected word, expected FROM TO. See shards copy"),
-        (shards.main, "copy -- a b -c", "`-c`: unexpected word, expected FROM TO. See shards copy"),
-        (
-            shards.main,
-            "cat o --targets",
-            "`--targets`: expected a value: assistant|last|all|KINDS.",
-        ),
-        (shards.main, "cat o --json=1", "`--json`: takes no value. See shards cat"),
-        (shards.main, "cat o --rows abc", "`--rows`: expected a whole number, got abc."),
-        (
-            shards.main,
-            "explain o --state s --step 1.5",
-            "`--step`: expected a whole number, got",
-        ),
-        (shards.main, "explain o", "`--state` is needed: expected"),
-        (report.main, "", "`RUN` is missing. See report --help."),
-        (report.main, "--jsn run", "Unknown option `--jsn`. Did you mean --json? See report"),
-        (report.main, "run --jsn", "Unknown option `--jsn`. Did you mean --json? See report"),
-    ],
-)
-def test_wrong_words_are_one_line(
-    main: Any, words: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    ended = call(main, *words.split(), expect=2)
-    assert ended.stdout == ""
-    assert ended.stderr.startswith(f"error: {message}")
-    assert ended.stderr.count("\n") == 1
-    assert ended.stderr.endswith("--help.\n") or "expected" in message
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", "`CORPUS...` is missing: expected CORPUS... OUT."),
-        ("--workers abc", "`--workers`: expected a whole number of at least 1 or auto, got abc."),
-        ("--workers 0", "`--workers`: expected a whole number of at least 1 or auto, got 0."),
-        ("--validation 1", "`--validation`: expected a share from 0 up to 1, got 1."),
-        ("--vocab-size 9", "`--vocab-size`: expected a whole number from "),
-        ("--max-rejects -1", "`--max-rejects`: expected a whole number of at least 0, got -1."),
-        ("--max-rejects 1 --strict", "`--max-rejects` 1 and `--strict`: leave one of them out."),
-        ("--tokenizer=", "`--tokenizer` is empty: expected text. Is a shell variable unset?"),
-        ("--strict=yes", "`--strict`: takes no value."),
-        (
-            "--tokenizer t --vocab-size 400",
-            "`--vocab-size` 400: is for a tokenizer that is trained",
-        ),
-        ("--tokenizer t --seed 7", "`--seed` 7: is for a tokenizer that is trained"),
-        ("--seed -1", "`--seed`: expected a whole number of at least 0, got -1"),
-        (f"--seed {2**63}", "`--seed`: expected below 2**63"),
-        ("--shard-size 5G", "`--shard-size` '5G': expected a size like 256MB, or auto."),
-    ],
-)
-def test_pretokenize_rejects_wrong_value_in_one_line(
-    words: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = ["corpus", "out"] if words else []
-    monkeypatch.setattr("sys.argv", ["pretokenize", *paths, *words.split()])
-    with pytest.raises(ConfigError) as caught:
-        parse_options().check()
-    assert str(caught.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("main", "words"),
-    [
-        (pretokenize.main, ["", "out"]),
-        (report.main, [""]),
-        (shards.main, ["verify", ""]),
-        (shards.main, ["copy", "", "out"]),
-    ],
-)
-def test_command_rejects_empty_path(main: Any, words: list[str]) -> None:
-    assert "error: a path is empty: expected " in call(main, *words, expect=2).stderr
 
 
 @pytest.mark.parametrize(

@@ -109,35 +109,6 @@ def test_unit_with_damaged_record_is_made_again(
     assert make(corpus, out, tokenizer, shard_size="auto").resumed_units == 0
 
 
-def check(tokenizer: str | None = None, **options: Any) -> None:
-    Options(**{"paths": ("corpus", "out"), "tokenizer": tokenizer} | options).check()
-
-
-@pytest.mark.parametrize(
-    ("task", "field", "words"),
-    [
-        ("lm", ["pair=b"], "`--task lm` reads: text."),
-        ("classify", ["tags=b"], "'tags=b': expected NAME=FIELD, like text=b, where"),
-        ("complete", ["text=b"], "`--task complete` reads: prompt, completion."),
-        ("lm", ["body"], "'body': expected NAME=FIELD, like text=body, where"),
-        ("lm", ["text="], "'text=': expected NAME=FIELD"),
-        ("lm", ["=body"], "'=body': expected NAME=FIELD"),
-        ("lm", ["text=a", "text=b"], "'text=b': text is named twice"),
-        ("classify", ["pair=text"], "needs fields of different names, got text, text, label"),
-        ("tag", ["tokens=a", "tags=a"], "needs fields of different names, got a, a"),
-    ],
-)
-def test_a_field_that_the_task_does_not_read_is_refused(
-    task: str, field: list[str], words: str
-) -> None:
-    for given in [(tuple(field),), tuple((one,) for one in field)]:
-        with pytest.raises(ConfigError) as caught:
-            check(task=task, field=given)
-        assert words in str(caught.value)
-    with pytest.raises(ConfigError, match="'': expected NAME=FIELD"):
-        check(task=task, field=((),))
-
-
 def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Options:
     monkeypatch.setattr(sys, "argv", ["pretokenize", "corpus", "out", *arguments])
     return parse_options()
