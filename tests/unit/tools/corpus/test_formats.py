@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import random
 import re
 import sys
 import tracemalloc
@@ -164,6 +165,36 @@ def test_decompression_bombs_take_little_memory(tmp_path: Path, name: str) -> No
     assert (good, list(bad)) == ({}, [0])
     assert "`--max-record`" in bad[0]
     assert peak_bytes < 10e6
+
+
+@pytest.mark.parametrize("options", [(), ("--max-rejects", 2)])
+def test_rows_of_a_damaged_archive_are_not_written(
+    tmp_path: Path, tokenizer: Path, options: tuple[Any, ...]
+) -> None:
+    draw = random.Random(0)
+    (tmp_path / "in").mkdir()
+    rows = [draw.randbytes(40).hex() for _ in range(1200)]
+    for name, kept in {"a": 1200, "b": 1200, "c": 700, "d": 0}.items():
+        lines = [json.dumps({"text": row}).encode() + b"\n" for row in rows]
+        streams = [gzip.compress(b"".join(lines[:kept])), gzip.compress(b"".join(lines[kept:]))]
+        if kept < 1200:
+            damaged = bytearray(streams[1])
+            damaged[2000:2008] = bytes(8)
+            streams[1] = bytes(damaged)
+        (tmp_path / f"in/{name}.jsonl.gz").write_bytes(b"".join(streams))
+    run(
+        *(tmp_path / "in", tmp_path / "out", "--tokenizer", tokenizer, "--validation", 0),
+        *("--workers", 1, *options),
+    )
+    rejects = lines_of(tmp_path / "out/rejects.jsonl")
+    assert [(Path(reject["file"]).name, reject["record"]) for reject in rejects] == [
+        ("c.jsonl.gz", 0),
+        ("d.jsonl.gz", 0),
+    ]
+    sources = lines_of(tmp_path / "out/sources.jsonl")
+    assert [source["written"] for source in sources] == [1200, 1200, 0, 0]
+    origin = pa.ipc.open_file(tmp_path / "out/train/00000.arrow").read_all()
+    assert origin["origin_record"].to_pylist() == [*range(1200), *range(1200)]
 
 
 NULL, INVALID = "field `text` is null, expected text", "field `text` has invalid UTF-8 at byte 0"
