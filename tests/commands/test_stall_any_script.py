@@ -1,4 +1,8 @@
-"""`tokenfeed stall` beside a stopwatch that it does not read, on scripts that stay as they are."""
+"""`tokenfeed stall` beside a stopwatch that it does not read, on scripts that stay as they are.
+
+Waits are long and the work is small, so that two points are milliseconds a step: on a machine in
+use, a thread may lose its core between the two clocks.
+"""
 
 from pathlib import Path
 
@@ -55,11 +59,11 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("fault", "cause", "faults"),
     [
-        ("none", "data", [[FETCH, 0.02, False], [NEXT, 0.0, True]]),
+        ("none", "data", [[FETCH, 0.06, False], [NEXT, 0.0, True]]),
         (
             "evaluation",
             "evaluation",
-            [["torch.randn", 0.02, False], ["__main__.evaluate", 0.0, True]],
+            [["torch.randn", 0.04, False], ["__main__.evaluate", 0.0, True]],
         ),
     ],
 )
@@ -87,7 +91,7 @@ def test_share_is_that_of_a_stopwatch_on_a_device_in_name_only(
     script = tmp_path / "train.py"
     script.write_text(LOOP)
     library = named_cuda.build(tmp_path_factory.getbasetemp().parent)
-    faults = [[FETCH, 0.02, False], [NEXT, 0.0, True]]
+    faults = [[FETCH, 0.08, False], [NEXT, 0.0, True]]
     found = check([str(script)], "data", faults, named_cuda=library)
     assert is_good(found), found
     assert found["truth"] > 0.2

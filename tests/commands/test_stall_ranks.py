@@ -52,8 +52,8 @@ def test_of_two_ranks_under_torchrun_the_one_whose_loader_sleeps_is_named(tmp_pa
 
 @pytest.mark.slow
 def test_a_loop_that_is_not_ours_gathers_what_its_ranks_have_measured(tmp_path: Path) -> None:
-    *told, found = python(PROGRAMS / "foreign_ranks.py", 0.1, 15, tmp_path).splitlines()
-    assert_late(json.loads(found), 0.1, late=1)
+    *told, found = python(PROGRAMS / "foreign_ranks.py", SECONDS, 15, tmp_path).splitlines()
+    assert_late(json.loads(found), SECONDS, late=1)
     assert any("rank 1 keeps the others waiting: data" in line for line in told)
 
 
