@@ -3,7 +3,9 @@
 The script runs in this process, unchanged. Its stdout and its exit code stay its own.
 """
 
+import os
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -59,6 +61,7 @@ def _run(words: list[str]) -> None:
     from tokenfeed.trainer.watch.watch import Watch
 
     check_words(script)
+    _check_folder(options.out)
     if options.ideal_loader:
         print(
             f"This run is thrown away: it ends after {2 * options.ideal_loader} measured steps, "
@@ -83,6 +86,20 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
             return words[:at], words[at + 1 :]
         at += 2 if words[at] in valued else 1
     return words[:at], words[at:]
+
+
+def _check_folder(given: Path | None) -> None:
+    """Reject a folder that cannot be written, before the script runs for hours."""
+    if given is None:
+        return
+    path = given.absolute()
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"`--out {given}`: is not a folder. Expected a folder for the report.")
+    nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise ConfigError(f"`--out {given}`: cannot be written ({error.strerror}).") from None
 
 
 def _steps(given: str | None) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ import msgspec
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
 from tokenfeed.trainer.report.run_files import INTERVAL, MetricsLine, Report, decode_lines, duration
-from tokenfeed.trainer.stall.plots import Plot, Series, fits, short, stall_plot
+from tokenfeed.trainer.stall.plots import Plot, Series, compact, fits, stall_plot
 from tokenfeed.trainer.stall.stall_page import render_page, sample_plots, save_page, stall_cards
 from tokenfeed.trainer.stall.stall_report import StallReport, share_of
 
@@ -118,7 +118,7 @@ def _cards(report: Report) -> dict[str, str]:
         "peak GPU memory": ""
         if report.peak_gpu_bytes is None
         else f"{report.peak_gpu_bytes / 1e9:.2f} GB",
-        "real tokens": short(report.tokens),
+        "real tokens": compact(report.tokens),
         **_metrics(report),
     }
 

@@ -346,14 +346,14 @@ def remedies(config: TrainConfig, task: Task) -> Mapping[str, str]:
         "log": "raise `--log-every`",
         "checkpoint": "raise `--save-every`",
         "evaluation": f"raise `--eval-every`, or lower {lower} (`train` chooses what is not given)",
+        "wait": "raise `--log-every`; a model of your own should read no values in each step",
+        "communication": "raise `--step-tokens`, or use a faster network",
         "exchange": "raise `--step-tokens`, or use a faster network (no rank is late)",
         "padding": padding_remedy(config, task),
         "steps": "train for more steps",
-        **(
-            {"other": "leave `--profile` out, whose trace takes most of it"}
-            if config.profile
-            else {}
-        ),
+        "other": "leave `--profile` out, whose trace takes most of it"
+        if config.profile
+        else "add `--profile`: its trace shows the code between steps",
     }
 
 

@@ -64,7 +64,8 @@ ABOUT: dict[Cause, About] = {
         "WAITS FOR THE HOST TO READ",
         "the host reads values such as `loss.item()`, and then queues kernels late, which takes",
         "the host, which was late because it had waited for a value (.item())",
-        "read values such as `loss.item()` a step later, or only when you log",
+        "read values such as `loss.item()` a step later, or only when you log; "
+        "`meter.find_waits()` names the lines",
         named=0.01,
     ),
     "log": About(

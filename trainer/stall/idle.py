@@ -38,16 +38,16 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-_PROVEN = 0.999
-"""Share of a step's work that must be proven ahead."""
+PROVEN = 0.999
+"""A step is proven ahead if this share of its work was queued before it began."""
 _HEAVIER = 1.1
-"""A traced step with this many times the usual kernels does not count for the ratio."""
-_UNUSUAL = 1.15
-"""A step whose work takes this many times as long as that of its neighbours is unusual."""
+"""A traced step with this many times the usual kernels does not count for the ratios."""
+UNUSUAL = 1.15
+"""A step is unusual if its work takes this many times as long as that of its neighbours."""
 _ALIKE = 0.12
-"""Unusual steps are alike if their factors differ by less than this share."""
+"""Two unusual steps are alike if their factors differ by less than this share."""
 _REACH = 12
-"""Neighbours on each side of a step that set its level."""
+"""Number of neighbours on each side of a step that show what is usual there."""
 _LONE = 0.05
 """Share by which busy seconds may be wrong long after the last trace."""
 _SYSTEMATIC = 0.003
@@ -55,16 +55,20 @@ _SYSTEMATIC = 0.003
 _PAUSE_ERROR = 0.1e-6
 """Seconds by which the measured pause of the device between two kernels may be wrong."""
 _EXPOSED = 0.003
-"""Share of traced work that idles for another stream, from which on no step is proven ahead."""
+"""If traced steps wait for another stream for more than this share, no step is proven ahead."""
 _UNLIKE = 0.35
-"""Share of the difference of two pieces by which left-out steps may be unlike others."""
+"""Left-out steps may differ from others by this share of the difference of two pieces."""
 _MOST_TRACES = 64
+"""Most traces that are kept."""
 _FOLD_AT = 1024
+"""Number of steps after which they are folded into sums."""
 _BINS = 1.05 ** np.arange(3, 100)
-"""Factors of unusual steps are sorted into bins of 5 %."""
+"""Borders between factors of unusual steps, 5 % apart."""
 _SIZE, _WORK = 1, 2
+"""Columns of a step: see `Accounts.add`."""
 _SUMS = 7
-"""Sums of a piece: steps, work, ahead, size, number, size * number, marks; then extra by factor."""
+"""Sums of a piece: steps, work, ahead, size, number, size * number, marks. Extra work by factor
+follows."""
 
 
 @dataclass(slots=True)
@@ -119,25 +123,8 @@ class Idle:
     that is missing in a later gap."""
     inside_causes: dict[str, float]
     """`inside[0]`, split into launch, wait, communication and copy."""
-    bound: tuple[float, float]
-    """Idle seconds that marks alone prove: least and most."""
-    traces: int
     is_inside_measured: bool
-    """False without a valid trace: then `inside` is (0, 0, what the bound leaves)."""
-
-    @property
-    def stall(self) -> float:
-        """The likely share of time in which the device was idle."""
-        return self._share(sum(self.gaps.values()) + self.inside[0])
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The share of time in which the device was idle: least and most."""
-        gaps = sum(self.gaps.values())
-        return self._share(gaps + self.inside[1]), self._share(gaps + self.inside[2])
-
-    def _share(self, seconds: float) -> float:
-        return min(1.0, max(0.0, seconds / self.seconds)) if self.seconds else 0.0
+    """False without a valid trace: then `inside` is (0, 0, the work that is not proven ahead)."""
 
 
 class Accounts:
@@ -227,8 +214,6 @@ class Accounts:
             gaps=gaps,
             inside=inside,
             inside_causes=self._split(inside[0]),
-            bound=(outside, outside + unproven),
-            traces=len(self._times),
             is_inside_measured=is_measured,
         )
 
@@ -284,7 +269,7 @@ class Accounts:
         pace = _robust_line(shape, table[:, _WORK])
         level = (pace * _medians(table[:, _WORK] / pace))[self._context : end]
         number, size, work, ahead, marks, gaps = table[self._context : end].T
-        is_ahead = (ahead >= _PROVEN * work).astype(int)
+        is_ahead = (ahead >= PROVEN * work).astype(int)
         piece = np.searchsorted(self._times, number)
         marks *= self._mark_seconds
         # Marks of a host with lead cost at most a later gap.
@@ -294,7 +279,7 @@ class Accounts:
         )
         np.add.at(sums[:, :, :_SUMS], (piece, is_ahead), rows)
         factor = work / np.maximum(level, 1e-12)
-        odd = factor > _UNUSUAL
+        odd = factor > UNUSUAL
         bins = np.clip(np.searchsorted(_BINS, factor[odd]), 1, len(_BINS) - 1)
         np.add.at(sums, (piece[odd], is_ahead[odd], _SUMS + bins), (work - level)[odd])
         return sums
@@ -358,7 +343,7 @@ class Accounts:
             same = traces == trace
             levels[same] *= max(1.0, float((spans / levels)[same].min())) if same.sum() > 1 else 1.0
         added = busy - sizes * np.interp(numbers, *line)
-        odd = (spans > _UNUSUAL * levels) | (kernels > _HEAVIER * np.median(kernels))
+        odd = (spans > UNUSUAL * levels) | (kernels > _HEAVIER * np.median(kernels))
         factors = (spans / levels)[odd]
         known = np.clip(added[odd] / np.maximum(spans - levels, 1e-9)[odd], 0.0, 1.0)
         least = likely = most = 0.0

@@ -27,14 +27,17 @@ if TYPE_CHECKING:
 _BORDER = "spin_kernel"
 """The kernel of `torch.cuda._sleep`. Training programs do not use it."""
 _BURST = 200
-"""Small kernels in a row that show the pause between two kernels."""
+"""Number of small kernels in a row that show the pause of the device between two kernels."""
 _CYCLES_BEFORE_BURST = 6_000_000
-"""Cycles of about 4 ms, in which the host queues the burst."""
+"""Cycles of a kernel before them. It runs for about 4 ms, in which the host queues the others."""
 _CYCLES = 1
+"""Cycles of a border, and of a small kernel."""
 _TEARDOWN = "TEARDOWN_CUPTI"
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _SILENT = "99"
+"""The level at which Kineto prints nothing."""
 _WAITS = ("Synchronize", "cudaMemcpy", "cudaFree", "cudaMalloc")
+"""Parts of the names of calls that wait for the device, unless `_COPY_AHEAD` is in them too."""
 _COPY_AHEAD = "Async"
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenfeed.trainer.stall.causes import Cause
-from tokenfeed.trainer.stall.idle import Step
+from tokenfeed.trainer.stall.idle import UNUSUAL, Step
 
 if TYPE_CHECKING:
     import torch
@@ -125,10 +125,8 @@ class EventClock(Clock):
 
 
 _LATE_SECONDS = 50e-6
-"""Usual seconds between two kernel launches. A gap that is longer than the host was in its bracket
-by more than this was a copy."""
-_UNUSUAL = 1.15
-"""A step whose work takes this many times as long as that of earlier steps is unusual."""
+"""If a gap is longer than its bracket by more than this, the rest was a copy. It is about the time
+between two launches of kernels."""
 
 
 class StepEnd(NamedTuple):
@@ -241,6 +239,6 @@ class MarkChain:
         usual = rates[len(rates) // 2] * end.size if rates else self._work
         if end.is_usable:
             self._rates.append(self._work / end.size)
-        if end.blamed is not None and self._work > _UNUSUAL * usual:
+        if end.blamed is not None and self._work > UNUSUAL * usual:
             self._gaps[end.blamed] = self._gaps.get(end.blamed, 0.0) + self._work - usual
             self._work, self._ahead = usual, min(self._ahead, usual)

@@ -57,22 +57,25 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 WARMUP_STEPS = 5
+"""Usual number of steps at the start that are not measured."""
 _EARLY_STEPS = (8, 16, 32)
-"""Steps after which to resolve segments early, and to look for the compiler."""
+"""After these steps, the meter reads marks early, and looks for the compiler."""
 _LINKS_AT_ONCE = 256
-"""Number of segments to resolve together. A tight loop runs several times faster than the same code
-run once after each step, because a step evicts this code's data from the CPU caches."""
+"""The meter reads this many marks at once. In a tight loop this takes a fraction of the time that
+it takes after each step, when the code of the step has emptied the caches of the CPU."""
 _MARK_SECONDS = 13e-6
-"""Host seconds of a mark among the code of a step. A row of marks alone is faster."""
+"""Host seconds that a mark takes in a step. A row of marks without a step is faster."""
 _TIMED_MARKS = 200
+"""Marks that a meter of a GPU times when it is made."""
 _RECOVERY_STEPS = 20
-"""Steps to leave out after a trace, in which a host that was ahead gets its lead again."""
+"""Steps that are left out after a trace. In these, a host that was ahead gets ahead again."""
 _SAMPLE_SECONDS = 1.0
-"""Least seconds between two samples for plots. A reading takes about half a millisecond."""
+"""Least seconds between two points of a plot. A reading takes about half a millisecond."""
 _LEAST_UNSEEN = 0.02
-"""Share of steps without a forward pass from which a CPU's work is unknown."""
+"""If a larger share of the steps of a CPU has no forward pass, a part of the stall is unknown."""
 
 UNSEEN = "host code that no hook saw counts as work"
+"""Why a part of the stall is unknown on a CPU."""
 
 
 def warmup_steps(steps: int) -> int:
@@ -325,13 +328,14 @@ class StallMeter:
         )
         return conclude(report, self._remedies, self._loader)
 
-    def gather(self, exchange: Exchange | None = None) -> None:
+    def gather(self, exchange: Exchange | None = None, first_rank: int = 0) -> None:
         """Exchange readings with the meters of the other ranks, for the next reports.
 
         All ranks must call this, now and then and at the end. A single process need not.
 
         Args:
             exchange: Returns the arguments of all ranks, in order; None for `torch.distributed`.
+            first_rank: The first rank that `exchange` returns figures of.
         """
         if exchange is None and not is_distributed():
             self._group = None  # the former group has ended; a new one may follow
@@ -339,7 +343,8 @@ class StallMeter:
         with self.cause("communication"):
             distance = self._tracing.schedule.distance if self._tracing else 0
             figures = (exchange or self._gathered)([*numbers_of(self.read()), distance])
-            self._ranks = rank_stalls([numbers[:-1] for numbers in figures]) or self._ranks
+            found = rank_stalls([numbers[:-1] for numbers in figures], first_rank)
+            self._ranks = found or self._ranks
         if self._tracing is not None:
             self._tracing.align(self._number, int(max(numbers[-1] for numbers in figures)))
 

@@ -11,17 +11,20 @@ from tokenfeed.pipeline.arithmetic import ceil_div
 _LARGEST = 1e100
 """Larger values are left out of plots: arithmetic with them would overflow."""
 _MOST_CAUSES = 6
-"""Largest number of areas that a reader can distinguish. Smaller causes are summed."""
+"""Most areas of a plot. A reader cannot tell more apart. Smaller causes are summed."""
 _WIDTH, _HEIGHT = 720, 280
 _RIGHT, _TOP, _BOTTOM = 36, 24, 66
 _LETTER, _WIDE_LETTER = 13.0, 22.0
 """Widths of letters of a label on a phone, where labels are largest relative to the plot: a digit,
 and a percent sign or an M."""
 _MOST_POINTS = 300
+"""Most points of a line."""
 _MOST_ROWS = 40
+"""Most rows of the table below a plot."""
 _LEAST_SPAN = 1e-12
-"""Relative to the values. Over a smaller span, rounding would place them anywhere."""
+"""Least length of an axis, as a share of its values. On a shorter one, rounding would decide."""
 _STEPS = (1, 2, 2.5, 5, 10)
+"""Distances of ticks, times a power of ten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class Scale:
         return [round(number * step, 12) for number in range(first, last + 1)]
 
 
-def short(value: float) -> str:
+def compact(value: float) -> str:
     """Format a number in few letters: 1.2M, 350k, 0.05."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
@@ -110,7 +113,7 @@ class Plot:
     """Begin the axis of lines at zero; else at their lowest value."""
     least: float = 0.0
     """The axis reaches at least this value, so that small values look small."""
-    format: Callable[[float], str] = short
+    format: Callable[[float], str] = compact
 
     @property
     def series(self) -> list[Series]:
@@ -158,7 +161,7 @@ def _stacked(series: list[Series]) -> list[Series]:
 
 
 _GAP = 10
-"""Between a label and the plot."""
+"""Distance of a label from the plot."""
 
 
 def _width(label: str) -> float:
@@ -172,7 +175,7 @@ def _axes(x: Scale, y: Scale, labels: Mapping[float, str]) -> Iterator[Markup]:
         yield _text(x.start - _GAP, y(at) + 4, label, "end")
     for at in x.ticks():
         if at == int(at):
-            yield _text(x(at), _HEIGHT - _BOTTOM + 30, short(at), "middle")
+            yield _text(x(at), _HEIGHT - _BOTTOM + 30, compact(at), "middle")
     yield _text((x.start + x.end) / 2, _HEIGHT - 8, "step", "middle")
 
 

@@ -69,29 +69,30 @@ class SlowestRank:
 
 
 Exchange = Callable[[list[float]], list[list[float]]]
-"""Takes the figures of this rank, and returns those of all ranks, by rank."""
+"""Takes the figures of this rank, and returns those of all ranks, in order."""
 
 
-def rank_stalls(readings: Sequence[Sequence[float]]) -> list[RankStall]:
+def rank_stalls(readings: Sequence[Sequence[float]], first_rank: int = 0) -> list[RankStall]:
     """Return the stall of each rank from exchanged figures; empty for a single rank.
 
     Args:
         readings: Steps, seconds, and idle seconds of each of `CAUSES`, by rank.
+        first_rank: The rank of the first reading. Ranks of one node may begin above 0.
     """
     if len(readings) < 2:
         return []
-    place = 2 + CAUSES.index("communication")
-    least = min((numbers[place] / numbers[0] for numbers in readings if numbers[0]), default=0.0)
+    column = 2 + CAUSES.index("communication")
+    least = min((numbers[column] / numbers[0] for numbers in readings if numbers[0]), default=0.0)
     return [
         RankStall(
-            rank=rank,
+            rank=first_rank + place,
             steps=int(steps),
             seconds=seconds,
             causes={cause: idle for cause, idle in zip(CAUSES, causes, strict=True) if idle},
             fraction=sum(causes) / (seconds or 1.0),
-            waited_seconds=max(0.0, readings[rank][place] - least * steps),
+            waited_seconds=max(0.0, readings[place][column] - least * steps),
         )
-        for rank, (steps, seconds, *causes) in enumerate(readings)
+        for place, (steps, seconds, *causes) in enumerate(readings)
     ]
 
 

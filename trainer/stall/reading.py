@@ -84,6 +84,7 @@ def numbers_of(reading: StallReading) -> list[float]:
 
 
 _LATEST = 4096
+"""Most steps whose seconds are kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ class Sample:
 
 
 _MOST_SAMPLES = 64
+"""Most points of a plot."""
 
 
 class Samples:
@@ -181,18 +182,24 @@ class StallReport:
         """
         from tokenfeed.trainer.stall.stall_page import render_page, save_page  # imports this file
 
+        self.write_data(folder)
+        return save_page(Path(folder), render_page(Path(folder), self))
+
+    def write_data(self, folder: Path | str) -> None:
+        """Write report.json alone, which takes milliseconds."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         content = json.dumps({"stall": asdict(self)}, indent=1)
         atomic_write(Path(folder) / REPORT_FILE, content.encode() + b"\n")
-        return save_page(Path(folder), render_page(Path(folder), self))
 
 
 _NAME, _COLUMN = 18, 10
+"""Widths of the columns of a table, in letters."""
 _SHOWN_FROM = 5e-5
 """Smallest share that gets a line. A smaller share would print as 0.00 %."""
 _MOST_RANKS = 8
+"""Most ranks in the table of the text. The page has all."""
 _LEAST_UNSEEN = 0.001
-"""If less of the time may be idle unseen, the stall does not count as a lower bound."""
+"""The stall is a lower bound if more than this share of the time may be idle unseen."""
 
 
 def verdict_facts(report: StallReport) -> dict[str, str]:
@@ -363,9 +370,8 @@ def slowest_line(report: StallReport) -> str:
         f"step more than the median rank ({late.cost:.1%} of a step)"
     )
     if late.hidden_seconds >= 0.1 * late.step_seconds:
-        whose = "the work of the others"
-        if len(report.ranks) == 2:
-            whose = f"rank {1 - late.rank}'s work"
+        others = [each.rank for each in report.ranks if each.rank != late.rank]
+        whose = f"rank {others[0]}'s work" if len(others) == 1 else "the work of the others"
         line += f"; {whose} contains about {short(late.hidden_seconds)} of waiting a step"
     return line
 

@@ -17,21 +17,23 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenfeed.trainer.stall.idle import Step, TracedStep
+from tokenfeed.trainer.stall.idle import PROVEN, UNUSUAL, Step, TracedStep
 from tokenfeed.trainer.stall.marks import Phase
 
 Array = npt.NDArray[np.float64]
 
 TRACED_STEPS = 2
+"""Steps of a trace that are used. One more comes before them."""
 _MOST_LOST = 0.1
-"""A step that lost a larger share of its kernels is void."""
+"""A step is not used if a larger share of its kernels is lost."""
 _COMPLETE = 0.97
-"""Share of the usual kernels that a step with CUDA graphs must have."""
+"""A step with CUDA graphs is not used if it has a smaller share of the usual kernels."""
 _SPAN_ERROR = 0.01
+"""The clocks of the tracer and of the events may differ by this share of a step."""
 _BORDER_SECONDS = 5e-6
-"""The span of a trace and that of the events may differ by 1 %, and by this for each border."""
+"""They may also differ by these seconds for each border."""
 _MOST_VOID = 3
-"""Traces without a valid step, in a row, after which no more are taken."""
+"""No more traces are taken after this many in a row without a step that can be used."""
 
 
 @dataclass(slots=True)
@@ -209,25 +211,30 @@ class Schedule:
 
 
 _LEAST_DISTANCE = 32
+"""Least steps from trace to trace."""
 _JITTER = 0.2
+"""A trace comes this share of the distance earlier or later, at random."""
 _EARLY = 6
-"""Traces that a short run takes, whatever they cost."""
+"""A run takes this many traces first, whatever they cost."""
 _MOST_SHARE = 0.003
-"""Share of the time for traces, in the long run."""
+"""Later traces take this share of the time."""
 _MOST_REST = 0.25
-"""The next trace comes after this share of the run so far, at most. The speed of the device may
-change after the latest trace."""
+"""The next trace comes at the latest when the run is longer by this share. The speed of the device
+may have changed since."""
 _FEW = 32
-"""The distance doubles with each so many traces, as the accounts keep at most 64."""
+"""The distance doubles after this many traces, since the accounts keep at most 64."""
 _STEPS_BEFORE = 10
+"""Steps before the first trace, to compare later ones with."""
 _STEPS_AFTER = 20
-"""Steps to compare before and after the first trace."""
+"""Steps after the first trace that are compared with those before it."""
 _MORE_BLOCKS = 8
-"""Later blocks of steps, which show how much the speed changes without a first trace."""
+"""Later blocks of as many steps. They show how much the speed changes by itself."""
 _MOST_SLOWER = 0.25
+"""Steps that are slower by more than this share have another reason than the tracer."""
 _STEPS_TO_COMPARE = 48
-"""Steps after the first trace in which 20 are usable, and the device has passed them."""
+"""Steps from the first to the second trace, of which enough can be compared."""
 _AIM_EVERY = 4
+"""One of this many traces may be moved to an unusual step."""
 
 
 class Tracing:
@@ -250,9 +257,8 @@ class Tracing:
         self._why_ended: str | None = None
         self.slower = 0.0
         """Share by which steps were slower after the first trace."""
-        self.cost = 0.0
-        """Host seconds of all traces."""
         self._cost = 0.0
+        """Host seconds of the present trace."""
         self._count = self._void = self._left = 0
         self._why_void = ""
         self._labels: list[tuple[Phase, int | None]] = []
@@ -344,7 +350,6 @@ class Tracing:
             self._end(f"{_MOST_VOID} traces in a row were void: {self._why_void}")
         self._numbers += [step.number for step in valid]
         self._cost += self._now() - began
-        self.cost += self._cost
         number = next(number for _, number in reversed(self._labels) if number is not None)
         if self._why_ended is None:
             self.schedule.traced(number, self._step_seconds(), self._cost)
@@ -365,7 +370,7 @@ class Tracing:
         rate = step.work / step.size
         recent = sorted(self._rates[-16:])
         self._rates = [*self._rates[-15:], rate]
-        if len(recent) >= 8 and rate > 1.15 * recent[len(recent) // 2]:
+        if len(recent) >= 8 and rate > UNUSUAL * recent[len(recent) // 2]:
             self._odd = [*self._odd[-2:], step.number]
         if len(self._after) < (1 + _MORE_BLOCKS) * _STEPS_AFTER:
             self._compare(step, rate)
@@ -376,7 +381,7 @@ class Tracing:
             self._before = [*self._before[1 - _STEPS_AFTER :], rate]
             return
         self._after.append(rate)
-        self._behind += step.ahead < 0.999 * step.work and len(self._after) <= _STEPS_AFTER
+        self._behind += step.ahead < PROVEN * step.work and len(self._after) <= _STEPS_AFTER
         if len(self._after) < (1 + _MORE_BLOCKS) * _STEPS_AFTER or self._behind < _STEPS_AFTER // 2:
             return
         before = median(self._before)

@@ -21,18 +21,22 @@ from tokenfeed.trainer.stall.stall_report import (
 from tokenfeed.trainer.stall.watchers import LoaderUse
 
 _MUCH_STALL = 0.10
-"""From this share on, the verdict names the largest cause, however small it is."""
+"""If the stall is larger, the verdict names its largest cause, however small that is."""
 _NEAR = 0.7
-"""A second cause is named in the verdict if it takes this share of the largest one."""
+"""The verdict also names a second cause that takes at least this share of the largest one."""
 _SHORT_OF_CORES = 0.20
-"""Share of the time without a core from which this is the verdict."""
+"""The verdict is SHORT OF CORES if the thread gets no core for more than this share of the time."""
 _MUCH_CORE_WAIT = 0.10
+"""The same for a piece of advice."""
 _MUCH_PADDING = 0.10
+"""Share of padding from which there is advice on it."""
 _LOW_MFU = 0.30
+"""MFU below which there is advice on kernels, if the stall is below `_LITTLE_STALL`."""
 _LITTLE_STALL = 0.02
 _MUCH_UNSEEN = 0.05
+"""Share of the time from which there is advice on idle time that may be unseen."""
 _SPARE = 1.1
-"""Workers to advise, divided by the workers that would just keep up."""
+"""Workers that are advised, divided by the workers that would just keep up."""
 
 
 def conclude(
@@ -69,7 +73,8 @@ def conclude(
         named = found[0] if found else None
     if report.slowest_rank and report.slowest_rank.is_late and late is None:
         longer = short(report.slowest_rank.step_seconds)
-        waiting = f"rank {1 - report.rank} waits" if len(report.ranks) == 2 else "other ranks wait"
+        others = [each.rank for each in report.ranks if each.rank != report.rank]
+        waiting = f"rank {others[0]} waits" if len(others) == 1 else "other ranks wait"
         reason += f"; {waiting} for this rank, {longer} a step"
     wait = report.core_wait or 0.0
     if wait >= _SHORT_OF_CORES and wait > share and (share or not report.on_gpu):
@@ -186,8 +191,8 @@ def _on_causes(
         change = remedies[cause]
         if cause == "data" and loader is not None and loader.num_workers is not None:
             change = _loader_remedy(loader, loader.num_workers, fraction)
-        elif cause == "wait":
-            change += f"; {_lines(report) or '`meter.find_waits()` names the lines'}"
+        elif cause == "wait" and (lines := _lines(report)):
+            change = f"read these values a step later, or only when you log: {lines}"
         elif cause == "communication" and report.slowest_rank:
             change = remedies["exchange"]
         yield Advice(
@@ -208,14 +213,25 @@ def _waited_for(report: StallReport) -> SlowestRank | None:
     return late if late and late.rank != report.rank else None
 
 
-def _loader_remedy(loader: LoaderUse, num_workers: int, waiting: float) -> str:
-    """Return advice on the number of workers that would keep up.
+def workers_needed(workers: int, waiting: float, busy: float | None = None) -> int:
+    """Return how many loader workers would keep up.
+
+    Args:
+        workers: Workers that the loader has.
+        waiting: Share of the time in which the loop waits for batches.
+        busy: Without workers, the share of the time in which the loop makes batches. Default: the
+            time in which it waits for them.
 
     Example: without workers, a loader takes 91 % of a loop's time. Each batch then trains for the
     other 9 %, so 91 / 9 = 10.1 workers would just keep up, and 12 are advised.
     """
-    busy = num_workers or loader.share
-    needed = max(num_workers + 1, math.ceil(_SPARE * busy / max(1e-9, 1 - waiting) - 1e-9))
+    busy = workers or (waiting if busy is None else busy)
+    return max(workers + 1, math.ceil(_SPARE * busy / max(1e-9, 1 - waiting) - 1e-9))
+
+
+def _loader_remedy(loader: LoaderUse, num_workers: int, waiting: float) -> str:
+    """Return advice on the number of workers that would keep up."""
+    needed = workers_needed(num_workers, waiting, loader.share)
     text = f"your {loader.name} has num_workers={num_workers}; set it to {needed:,}"
     if not num_workers:
         items = loader.batch_size or 1
@@ -238,7 +254,7 @@ def _saved(cause: Cause, report: StallReport) -> float:
     if cause == "communication":
         waited = late.cost * (1 - late.hidden_seconds / late.step_seconds)
         return max(0.0, fraction - waited)
-    waited_for = report.ranks[late.rank]
+    waited_for = next(each for each in report.ranks if each.rank == late.rank)
     return min(fraction, waited_for.causes.get(cause, 0.0) / waited_for.seconds)
 
 

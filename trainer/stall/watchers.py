@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 
 _OLDEST_GENERATION = 2
-"""Collections of younger generations take microseconds, and are frequent."""
+"""The generation of full collections. Others are frequent, and take microseconds."""
 _SECONDS_BETWEEN_POLLS = 0.005
-"""Longer steps are polled one by one. Torch builds about 150 numbers at a poll, so polls of shorter
-steps would take a noticeable share of the host's time."""
+"""Least seconds between two polls of the allocator. Torch collects about 150 numbers for each."""
 
 
 class _Interruptions:

@@ -17,8 +17,10 @@ from tokenfeed.trainer.watch.watch import Watch
 
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "srun", "mpirun", "mpiexec", "horovodrun")
 """Programs that start other processes."""
+_OWN = "tokenfeed.trainer.watch."
+"""The modules of hooks, and this one."""
 _IMPORTS = ("<frozen runpy", "<frozen importlib")
-"""Files of frames that Python shows for no script: of a module, and of a syntax error."""
+"""Files of Python's own frames, which it does not show when it runs a script by itself."""
 
 
 def run_watched(words: list[str], running: Watch) -> int | str | None:
@@ -40,8 +42,9 @@ def run_watched(words: list[str], running: Watch) -> int | str | None:
     except SystemExit as exit_:
         code = exit_.code
         end = f"sys.exit({code!r})" if code else ""
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         end = "KeyboardInterrupt"
+        _show_only(_own_part(error.__traceback__))
         raise
     except BaseException as error:
         end, code = type(error).__name__, 1
@@ -56,7 +59,7 @@ def run_watched(words: list[str], running: Watch) -> int | str | None:
 
 
 def check_words(words: list[str]) -> None:
-    """Reject a launcher, with the command to use instead, and a script that is not a file.
+    """Reject a launcher, with the command to use instead, and what is no Python script.
 
     Raises:
         ConfigError: The words are one of these.
@@ -70,13 +73,23 @@ def check_words(words: list[str]) -> None:
     elif _is_python(name):
         fixed = " ".join(["tokenfeed stall", *rest])
         raise ConfigError(f"`{words[0]}`: leave it out. Run `{fixed}`.")
-    elif name not in _LAUNCHERS and not Path(words[0]).is_file():
-        raise ConfigError(f"{words[0]}: no such file. Expected a Python script, or `-m MODULE`.")
+    elif name not in _LAUNCHERS:
+        _check_file(Path(words[0]))
     if name in _LAUNCHERS:
         fixed = " ".join(_relaunched(name, rest))
         raise ConfigError(
             f"`{name}` starts other processes, which would not be measured. Run `{fixed}`."
         )
+
+
+def _check_file(path: Path) -> None:
+    expected = "Expected a Python script, or `-m MODULE`."
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder. {expected}")
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file. {expected}")
+    if path.suffix == ".ipynb":
+        raise ConfigError(f"{path}: is a notebook. Measure a cell by `with tokenfeed.watch():`.")
 
 
 def _relaunched(name: str, words: list[str]) -> list[str]:
@@ -124,13 +137,30 @@ def _wait_for(thread: int | None) -> None:
             each.join()
 
 
+def _show_only(trace: TracebackType | None) -> None:
+    """Let Python show this traceback of the exception that ends the process."""
+    show = sys.excepthook
+    sys.excepthook = lambda kind, error, _: show(kind, error.with_traceback(trace), trace)
+
+
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of the launch."""
-    while trace is not None and _is_launch(trace):
+    """Return a traceback without the frames of the launch, and of hooks that the script called."""
+    while trace is not None and (_is_launch(trace) or _is_hook(trace)):
         trace = trace.tb_next
+    kept = trace
+    while kept is not None:
+        after = kept.tb_next
+        while after is not None and _is_hook(after):
+            after = after.tb_next
+        kept.tb_next = after
+        kept = after
     return trace
 
 
 def _is_launch(trace: TracebackType) -> bool:
     file = trace.tb_frame.f_code.co_filename
-    return file == __file__ or file.endswith("runpy.py") or file.startswith(_IMPORTS)
+    return file.endswith("runpy.py") or file.startswith(_IMPORTS)
+
+
+def _is_hook(trace: TracebackType) -> bool:
+    return str(trace.tb_frame.f_globals.get("__name__")).startswith(_OWN)

@@ -16,20 +16,35 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 _SECONDS = 0.03
-"""Between samples, in the first minute."""
+"""Seconds between two samples, in the first minute."""
 _LATER_SECONDS = 0.3
+"""Seconds between two samples later."""
 _FIRST_SAMPLES = 2_000
-_MOST_STACKS = 10_000
+"""Samples of the first minute."""
+_MOST_STACKS = 1_000
+"""Most different stacks to keep. Samples of further ones are not counted."""
 _LOOP_SHARE = 0.9
-"""Share of the samples that have the function of the loop in their stack."""
+"""The function of the loop is in the stack of this share of the samples."""
 _LEAST_SHARE = 0.01
-_WORK = {"_wrapped_call_impl", "_call_impl", "backward", "compile_wrapper"}
-"""Functions of torch that train."""
+"""Smallest share of the time of a line that is shown."""
 _TIMED_STEPS, _EVERY_STEPS = 20, 200
+"""Steps with a line timer, and steps from its start to its next start."""
 _FIRST_TIMED = 30
 """Samples before the first steps with a line timer."""
 
-_BELOW = ("tokenfeed.trainer.watch.launch", "tokenfeed.trainer.watch.children")
+_WORK = {
+    ("torch.nn.modules.module", "_wrapped_call_impl"),
+    ("torch.nn.modules.module", "_call_impl"),
+    ("torch._tensor", "backward"),
+    ("torch.autograd", "backward"),
+    ("torch._dynamo.eval_frame", "compile_wrapper"),
+}
+"""Functions that train, by module and name."""
+_OPTIMIZERS = "torch.optim."
+"""Modules of which all functions train. One of them calls the `step` of every optimizer."""
+_OWN = "tokenfeed.trainer.watch."
+"""The modules of hooks. What they call is not the script's."""
+_BELOW = (f"{_OWN}launch", f"{_OWN}children")
 """The modules whose frames are below those of the script."""
 
 _Stack = tuple[tuple[CodeType, int], ...]
@@ -53,21 +68,25 @@ class Sampler:
     Args:
         thread: The thread to read.
         is_inside: Returns whether a hook knows what the thread does now.
-        own: The folder of the hooks. What they call is not the script's.
     """
 
-    def __init__(self, thread: int, is_inside: Callable[[], bool], own: str) -> None:
-        self._thread, self._is_inside, self._own = thread, is_inside, own
+    def __init__(self, thread: int, is_inside: Callable[[], bool]) -> None:
+        self._thread, self._is_inside = thread, is_inside
         self._pending: Counter[tuple[_Stack, bool]] = Counter()
         self.samples: Counter[tuple[_Stack, bool]] = Counter()
         self._end = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="tokenfeed-stall").start()
 
+    def count(self, stack: _Stack, is_known: bool) -> None:
+        """Count a sample of the present step."""
+        _add(self._pending, (stack, is_known), 1)
+
     def keep(self) -> None:
         """End a step: samples after the last step do not count."""
-        pending, self._pending = self._pending, Counter()
-        if len(self.samples) < _MOST_STACKS:
-            self.samples.update(pending)
+        if self._pending:
+            pending, self._pending = self._pending, Counter()
+            for key, count in pending.items():
+                _add(self.samples, key, count)
 
     def close(self) -> None:
         """Stop the thread."""
@@ -102,40 +121,46 @@ class Sampler:
             stack, is_work = self._read(frame)
             del frame  # or the locals of the script would live longer
             if stack:
-                self._pending[stack, is_work or is_inside] += 1
+                self.count(stack, is_work or is_inside)
                 taken += 1
                 seconds = _SECONDS if taken < _FIRST_SAMPLES else _LATER_SECONDS
 
     def _read(self, frame: FrameType | None) -> tuple[_Stack, bool]:
         """Return the stack down to the training work or to a hook, outermost function first."""
         stack: list[tuple[CodeType, int]] = []
-        is_work = False
+        is_training = False
         while frame is not None:
-            code = frame.f_code
-            if code.co_filename.startswith(self._own):
-                if frame.f_globals.get("__name__") in _BELOW:
-                    break
+            module = str(frame.f_globals.get("__name__"))
+            if module in _BELOW:
+                break
+            if module.startswith(_OWN):
                 stack.clear()
-            elif _is_work(code):
+            elif is_work(frame):
                 stack.clear()
-                is_work = True
+                is_training = True
             else:
-                stack.append((code, frame.f_lineno))
+                stack.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
-        return tuple(reversed(stack)), is_work
+        return tuple(reversed(stack)), is_training
+
+
+def is_work(frame: FrameType) -> bool:
+    """Return whether a function of torch that trains runs in a frame."""
+    module = str(frame.f_globals.get("__name__"))
+    return module.startswith(_OPTIMIZERS) or (module, frame.f_code.co_name) in _WORK
+
+
+def _add(samples: Counter[tuple[_Stack, bool]], key: tuple[_Stack, bool], count: int) -> None:
+    if key in samples or len(samples) < _MOST_STACKS:
+        samples[key] += count
 
 
 def _depth(key: tuple[int, CodeType]) -> int:
     return key[0]
 
 
-def _is_work(code: CodeType) -> bool:
-    file = code.co_filename
-    return "torch" in file and (code.co_name in _WORK or "optim" in file)
-
-
 class LineTimer:
-    """Measures the time of each line of one function, by `sys.monitoring`.
+    """Measures the time of each line of one function, by `sys.monitoring` of Python 3.12 and later.
 
     Args:
         code: The function. It may be running.
@@ -151,9 +176,9 @@ class LineTimer:
         self._tool: int | None = None
 
     def start(self) -> bool:
-        """Begin to measure. Return whether this is possible."""
-        monitoring: Any = getattr(sys, "monitoring", None)  # Python 3.12 and later
-        free = [tool for tool in (4, 3, 5) if monitoring and monitoring.get_tool(tool) is None]
+        """Begin to measure. Return whether no other tool is in the way."""
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
+        free = [tool for tool in (4, 3, 5) if monitoring.get_tool(tool) is None]
         if not free:
             return False
         self._tool, event = free[0], monitoring.events.LINE
@@ -172,7 +197,7 @@ class LineTimer:
     def close(self) -> None:
         """Stop to measure."""
         if self._tool is not None:
-            monitoring: Any = getattr(sys, "monitoring", None)
+            monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
             monitoring.set_local_events(self._tool, self.code, 0)
             monitoring.register_callback(self._tool, monitoring.events.LINE, None)
             monitoring.free_tool_id(self._tool)
@@ -197,18 +222,22 @@ def share_of(line: int, steps: Sequence[tuple[float, Mapping[int, float]]]) -> t
 
 
 class HostLines:
-    """The sampler of a training thread, and the line timer in some of its steps."""
+    """The sampler of a training thread, and the line timer in some of its steps.
+
+    Args:
+        thread: The thread to read.
+        is_inside: Returns whether a hook knows what the thread does now.
+        known: Returns the seconds that belong to causes so far.
+    """
 
     def __init__(
-        self,
-        thread: int,
-        is_inside: Callable[[], bool],
-        known: Callable[[], float],
-        own: str,
+        self, thread: int, is_inside: Callable[[], bool], known: Callable[[], float]
     ) -> None:
-        self._sampler, self._known = Sampler(thread, is_inside, own), known
+        self._sampler, self._known = Sampler(thread, is_inside), known
         self._timer: LineTimer | None = None
-        self._steps, self._next = 0, 0
+        self._steps = 0
+        self._next: float = 0 if hasattr(sys, "monitoring") else math.inf
+        """The step after which a line timer starts."""
         self._timed: dict[CodeType, list[tuple[float, Mapping[int, float]]]] = {}
 
     def end_step(self) -> None:

@@ -16,7 +16,7 @@ _LIBRARIES = tuple(
     }
 )
 _MOST = 6
-"""Most lines of a stack to keep."""
+"""Most lines that a place keeps, from the innermost function outwards."""
 FRAMEWORKS = {
     "transformers.trainer": {
         "data": "raise `dataloader_num_workers` of `TrainingArguments`",

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Mapping
@@ -34,11 +35,19 @@ class RankFiles:
         user = os.getuid() if hasattr(os, "getuid") else ""
         name = f"tokenfeed-stall-{user}-{os.getppid()}-{first}-{attempt}"
         self._folder, self._rank = Path(tempfile.gettempdir()) / name, rank
-        self._path(rank).unlink(missing_ok=True)  # of an earlier launch
+        if self._is_ours():
+            self._path(rank).unlink(missing_ok=True)  # of an earlier launch
 
     def write(self, numbers: list[float]) -> None:
-        """Write the reading of this rank."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        """Write the reading of this rank.
+
+        Raises:
+            PermissionError: The folder belongs to another user, or is a link or a file.
+        """
+        with contextlib.suppress(FileExistsError):
+            self._folder.mkdir(mode=0o700)
+        if not self._is_ours():
+            raise PermissionError(f"{self._folder}: is not a folder of this user. Remove it.")
         atomic_write(self._path(self._rank), json.dumps(numbers).encode())
 
     def read(self, seconds: float) -> dict[int, list[float]]:
@@ -52,6 +61,16 @@ class RankFiles:
                 found[each] = json.loads(self._path(each).read_bytes())
         shutil.rmtree(self._folder, ignore_errors=True)
         return found
+
+    def _is_ours(self) -> bool:
+        """Return whether the folder is there and belongs to this user. Every user may write into
+        the folder around it, and make one of this name first."""
+        try:
+            found = os.lstat(self._folder)
+        except OSError:
+            return False
+        is_ours = not hasattr(os, "getuid") or found.st_uid == os.getuid()
+        return stat.S_ISDIR(found.st_mode) and is_ours
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"{rank}.json"

@@ -2,18 +2,17 @@
 
 import contextlib
 import dataclasses
-import math
 import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.text import count_of, facts
-from tokenfeed.trainer.config.run_config import PAGE_FILE
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.stall_report import (
     RunTimes,
@@ -24,13 +23,14 @@ from tokenfeed.trainer.stall.stall_report import (
     stall_facts,
     verdict_facts,
 )
-from tokenfeed.trainer.stall.verdict import conclude
+from tokenfeed.trainer.stall.verdict import conclude, workers_needed
 from tokenfeed.trainer.watch.lines import Line
 from tokenfeed.trainer.watch.places import FRAMEWORKS, Place, Site, interval_of
 from tokenfeed.trainer.watch.ranks import RankFiles
 
 _WAIT_S, _WAIT_AFTER_ERROR_S = 5.0, 1.0
-"""How long rank 0 waits for the readings of other ranks."""
+"""Seconds that the first rank of a node waits for the readings of the others, at the end of the
+script and after an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,8 @@ class Run:
     ideal_steps: int = 0
     missing: list[int] = field(default_factory=list)
     """Ranks that left no reading."""
+    lost: str = ""
+    """Why a file was not written or read."""
     report: Any = None
 
     def spent(self, cause: Cause, seconds: float, site: Site | None) -> None:
@@ -143,14 +145,15 @@ class Run:
         return f"{seen} in this process. Does a process that it started train?"
 
     def missing_words(self) -> str:
-        """Name the ranks that left no reading."""
-        if not self.missing:
-            return ""
-        ranks = ", ".join(map(str, self.missing))
-        return (
-            f"ranks {ranks} left no reading. Start all of them by "
-            "`torchrun ... -m tokenfeed stall ...`"
-        )
+        """Name the ranks that left no reading, and files that could not be used."""
+        words = [self.lost] if self.lost else []
+        if self.missing:
+            ranks = ", ".join(map(str, self.missing))
+            words.append(
+                f"ranks {ranks} left no reading. Start all of them by "
+                "`torchrun ... -m tokenfeed stall ...`"
+            )
+        return "\n".join(words)
 
     def line_words(self) -> str:
         """Describe host code that no hook sees."""
@@ -185,7 +188,13 @@ class Run:
 
     def remedies(self, report: StallReport) -> dict[str, str]:
         """Return what to change, with the settings and lines of this script."""
-        found = {"other": "do less between the steps"}
+        found = {
+            "wait": "read values such as `loss.item()` a step later, or only when you log",
+            "communication": "exchange gradients less often, or use a faster network. To find a "
+            "late rank, start all of them by `torchrun ... -m tokenfeed stall ...`",
+            "other": "do less between the steps",
+            "steps": "train for more steps: the first ones are warm-up",
+        }
         for cause, verb in _VERBS.items():
             if sites := self.sites.get(cause):
                 site = max(sites, key=sites.__getitem__)
@@ -204,8 +213,6 @@ _VERBS: dict[Cause, str] = {
     "checkpoint": "save less often, or in the background",
     "log": "log less often",
 }
-_SPARE = 1.1
-"""Workers to advise, divided by the workers that would just keep up."""
 
 
 def _remedy(cause: Cause, verb: str, site: Site) -> str:
@@ -222,14 +229,8 @@ def _remedy(cause: Cause, verb: str, site: Site) -> str:
 
 
 def _loader_remedy(loader: Loader, waiting: float) -> str:
-    """Return how many workers would keep up.
-
-    Example: without workers, a loader takes 91 % of a loop's time. Each batch then trains for the
-    other 9 %, so 91 / 9 = 10.1 workers would just keep up, and 12 are advised.
-    """
-    busy = loader.num_workers or waiting
-    needed = math.ceil(_SPARE * busy / max(1e-9, 1 - waiting))
-    needed, cores = max(loader.num_workers + 1, needed), usable_cores()
+    """Return how many workers would keep up, in the words of the script's loader."""
+    needed, cores = workers_needed(loader.num_workers, waiting), usable_cores()
     if loader.site.framework and "data" in FRAMEWORKS[loader.site.framework]:
         text = FRAMEWORKS[loader.site.framework]["data"].replace("raise", "set")
         text += f" to {needed}"
@@ -255,6 +256,8 @@ class Summary:
         self._files: RankFiles | None = None
         self._is_launched = run.place is not None or "WORLD_SIZE" in os.environ
         self._has_torch = self._has_said = False
+        self._page: Path | None = None
+        """The page, once it is written."""
         self._stream = sys.stderr  # the script may replace it
 
     def begin(self, torch: Any) -> None:
@@ -271,7 +274,7 @@ class Summary:
 
     def write_snapshot(self, meter: Any) -> None:
         """Write report.json of a run that still goes on."""
-        self._write(self._read(meter))
+        self._write(self._read(meter), StallReport.write_data)
 
     def close(self, meter: Any, has_torch: bool, can_wait: bool) -> None:
         """Write and print the report. Nothing here may raise.
@@ -319,7 +322,7 @@ class Summary:
         if not can_wait:
             self.say()
         files, seconds = self._files, _WAIT_S if can_wait else _WAIT_AFTER_ERROR_S
-        meter.gather(lambda numbers: self._exchange(files, numbers, seconds))
+        meter.gather(lambda numbers: self._exchange(files, numbers, seconds), files.ranks[0])
         if self._prints:
             run.report = self._read(meter)
             self._write(run.report)
@@ -328,7 +331,11 @@ class Summary:
     def _exchange(
         self, files: RankFiles, numbers: list[float], seconds: float
     ) -> list[list[float]]:
-        files.write(numbers)
+        try:
+            files.write(numbers)
+        except OSError as error:
+            self._run.lost = str(error)
+            return [numbers]
         if not files.is_leader:
             return [numbers]
         found = files.read(seconds if self._is_launched else 0.0)
@@ -338,17 +345,27 @@ class Summary:
 
     def _read(self, meter: Any) -> StallReport:
         report: StallReport = meter.report()
-        report = dataclasses.replace(report, run=self._run.times(report.seconds))
+        report = dataclasses.replace(
+            report,
+            run=self._run.times(report.seconds),
+            rank=self._rank,
+            world_size=self._size,
+        )
         return conclude(report, self._run.remedies(report))
 
-    def _write(self, report: StallReport) -> None:
+    def _write(
+        self,
+        report: StallReport,
+        write: Callable[[StallReport, Path], Path | None] = StallReport.write,
+    ) -> None:
         if self._out is None:
             return
         folder = self._out if self._prints else self._out / f"rank{self._rank}"
         try:
-            report.write(folder)
+            self._page = write(report, folder)
         except OSError as error:
-            self._run.fault = self._run.fault or f"{folder}: {error.strerror}"
+            self._page = None
+            self._run.lost = f"{folder}: cannot be written ({error.strerror})"
 
     def _text(self) -> str:
         run = self._run
@@ -358,7 +375,6 @@ class Summary:
         if run.report is None:
             text = {"verdict": "NOT MEASURED", "reason": run.unseen_words(self._has_torch)}
             return facts(text | {"watch": run.fault and f"ended by {run.fault}"})
-        folder = self._out
         return facts(
             {
                 **verdict_facts(run.report),
@@ -370,7 +386,7 @@ class Summary:
                 "ideal": run.ideal_words(),
                 "end": run.end,
                 "watch": run.fault and f"ended at step {run.steps} by {run.fault}",
-                "page": str(folder / PAGE_FILE) if folder else "",
+                "page": str(self._page or ""),
             }
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 _GRACE_S = 1.0
-"""The main thread is stuck if it does not handle a signal in this time."""
+"""Seconds after which a main thread that has not handled the signal counts as stuck."""
 
 
 _current: list["Termination"] = []

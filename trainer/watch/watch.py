@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +28,13 @@ from tokenfeed.trainer.watch.summary import Loader, Run, Summary
 from tokenfeed.trainer.watch.termination import Termination
 
 _BACKWARDS = 16
-"""Backward passes without an optimizer of torch, from which on each one counts as a step."""
+"""Without an optimizer of torch, backward passes count as steps after this many."""
 _SNAPSHOT_S = 60.0
+"""Seconds between two snapshots of the report."""
 _KEPT_BATCHES = 8
 """Batches that an ideal loader replays."""
 _MOST_BETWEEN = 8
 """Most frames between a step of an optimizer and `super().step()`."""
-_OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -73,6 +72,17 @@ class _Block:
     """Whether the evaluation goes on behind the block."""
 
 
+@dataclass(slots=True, eq=False)
+class _Optimizer:
+    """An optimizer that has stepped."""
+
+    number: int
+    weights: frozenset[int]
+    """The ids of its parameters, which it keeps alive."""
+    steps: int = 0
+    """Its steps since the latest one of the leader."""
+
+
 class Watch:
     """Measures the training loop that runs in this process, between `start` and `finish`.
 
@@ -100,7 +110,7 @@ class Watch:
         self.torch: Any = None
         self.run = Run(place=place)
         self._summary = Summary(self.run, out, fail_above)
-        self._limits, self._ideal, self._out, self._place = steps, ideal_steps, out, place
+        self._limits, self._ideal, self._out = steps, ideal_steps, out
         self._patches, self._is_finished = Patches(), False
         self._termination: Termination | None = None
         self._meter: Any = None
@@ -111,9 +121,8 @@ class Watch:
         """Seconds in blocks so far."""
         self._in_mode = False
         self._leader: Any = None
-        self._since_leader: Counter[int] = Counter()
-        self._trained: dict[int, set[int]] = {}
-        """Ids of the parameters of each optimizer."""
+        """A weak reference to the optimizer whose steps count."""
+        self._trained: weakref.WeakKeyDictionary[Any, _Optimizer] = weakref.WeakKeyDictionary()
         self._calls_since_update = self._tokens = self._slots = 0
         self._training: Any = None
         """The data set of the training batches."""
@@ -318,24 +327,32 @@ class Watch:
         if _is_nested(optimizer, sys._getframe(2)):
             return
         self._calls_since_update += 1
-        if id(optimizer) not in self._trained:
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            if not weights:
-                return
-            self._trained[id(optimizer)] = {*map(id, weights)}
-            self.run.optimizers.append(type(optimizer).__name__)
-            if not self.run.by_optimizer:  # it counted backward passes so far
-                self._begin(weights[0].device)
-                self.run.by_optimizer = True
+        known = self._trained.get(optimizer) or self._met(optimizer)
+        if known is None:
+            return
         # A step is a step of one optimizer, the leader: no other one steps twice between its steps.
-        self._since_leader[id(optimizer)] += 1
+        known.steps += 1
         leader = self._leader() if self._leader is not None else None
-        if leader is None or (optimizer is not leader and self._since_leader[id(optimizer)] > 1):
+        if leader is None or (optimizer is not leader and known.steps > 1):
             self._leader, leader = weakref.ref(optimizer), optimizer
-            self.run.leader = [*self._trained].index(id(optimizer))
+            self.run.leader = known.number
         if optimizer is leader:
-            self._since_leader.clear()
+            for each in self._trained.values():
+                each.steps = 0
             self._end_step()
+
+    def _met(self, optimizer: Any) -> "_Optimizer | None":
+        """Remember an optimizer at its first step. Return None if it has no parameters."""
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if not weights:
+            return None
+        known = _Optimizer(len(self.run.optimizers), frozenset(map(id, weights)))
+        self._trained[optimizer] = known
+        self.run.optimizers.append(type(optimizer).__name__)
+        if not self.run.by_optimizer:  # it counted backward passes so far
+            self._begin(weights[0].device)
+            self.run.by_optimizer = True
+        return known
 
     @_guarded
     def _begin_work(self) -> Any:
@@ -374,7 +391,7 @@ class Watch:
         if self._inside is not (self._evaluation if mode else None):
             return
         held = {id(p) for p in module.parameters()}
-        trained = self._trained.values()
+        trained = [each.weights for each in self._trained.values()]
         if trained and not any(2 * len(held & ids) > len(ids) for ids in trained):
             return  # a teacher, a metric, or a frozen part of the model
         if mode:
@@ -441,9 +458,7 @@ class Watch:
         self._summary.begin(self.torch)
         if self._lines is not None:
             self._lines.close()
-        self._lines = HostLines(
-            self.thread, lambda: self._inside is not None, lambda: self._known, _OWN
-        )
+        self._lines = HostLines(self.thread, lambda: self._inside is not None, lambda: self._known)
         self._next_snapshot = time.perf_counter() + _SNAPSHOT_S
 
     def _end_step(self) -> None:

@@ -53,6 +53,11 @@ def test_launcher_is_refused_with_the_right_command(
         ("--steps 1:5", "`SCRIPT` is missing"),
         ("-m", "`-m`: expected the name of a module"),
         ("nothing.py", "nothing.py: no such file"),
+        ("folder", "folder: is a folder. Expected a Python script"),
+        ("book.ipynb", "book.ipynb: is a notebook. Measure a cell by `with tokenfeed.watch():`"),
+        ("--out x.py x.py", "`--out x.py`: is not a folder"),
+        ("--out x.py/a/b x.py", "`--out x.py/a/b`: cannot be written"),
+        ("--out /proc/nothing x.py", "`--out /proc/nothing`: cannot be written"),
         ("--steps 5 x.py", "`--steps 5`: expected A:B"),
         ("--steps 5:5 x.py", "with A < B"),
         ("--steps a:b x.py", "expected A:B"),
@@ -74,6 +79,9 @@ def test_wrong_option_is_refused_in_one_line(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("x.py", "book.ipynb"):
+        (tmp_path / name).write_text("raise SystemExit(9)")
     assert run(monkeypatch, *words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")

@@ -20,7 +20,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import report as report_command
 from tokenfeed.trainer.report.page import RunData, page_of, write_page
 from tokenfeed.trainer.stall import StallReport
-from tokenfeed.trainer.stall.plots import Plot, Series, short, thinned
+from tokenfeed.trainer.stall.plots import Plot, Series, compact, thinned
 from tokenfeed.trainer.stall.stall_report import Sample
 
 Values = st.floats(-1e9, 1e9).map(lambda value: round(value, 6))
@@ -173,7 +173,7 @@ def test_drawing_lies_within_the_picture_and_labels_apart(
     if stacked:
         ys = [[abs(value) for value in one[: min(map(len, ys))]] for one in ys]
     series = [Series(f"s{n}", list(range(len(one))), one) for n, one in enumerate(ys)]
-    form = (lambda share: f"{100 * share:.3g}%") if is_share else short
+    form = (lambda share: f"{100 * share:.3g}%") if is_share else compact
     plot = Plot("title", "reading", series, stacked=stacked, from_zero=from_zero, format=form)
     drawing = ElementTree.fromstring(f"<svg>{plot.drawing()}</svg>")
     for element in drawing.iter():

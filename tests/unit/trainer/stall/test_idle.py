@@ -34,6 +34,17 @@ def traced(number: int, busy: float, trace: int, **figures: Any) -> TracedStep:
     return TracedStep(number=number, busy=busy, trace=trace, **(usual | figures))
 
 
+def share_of(read: Idle) -> float:
+    """The likely share of time in which the device was idle."""
+    return (sum(read.gaps.values()) + read.inside[0]) / read.seconds
+
+
+def interval_of(read: Idle) -> tuple[float, float]:
+    """The least and most share of time in which the device was idle."""
+    low, high = ((sum(read.gaps.values()) + end) / read.seconds for end in read.inside[1:])
+    return max(0.0, low), min(1.0, high)
+
+
 def filled(
     steps: int,
     traces: dict[int, list[TracedStep]],
@@ -54,7 +65,7 @@ def test_accounts_steady_device_reports_work_minus_busy() -> None:
     read = filled(100, traces).read()
     assert read.seconds == pytest.approx(1.0)
     assert read.inside[0] == pytest.approx(0.3)
-    low, high = read.interval
+    low, high = interval_of(read)
     assert (low, high) == pytest.approx((0.3 - 0.003 * 0.7, 0.3 + 0.003 * 0.7))
 
 
@@ -80,7 +91,7 @@ def test_accounts_ahead_step_that_waits_for_other_ranks_is_idle() -> None:
 def test_accounts_without_trace_reports_gaps_and_bound() -> None:
     read = filled(100, {}, lambda number: step(number, ahead=0.004, gaps={"data": 0.002})).read()
     assert not read.is_inside_measured
-    assert read.bound == pytest.approx((0.2, 0.8))
+    assert read.inside == pytest.approx((0.0, 0.0, 0.6))
     assert read.gaps == {"data": pytest.approx(0.2)}
 
 
@@ -121,8 +132,8 @@ def test_accounts_million_steps_stay_small_and_quick_to_read() -> None:
         return filled(steps, traces, make)
 
     short, long = accounts_of(2000, 100), accounts_of(200_000, 500)
-    assert long.read().stall == pytest.approx(short.read().stall, abs=0.002)
-    assert long.read().traces <= 64
+    assert share_of(long.read()) == pytest.approx(share_of(short.read()), abs=0.002)
+    assert len(long._times) <= 64
     size = sum(array.nbytes for array in vars(long).values() if isinstance(array, np.ndarray))
     assert size < 300_000
     assert len(long._recent) < 2000
@@ -201,7 +212,7 @@ def recorded() -> list[Recorded]:
 
 
 def holds(each: Recorded, read: Idle, slack: float = SLACK) -> bool:
-    low, high = read.interval
+    low, high = interval_of(read)
     return low - slack <= each.truth <= high + slack
 
 
@@ -212,12 +223,12 @@ def share_held(
 
 
 def width(found: list[Recorded], *arguments: Any, **options: Any) -> float:
-    intervals = [each.read(*arguments, **options).interval for each in found]
+    intervals = [interval_of(each.read(*arguments, **options)) for each in found]
     return statistics.median(high - low for low, high in intervals)
 
 
 def worst(found: list[Recorded], *arguments: Any, **options: Any) -> list[float]:
-    return sorted(abs(each.read(*arguments, **options).stall - each.truth) for each in found)
+    return sorted(abs(share_of(each.read(*arguments, **options)) - each.truth) for each in found)
 
 
 @pytest.mark.slow
@@ -289,7 +300,7 @@ def test_unusual_steps_are_treated_apart(
 ) -> None:
     loops = [each for each in recorded if each.loop.heavy]
     held = share_held(loops)
-    monkeypatch.setattr(idle, "_UNUSUAL", float("inf"))
+    monkeypatch.setattr(idle, "UNUSUAL", float("inf"))
     assert share_held(loops) < held - 0.1
 
 
@@ -322,9 +333,8 @@ def test_bound_of_marks_is_true_but_useless(recorded: list[Recorded]) -> None:
     """Without a tracer, the idle time inside the work is unknown."""
     loops = _behind(recorded)
     reads = [each.read(lambda event: event if isinstance(event, Step) else []) for each in loops]
-    low, high = zip(*(read.bound for read in reads), strict=True)
     assert not any(read.is_inside_measured for read in reads)
-    assert statistics.median(np.subtract(high, low) / [read.seconds for read in reads]) > 0.5
+    assert statistics.median(read.inside[2] / read.seconds for read in reads) > 0.5
 
 
 SMALL_KERNELS = Loop(seed=1, regime="behind", kernels=250, kernel=5e-6, launch=7e-6, steps=400)

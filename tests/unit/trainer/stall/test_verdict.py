@@ -287,10 +287,10 @@ def figures(
     return [steps, seconds, *(idle.get(cause, 0.0) for cause in CAUSES)]
 
 
-def on_ranks(*told: list[float], rank: int = 0, **changes: Any) -> StallReport:
+def on_ranks(*told: list[float], rank: int = 0, first: int = 0, **changes: Any) -> StallReport:
     """The report of a rank, from the figures of all ranks."""
-    steps, seconds, *causes = told[rank]
-    ranks = rank_stalls(told)
+    steps, seconds, *causes = told[rank - first]
+    ranks = rank_stalls(told, first)
     return conclude(
         report_of(
             {cause: idle / (seconds or 1) for cause, idle in zip(CAUSES, causes, strict=True)},
@@ -343,6 +343,17 @@ def test_late_rank_is_named_although_the_others_wait_inside_their_work() -> None
     report = on_ranks(*told, rank=1, on_gpu=False)
     assert report.verdict == "WAITS FOR DATA"
     assert report.reason.endswith("; rank 0 waits for this rank, 35.9 ms a step")
+
+
+def test_ranks_of_a_later_node_keep_their_numbers() -> None:
+    told = figures(work=0.997, data=0.003), figures(work=0.638, data=0.362)
+    report = on_ranks(*told, rank=6, first=6, on_gpu=False)
+    assert report.verdict == "WAITS FOR RANK 7"
+    assert report.reason.endswith("rank 6's work contains about 35.9 ms of waiting a step")
+    assert re.search(r"rank 6 +0.30% +in work", str(report))
+    report = on_ranks(*told, rank=7, first=6, on_gpu=False)
+    assert report.reason.endswith("; rank 6 waits for this rank, 35.9 ms a step")
+    assert [each.rank for each in report.ranks] == [6, 7]
 
 
 @pytest.mark.parametrize(("more", "is_late"), [(0.029, False), (0.031, True)])
