@@ -10,6 +10,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -23,8 +24,10 @@ import pytest
 import torch
 from pyarrow import feather
 from support import ROOT, warm
+from support.commands import SMALL
 from support.simulated_clocks import SimulatedClock
 
+import tokenfeed
 from tokenfeed import Manifest, Packed, Padded, ShardLoader
 
 pytestmark = pytest.mark.slow  # ten seconds each, most of them imports
@@ -269,3 +272,131 @@ def test_slow_loader_meter_agrees_with_stopwatch(
     ]
     assert shares == pytest.approx([25.0, 25.0], abs=0.1)  # 8 of 32 ms
     assert "num_workers=0" in printed
+
+
+# ---------- scripts for jobs ----------
+TRAIN = "--device cpu --sequence-length 32 --micro-batch-tokens 256"
+RECORDS = [f"a text of some words, number {number}, about {number % 7}" for number in range(80)]
+CHAT_TEMPLATE = (
+    "{%- for m in messages %}{{ m.role + ': ' + m.content + '<|endoftext|>' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+SBATCH = """#!/bin/bash
+# Runs the jobs of an array one after the other, at once.
+tasks=none
+for word; do
+    case $word in --array=0-*) tasks=$(seq 0 "${word#--array=0-}") ;; esac
+done
+for SLURM_ARRAY_TASK_ID in $tasks; do
+    export SLURM_ARRAY_TASK_ID
+    bash -c "${!#}" >&2 || exit 1
+done
+echo 1
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with texts, rows, conversations, and a model with its tokenizer."""
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("recipes")
+    for name in ("corpus", "next"):
+        (folder / name).mkdir()
+        for number, text in enumerate(RECORDS):
+            (folder / name / f"{number}.txt").write_text(f"{name}: {text}\n" * 40)
+    rows = [{"text": text, "label": ("odd", "even")[n % 2]} for n, text in enumerate(RECORDS)]
+    chats = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]}
+        for text in RECORDS
+    ]
+    for file, records in (
+        ("rows.jsonl", rows),
+        ("train.jsonl", rows[:60]),
+        ("test.jsonl", rows[60:]),
+        ("chats.jsonl", chats),
+    ):
+        (folder / file).write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokenfeed.pretokenize(folder / "corpus", folder / "made", vocab_size=300)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "made/tokenizer.json"),
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder / "model")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), intermediate_size=64, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    return folder
+
+
+JOBS = {
+    "slurm_to_bucket": (
+        {
+            "CORPUS": "corpus/",
+            "OUT": "parts/",
+            "PARTS": "2",
+            "OPTIONS": "--tokenizer model --shard-size 20KB",
+        },
+        "look at it",
+    ),
+    "next_month": (
+        {"UNTIL": "200k", "STEPS": "2", "MORE": "4", "OPTIONS": "--vocab-size 300", "TRAIN": TRAIN},
+        "report",
+    ),
+    "chat_lora": ({"MODEL": "model", "TRAIN": f"{TRAIN} --steps 2"}, "reply:"),
+    "phases_on_t4": (
+        {
+            "MODEL": "model",
+            "HEAD": "score.*",
+            "PRESET": "test",
+            "PLACE": "copy/",
+            "OPTIONS": "",
+            "TRAIN": f"{TRAIN} --steps 2",
+        },
+        "phase-3-everything",
+    ),
+    "gpt2": (
+        {
+            "PRICE": "2",
+            "PRESET": "quick",
+            "TOKENS": "2k",
+            "OPTIONS": "--vocab-size 300",
+            "TRAIN": f"{TRAIN} --step-tokens 512 --model tiny",
+        },
+        "1 B tokens / ",
+    ),
+    "classify": ({"MODEL": "model", "OPTIONS": "", "TRAIN": f"{TRAIN} --steps 2"}, "test: {"),
+}
+"""The scripts, with variables for small data and what they print."""
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_script_of_a_job_runs_on_small_data(job: str, place: Path, tmp_path: Path) -> None:
+    variables, printed = JOBS[job]
+    folder = tmp_path / "job"
+    shutil.copytree(place, folder, ignore=shutil.ignore_patterns("made"))
+    with warm.serve_commands(tmp_path / "bin", SMALL):
+        (tmp_path / "bin/sbatch").write_text(SBATCH)
+        (tmp_path / "bin/sbatch").chmod(0o755)
+        path = [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+        done = subprocess.run(
+            ["bash", EXAMPLES / f"{job}.sh"],
+            cwd=folder,
+            env=os.environ | ENVIRONMENT | variables | {"PATH": os.pathsep.join(path)},
+            capture_output=True,
+            text=True,
+            timeout=250,
+        )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    assert printed in done.stdout + done.stderr
+
+
+def test_scripts_of_jobs_are_all_tried() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.sh")} == set(JOBS)
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
+    assert {name for name in names if name not in listed} == {"tiny.py", "README.md"}
