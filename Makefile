@@ -25,13 +25,14 @@ setup: .venv/.ready
 dev: setup
 	$(BIN)/pre-commit install
 
-# Tokenize the source of Python's standard library, and train a model on it.
+# Tokenize the source of Python's standard library, train a model on it, and make the picture of the README.
 demo: setup
 	rm -rf demo
 	$(BIN)/pretokenize "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" demo/shards \
 		--exclude site-packages --vocab-size 8192
 	$(BIN)/shards inspect demo/shards
 	$(BIN)/train --shards demo/shards --run-dir demo/run --steps $(STEPS)
+	$(BIN)/python docs/demo_picture.py demo/picture.svg
 
 # Run all tests but those that take minutes.
 test: setup

@@ -39,8 +39,7 @@ LEAST_STALL = 0.005
 
 
 IN_FULL = ("documents", "short")
-"""Rows whose loaders the page lists all; of others, it lists tokenfeed and the fastest peer."""
-BRIEFLY = ("tokenfeed padded", "tokenfeed packed", "torchdata nodes")
+"""Rows that the page shows; the results also have groups of lines and conversations."""
 LEFT_OUT = "tokenfeed padded, multiples of 8"
 
 
@@ -48,12 +47,8 @@ def loader_table(results: list[Entry]) -> list[list[str]]:
     """The loaders on every kind of rows; what could not be measured says why."""
     header = ["rows", "loader", "M tokens/s", "times the best peer", "padding", "first batch"]
     header += ["resume", "GB of memory", "rows lost + repeated"]
-    chosen = [
-        entry
-        for entry in results
-        if (entry["rows"] in IN_FULL and entry["case"] != LEFT_OUT) or entry["case"] in BRIEFLY
-    ]
-    return [header, *(loader_row(entry) for entry in chosen if entry["rows"] != "mixture")]
+    chosen = [entry for entry in results if entry["rows"] in IN_FULL and entry["case"] != LEFT_OUT]
+    return [header, *map(loader_row, chosen)]
 
 
 def mixture_table(results: list[Entry]) -> list[list[str]]:
@@ -90,28 +85,97 @@ def loader_row(entry: Entry) -> list[str]:
     ]
 
 
-ON_THE_FRONT = ("tokenfeed padded", "torchdata nodes", "grain", "datasets", "mosaicml-streaming")
+def claims_table(loaders: list[Entry]) -> list[list[str]]:
+    """The table of the README: a claim, one number, and the page that has all of them.
 
-
-def front_table(results: list[Entry]) -> list[list[str]]:
-    """The few figures of the README: real documents, and short rows."""
-    found = {(entry["rows"], entry["case"]): entry for entry in results}
-    header = ["loader", "documents, M tokens/s", "lines, M tokens/s", "padding of lines"]
-    header += ["documents, time to resume"]
-    rows = [(name, found["documents", name], found["short", name]) for name in ON_THE_FRONT]
-    return [header, *(front_row(*row) for row in rows)]
-
-
-def front_row(name: str, documents: Entry, lines: Entry) -> list[str]:
-    if "failed" in documents or "failed" in lines:
-        return [name, *[NONE] * 4]
-    return [
-        f"**{name}**" if name.startswith("tokenfeed") else name,
-        significant(documents["mtok_s"]["median"]),
-        significant(lines["mtok_s"]["median"]),
-        f"{lines['padding']['median']:.1%}",
-        f"{documents['resume_s']['median']:.2f} s" if "resume_s" in documents else "none",
+    Two figures are of benchmarks that were removed; docs/how/projects.md and docs/benchmarks.md
+    have their tables.
+    """
+    page = "docs/benchmarks.md"
+    ranks = _one("ranks", ranks=2, sampler="tokenfeed")
+    gpu = {
+        name: [
+            each["tokens_per_s"]
+            for each in _results("gpu-beside-h100")
+            if each["trainer"] == name and each["tokens_per_s"]
+        ]
+        for name in ("tokenfeed", "nanoGPT", "llm.c")
+    }
+    ours, next_ = (
+        significant(_first(loaders, rows="documents", case=name)["mtok_s"]["median"])
+        for name in ("tokenfeed padded", "torchdata nodes")
+    )
+    text = _one("pretokenize", tokenizer="gpt2", corpus="linux-source")
+    chat = _results("chat")[:2]
+    times = chat[0]["turns_per_s"]["median"] / chat[1]["turns_per_s"]["median"]
+    simulated_loops = _one("stall-simulated", case="simulated, all")
+    whole, _, resumed = _results("resume")
+    differences = [
+        abs(one - other)
+        for one, other in zip(
+            whole["losses"][resumed["first"] - 1 :], resumed["losses"], strict=True
+        )
     ]
+    return [
+        ["claim", "figure", "beside"],
+        [
+            f"[whole steps in torchtitan]({PROJECTS})",
+            "1.12 times the targets/s",
+            "its own loader",
+        ],
+        [
+            f"[whole steps, rows of unequal length]({page}#trainer)",
+            "1.9 times the tokens/s",
+            "`transformers.Trainer` in its default order; 1.1 times with `group_by_length`",
+        ],
+        [
+            f"[whole steps on 2 ranks, unequal length]({page}#several-ranks)",
+            f"{ranks['of_random']:.1f} times the tokens/s",
+            "`DistributedSampler`, padded",
+        ],
+        [
+            f"[GPT-2 124M on an H100]({page}#on-an-h100)",
+            f"{min(gpu['tokenfeed']):,} tokens/s",
+            f"nanoGPT {min(gpu['nanoGPT']):,}, llm.c {min(gpu['llm.c']):,}",
+        ],
+        [f"[the loader alone]({page}#loader)", f"{ours} M tokens/s", f"torchdata {next_}, 2 cores"],
+        [
+            f"[`pretokenize`, gpt2]({page}#pretokenize)",
+            f"{text['times_datasets_map']:.0f} times as fast",
+            "`datasets.map`, 2 cores, with the same ids",
+        ],
+        [
+            f"[conversations with masks]({page}#conversations)",
+            f"{times:.0f} times as fast",
+            "`datasets.map` with `apply_chat_template`",
+        ],
+        [
+            "[killed on 2 ranks, resumed on 3](docs/how/checkpoints.md#resume)",
+            f"losses within {max(differences):.0e}",
+            "a run that was never stopped, fp32",
+        ],
+        [
+            f"[the stall's interval]({page}#the-stall-meter)",
+            f"holds in {simulated_loops['percent_held']:.1f}%",
+            f"{simulated_loops['loops']:,} simulated loops",
+        ],
+    ]
+
+
+PROJECTS = "docs/how/projects.md#beside-the-projects-own-loaders"
+
+
+def _results(name: str) -> list[Entry]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["results"]  # type: ignore[no-any-return]
+
+
+def _one(name: str, **values: object) -> Entry:
+    return _first(_results(name), **values)
+
+
+def _first(entries: list[Entry], **values: object) -> Entry:
+    """Return the first entry with these values."""
+    return next(each for each in entries if values.items() <= each.items())
 
 
 def pretokenize_table(results: list[Entry]) -> list[list[str]]:
@@ -262,6 +326,7 @@ def packing_table(results: list[Entry]) -> list[list[str]]:
                 f"{entry['full']:.3%}",
             ]
             for entry in results
+            if entry["lengths"] != "instructions"  # as the others
         ),
     ]
 
@@ -293,7 +358,7 @@ def kinds_table(results: list[Entry]) -> list[list[str]]:
 
 TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "text_loaders": loader_table,
-    "text_loaders/front": front_table,
+    "text_loaders/front": claims_table,
     "text_loaders/mixture": mixture_table,
     "ranks": ranks_table,
     "ranks/planned": planned_idle_table,

@@ -28,11 +28,14 @@ PAGES = (
 )
 SHOWN_AS_THEY_ARE = (
     "benchmarks/packing.py",
+    "benchmarks/resume.py",
     "benchmarks/results/*",
     "recipes/*.ipynb",
     "recipes/*.py",
     "recipes/*.sh",
     "LICENSE",
+    "pipeline/*/*.py",
+    "trainer/*/*.py",
     "tests/unit/integrations/test_torchtitan.py",
 )
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")

@@ -8,6 +8,7 @@ folder with a small corpus; where a page does not make `out/` itself, it is ther
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -28,6 +30,7 @@ from support import ROOT, warm
 from support.commands import SMALL
 
 import tokenfeed
+from benchmarks import resume
 from tokenfeed.tools.doctor import Doctor
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.shards import import_subcommands
@@ -39,6 +42,8 @@ ROOMS, MORE_ROOMS = ("pipeline/format",), ("pipeline", "tools")
 """Whose source files are the corpus, cut into documents: every run of a page reads all of it, so it
 is small, but for the long ones, which want several windows."""
 PIECE_LINES = 12
+MOST_WORDS = 44_000
+"""Of docs/. A new paragraph takes the place of an old one."""
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?"
     r"(?P<indent>^ *)```(?P<language>\w*)(?: title=\"(?P<title>[\w.]+)\")?\n"
@@ -48,8 +53,7 @@ BLOCK = re.compile(
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 NETWORK = "needs the network"
 NOT_RUN = {
-    ("README.md", "pip install torch", NETWORK),
-    ("README.md", "tokenfeed pretokenize chats.jsonl chat/", NETWORK),
+    ("README.md", "git clone ADDRESS", NETWORK),
     ("docs/benchmarks.md", "python -m venv peers", "needs the network and an hour"),
     ("docs/how/formats.md", "from streaming", "needs files of mosaicml-streaming"),
     ("docs/how/remote.md", "train --shards s3://bucket/out", "needs a bucket"),
@@ -346,6 +350,88 @@ def test_figures_are_those_of_the_results() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = warm.run(["-m", "benchmarks.readme", "--check"], cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+def words_of(page: Path) -> int:
+    """Count what a reader reads: without the bars and dashes of tables."""
+    return sum(bool(re.search(r"\w", word)) for word in page.read_text(encoding="utf-8").split())
+
+
+def test_pages_are_few_and_short() -> None:
+    pages = PAGES[1:]
+    assert len([page for page in pages if page.parent.name == "how"]) == 13
+    decisions = [page for page in pages if page.parent.name == "decisions"]
+    assert len(decisions) == 14
+    assert max(len(page.read_text().splitlines()) for page in decisions) <= 60
+    assert sum(map(words_of, pages)) <= MOST_WORDS
+    assert words_of(PAGES[0]) <= 900
+
+
+def test_pages_begin_with_help_for_readers_in_the_wrong_place() -> None:
+    for page in PAGES[1:]:
+        title, blank, first, *_ = page.read_text(encoding="utf-8").splitlines()
+        assert title.startswith("# ")
+        assert blank == ""
+        assert first.startswith("*"), page
+
+
+def test_anchors_of_links_exist() -> None:
+    """As the site makes them; anchors of generated API pages are checked by mkdocs."""
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "README.md"]:
+        for target, anchor in re.findall(
+            r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")
+        ):
+            file = page.parent / target if target else page
+            if file.suffix == ".md" and not anchor.startswith("tokenfeed"):
+                assert anchor in anchors_of(file), f"{name_of(page)}: {target}#{anchor}"
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).lower()) for title in titles}
+
+
+def test_readme_picture_and_demo_agree() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs/demo_picture.py"))
+    svg = ElementTree.parse(drawn["PICTURE"]).getroot()
+    shown = [text.text or "" for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    script = drawn["SCRIPT"].read_text(encoding="utf-8")
+    assert set(drawn["loop_of"](script)) <= set(shown), "the script has changed: draw it again"
+    assert set(drawn["readme_example"]()) <= set(shown), "the README has changed: draw it again"
+    readme = PAGES[0].read_text(encoding="utf-8")
+    [report] = re.findall(r"```text\n(.*?)```", readme, re.DOTALL)
+    assert drawn["quoted"](report.splitlines()) == report
+    assert " ".join(report.split()) in " ".join(" ".join(shown).split())
+    assert "docs/images/demo.svg" in readme
+    demo = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
+    assert "docs/demo_picture.py demo/picture.svg" in demo
+
+
+@pytest.mark.slow
+def test_demo_has_the_verdict_and_the_line_that_the_readme_quotes() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs/demo_picture.py"))
+    report, samples = drawn["measure"]()
+    assert samples
+    line = re.search(r"slow_script\.py:\d+", PAGES[0].read_text(encoding="utf-8"))
+    assert line
+    assert line[0] in "\n".join(report)
+
+
+def test_badges_are_of_this_version() -> None:
+    for name, badge in runpy.run_path(str(ROOT / "docs/badges.py"))["badges"]().items():
+        assert (ROOT / "docs/images" / name).read_text(encoding="utf-8") == badge
+        assert f"docs/images/{name}" in PAGES[0].read_text(encoding="utf-8")
+
+
+def test_plot_of_the_resumed_run_is_of_its_results() -> None:
+    results = json.loads((ROOT / "benchmarks/results/resume.json").read_text())["results"]
+    svg = (ROOT / "benchmarks/results/resume.svg").read_text(encoding="utf-8")
+    assert svg == resume.picture(results)
+    whole, _, resumed = results
+    pairs = zip(whole["losses"][resumed["first"] - 1 :], resumed["losses"], strict=True)
+    assert all(abs(one - other) < 1e-4 for one, other in pairs)
 
 
 def test_the_citation_is_of_this_version() -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import ROOT
 
 from tokenfeed.trainer.report.page import RunData, page_of
 from tokenfeed.trainer.stall.causes import ABOUT, CAUSES, REMEDIES, Cause
@@ -484,13 +482,3 @@ def test_samples_of_a_long_loop_are_evenly_spread() -> None:
     distances = [after - before for before, after in pairwise([0, *steps[:-1]])]
     assert max(distances) <= 2 * min(distances)
     assert len(steps) >= 32
-
-
-# ---------- documents ----------
-def test_readme_quotes_the_report_of_the_picture() -> None:
-    picture = ElementTree.parse(ROOT / "docs/images/stall.svg").getroot()
-    lines = [text.text or "" for text in picture.iter("{http://www.w3.org/2000/svg}text")]
-    first = [line for line in lines if re.match("verdict|reason|next", line)]
-    assert len(first) == 3
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "\n".join(first) in readme
