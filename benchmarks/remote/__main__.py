@@ -1,19 +1,18 @@
-"""What does it cost that shards are 30 ms away? Documents from a server, from a folder, by peers.
+"""What does it cost that shards are 30 ms away? Documents from a server and from a folder.
 
 A server in a process of its own (the client has the rest of the cores) answers each request 30 ms
 late. Each repeat runs, in new processes: the folder; the server with an empty cache; the same with
 the cache that this left (`warm`); the server without a cache; a resume in the middle of the epoch
 with an empty cache; a loop that uses a batch in 20 ms, of the folder and of the server with an
 empty cache; and that loop where the server answers nothing for a minute, with a cache of half of
-the data (`outage`). Then peers, from the same server, which speaks enough of S3 for them:
-peers.py says how. Speed is that of the first epoch after its first window, and of the
-seconds after it; times are from before the loader is made, without imports. Refuted by an epoch
-below 100 M tokens/s, a first batch after 1 s, a resume after 1.5 s, a 99th percentile of waits
-above 1 ms in a loop, a wait above a step's 20 ms in the outage, other batches than the folder's, a
-warm cache more than 20 % slower than the folder, or a peer that is faster.
+the data (`outage`). Speed is that of the first epoch after its first window, and of the seconds
+after it; times are from before the loader is made, without imports. Refuted by an epoch below
+100 M tokens/s, a first batch after 1 s, a resume after 1.5 s, a 99th percentile of waits above 1 ms
+in a loop, a wait above a step's 20 ms in the outage, other batches than the folder's, or a warm
+cache more than 20 % slower than the folder. The results keep the figures of mosaicml-streaming and
+litData from the same server (commit 027df8e4, `remote/peers.py`).
 
-    pip install torch mosaicml-streaming litdata boto3     # /tmp/peers
-    python -m benchmarks.remote [--peer-python /tmp/peers/bin/python] [--repeats 3] [--data FOLDER]
+    python -m benchmarks.remote [--repeats 3] [--data FOLDER]
 """
 
 import argparse
@@ -33,7 +32,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.protocol import RESULTS, summary, write_result
-from benchmarks.remote import peers
 from benchmarks.text_loaders.data import (
     VOCABULARY,
     pretokenize,
@@ -41,11 +39,13 @@ from benchmarks.text_loaders.data import (
     standard_library,
     write_json_lines,
 )
-from benchmarks.text_loaders.processes import CaseError, find_peers, prepare, run
+from benchmarks.text_loaders.processes import run
 
 TOKENS = 160_000_000
 CASES = ("folder", "cold", "warm", "memory", "resume", "folder loop", "loop", "outage")
 OWN = "tokenfeed"
+KIND = "documents"
+"""Of rows; the folder of the data is named so, too."""
 MEASURED = {
     "first_batch_s": 3,
     "epoch_mtok_s": 1,
@@ -58,8 +58,8 @@ COUNTED = ("requests", "bytes", "retries", "outage_s", "lost_rows", "same_batche
 """Of the last repeat."""
 
 Entry = dict[str, Any]
-Run = dict[tuple[str, str], Entry]
-"""Of each loader and case."""
+Run = dict[str, Entry]
+"""Of each case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def count(url: str) -> dict[str, int]:
 
 def run_own(case: str, setting: Setting) -> Entry:
     """A case of tokenfeed."""
-    shards = Path(peers.KIND) / "shards"
+    shards = Path(KIND) / "shards"
     folder = str(setting.data / shards)
     told = {
         "name": case,
@@ -130,62 +130,25 @@ def run_own(case: str, setting: Setting) -> Entry:
     return run([sys.executable, "-m", "benchmarks.remote.case", json.dumps(told)], Path.home())[0]
 
 
-def run_peer(python: str, loader: str, case: str, setting: Setting) -> Entry:
-    """A case of a peer; where it failed, how. Its cache has one path, for states name it."""
-    own = setting.kept / loader
-    own.mkdir(exist_ok=True)
-    cache, state = own / "cache", own / "state.pickle"
-    if case == "resume" and not state.exists():
-        return {"failed": "saved no state"}
-    command = [python, "-m", "benchmarks.remote.peers", loader, case, setting.data, cache, state]
-    environment = s3_environment(setting.url) | {"TMPDIR": str(own)}  # some leave locks there
-    try:
-        return run([*command, setting.workers], own, **environment)[0]
-    except CaseError as error:
-        return {"failed": str(error)}
-    finally:
-        if cache.exists():
-            cache.rename(own / f"cache of {case}")
-
-
-def s3_environment(url: str) -> dict[str, str]:
-    """What says to each client of S3 where it is, and who asks."""
-    return {
-        "S3_ENDPOINT_URL": url,
-        "AWS_ENDPOINT_URL": url,
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-
-
-def measure(setting: Setting, cases: Sequence[str], pythons: dict[str, str]) -> Run:
+def measure(setting: Setting, cases: Sequence[str]) -> Run:
     """Everything once; `warm` and `resume` need what those before leave."""
     found: Run = {}
-    todo = [(OWN, case) for case in cases]
-    todo += [(name, case) for name in pythons for case in peers.CASES]
-    for loader, case in todo:
-        print(f"{loader}: {case}", file=sys.stderr, flush=True)
+    for case in cases:
+        print(case, file=sys.stderr, flush=True)
         before = count(setting.url)
-        if loader == OWN:
-            entry = run_own(case, setting)
-        else:
-            entry = run_peer(pythons[loader], loader, case, setting)
+        entry = run_own(case, setting)
         after = count(setting.url)
-        found[loader, case] = entry | {key: after[key] - before[key] for key in after}
+        found[case] = entry | {key: after[key] - before[key] for key in after}
     return found
 
 
 def describe(runs: list[Run]) -> list[Entry]:
     """Medians of the repeats, and what was counted in the last."""
     results = []
-    for loader, case in runs[0]:
-        of_case = [run[loader, case] for run in runs]
-        entry: Entry = {"loader": loader, "case": case}
+    for case in runs[0]:
+        of_case = [run[case] for run in runs]
+        entry: Entry = {"loader": OWN, "case": case}
         results.append(entry)
-        if failed := [run["failed"] for run in of_case if "failed" in run]:
-            entry["failed"] = failed[0]
-            continue
         entry |= {
             key: summary([run[key] for run in of_case], digits=digits)
             for key, digits in MEASURED.items()
@@ -218,7 +181,6 @@ def show(results: list[Entry]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--peer-python", help="an interpreter that has the peers")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--data", type=Path, help="keep the data here, and use what is there")
     parser.add_argument("--tokens", type=float, default=TOKENS)
@@ -227,24 +189,27 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
-    homes, versions = find_peers([sys.executable, *filter(None, [options.peer_python])])
-    pythons = {name: homes[name] for name in peers.NAMES if name in homes}
     runs = []
     with tempfile.TemporaryDirectory() as name:
         data = options.data or Path(name) / "data"
-        make_documents(data / peers.KIND, options.tokens)
-        for peer, python in pythons.items():
-            prepare(python, peer, peers.KIND, data)
+        make_documents(data / KIND, options.tokens)
         for number in range(options.repeats):
             with serving(data, options.delay_ms) as (url, server):
                 kept = Path(name) / str(number)
                 kept.mkdir()
                 setting = Setting(data, options.workers, url, server, kept)
-                runs.append(measure(setting, options.cases, pythons))
-    results = describe(runs)
+                runs.append(measure(setting, options.cases))
+    old = json.loads((RESULTS / "remote.json").read_text())
+    results = describe(runs) + [each for each in old["results"] if each["loader"] != OWN]
     show(results)
-    more = {"delay_ms": options.delay_ms, "workers": options.workers, "tokens": options.tokens}
-    path = write_result("remote", results, options.results, peers=versions, **more)
+    more: Entry = {
+        "delay_ms": options.delay_ms,
+        "workers": options.workers,
+        "tokens": options.tokens,
+    }
+    path = write_result(
+        "remote", results, options.results, peers=old["environment"].get("peers", {}), **more
+    )
     print(f"written to {path}")
 
 

@@ -1,9 +1,8 @@
-"""How well are rows mixed that were sorted, and what does that cost? Beside the peers.
+"""How well are rows mixed that were sorted, and what does that cost?
 
 Corpora of 200 M tokens, sorted by source (ten of equal size), by length and by date (documents of
 600 tokens in the mean, lognormal), and short rows (24) sorted by source. Every order is one that
-was delivered: ours by ShardLoader from shards, a peer's by its own code over rows that are only
-numbered. Measured for steps of 64 k to 4 M tokens:
+ShardLoader delivered from shards. Measured for steps of 64 k to 4 M tokens:
 
     deviation    standard deviation of a tenth's share of a step, over that of a full shuffle
     correlation  of neighbouring steps: 0 where a step does not tell of the next
@@ -15,11 +14,11 @@ numbered. Measured for steps of 64 k to 4 M tokens:
                  the class
     mixture      share of a source of weight 0.02 in every 4 M tokens, over its weight
 
-Refuted by a deviation, a drift or an again that is larger than said. The peers' figures do not
-depend on tokenfeed: without --peer-python those of the last results stay.
+Refuted by a deviation, a drift or an again that is larger than said. The results keep the figures
+of peers, and the picture of an epoch, from 2026-11 (commit 027df8e4, `shuffle/peers.py`): they do
+not depend on tokenfeed.
 
-    pip install torch datasets transformers mosaicml-streaming litdata webdataset
-    python -m benchmarks.shuffle --peer-python /tmp/peers/bin/python && python -m benchmarks.readme
+    python -m benchmarks.shuffle && python -m benchmarks.readme
 """
 
 import argparse
@@ -35,20 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.protocol import RESULTS, write_result
-from benchmarks.shuffle.cases import (
-    CASES,
-    COSTS,
-    FULL,
-    LINES,
-    MIXTURES,
-    PICTURED,
-    CaseError,
-    find_peers,
-    load,
-    make,
-    orders_of,
-    run,
-)
+from benchmarks.shuffle.cases import CASES, COSTS, MIXTURES, CaseError, load, make, orders_of, run
 from benchmarks.shuffle.corpora import Corpus
 from benchmarks.shuffle.metrics import (
     Order,
@@ -61,12 +47,11 @@ from benchmarks.shuffle.metrics import (
     persistence,
     shares,
 )
-from benchmarks.shuffle.plot import plot
 
 STEPS = {"64k": 1 << 16, "0.5M": 1 << 19, "1M": 1 << 20, "4M": 1 << 22}
 SEEDS = 3
 """Full shuffles that a spread is compared with."""
-LINE_STEP = "1M"
+FULL = "full shuffle (datasets, map-style)"
 
 Entry = dict[str, Any]
 
@@ -105,37 +90,27 @@ class Measure:
             found["labels"] = digits(label_variance(first, groups))
         return found
 
-    def line(self, order: Order) -> list[float | None]:
-        """The share of the first group, step by step."""
-        of_steps = shares(order, self.corpus.groups, STEPS[LINE_STEP])
-        return [digits(share) for share in of_steps[:, 0]]
-
 
 def digits(number: float | None) -> float | None:
     return None if number is None else float(f"{number:.4g}")
 
 
-def compare(options: argparse.Namespace, peers: dict[str, str], old: list[Entry]) -> list[Entry]:
-    """Every case of every corpus; a peer that is missing keeps what the old results have."""
-    kept = {(entry["rows"], entry["case"]): entry for entry in old}
+def compare(options: argparse.Namespace, old: list[Entry]) -> list[Entry]:
+    """Every case of every corpus, and what the old results have of peers."""
     results = []
     for rows in options.corpora:
         corpus, folder = make(options.data, rows, options.scale)
         measure = Measure(corpus, CASES[rows][0].rows_a_batch)
         for case in CASES[rows]:
             entry: Entry = {"rows": rows, "case": case.name}
-            if case.peer and case.peer not in peers:
-                missing = entry | {"failed": "not installed"}
-                results.append(kept.get((rows, case.name), missing))
-                continue
             print(f"{rows}: {case.name}", file=sys.stderr, flush=True)
             try:
-                orders = orders_of(case, peers.get(case.peer or ""), options.data, folder)
+                orders = orders_of(case, options.data, folder)
                 results.append(entry | measure.describe(orders))
-                if rows == PICTURED and case.name in LINES:
-                    results[-1]["line"] = measure.line(orders[0])
             except CaseError as error:
                 results.append(entry | {"failed": str(error)})
+        of_peers = [e for e in old if e["rows"] == rows and not e["case"].startswith("tokenfeed")]
+        results += of_peers
     return results
 
 
@@ -150,7 +125,7 @@ def mixtures(options: argparse.Namespace) -> Iterator[Entry]:
     for case in MIXTURES.cases:
         print(f"mixture: {case.name}", file=sys.stderr, flush=True)
         settings = json.dumps(case.settings | {"weights": weights})
-        run(sys.executable, "ours", settings, options.data, 1, options.data / "order")
+        run("order", settings, options.data, 1, options.data / "order")
         order = load(options.data / "order-0.npz")
         groups = (np.arange(order.rows.max() + 1) >= large).astype(np.int64)
         yield mixed(case.name, shares(order, groups, STEPS["4M"]))
@@ -171,12 +146,8 @@ def costs(options: argparse.Namespace) -> Iterator[Entry]:
         for case in cases:
             print(f"cost, {rows}: {case.name}", file=sys.stderr, flush=True)
             entry = {"rows": f"cost, {rows}", "case": case.name}
-            try:
-                arguments = ("cost", json.dumps(case.settings), folder / "shards")
-            except CaseError as error:
-                yield entry | {"failed": str(error)}
-                continue
-            runs = [json.loads(run(sys.executable, *arguments)) for _ in range(options.repeats)]
+            arguments = ("cost", json.dumps(case.settings), folder / "shards")
+            runs = [json.loads(run(*arguments)) for _ in range(options.repeats)]
             middle = {name: digits(np.median([each[name] for each in runs])) for name in runs[0]}
             yield entry | middle
 
@@ -215,7 +186,6 @@ def last_results(options: argparse.Namespace) -> Entry:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--peer-python", help="an interpreter that has the peers")
     parser.add_argument("--repeats", type=int, default=3, help="of the costs")
     parser.add_argument("--data", type=Path, help="keep the data here, and use what is there")
     parser.add_argument("--scale", type=float, default=1.0, help="of the data; for a quick try")
@@ -224,18 +194,17 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
     old = last_results(options)
-    peers, versions = find_peers(options.peer_python)
-    versions = versions or old["environment"].get("peers", {})
+    versions = old["environment"].get("peers", {})
     with tempfile.TemporaryDirectory() as name:
         options.data = options.data or Path(name)
-        results = compare(options, peers, old["results"])
+        results = compare(options, old["results"])
         results += [*mixtures(options), *costs(options)]
     path = write_result("shuffle", results, options.results, peers=versions, scale=options.scale)
     if options.json:
         print(path.read_text())
         return
     show(results)
-    print(f"written to {path} and {plot(path)}")
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """One order in one process: what benchmarks/shuffle/ starts for each of its cases.
 
-`ours` and `peer` write the orders of some epochs, an .npz each; `cost` drains a loader and prints
-what that took as one line of JSON; `versions` prints the peers that are installed.
+`order` writes the orders of some epochs, an .npz each; `cost` drains a loader and prints what that
+took as one line of JSON.
 
-usage: case.py ours SETTINGS FOLDER EPOCHS OUT
+usage: case.py order SETTINGS FOLDER EPOCHS OUT
        case.py cost SETTINGS FOLDER
-       case.py peer NAME LENGTHS ROWS_A_BATCH EPOCHS OUT
-       case.py versions
 """
 
 import json
@@ -19,9 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.protocol import installed
-from benchmarks.shuffle.metrics import Order, by_rows
-from benchmarks.shuffle.peers import PEERS
+from benchmarks.shuffle.metrics import Order
 from benchmarks.text_loaders.processes import family_pss
 
 __all__ = ["delivered", "open_loader"]
@@ -86,19 +82,11 @@ def save(orders: list[Order], out: str) -> None:
 
 def main() -> None:
     action, *arguments = sys.argv[1:]
-    if action == "versions":
-        print(json.dumps(installed(PEERS)))
-    elif action == "peer":
-        name, lengths, rows_a_batch, epochs, out = arguments
-        of_rows, size = np.load(lengths), int(rows_a_batch)
-        given = (PEERS[name].give(of_rows, size, epoch) for epoch in range(int(epochs)))
-        save([by_rows(order, of_rows, size) for order in given], out)
+    loader = open_loader(json.loads(arguments[0]), Path(arguments[1]))
+    if action == "cost":
+        print(json.dumps(cost(loader)))
     else:
-        loader = open_loader(json.loads(arguments[0]), Path(arguments[1]))
-        if action == "cost":
-            print(json.dumps(cost(loader)))
-        else:
-            save([delivered(loader) for _ in range(int(arguments[2]))], arguments[3])
+        save([delivered(loader) for _ in range(int(arguments[2]))], arguments[3])
 
 
 if __name__ == "__main__":

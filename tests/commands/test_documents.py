@@ -70,7 +70,7 @@ NOT_RUN = {
     ("docs/how/remote.md", "pip install 'tokenfeed[remote]'", "needs a bucket"),
     ("docs/how/remote.md", "pretokenize corpus/ s3://bucket/out", "needs a bucket"),
     ("docs/how/remote.md", "pretokenize s3://raw/ out/", "needs a bucket"),
-    ("docs/mixing.md", "python -m benchmarks.shuffle", "needs the peers and hours"),
+    ("docs/mixing.md", "python -m benchmarks.shuffle", "takes hours"),
     ("docs/pretokenize.md", "pretokenize code/ code-fim/", NETWORK),
     ("docs/releasing.md", "rm -rf build dist", NETWORK),
     ("docs/releasing.md", "python -m venv /tmp/try", NETWORK),
