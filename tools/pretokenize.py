@@ -26,7 +26,8 @@ def _command() -> None:
     from tokenfeed.tools.jobs.executors import end_early, start_early
 
     if needs_workers(sys.argv[1:]):
-        start_early()  # the imports of the workers run beside ours
+        is_ids = not {"ids", "--task=ids"}.isdisjoint(sys.argv)  # a wrong guess only costs time
+        start_early(has_texts=not is_ids)  # the imports of the workers run beside ours
     try:
         _make()
     finally:
@@ -34,6 +35,7 @@ def _command() -> None:
 
 
 def _make() -> None:
+    gc.disable()  # until all is imported
     with signals_held():  # extension modules turn an interruption into an ImportError
         from dataclasses import asdict
 
@@ -42,6 +44,7 @@ def _make() -> None:
         from tokenfeed.tools.pretokenizing.make import make_dataset, make_part
         from tokenfeed.tools.pretokenizing.options import parse_options
     gc.freeze()  # what was imported stays: no collection need look through it, at the end neither
+    gc.enable()
     options = parse_options()
     try:
         if options.part:

@@ -126,7 +126,7 @@ def pretokenize(
     with ExitStack() as stack:
         stack.callback(end_early)
         if runner == "local" and _is_large(source):
-            start_early()
+            start_early(has_texts=task != "ids")
         return _pretokenized(source, out, words, stack)
 
 

@@ -25,7 +25,7 @@ from tokenfeed.tools.encoding.tasks import LmEncoder
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs import executors
-from tokenfeed.tools.jobs.crew import Crew, Progress, WorkerDied, local_crew
+from tokenfeed.tools.jobs.crew import Crew, Done, WorkerDied, local_crew
 from tokenfeed.tools.jobs.executors import ForkExecutor
 from tokenfeed.tools.jobs.run_records import RunRecords
 from tokenfeed.tools.pretokenize import needs_workers
@@ -85,7 +85,7 @@ def crew_of_two(corpus: Path, out: Path, tokenizer: Path, executor: ForkExecutor
         yield crew
 
 
-def _ignore(progress: Progress) -> None: ...
+def _ignore(progress: Done) -> None: ...
 
 
 def test_workers_outlive_the_program_they_were_forked_from(

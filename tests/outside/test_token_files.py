@@ -1,5 +1,7 @@
 """Files of token ids of other projects, there and back through `pretokenize --task ids`."""
 
+import csv
+import gzip
 import json
 import os
 import random
@@ -221,6 +223,22 @@ def test_names_in_upper_case_have_their_index(kind: str, tmp_path: Path, words: 
         os.utime(file, ns=(1, 1))
     with pytest.raises(TokenfeedError, match="names, sizes and times of the input files"):
         copied(theirs, tmp_path / "out", words, strict=True)
+
+
+def test_names_of_documents_in_a_table_may_have_commas_and_line_breaks(
+    tmp_path: Path, words: Path
+) -> None:
+    path = write_olmo(tmp_path, ROWS)
+    with gzip.open(tmp_path / "part-0.csv.gz", "rt") as table:
+        lines = [line.split(",") for line in table]
+    with gzip.open(tmp_path / "part-0.csv.gz", "wt", newline="") as table:
+        rows = ([a, b, f'a, "b"\n{name}', source, 0] for a, b, name, source, _ in lines)
+        csv.writer(table).writerows(rows)
+    assert copied(path, tmp_path / "out", words) == ROWS
+    with gzip.open(tmp_path / "part-0.csv.gz", "at") as table:
+        table.write(f"{len(ids_of(ROWS))},,name,source,0\n")
+    with pytest.raises(CorpusError, match=r"part-0\.csv\.gz is damaged"):
+        copied(path, tmp_path / "none", words)
 
 
 @pytest.mark.parametrize("dtype", ["<i8", "<u8", "<i2"])

@@ -181,16 +181,18 @@ def read_array(place: Location, dtype: "np.dtype | str", start: int, count: int)
     Raises:
         ValueError: The file is shorter.
     """
-    values = np.empty(count, dtype)
-    left = values.view(np.uint8).data
-    with open_location(place) as file:
-        file.seek(start)
-        while len(left):
-            piece = file.read(min(len(left), _PIECE_BYTES))
-            if not piece:
-                raise ValueError(f"{place} is cut short")
-            left[: len(piece)] = piece
-            left = left[len(piece) :]
+    if isinstance(place, str):
+        values: np.ndarray = np.fromfile(place, dtype, count, offset=start)
+    else:
+        data = bytearray()
+        with open_location(place) as file:
+            file.seek(start)
+            wanted = np.dtype(dtype).itemsize * count
+            while piece := file.read(min(wanted - len(data), _PIECE_BYTES)):
+                data += piece
+        values = np.frombuffer(data, dtype, len(data) // np.dtype(dtype).itemsize)
+    if len(values) < count:
+        raise ValueError(f"{place} is cut short")
     return values
 
 

@@ -7,8 +7,9 @@ are not copied. Records that a reader or a task rejects are counted with their r
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -24,7 +25,7 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.records import Reject
+from tokenfeed.tools.corpus.records import IdRows, Reject
 from tokenfeed.tools.corpus.units import Unit, fetched_ahead, read_records, with_remedy
 from tokenfeed.tools.encoding.audit import Answers
 from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
@@ -233,8 +234,8 @@ _BATCH_RECORDS = 1 << 14
 class RecordBlock:
     """Records that are encoded together."""
 
-    values: dict[str, list[Any]]
-    """The R values of each field."""
+    values: dict[str, Any]
+    """The R values of each field: a list, or `IdRows`."""
     sources: np.ndarray
     """The source of each record, shape (R,), uint32."""
     records: np.ndarray
@@ -248,10 +249,20 @@ class RecordBlock:
 
     def take(self, kept: np.ndarray) -> "RecordBlock":
         """Return the records with the given indexes."""
-        values = {name: [column[index] for index in kept] for name, column in self.values.items()}
+        values = {name: _taken(column, kept) for name, column in self.values.items()}
         return RecordBlock(
             values, self.sources[kept], self.records[kept], self.split, self.weight_bytes
         )
+
+
+def _taken(column: Sequence[Any], rows: np.ndarray) -> Sequence[Any]:
+    return column.take(rows) if isinstance(column, IdRows) else [column[row] for row in rows]
+
+
+def _all(columns: list[Sequence[Any]]) -> Sequence[Any]:
+    """Return the values of several columns one after another."""
+    ids = [column for column in columns if isinstance(column, IdRows)]
+    return IdRows.joined(ids) if len(ids) == len(columns) else [*chain.from_iterable(columns)]
 
 
 def read_record_blocks(
@@ -295,9 +306,8 @@ def _fitting(batch: RecordBlock, task: TaskEncoder, ledger: UnitCounts) -> Recor
 def _joined(batches: list[RecordBlock]) -> RecordBlock:
     if len(batches) == 1:
         return batches[0]
-    names = batches[0].values
     return RecordBlock(
-        {name: [value for batch in batches for value in batch.values[name]] for name in names},
+        {name: _all([batch.values[name] for batch in batches]) for name in batches[0].values},
         np.concatenate([batch.sources for batch in batches]),
         np.concatenate([batch.records for batch in batches]),
         batches[0].split,

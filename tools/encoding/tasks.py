@@ -21,12 +21,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 import numpy as np
-from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.arithmetic import Ragged, join
 from tokenfeed.pipeline.errors import ConfigError
@@ -46,7 +45,7 @@ from tokenfeed.pipeline.format.schema import (
     task_columns,
     token_dtype,
 )
-from tokenfeed.tools.corpus.records import FieldKind, Fields, Unusable
+from tokenfeed.tools.corpus.records import FieldKind, Fields, IdRows, Unusable
 from tokenfeed.tools.encoding.chat import ChatTemplate
 from tokenfeed.tools.encoding.chat_messages import (
     UNREAD_KEY,
@@ -63,8 +62,8 @@ from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, TokenPlaces
 
-FieldValues = dict[str, list[Any]]
-"""The values of R records, by field."""
+FieldValues = dict[str, Any]
+"""The values of R records, by field: a list, or `IdRows`."""
 
 _TASKS_BY_FIELDS = {
     ("messages",): "chat",
@@ -126,6 +125,8 @@ class TaskEncoder(ABC):
     """The kind of each field of the task."""
     keeps: ClassVar[bool] = False
     """Whether records can have a value per token, so that `keep` is allowed."""
+    has_texts: ClassVar[bool] = True
+    """Whether `encode` calls an engine."""
     checks_in_encode: ClassVar[bool] = False
     """Whether `encode` itself finds the records that `unusable` would return."""
     add_special_tokens: bool = False
@@ -313,7 +314,8 @@ class LmEncoder(TaskEncoder):
 
     def texts(self, values: FieldValues) -> list[bytes]:
         """The documents."""
-        return values[self.text]
+        texts: list[bytes] = values[self.text]
+        return texts
 
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
         """Turn R records into R rows."""
@@ -342,6 +344,7 @@ class IdsEncoder(TaskEncoder):
     }
     """Also the fields of the subclasses."""
     keeps: ClassVar[bool] = True
+    has_texts: ClassVar[bool] = False
     input_ids: str = "input_ids"
     attention_mask: str | None = None
     """0 for padding, which is left out; None: there is no padding."""
@@ -366,11 +369,6 @@ class IdsEncoder(TaskEncoder):
         """The fields to read of each record, by the names of the user."""
         return super().fields | {column.name: FieldKind.NUMBERS for column in self.keep}
 
-    def with_tokenizer(self, json_bytes: bytes) -> Self:
-        """Return the task with the size of the vocabulary."""
-        vocabulary = Tokenizer.from_buffer(json_bytes).get_vocab(with_added_tokens=True)
-        return replace(self, vocabulary_size=max(vocabulary.values()) + 1)
-
     def template(self, tokenizer: TextTokenizer) -> Template:
         """Return a template without tokens: rows are copied as they are."""
         return Template.from_tokenizer(tokenizer, num_texts=1, special=False, end_id=None)
@@ -390,7 +388,10 @@ class IdsEncoder(TaskEncoder):
 
     def texts(self, values: FieldValues) -> list[bytes]:
         """Return the bytes of the ids, for hashes."""
-        return [ids.astype("<u4").tobytes() for ids in values[self.input_ids]]
+        rows = IdRows.of(values[self.input_ids])
+        joined: Any = rows.values.astype("<u4").view(np.uint8).data  # a buffer, not copied again
+        edges = (4 * rows.offsets).tolist()
+        return [joined[begin:end] for begin, end in pairwise(edges)]
 
     def unusable(self, values: FieldValues) -> dict[int, str]:
         """Return records whose kept columns do not fit to the ids or to the type."""
@@ -409,20 +410,22 @@ class IdsEncoder(TaskEncoder):
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
         """Turn R records into R rows."""
         values = self._without_padding(values)
-        rows = values[self.input_ids]
-        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-        ids = np.concatenate([np.empty(0, np.int64), *rows])
-        wrong = np.flatnonzero(ids >= self.vocabulary_size)
-        row_of = np.repeat(np.arange(len(rows)), lengths)[wrong]
-        unusable = {
-            int(row): f"field `{self.input_ids}` has the id {ids[place]:,}, but the tokenizer has "
-            f"{self.vocabulary_size:,} ids"
-            for row, place in zip(row_of[::-1], wrong[::-1], strict=True)
-        }
-        ids[wrong] = 0
+        rows = IdRows.of(values[self.input_ids])
+        ids, lengths, unusable = rows.values, np.diff(rows.offsets), dict[int, str]()
+        if ids.max(initial=0) >= self.vocabulary_size:
+            wrong = np.flatnonzero(ids >= self.vocabulary_size)
+            row_of = np.searchsorted(rows.offsets, wrong, "right") - 1
+            unusable = {
+                int(row): f"field `{self.input_ids}` has the id {ids[place]:,}, but the tokenizer "
+                f"has {self.vocabulary_size:,} ids"
+                for row, place in zip(row_of[::-1], wrong[::-1], strict=True)
+            }
+            ids = np.where(ids < self.vocabulary_size, ids, 0)
         has_text = lengths > 0
         has_text[[*unusable]] = False
-        per_token = {INPUT_IDS: Ragged(ids.astype(token_dtype(self.vocabulary_size)), lengths)}
+        per_token = {
+            INPUT_IDS: Ragged(ids.astype(token_dtype(self.vocabulary_size), copy=False), lengths)
+        }
         for column in self.keep:
             numbers = np.concatenate([np.empty(0), *values[column.name]])
             per_token[column.name] = Ragged(numbers.astype(column.dtype), lengths)
@@ -555,10 +558,10 @@ class _OfTexts(TaskEncoder):
 
     def texts(self, values: FieldValues) -> list[bytes]:
         """The texts, pairs joined."""
+        texts: list[bytes] = values[self.text]
         if not self.pair:
-            return values[self.text]
-        pairs = zip(values[self.text], values[self.pair], strict=True)
-        return list(map(b"\n".join, pairs))
+            return texts
+        return list(map(b"\n".join, zip(texts, values[self.pair], strict=True)))
 
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
         """Turn R records into R rows."""

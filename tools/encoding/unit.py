@@ -26,6 +26,7 @@ from tokenfeed.tools.encoding.engines import (
     EngineName,
     EngineUnavailable,
     FastEngine,
+    NoEngine,
     Unencodable,
     load_engine,
 )
@@ -255,6 +256,8 @@ class UnitEncoder:
 
 def _load_engine(settings: EncodeSettings, name: EngineName) -> Engine:
     """Load one engine and no other: a large vocabulary takes a second."""
+    if not settings.task.has_texts:
+        return NoEngine()
     json_bytes, special = settings.output.read(TOKENIZER_FILE), settings.splits_special
     return load_engine(name, json_bytes, settings.vocabulary_size, splits_special=special)
 
@@ -268,7 +271,7 @@ def _rows(samples: Samples, batch: RecordBlock, chosen: np.ndarray) -> Rows:
     rows = np.flatnonzero(chosen)
     per_token = samples.per_token
     if len(rows) < len(chosen):
-        per_token = {name: ragged.take(rows) for name, ragged in per_token.items()}
+        per_token = {name: _taken(ragged, rows) for name, ragged in per_token.items()}
     first: Ragged = next(iter(per_token.values()))
     return Rows(
         first.lengths,
@@ -278,4 +281,16 @@ def _rows(samples: Samples, batch: RecordBlock, chosen: np.ndarray) -> Rows:
             ORIGIN_FILE: batch.sources[rows],
             ORIGIN_RECORD: batch.records[rows],
         },
+    )
+
+
+def _taken(ragged: Ragged, rows: np.ndarray) -> Ragged:
+    """Return some rows, in ascending order. Long runs of neighbours are copied at once."""
+    begins = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    if len(begins) * 8 > len(rows):
+        return ragged.take(rows)
+    offsets, ends = ragged.offsets, np.append(begins[1:], len(rows))
+    pairs = zip(offsets[rows[begins]], offsets[rows[ends - 1] + 1], strict=True)
+    return Ragged(
+        np.concatenate([ragged.values[begin:end] for begin, end in pairs]), ragged.lengths[rows]
     )

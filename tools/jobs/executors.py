@@ -62,8 +62,10 @@ ResultT = TypeVar("ResultT")
 SMALL_BYTES = 2_000_000
 """Largest input that this process finishes before workers would start."""
 
-MODULES = ("tokenfeed.tools.encoding.unit", "awkward", "gigatoken")
+MODULES = ("tokenfeed.tools.encoding.unit",)
 """Modules that the workers of `pretokenize` import."""
+ENGINE_MODULES = ("awkward", "gigatoken")
+"""Modules of the fast engine, which need a third of the time of all imports."""
 
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
@@ -95,12 +97,13 @@ class ForkExecutor(Executor):
     process behind. This process handles Ctrl-C and SIGTERM; its workers start with both blocked.
     """
 
-    def __init__(self) -> None:
-        """Start the program. It imports the installed ones of `MODULES`, and waits."""
+    def __init__(self, *, has_texts: bool = True) -> None:
+        """Start the program. It imports the installed ones of `MODULES` and, if there will be texts
+        to encode, of `ENGINE_MODULES`, and waits."""
         ours, theirs = socket.socketpair()
         with theirs, signals_held(), _signals_blocked():
             self._program = subprocess.Popen(
-                _command(theirs.fileno()),
+                _command(theirs.fileno(), MODULES + ENGINE_MODULES * has_texts),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | ENVIRONMENT,
@@ -293,8 +296,8 @@ def _end_with_parent() -> None:
 LocalExecutor = ForkExecutor | SpawnExecutor
 
 
-def _new_executor() -> LocalExecutor:
-    return ForkExecutor() if hasattr(os, "fork") else SpawnExecutor()
+def _new_executor(*, has_texts: bool = True) -> LocalExecutor:
+    return ForkExecutor(has_texts=has_texts) if hasattr(os, "fork") else SpawnExecutor()
 
 
 _early: list[LocalExecutor] = []
@@ -303,9 +306,9 @@ _early_loads: list[Callable[[], None]] = []
 """Functions for `ForkExecutor.prepare` of the executor that is started early."""
 
 
-def start_early() -> None:
-    """Start an executor for the first call of `local_executor`."""
-    executor = _new_executor()
+def start_early(*, has_texts: bool = True) -> None:
+    """Start an executor for the first call of `local_executor`. `has_texts`: see `ForkExecutor`."""
+    executor = _new_executor(has_texts=has_texts)
     for load in _early_loads:
         executor.prepare(load)
     _early.append(executor)
@@ -340,17 +343,18 @@ def _disconnect(connection: Connection) -> None:
         end.shutdown(socket.SHUT_RDWR)
 
 
-def _command(socket_fd: int) -> list[str]:
+def _command(socket_fd: int, modules: tuple[str, ...]) -> list[str]:
     """Return the command line of a program that finds the same modules as this process."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
     code = f"""
-import sys
+import gc, sys
+gc.disable()  # until all is imported
 sys.path[:] = {path!r}
 try:
     from tokenfeed.tools.jobs.executors import serve
 except (ImportError, MemoryError):  # not enough memory: the parent reports that
     sys.exit(1)
-serve({socket_fd})
+serve({socket_fd}, {modules!r})
 """
     return [sys.executable, "-c", code]
 
@@ -365,14 +369,14 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def serve(socket_fd: int) -> None:
+def serve(socket_fd: int, modules: tuple[str, ...]) -> None:
     """Run the program: import, load, fork the workers, and wait until all have ended.
 
     It forks after loading and before the first task: threads, such as a tokenizer's, do not survive
     a fork.
     """
     log_to_stderr()
-    for name in MODULES:
+    for name in modules:
         with contextlib.suppress(Exception):  # the initializer meets it again
             importlib.import_module(name)
     control = Connection(socket_fd)
@@ -398,6 +402,7 @@ def serve(socket_fd: int) -> None:
 def _fork(connections: list[Connection]) -> None:
     """Fork a process for each connection; return when all have ended."""
     gc.freeze()  # a collection would copy the memory that they share
+    gc.enable()
     while connections:
         connection = connections.pop()
         try:

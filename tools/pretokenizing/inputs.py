@@ -93,6 +93,7 @@ class Inputs:
         """
         task, output, ids = options.make_task(), options.output, None
         if tokenizer and isinstance(task, IdsEncoder):
+            task = dataclasses.replace(task, vocabulary_size=tokenizer.vocabulary_size)
             ids = IdFacts(token_dtype(tokenizer.vocabulary_size).str, tokenizer.end_id)
         corpus = find_corpus(
             () if spooled else options.corpus,

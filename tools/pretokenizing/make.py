@@ -101,7 +101,10 @@ class Listed:
             tokenizer = _load(options, json_bytes, public(options.tokenizer), files)
             special = tokenizer.splits_special
             vocabulary = tokenizer.vocabulary_size
-            prepare_early(partial(preload, options.tokenizer, vocabulary, splits_special=special))
+            if options.task != "ids":
+                prepare_early(
+                    partial(preload, options.tokenizer, vocabulary, splits_special=special)
+                )
         plan = kept_plan(options.output) if state == "unfinished" else None
         inputs = Inputs.listed(options, plan, spool(), tokenizer)
         if isinstance(inputs.task, ChatEncoder):

@@ -23,7 +23,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +32,7 @@ from numpy.lib.format import (
     read_array_header_2_0,
     read_magic,
 )
+from pyarrow import csv
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools.corpus.formats.tables import column_problem
@@ -46,12 +46,13 @@ from tokenfeed.tools.corpus.locations import (
     read_array,
     size_of,
 )
-from tokenfeed.tools.corpus.records import Fields, Records, rejected, too_long
+from tokenfeed.tools.corpus.records import Fields, IdRows, Records, rejected, too_long
 
 ENDINGS = (".bin", ".npy", ".ds")
 _CHUNK_IDS, _CHUNK_ROWS = 1 << 20, 1 << 20
 """Ids, and entries of an index, that are read at once."""
-_LINES, _LONGEST_LINE = 1 << 14, 1 << 12
+_TABLE_BYTES = 1 << 20
+"""Bytes of a table that are read at once; no line may be longer."""
 _SCHEMA = pa.schema({"input_ids": pa.list_(pa.uint32())})
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """dtype by magic and version."""
@@ -318,21 +319,29 @@ def _datatrove(source: InputFile) -> _Tokens:
 
 
 def _by_csv(table: Location, row: int, end: int) -> Iterator[np.ndarray]:
-    """Read the starts and ends of all rows from dolma's table."""
+    """Read the starts and ends of all rows from dolma's table: the first two columns."""
+    read = csv.ReadOptions(
+        autogenerate_column_names=True, block_size=_TABLE_BYTES, use_threads=False
+    )
+    parse = csv.ParseOptions(newlines_in_values=True)  # in the names of documents
+    convert = csv.ConvertOptions(
+        include_columns=["f0", "f1"],
+        column_types=dict.fromkeys(("f0", "f1"), pa.int64()),
+        null_values=[],
+    )
     with open_location(table) as opened, gzip.open(opened, "rb") as file:
-        lines = iter(partial(file.readline, _LONGEST_LINE), b"")
-        while True:
-            try:
-                pairs = [line.split(b",", 2)[:2] for line in islice(lines, _LINES)]
-                starts, ends = np.array(pairs, np.int64).reshape(-1, 2).T
-            except (ValueError, OverflowError, OSError, EOFError, zlib.error) as error:
-                raise ValueError(f"{_name_of(table)} is damaged: {error}") from None
-            if not pairs:
-                return
-            if starts[0] != end or (starts[1:] != ends[:-1]).any():
-                raise ValueError(f"the rows of {_name_of(table)} do not follow one another")
-            yield _between(ends, end)
-            end = int(ends[-1])
+        try:
+            batches = csv.open_csv(file, read, parse, convert)
+            for batch in batches:
+                starts, ends = (column.to_numpy() for column in batch.columns)
+                if not len(ends):
+                    continue
+                if starts[0] != end or (starts[1:] != ends[:-1]).any():
+                    raise ValueError("its rows do not follow one another")
+                yield _between(ends, end)
+                end = int(ends[-1])
+        except (ValueError, OSError, EOFError, zlib.error, pa.ArrowException, KeyError) as error:
+            raise ValueError(f"{_name_of(table)} is damaged: {error}") from None
 
 
 def _between(ends: np.ndarray, begin: int) -> np.ndarray:
@@ -438,17 +447,16 @@ def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
         done = 0
         while done < len(lengths):
             before, next_long = int(begins[done]), int(long[np.searchsorted(long, done)])
-            some = int(np.searchsorted(ends, before + _CHUNK_IDS, "right")) - done
+            some = int(np.searchsorted(ends, before + _CHUNK_IDS)) + 1 - done
             some = max(min(some, next_long - done), 1)
             count = int(ends[done + some - 1]) - before
             if done == next_long:
                 reason = f"field `input_ids` {too_long(count * width, most * width)}"
                 yield replace(rejected(row, fields, reason), weight_bytes=count * width)
             else:
-                ids, borders = tokens.ids(at, count), slice(done, done + some)
-                pairs = zip(begins[borders] - before, ends[borders] - before, strict=True)
+                offsets = np.append(0, ends[done : done + some] - before)
+                rows = IdRows(tokens.ids(at, count), offsets)
                 numbers = np.arange(row, row + some, dtype=np.uint64)
-                rows = [ids[begin:end] for begin, end in pairs]
                 yield Records(numbers, dict.fromkeys(fields, rows), weight_bytes=count * width)
             row, at, done = row + some, at + count, done + some
 
