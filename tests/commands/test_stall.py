@@ -163,6 +163,16 @@ def test_sigterm_of_a_child_does_not_end_the_script(script: Path) -> None:
     assert "13 steps of SGD" in ended.stderr
 
 
+def test_steps_of_a_fork_are_not_those_of_the_script(script: Path) -> None:
+    text = "child = os.fork()\nif not child:\n    [step() for _ in range(3)]\n    os._exit(4)\n"
+    text += "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\nstep()\n"
+    script.write_text(LOOP + text)
+    ended = stall(script)
+    assert (ended.returncode, ended.stdout) == (0, "trained\n4\n")
+    assert "13 steps of SGD" in ended.stderr
+    assert ended.stderr.count("verdict") == 1
+
+
 def test_own_sigterm_handler_stays(script: Path) -> None:
     handler = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
     script.write_text(LOOP.replace("slept, marks", handler + "slept, marks") + "time.sleep(60)")

@@ -153,7 +153,7 @@ def test_stacks_are_bounded() -> None:
     assert sampler.samples[((loop.__code__, 0),), False] == 2, "known stacks still count"
     for line in range(3_000):
         sampler.count(((loop.__code__, line),), True)
-    assert len(sampler._pending) <= 1_000, "also within a step"
+    assert len(sampler.pending) <= 1_000, "also within a step"
 
 
 FRAME = """

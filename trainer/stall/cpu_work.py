@@ -4,9 +4,9 @@ On a CPU the host does the work itself, so time shows nothing about what it was 
 between the end of a step and the first forward pass is `other`, unless it is in a bracket.
 """
 
-import os
 import threading
 import weakref
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,43 +16,54 @@ if TYPE_CHECKING:
 class ForwardWatch:
     """Calls a meter at the first forward pass of a trained module after each `wait`.
 
-    A hook of torch for all modules is registered by `wait`, and removed by its first use. It is not
-    attached to any module. A forward pass that computes no gradients, such as that of an
-    evaluation, does not count. A hook that fails removes itself.
+    A hook of torch for all modules is in place from `wait` to its first use, so it costs one call a
+    step. It is not attached to any module. A forward pass that computes no gradients, such as that
+    of an evaluation, does not count. A hook that fails removes itself.
     """
 
     def __init__(self, meter: "StallMeter") -> None:
-        self._begin = weakref.WeakMethod(meter.begin_work)
+        self._meter = weakref.ref(meter)
         weakref.finalize(meter, self.close).atexit = False
-        self._place = os.getpid(), threading.get_ident()
-        self._handle: Any = None
+        self._thread = threading.get_ident()
+        self._hooks: MutableMapping[int, Any] = {}
+        """Torch's table of hooks for all modules, from the first `wait` on."""
+        self._number = -1
+        """The place of the hook in this table."""
+        self._trained: Any = None
+        """A weak reference to the module that began the latest step."""
+        self._is_compiling: Callable[[], bool] = bool
+        self._computes_gradients: Callable[[], bool] = bool
 
     def wait(self) -> None:
         """Wait for the next forward pass."""
-        if self._handle is None:
-            from torch.nn.modules.module import register_module_forward_pre_hook
+        self._thread = threading.get_ident()
+        if self._number >= 0:
+            self._hooks[self._number] = self._called
+            return
+        import torch
+        from torch.nn.modules.module import register_module_forward_pre_hook
 
-            self._place = os.getpid(), threading.get_ident()
-            self._handle = register_module_forward_pre_hook(self._called)
+        self._is_compiling = torch.compiler.is_dynamo_compiling
+        self._computes_gradients = torch.is_grad_enabled
+        handle = register_module_forward_pre_hook(self._called)
+        self._hooks, self._number = handle.hooks_dict_ref() or {}, handle.id
 
     def close(self) -> None:
         """Stop waiting."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
+        self._hooks.pop(self._number, None)
 
     def _called(self, module: Any, inputs: Any) -> None:
-        import torch
-
-        if torch.compiler.is_compiling():
+        if self._is_compiling():
             return
         try:
-            if (os.getpid(), threading.get_ident()) != self._place or not torch.is_grad_enabled():
+            if threading.get_ident() != self._thread or not self._computes_gradients():
                 return
-            if not any(weight.requires_grad for weight in module.parameters()):
-                return
-            begin = self._begin()
-            if begin is None or begin():
-                self.close()
+            if self._trained is None or self._trained() is not module:
+                if not any(weight.requires_grad for weight in module.parameters()):
+                    return
+                self._trained = weakref.ref(module)
+            meter = self._meter()
+            if meter is None or meter.begin_work():
+                self._hooks.pop(self._number, None)
         except Exception:  # no training fails by its meter
             self.close()

@@ -144,7 +144,7 @@ class Accounts:
         self._mark_seconds, self._factor = mark_seconds, factor
         self.slower = 0.0
         """Share by which steps were slower after the first trace; it widens the interval."""
-        self._gaps: dict[str, Array] = {}
+        self._gaps: dict[str, list[list[float]]] = {}
         """By cause and piece: seconds in usable steps, the number of such steps, seconds in others.
         A piece lies between two traces."""
         self._left_out = np.zeros(1)
@@ -162,8 +162,13 @@ class Accounts:
         """Add a step. Numbers must grow."""
         for cause, seconds in step.gaps.items():
             if cause not in self._gaps:
-                self._gaps[cause] = np.zeros((len(self._left_out), 3))
-            self._gaps[cause][-1] += (seconds, 1, 0) if step.is_usable else (0, 0, seconds)
+                self._gaps[cause] = [[0.0, 0.0, 0.0] for _ in self._left_out]
+            sums = self._gaps[cause][-1]
+            if step.is_usable:
+                sums[0] += seconds
+                sums[1] += 1
+            else:
+                sums[2] += seconds
         if not step.is_usable:
             self._left_out[-1] += 1
             return
@@ -182,7 +187,8 @@ class Accounts:
         self._traced += steps
         self._times.append(sum(step.number for step in steps) / len(steps))
         self._sums, self._left_out = _longer(self._sums), _longer(self._left_out)
-        self._gaps = {cause: _longer(sums) for cause, sums in self._gaps.items()}
+        for sums in self._gaps.values():
+            sums.append([0.0, 0.0, 0.0])
         if len(self._times) > _MOST_TRACES:
             self._thin()
 
@@ -198,7 +204,8 @@ class Accounts:
         sums *= scale[:, None, None]
         # Gaps that occur in most steps are scaled. Rare gaps of left-out steps are known.
         gaps, usual_gaps = dict[str, float](), np.zeros(len(used))
-        for cause, each in self._gaps.items():
+        for cause, pieces in self._gaps.items():
+            each = np.array(pieces)
             if 2 * each[:, 1].sum() > used.sum():
                 usual_gaps += scale * each[:, 0]
                 gaps[cause] = float(scale @ each[:, 0])
@@ -381,7 +388,8 @@ class Accounts:
         self._times = self._times[::2]
         piece = (np.arange(len(self._sums)) + 1) // 2
         self._sums, self._left_out = _joined(self._sums, piece), _joined(self._left_out, piece)
-        self._gaps = {cause: _joined(sums, piece) for cause, sums in self._gaps.items()}
+        for cause, sums in self._gaps.items():
+            self._gaps[cause] = _joined(np.array(sums), piece).tolist()
 
 
 def _joined(sums: Array, piece: npt.NDArray[np.intp]) -> Array:

@@ -141,6 +141,8 @@ class StepEnd(NamedTuple):
     """False for a step that a trace has slowed down."""
     is_seen: bool = True
     """Whether a forward pass ended the time `before`. On a GPU always."""
+    work_before: float = 0.0
+    """Seconds of work in the time `before`."""
     blamed: Cause | None = None
     """An event that happened during the step, at an unknown time, and stops the device."""
 
@@ -158,7 +160,10 @@ class MarkChain:
 
     def __init__(self, clock: Clock, add: Callable[[Step, StepEnd], object]) -> None:
         self._clock, self._add_step = clock, add
-        self._mark, self._passed, self._now = clock.mark, clock.passed, clock.now
+        is_host = type(clock) is Clock  # then a mark is a single call of C
+        self._mark = time.perf_counter if is_host else clock.mark
+        self._passed, self._now = clock.passed, clock.now
+        self._is_beside_host = clock.is_beside_host
         self._links: deque[tuple[Any, float, Phase, bool, StepEnd | None]] = deque()
         """Each mark, the host time, the phase of its segment, whether the segment is proven ahead,
         and the step that it ends."""
@@ -176,8 +181,11 @@ class MarkChain:
     def add(self, phase: Phase, end: StepEnd | None = None) -> None:
         """End a segment of this phase with a mark."""
         mark = self._mark()
-        is_ahead = not self._passed(self._queued)
-        self._links.append((mark, self._now(), phase, is_ahead, end))
+        if self._is_beside_host:
+            is_ahead, at = not self._passed(self._queued), self._now()
+        else:
+            is_ahead, at = False, mark
+        self._links.append((mark, at, phase, is_ahead, end))
         self._queued = mark
 
     def is_queue_empty(self) -> bool:
@@ -220,11 +228,11 @@ class MarkChain:
 
     def _end(self, end: StepEnd) -> None:
         gaps, work, ahead = self._gaps, self._work, self._ahead
-        if not self._clock.is_beside_host:  # the host itself does the work
-            if end.is_seen and self._before:
-                gaps["other"] = gaps.get("other", 0.0) + self._before
-            elif self._before:
-                work += self._before
+        if not self._is_beside_host:  # the host itself does the work
+            is_work = end.work_before if end.is_seen else self._before
+            work += is_work
+            if self._before > is_work:
+                gaps["other"] = gaps.get("other", 0.0) + self._before - is_work
             ahead = work
         else:
             self._blame(end)

@@ -151,7 +151,7 @@ class StallMeter:
         add = weakref.WeakMethod(self._add)  # a meter that nothing refers to is to be deleted
         self._chain = MarkChain(clock, lambda step, end: (own := add()) and own(step, end))
         self._cut = self._chain.add
-        self._is_busy = False
+        self._is_busy, self._work_before = False, 0.0
         self._forward = None if clock.is_beside_host else ForwardWatch(self)
         self._phase: Phase = "before" if self._forward else "work"
         self._waits = WaitFinder()
@@ -218,7 +218,7 @@ class StallMeter:
             slots = _whole("slots", slots, least=tokens)
         number = self._number
         is_warmup = number < self._warmup
-        is_slowed = self._trace_is_on or self._recovering or self._waits.is_on
+        is_slowed = self._tracing is not None and self._is_slowed()
         is_usable = not (is_warmup or is_slowed)
         is_seen = self._forward is None or self._phase != "before"
         end = StepEnd(
@@ -229,18 +229,19 @@ class StallMeter:
             is_warmup,
             is_usable,
             is_seen,
-            self._blamed(),
+            self._work_before,
+            self._blamed() if self._allocator.is_on or self._compiler.is_blamed else None,
         )
-        self._number = number + 1
+        self._number, self._work_before = number + 1, 0.0
         self._end_segment(self._phase, end)
         if self._forward is not None and self._phase == "work":
             self._phase = "before"
             self._forward.wait()
-        if self._recovering:
-            self._recovering -= 1
-        if self._waits.is_on:
-            self._waits.end_step()
         if self._tracing is not None:
+            if self._recovering:
+                self._recovering -= 1
+            if self._waits.is_on:
+                self._waits.end_step()
             self._trace(self._tracing, number, is_usable=is_usable)
         if len(self._chain) >= _LINKS_AT_ONCE or self._number in _EARLY_STEPS:
             self._resolve()
@@ -390,6 +391,11 @@ class StallMeter:
         self._end_segment(self._phase)
         self._phase = outer
 
+    def add_work(self, seconds: float) -> None:
+        """Count seconds that have just passed as work, also before the first forward pass."""
+        if self._phase == "before":
+            self._work_before += seconds
+
     def begin_work(self) -> bool:
         """A forward pass begins on a CPU. Return whether it belongs to a step: not in a bracket."""
         if self._phase != "before":
@@ -405,6 +411,10 @@ class StallMeter:
         if self._trace_is_on and self._tracing is not None:
             self._tracing.add(phase, None if end is None else end.number)
         self._is_busy = False
+
+    def _is_slowed(self) -> bool:
+        """Return whether a trace slows down the present step."""
+        return bool(self._trace_is_on or self._recovering or self._waits.is_on)
 
     def _trace(self, tracing: Tracing, number: int, *, is_usable: bool) -> None:
         """Start or end a trace after a step, if it is time."""

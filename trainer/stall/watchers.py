@@ -119,7 +119,7 @@ class AllocatorWatch:
 
     def __init__(self, read: Callable[[], dict[str, Any]] | None) -> None:
         """Args: `read` returns the statistics of torch's allocator. None: nothing to watch."""
-        self._read = read
+        self._read, self.is_on = read, read is not None
         self._last: tuple[int, ...] | None = None
         self._next_poll = 0.0
         self._count = self._retries = 0

@@ -72,21 +72,21 @@ class Sampler:
 
     def __init__(self, thread: int, is_inside: Callable[[], bool]) -> None:
         self._thread, self._is_inside = thread, is_inside
-        self._pending: Counter[tuple[_Stack, bool]] = Counter()
+        self.pending: Counter[tuple[_Stack, bool]] = Counter()
+        """Samples of the present step."""
         self.samples: Counter[tuple[_Stack, bool]] = Counter()
         self._end = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="tokenfeed-stall").start()
 
     def count(self, stack: _Stack, is_known: bool) -> None:
         """Count a sample of the present step."""
-        _add(self._pending, (stack, is_known), 1)
+        _add(self.pending, (stack, is_known), 1)
 
     def keep(self) -> None:
         """End a step: samples after the last step do not count."""
-        if self._pending:
-            pending, self._pending = self._pending, Counter()
-            for key, count in pending.items():
-                _add(self.samples, key, count)
+        pending, self.pending = self.pending, Counter()
+        for key, count in pending.items():
+            _add(self.samples, key, count)
 
     def close(self) -> None:
         """Stop the thread."""
@@ -243,7 +243,8 @@ class HostLines:
     def end_step(self) -> None:
         """End a step of the training thread."""
         self._steps += 1
-        self._sampler.keep()
+        if self._sampler.pending:
+            self._sampler.keep()
         if self._timer is not None:
             self._timer.end_step()
             if len(self._timer.steps) >= _TIMED_STEPS:

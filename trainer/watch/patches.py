@@ -56,8 +56,12 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
 
-    def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute. At the end, it is restored unless somebody else replaced it."""
+    def replace(self, owner: Any, name: str, value: Any) -> Callable[[], None]:
+        """Replace an attribute. At the end, it is restored unless somebody else replaced it.
+
+        Returns:
+            A function that restores it earlier.
+        """
         before, is_own = getattr(owner, name), name in vars(owner)
         setattr(owner, name, value)
 
@@ -70,6 +74,7 @@ class Patches:
                 delattr(owner, name)
 
         self.at_end(restore)
+        return restore
 
     def wrap(self, module: ModuleType, call: Call, charged: Callable[..., Any]) -> None:
         """Replace a name of the table. Names that this version of a package lacks are left out."""

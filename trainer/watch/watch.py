@@ -9,12 +9,12 @@ import contextlib
 import functools
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
@@ -39,27 +39,42 @@ _MOST_BETWEEN = 8
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
+def _nothing() -> None:
+    """Stand for a weak reference to nothing."""
+
+
+_watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """End the watches of the parent: what a fork of it does, such as a loader worker, is not
+    measured."""
+    for each in _watches:
+        each.is_on = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 def _guarded(hook: Hook) -> Hook:
     """Do nothing in another process or thread, and end the watch at the first fault."""
 
     @functools.wraps(hook)
     def run(self: "Watch", *args: Any) -> Any:
         # torch.compile may trace this. It must end here, before it calls anything else.
-        if self.torch is None or self.torch.compiler.is_compiling() or not self.is_on:
-            return None
-        if self.pid != os.getpid() or self.thread not in (None, threading.get_ident()):
+        if self.is_compiling() or (self.thread != get_ident() and self.thread is not None):
             return None
         try:
-            return hook(self, *args)
+            return hook(self, *args) if self.is_on else None
         except Exception as error:
-            self.is_on = False
-            self.run.fault = f"{type(error).__name__}: {error}"
+            self._failed(error)
             return None
 
     return run  # type: ignore[return-value]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Block:
     """A block of time that belongs to a cause."""
 
@@ -67,7 +82,7 @@ class _Block:
     meter: Any
     outer: Any
     began: float
-    site: Site | None
+    site: Site | None = None
     is_pause: bool = False
     """Whether the evaluation goes on behind the block."""
 
@@ -79,6 +94,8 @@ class _Optimizer:
     number: int
     weights: frozenset[int]
     """The ids of its parameters, which it keeps alive."""
+    is_subclass: bool
+    """Whether its step may call that of a base class. Torch calls the hook after both."""
     steps: int = 0
     """Its steps since the latest one of the leader."""
 
@@ -108,6 +125,8 @@ class Watch:
         self.thread: int | None = None
         """The thread that trains, from its first step on."""
         self.torch: Any = None
+        self.is_compiling: Callable[[], bool] = bool
+        """Return whether torch.compile traces the caller."""
         self.run = Run(place=place)
         self._summary = Summary(self.run, out, fail_above)
         self._limits, self._ideal, self._out = steps, ideal_steps, out
@@ -120,16 +139,22 @@ class Watch:
         self._known = 0.0
         """Seconds in blocks so far."""
         self._in_mode = False
-        self._leader: Any = None
+        self._leader: Callable[[], Any] = _nothing
         """A weak reference to the optimizer whose steps count."""
+        self._leading: _Optimizer | None = None
+        """The same optimizer as it is known here."""
+        self._followers: list[_Optimizer] = []
+        """Others that have stepped since its latest step."""
         self._trained: weakref.WeakKeyDictionary[Any, _Optimizer] = weakref.WeakKeyDictionary()
         self._calls_since_update = self._tokens = self._slots = 0
         self._training: Any = None
         """The data set of the training batches."""
-        self._fetching: Any = None
+        self._fetching: Callable[[], Any] = _nothing
         """A weak reference to the iterator of the latest batch."""
-        self._iterator: Any = None
+        self._iterator: Callable[[], Any] = _nothing
         """The same for the latest batch that was trained."""
+        self._plain: type | None = None
+        """The type of the latest batch that was no mapping."""
         self._kept: list[Any] = []
         self._lines: HostLines | None = None
         self._next_snapshot = 0.0
@@ -148,6 +173,7 @@ class Watch:
 
     def start(self) -> None:
         """Install the hooks. Hooks of torch follow once the script imports torch."""
+        _watches.add(self)
         finder = Finder(["torch", *{call.module for call in CALLS}], self._imported)
         sys.meta_path.insert(0, finder)
         self._patches.at_end(lambda: sys.meta_path.remove(finder))
@@ -168,6 +194,7 @@ class Watch:
         if self._is_finished or self.pid != os.getpid():
             return
         self._is_finished, self.is_on = True, False
+        _watches.discard(self)
         run, patched = self.run, self._patches
         run.end, run.ended = end, time.perf_counter()
         with contextlib.suppress(Exception):
@@ -181,6 +208,10 @@ class Watch:
             self._meter.close()
         if self._termination is not None:
             self._termination.close()
+
+    def _failed(self, error: Exception) -> None:
+        """End the watch."""
+        self.is_on, self.run.fault = False, f"{type(error).__name__}: {error}"
 
     def exit_code(self, code: Any) -> Any:
         """Return the exit code of the process, for the one of the script."""
@@ -199,7 +230,7 @@ class Watch:
                 if call.module == module.__name__:
                     self._patches.wrap(module, call, self._charged)
         except Exception as error:
-            self.is_on, self.run.fault = False, f"{type(error).__name__}: {error}"
+            self._failed(error)
 
     def _attach(self, torch: Any) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -207,6 +238,7 @@ class Watch:
 
         spawning = sys.modules["torch.multiprocessing.spawn"]  # `spawn` of its parent is a function
         self.torch, watch, patched = torch, self, self._patches
+        self.is_compiling = torch.compiler.is_dynamo_compiling
         fetch, make = dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader.__init__
         train, update = torch.nn.Module.train, torch.amp.GradScaler.update
         zero_grad = torch.optim.Optimizer.zero_grad
@@ -217,12 +249,14 @@ class Watch:
             is_special = watch._inside is not None or watch._ideal  # a call takes microseconds
             if is_special and (kept := watch._before_fetch(iterator)) is not None:
                 return kept
-            block = watch.enter("data")
+            block = watch._begin_fetch()
             try:
                 batch = fetch(iterator)
-            finally:
+            except BaseException:
                 watch.leave(block)
-            watch._fetched(block, iterator, batch)
+                raise
+            if block is not None:
+                watch._fetched(block, iterator, batch)
             return batch
 
         @functools.wraps(make)
@@ -242,11 +276,14 @@ class Watch:
 
         @functools.wraps(zero_grad)
         def zero(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            outer = watch._begin_work()
-            try:
+            meter = watch._meter
+            is_known = meter is None or watch._is_beside_host or watch.is_compiling()
+            if is_known or watch.thread != get_ident():
                 zero_grad(optimizer, *args, **kwargs)
-            finally:
-                watch._end_work(outer)
+            else:  # time on a CPU shows nothing about its use
+                began = time.perf_counter()
+                zero_grad(optimizer, *args, **kwargs)
+                meter.add_work(time.perf_counter() - began)
 
         @functools.wraps(update)
         def update_scale(scaler: Any, *args: Any, **kwargs: Any) -> None:
@@ -256,8 +293,7 @@ class Watch:
         @functools.wraps(backward)
         def count_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             backward(tensors, *args, **kwargs)
-            if not watch.run.by_optimizer:
-                watch._after_backward(tensors)
+            watch._after_backward(tensors)
 
         @functools.wraps(start)
         def start_processes(
@@ -276,7 +312,7 @@ class Watch:
         patched.replace(torch.nn.Module, "train", set_mode)
         patched.replace(torch.optim.Optimizer, "zero_grad", zero)
         patched.replace(torch.amp.GradScaler, "update", update_scale)
-        patched.replace(torch.autograd, "backward", count_backward)
+        self._restore_backward = patched.replace(torch.autograd, "backward", count_backward)
         patched.replace(spawning, "start_processes", start_processes)
         patched.replace(torch.multiprocessing, "start_processes", start_processes)
 
@@ -311,6 +347,9 @@ class Watch:
     @_guarded
     def leave(self, block: "_Block | None") -> None:
         """End a block. Pass the result of `enter`."""
+        self._leave(block)
+
+    def _leave(self, block: "_Block | None") -> None:
         if block is None or self._inside is not block:
             return
         self._inside = None
@@ -324,48 +363,41 @@ class Watch:
 
     @_guarded
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if _is_nested(optimizer, sys._getframe(2)):
+        is_led = self._leader() is optimizer
+        known = self._leading if is_led else self._trained.get(optimizer) or self._met(optimizer)
+        if known is None or (known.is_subclass and _is_nested(optimizer, sys._getframe(2))):
             return
         self._calls_since_update += 1
-        known = self._trained.get(optimizer) or self._met(optimizer)
-        if known is None:
-            return
         # A step is a step of one optimizer, the leader: no other one steps twice between its steps.
-        known.steps += 1
-        leader = self._leader() if self._leader is not None else None
-        if leader is None or (optimizer is not leader and known.steps > 1):
-            self._leader, leader = weakref.ref(optimizer), optimizer
+        if not is_led and (known.steps or self._leader() is None):
+            self._leader, self._leading, is_led = weakref.ref(optimizer), known, True
             self.run.leader = known.number
-        if optimizer is leader:
-            for each in self._trained.values():
-                each.steps = 0
-            self._end_step()
+        if not is_led:
+            known.steps += 1
+            self._followers.append(known)
+            return
+        while self._followers:
+            self._followers.pop().steps = 0
+        self._end_step()
 
     def _met(self, optimizer: Any) -> "_Optimizer | None":
         """Remember an optimizer at its first step. Return None if it has no parameters."""
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         if not weights:
             return None
-        known = _Optimizer(len(self.run.optimizers), frozenset(map(id, weights)))
+        steps = [each for each in type(optimizer).__mro__ if "step" in vars(each)]
+        known = _Optimizer(
+            number=len(self.run.optimizers),
+            weights=frozenset(map(id, weights)),
+            is_subclass=len(steps) > 2,  # its own, and that of torch.optim.Optimizer
+        )
         self._trained[optimizer] = known
         self.run.optimizers.append(type(optimizer).__name__)
         if not self.run.by_optimizer:  # it counted backward passes so far
             self._begin(weights[0].device)
             self.run.by_optimizer = True
+            self._restore_backward()
         return known
-
-    @_guarded
-    def _begin_work(self) -> Any:
-        """Begin work between two steps on a CPU, where time shows nothing about its use."""
-        if self._meter is None or self._inside is not None or self._is_beside_host:
-            return None
-        return self._meter.interrupt("work")
-
-    @_guarded
-    def _end_work(self, outer: Any) -> None:
-        """End it. Pass the result of `_begin_work`."""
-        if outer is not None and self._meter is not None:
-            self._meter.resume(outer)
 
     @_guarded
     def _scaled(self, scaler: Any) -> None:
@@ -412,7 +444,7 @@ class Watch:
         source = getattr(iterator, "_dataset", None)
         if self._evaluation is not None and self._inside is self._evaluation:
             # Another iterator may evaluate on the training data.
-            if self._iterator is None or self._iterator() is not iterator:
+            if self._iterator() is not iterator:
                 return None
             self.leave(self._evaluation)
         is_replayed = self._ideal and self._kept and self.run.steps >= self._warmup + self._ideal
@@ -420,19 +452,43 @@ class Watch:
             return None
         return self._kept[self.run.steps % len(self._kept)]
 
-    @_guarded
-    def _fetched(self, block: "_Block | None", iterator: Any, batch: Any) -> None:
-        if block is None:
+    def _begin_fetch(self) -> "_Block | None":
+        """Begin a block of data. It runs in each step, so it has no further calls for the guard."""
+        if self.is_compiling() or self._inside is not None or not self.is_on:
+            return None
+        if self.thread != get_ident() and self.thread is not None:
+            return None
+        try:
+            meter = self._meter
+            outer = meter.enter("data") if meter is not None else None
+            self._inside = _Block("data", meter, outer, time.perf_counter())
+            return self._inside
+        except Exception as error:
+            self._failed(error)
+            return None
+
+    def _fetched(self, block: _Block, iterator: Any, batch: Any) -> None:
+        """End it, and look at a batch that is not like the one before."""
+        if not self.is_on:
             return
+        try:
+            self._leave(block)
+            is_known = type(batch) is self._plain and self._fetching() is iterator
+            if self._meter is not None and not (is_known and not self._ideal):
+                self._look_at(iterator, batch)
+        except Exception as error:
+            self._failed(error)
+
+    def _look_at(self, iterator: Any, batch: Any) -> None:
         source = getattr(iterator, "_dataset", None)
-        if self._meter is None:
-            return
         self._fetching = weakref.ref(iterator)
         if source is not self._training:
             self._training = source
             self.run.loader = self.run.loaders.get(id(source))
         if isinstance(batch, Mapping):
             self._count_tokens(batch.get("input_ids"), batch.get("attention_mask"))
+        else:
+            self._plain = type(batch)
         if self._ideal and source is self._training:
             kept = type(batch)(batch) if isinstance(batch, dict | list) else batch
             self._kept = [*self._kept, kept][-_KEPT_BATCHES:]
@@ -452,7 +508,7 @@ class Watch:
         if self._meter is not None:
             self._meter.close()
             self.run.restart()
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
         self._meter = StallMeter(device, skipped_steps=self._warmup)
         self._is_beside_host = device.type != "cpu"
         self._summary.begin(self.torch)
