@@ -21,7 +21,8 @@ from tokenfeed.trainer.data.attention import Separation, knows_ends
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.optim.optimizer import make_optimizer
-from tokenfeed.trainer.optim.train_state import Learner, Tally
+from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.step import Tally, add_gradients, update
 from tokenfeed.trainer.tasks.registry import task_of
 
 __all__ = ["PeakBytes", "RunPlan"]
@@ -115,8 +116,8 @@ class RunPlan:
         """Run a step of up to two micro-batches of a shape. A third one would need no more."""
         tally = Tally.zero(_CPU)
         for _ in range(min(2, parts)):
-            tally.add(self.learner.add_gradients(self._like.blank_like(*shape)), 0, 0)
-        self.learner.step(1, tally.loss, tally.targets)
+            tally.add(add_gradients(self.learner, self._like.blank_like(*shape)))
+        update(self.learner, 1, tally.loss, tally.targets)
 
     def _loaders(self, config: TrainConfig) -> SplitLoaders:
         by_ends = self._on_gpu and config.precision != "fp32" and knows_ends()

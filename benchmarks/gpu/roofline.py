@@ -37,6 +37,7 @@ from tokenfeed.trainer.models.build import CHOICES
 from tokenfeed.trainer.models.gpt import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.optim.optimizer import make_optimizer
 from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.step import scale_and_clip
 from tokenfeed.trainer.tasks import vocabulary_loss as chunked_loss
 
 __all__ = ["Published", "seconds", "share_of_peak"]
@@ -236,7 +237,7 @@ def _update(head: Head) -> list[Operator]:
             for weight in model.parameters():
                 weight.grad = torch.empty_like(weight)
             with dispatched("optimizer") as found:
-                precision.step(optimizer, 1.0, 1.0)
+                scale_and_clip(optimizer, precision, 1.0, 1.0)
     finally:
         torch.nn.utils.get_total_norm = norm
     is_update = [operator.name.startswith("aten::_fused") for operator in found]

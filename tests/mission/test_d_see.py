@@ -187,7 +187,7 @@ for name, readings in json.loads(sys.argv[4]).items():
     with named_cuda.device():
         trainer = Trainer(config)
         trainer.train(lambda: len(taken) == 9, lambda: bool(taken.append(0)))
-        trainer.write_draft()
+        trainer.reporter.write_draft()
         trainer.close()
 """
 GPU_LACKS = named_cuda.why_not()

@@ -164,7 +164,7 @@ def _train(
         return trainer.finish()
     except Exception:
         with contextlib.suppress(Exception):  # the device may have failed, or nothing has begun
-            trainer.write_draft()
+            trainer.reporter.write_draft()
         if trainer.saver:
             trainer.saver.wait_after_error()
         if trainer.uploads:

@@ -154,6 +154,17 @@ def _compile_parts(module: nn.Module, blocks: set[nn.Module], mode: CompileMode 
             _compile_parts(part, blocks, mode)
 
 
+@contextlib.contextmanager
+def outside_graphs(model: nn.Module, *, has_graphs: bool) -> Iterator[None]:
+    """Move gradients that a CUDA graph allocates out of its memory, which the next replay
+    overwrites. Later micro-batches of the step then add to the copies."""
+    weights = [each for each in model.parameters() if each.grad is None] if has_graphs else []
+    yield
+    for weight in weights:
+        if weight.grad is not None:
+            weight.grad = weight.grad.clone()
+
+
 def recompute_layers(model: nn.Module) -> None:
     """Make the layers of a model keep only what enters them, and compute everything else again in
     the backward pass.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.trainer.config.run_config import PrecisionName
-from tokenfeed.trainer.distributed.world import State, is_sharded_tensor
+from tokenfeed.trainer.distributed.world import State
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FIRST_SCALE, _GROWTH, _BACKOFF, _GROWTH_STEPS = 2.0**16, 2.0, 0.5, 2000
@@ -37,10 +37,7 @@ def choose_precision(name: PrecisionName, device: torch.device) -> tuple[Precisi
 
 
 class Precision:
-    """Autocast, the scale of the loss, and the optimizer's step.
-
-    A step whose gradients are not finite is skipped on the device, without a wait: weights, moments
-    and step count stay, and the skip is counted.
+    """Autocast, the scale of the loss, and the number of skipped steps.
 
     With fp16, the loss is scaled up before the backward pass, so that small gradients do not become
     0. The scale follows the rules of `torch.amp.GradScaler`: it halves when gradients overflow, and
@@ -75,34 +72,9 @@ class Precision:
         """Return what to multiply a loss by before its backward pass, instead of a division."""
         return self._scale / divisor if self.is_scaled else 1 / divisor
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, scale: Tensor | float, clip_norm: float
-    ) -> Tensor:
-        """Scale and clip the gradients, update the weights, free the gradients; return the norm
-        before clipping. With fp16, also take back the scale of the loss, and update it.
-
-        The norm stays on the device; where it is not finite, nothing was updated.
-
-        Args:
-            optimizer: From `make_optimizer`: one that heeds `grad_scale` and `found_inf`.
-            scale: A number, or a tensor without dimensions that nobody has waited for.
-            clip_norm: Longer gradients, after scaling, are shortened to this.
-        """
-        if self.is_scaled:
-            scale = scale / self._scale
-        parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
-        gradients = [weight.grad for weight in parameters if weight.grad is not None]
-        norm = _whole(nn.utils.get_total_norm(gradients)) * scale
-        # One divisor scales and clips. The optimizer's kernel applies it to what it reads anyway.
-        divisor = ((norm + 1e-6) / clip_norm).clamp(min=1.0) / scale
-        skip = (~norm.isfinite()).float()
-        optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
-        optimizer.found_inf = skip  # type: ignore[attr-defined]
-        with _replicated_scalars(gradients):
-            optimizer.step()
-        optimizer.zero_grad()
-        self._count(skip, scale)
-        return norm
+    def unscaled(self, scale: Tensor | float) -> Tensor | float:
+        """Return the factor of gradients that also takes back the scale of the loss."""
+        return scale / self._scale
 
     @property
     def skips(self) -> Tensor:
@@ -129,7 +101,7 @@ class Precision:
         self._scale.copy_(state["scale"])
         self._growth.copy_(state["growth"])
 
-    def _count(self, skip: Tensor, scale: Tensor | float) -> None:
+    def count(self, skip: Tensor, scale: Tensor | float) -> None:
         """Count a step that was skipped or not, and update the scale, on the device."""
         hopeless = skip
         if self.is_scaled:  # `scale` is not finite if the loss was not
@@ -155,19 +127,3 @@ def allow_tf32(device: torch.device) -> None:
     if device.type == "cuda":
         # The older switch: after the newer one, code that reads the older gets an error.
         torch.set_float32_matmul_precision("high")
-
-
-def _whole(tensor: Any) -> Tensor:
-    """Return a sharded tensor as a whole, on every rank; any other tensor as it is."""
-    whole: Tensor = tensor.full_tensor() if is_sharded_tensor(tensor) else tensor
-    return whole
-
-
-def _replicated_scalars(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which plain tensors count as equal on all ranks, if others are
-    sharded."""
-    if not any(map(is_sharded_tensor, tensors)):
-        return contextlib.nullcontext()
-    from torch.distributed.tensor.experimental import implicit_replication
-
-    return implicit_replication()

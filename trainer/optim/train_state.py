@@ -6,18 +6,13 @@ change.
 """
 
 import contextlib
-import functools
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.feeding.devices import cuda
-from tokenfeed.pipeline.planning.permutation import derive_key
 from tokenfeed.trainer.checkpoints.checkpoint_files import (
     Checkpoint,
     part_of,
@@ -29,24 +24,26 @@ from tokenfeed.trainer.data.attention import choose_flash_attention
 from tokenfeed.trainer.data.datasets import expected_targets, is_packed
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import State, World
-from tokenfeed.trainer.models.build import Begin, compile_model, make_model, recompute_layers
+from tokenfeed.trainer.models.build import (
+    Begin,
+    compile_model,
+    make_model,
+    outside_graphs,
+    recompute_layers,
+)
 from tokenfeed.trainer.models.gpt import SIZES
 from tokenfeed.trainer.optim.muon import MuonAdamW
 from tokenfeed.trainer.optim.optimizer import (
     is_embedding,
     learning_rate,
     make_optimizer,
-    set_learning_rate,
 )
 from tokenfeed.trainer.optim.precision import Precision, tune_convolutions
-from tokenfeed.trainer.tasks.task import Loss, Task
+from tokenfeed.trainer.tasks.task import Task
 
 if TYPE_CHECKING:
     from tokenfeed.trainer.distributed.parallel import Replicas
 
-
-_OF_DROPOUT = 1
-"""Key of dropout's random numbers, different from the keys of tasks, which have the same seed."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,29 +56,6 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     """Return whether host or device ran out of memory."""
     is_of_allocator = isinstance(error, torch.OutOfMemoryError)
     return is_of_allocator or any(sign in str(error) for sign in _SIGNS)
-
-
-@dataclass(slots=True)
-class Tally:
-    """Sums over micro-batches. Sums that depend on the device stay on the device."""
-
-    loss: Tensor
-    targets: Tensor
-    tokens: int = 0
-    slots: int = 0
-
-    @classmethod
-    def zero(cls, device: torch.device) -> "Tally":
-        """Return sums of zero, before the first micro-batch."""
-        loss = torch.zeros((), device=device)
-        return cls(loss, torch.zeros((), dtype=torch.int64, device=device))
-
-    def add(self, loss: Loss, tokens: int, slots: int) -> None:
-        """Add one micro-batch."""
-        self.loss += loss.sum.detach()
-        self.targets += loss.targets
-        self.tokens += tokens
-        self.slots += slots
 
 
 class Learner:
@@ -102,9 +76,9 @@ class Learner:
             world: The ranks.
             begin: Reads the weights of `init_from`.
         """
-        self.config, self.task, self._world, self.device = config, task, world, world.device
+        self.config, self.task, self.world, self.device = config, task, world, world.device
         self.precision = Precision(config.precision, self.device)
-        self._replicas: Replicas | None = None
+        self.replicas: Replicas | None = None
         torch.manual_seed(config.seed)
         is_sharded = config.shard_model and world.size > 1
         # The values come from rank 0, so other ranks need no memory for them. Models that this
@@ -129,7 +103,7 @@ class Learner:
                 )
             parallel.shard_model(self.model, world, self.precision.dtype)
         elif world.size > 1:
-            self._replicas = parallel.Replicas(self.model, task.loss)
+            self.replicas = parallel.Replicas(self.model, task.loss)
         self.optimizer = make_optimizer(
             self.model,
             config.optimizer,
@@ -145,9 +119,9 @@ class Learner:
     def use(self, config: TrainConfig) -> None:
         """Train with other settings of steps: their size, number and rates."""
         self.config, task = config, self.task
-        self._divisor: float = config.step_slots
+        self.divisor: float = config.step_slots
         if self.precision.is_scaled:
-            self._divisor = expected_targets(config, task.manifest, per_row=task.kind == "row")
+            self.divisor = expected_targets(config, task.manifest, per_row=task.kind == "row")
 
     @property
     def trained_parameters(self) -> int:
@@ -157,7 +131,7 @@ class Learner:
     @property
     def ranks(self) -> int:
         """Number of ranks that share weights, gradients and moments."""
-        return self._world.size if self.config.shard_model else 1
+        return self.world.size if self.config.shard_model else 1
 
     @property
     def moment_bytes(self) -> int:
@@ -210,7 +184,7 @@ class Learner:
                 self.task.begin_pass()
                 with self.precision.autocast():
                     loss = self.task.loss(self.model, shown)
-                with self._own_gradients():
+                with outside_graphs(self.model, has_graphs=self.task.has_graphs):
                     loss.sum.backward()  # type: ignore[no-untyped-call]
             self.model.zero_grad(set_to_none=True)
             self.model.eval()
@@ -225,73 +199,6 @@ class Learner:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
-
-    def draw_for(self, number: int) -> None:
-        """Seed dropout for the micro-batch of this number. The seed does not depend on the rank."""
-        key = derive_key(self.config.seed, number, _OF_DROPOUT)
-        torch.default_generator.manual_seed(key)  # in microseconds; `torch.manual_seed` takes 100
-        if self.device.type != "cpu":
-            cuda.manual_seed(key)
-
-    def add_gradients(
-        self,
-        micro_batch: MicroBatch,
-        *,
-        last: bool = True,
-        waiting: contextlib.AbstractContextManager[object] | None = None,
-    ) -> Loss:
-        """Compute the loss of a micro-batch and add its gradients.
-
-        The loss is divided by a constant, so that gradients are about those of a mean. With fp16,
-        it is multiplied by the scale of the loss too.
-
-        Args:
-            micro_batch: The micro-batch.
-            last: Whether it is the last of its step. Replicas then sum gradients over ranks.
-            waiting: Entered while all that is left is to wait for these sums.
-        """
-        replicas = self._replicas
-        sums: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if replicas is not None and last:
-            sums = replicas.with_sums(waiting or contextlib.nullcontext())
-        elif replicas is not None:
-            sums = replicas.without_sums()
-        factor = self.precision.factor(self._divisor)
-        self.task.factor = factor if isinstance(factor, Tensor) else None
-        self.task.begin_pass()
-        with sums, self._own_gradients():
-            with self.precision.autocast():
-                compute = replicas or functools.partial(self.task.loss, self.model)
-                loss: Loss = compute(micro_batch)
-            (loss.sum * factor).backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    @contextlib.contextmanager
-    def _own_gradients(self) -> Iterator[None]:
-        """Move gradients that a CUDA graph allocates out of its memory, which the next replay
-        overwrites. Later micro-batches of the step then add to the copies."""
-        weights = [*self.model.parameters()] if self.task.has_graphs else []
-        weights = [weight for weight in weights if weight.grad is None]
-        yield
-        for weight in weights:
-            if weight.grad is not None:
-                weight.grad = weight.grad.clone()
-
-    def step(self, number: int, loss: Tensor, targets: Tensor) -> Tensor:
-        """Update the weights from the gradients of a step.
-
-        Args:
-            number: The step, counted from 1.
-            loss: The sum of the losses of all targets. If it is not finite, the step is skipped.
-            targets: The number of targets.
-
-        Returns:
-            The gradient's norm; not finite if the step was skipped.
-        """
-        set_learning_rate(self.optimizer, self.rate(number))
-        correction = self._divisor / targets.clamp(min=1)
-        correction = torch.where(loss.isfinite(), correction, torch.nan)
-        return self.precision.step(self.optimizer, correction, self.config.clip_norm)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""
@@ -321,8 +228,8 @@ class Learner:
 
     def state_dict(self) -> State:
         """Return everything that the next step depends on, except the data and the random numbers,
-        which `draw_for` seeds. Only `step` changes the returned tensors: buffers, which a forward
-        pass may change, are copied."""
+        which `seed_dropout` sets. Only `update` changes the returned tensors: buffers, which a
+        forward pass may change, are copied."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         weights = kept_state(self.model, self.config)
         return self._state(
@@ -333,12 +240,12 @@ class Learner:
         """Continue from a `state_dict`. Weights and moments are overwritten in place."""
         weights = kept_weights(self.model, self.config, checkpoint)
         make_moments(self.optimizer, self.model, checkpoint)
-        state = checkpoint.read(self._state(weights), self._world)
+        state = checkpoint.read(self._state(weights), self.world)
         self.precision.load_state_dict(part_of(state, "precision."))
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Overwrite the weights with a checkpoint's weights."""
-        read_weights(self.model, self.config, checkpoint, self._world)
+        read_weights(self.model, self.config, checkpoint, self.world)
 
     def _state(self, weights: State) -> State:
         return {

@@ -27,7 +27,7 @@ from tokenfeed.trainer.data.datasets import Epoch, is_packed, knows_steps, shown
 from tokenfeed.trainer.data.micro_batch import Shaper
 from tokenfeed.trainer.distributed.gpu import why_unusable
 from tokenfeed.trainer.optim.optimizer import is_embedding
-from tokenfeed.trainer.optim.train_state import Learner, Tally
+from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.machine import Gpu, GpuReading, Host
 from tokenfeed.trainer.report.recommendations import STALL_CAUSES, Readings, recommended
 from tokenfeed.trainer.report.run_files import (
@@ -39,6 +39,7 @@ from tokenfeed.trainer.report.run_files import (
 )
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.stall_report import main_cause
+from tokenfeed.trainer.step import Tally
 from tokenfeed.trainer.tasks.task import Metrics, Task
 
 _TRIVIAL = (

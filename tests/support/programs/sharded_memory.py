@@ -19,6 +19,7 @@ from torch import Tensor
 from tokenfeed.trainer.distributed.world import join_world
 from tokenfeed.trainer.loop.loaders import SplitLoaders
 from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.step import update
 from tokenfeed.trainer.tasks.registry import task_of
 
 
@@ -47,7 +48,7 @@ def measure(shards: Path, folder: Path) -> dict[str, int]:
     loss.sum.backward()
     own = [weight.to_local() for weight in learner.model.parameters()]
     own += [weight.grad.to_local() for weight in learner.model.parameters()]
-    learner.step(1, loss.sum.detach(), loss.targets)
+    update(learner, 1, loss.sum.detach(), loss.targets)
     for moments in learner.optimizer.state.values():
         own += [moments[name].to_local() for name in ("exp_avg", "exp_avg_sq")]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in own}

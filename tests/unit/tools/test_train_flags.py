@@ -14,12 +14,11 @@ from support.commands import call
 
 from tokenfeed.tools import train as command
 from tokenfeed.tools.train_settings import Command
+from tokenfeed.trainer import step as training_step
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop import run as outside
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.optim.precision import Precision
-from tokenfeed.trainer.optim.train_state import Learner
 
 SETTINGS: dict[str, Any] = {
     "model": "support.training:small_model",
@@ -146,20 +145,20 @@ def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
             seen.trainer = self
             seen.initial = next(self.learner.model.parameters()).detach().clone()
 
-    class WatchedLearner(Learner):
-        begins = True
+    begins = True
+    plain_add, plain_clip = training_step.add_gradients, training_step.scale_and_clip
 
-        def add_gradients(self, micro_batch: MicroBatch, *, last: bool = True, **more: Any) -> Any:
-            if self.begins:
-                seen.batches.append([])
-            self.begins = last
-            seen.batches[-1].append(micro_batch)
-            return super().add_gradients(micro_batch, last=last, **more)
+    def add_gradients(learner: Any, micro_batch: MicroBatch, *, last: bool, **more: Any) -> Any:
+        nonlocal begins
+        if begins:
+            seen.batches.append([])
+        begins = last
+        seen.batches[-1].append(micro_batch)
+        return plain_add(learner, micro_batch, last=last, **more)
 
-    class WatchedPrecision(Precision):
-        def step(self, *arguments: Any, **options: Any) -> Any:
-            seen.clipped.add(arguments[-1])
-            return super().step(*arguments, **options)
+    def scale_and_clip(*arguments: Any) -> Any:
+        seen.clipped.add(arguments[-1])
+        return plain_clip(*arguments)
 
     def counted(model: Any, task: Any, batches: Any, *others: Any) -> Any:
         kept = list(batches)
@@ -167,8 +166,8 @@ def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
         return evaluate(model, task, kept, *others)
 
     monkeypatch.setattr(outside, "Trainer", Watched)
-    monkeypatch.setattr("tokenfeed.trainer.loop.trainer.Learner", WatchedLearner)
-    monkeypatch.setattr("tokenfeed.trainer.optim.train_state.Precision", WatchedPrecision)
+    monkeypatch.setattr(training_step, "add_gradients", add_gradients)
+    monkeypatch.setattr(training_step, "scale_and_clip", scale_and_clip)
     monkeypatch.setattr("tokenfeed.trainer.loop.evaluation.evaluate", counted)
 
 

@@ -23,12 +23,12 @@ from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.trainer import step as training_step
 from tokenfeed.trainer.config.run_config import StageSettings
 from tokenfeed.trainer.loop import evaluation as judge
 from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.models.gpt import Transformer
-from tokenfeed.trainer.optim.precision import Precision, allow_tf32
-from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.optim.precision import allow_tf32
 from tokenfeed.trainer.report.progress_lines import ProgressLog
 from tokenfeed.trainer.report.run_files import MetricsFile
 from tokenfeed.trainer.stall import StallMeter
@@ -59,16 +59,14 @@ def spoil(optimizer: torch.optim.Optimizer, value: float) -> None:
 def test_skipped_steps_are_counted_and_the_checkpoints_stay_finite(
     counting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, calls = Precision.step, iter(range(1, 100))
+    plain, calls = training_step.scale_and_clip, iter(range(1, 100))
 
-    def spoiled(
-        precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any, **options: Any
-    ) -> torch.Tensor:
+    def spoiled(optimizer: torch.optim.Optimizer, *rest: Any) -> torch.Tensor:
         if next(calls) in (3, 5):
             spoil(optimizer, torch.inf)
-        return plain(precision, optimizer, *rest, **options)
+        return plain(optimizer, *rest)
 
-    monkeypatch.setattr(Precision, "step", spoiled)
+    monkeypatch.setattr(training_step, "scale_and_clip", spoiled)
     report = run(make_config(counting, tmp_path, steps=6, log_every=2, save_every=3, eval_every=3))
     assert read_metrics(tmp_path, "skipped_steps") == {3: 1, 6: 1}
     assert [*read_metrics(tmp_path, "gradient_norm")] == [1, 2, 4, 6]
@@ -117,16 +115,14 @@ def test_skipped_step_names_records_of_the_mixing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     other = write_counting(write_dataset, tmp_path / "other", rows=3000)
-    plain, calls = Precision.step, itertools.count(1)
+    plain, calls = training_step.scale_and_clip, itertools.count(1)
 
-    def spoiled(
-        precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any, **options: Any
-    ) -> torch.Tensor:
+    def spoiled(optimizer: torch.optim.Optimizer, *rest: Any) -> torch.Tensor:
         if next(calls) == 2:
             spoil(optimizer, torch.nan)
-        return plain(precision, optimizer, *rest, **options)
+        return plain(optimizer, *rest)
 
-    monkeypatch.setattr(Precision, "step", spoiled)
+    monkeypatch.setattr(training_step, "scale_and_clip", spoiled)
     mixing = (StageSettings(shards=str(other)),)
     run(make_config(counting, tmp_path / "run", steps=2, mixing=mixing, log_every=4))
     assert "step 2 was skipped" in caplog.text
@@ -251,13 +247,13 @@ def test_a_resumed_compiled_run_compiles_before_its_first_step(
     run(make_config(counting, tmp_path, steps=4, eval_every=100, compile=True), stop_after=1)
     torch._dynamo.reset()
     compiled.clear()
-    plain, after_first_step = loop.Trainer._after_step, []
+    plain, after_first_step = loop.Trainer._run_parts, []
 
     def noted(*args: Any, **options: Any) -> None:
         after_first_step.append(len(compiled))
         plain(*args, **options)
 
-    monkeypatch.setattr(loop.Trainer, "_after_step", noted)
+    monkeypatch.setattr(loop.Trainer, "_run_parts", noted)
     run(make_config(counting, tmp_path, steps=4, eval_every=100, compile=True, resume=True))
     assert after_first_step[0] == len(compiled) == 4  # as above
     assert list(read_metrics(tmp_path, "validation_loss")) == [0, 4]
@@ -324,16 +320,16 @@ def test_a_checkpoint_frees_cycles_that_outlived_progress_lines(
 
     held, seen, steps = [Cycle()], [], itertools.count(1)
     gone = weakref.ref(held[0])
-    step = Learner.step
+    update = training_step.update
 
-    def watched(learner: Learner, *given: Any) -> torch.Tensor:
+    def watched(*given: Any) -> torch.Tensor:
         number = next(steps)
         if number == 6:
             held.clear()  # a line after each of five steps has looked at it
         seen.append(gone() is None)
-        return step(learner, *given)
+        return update(*given)
 
-    monkeypatch.setattr(Learner, "step", watched)
+    monkeypatch.setattr(training_step, "update", watched)
     monkeypatch.setattr(gc, "freeze", lambda: None)
     shards = write_counting(write_dataset, tmp_path / "shards", rows=300)
     run(make_config(shards, tmp_path / "run", steps=10, save_every=8, eval_every=10))

@@ -21,6 +21,7 @@ from tokenfeed.trainer.models.gpt import Transformer
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.step import add_gradients, scale_and_clip
 from tokenfeed.trainer.tasks.language_modeling import LanguageModelling
 from tokenfeed.trainer.tasks.registry import task_of
 
@@ -52,7 +53,7 @@ class Training:
         (loss * self.precision.factor(1.0)).backward()
 
     def step(self, scale: torch.Tensor | float = 1.0, clip_norm: float = NO_LIMIT) -> torch.Tensor:
-        return self.precision.step(self.optimizer, scale, clip_norm)
+        return scale_and_clip(self.optimizer, self.precision, scale, clip_norm)
 
     def content(self) -> dict[str, Any]:
         """A copy of all that a skipped step must leave as it is."""
@@ -279,11 +280,11 @@ def test_gradients_that_a_graph_overwrites_are_copied_first(tmp_path: Path) -> N
             learner.task.begin_pass = lambda: None  # type: ignore[method-assign]
             for weight in learner.model.parameters():
                 weight.register_post_accumulate_grad_hook(remember)
-        learner.add_gradients(micro_batch, last=False)
+        add_gradients(learner, micro_batch, last=False)
         for gradient in in_memory_of_graph:
             gradient.fill_(torch.nan)
         in_memory_of_graph.clear()
-        learner.add_gradients(micro_batch)
+        add_gradients(learner, micro_batch)
         sums.append([weight.grad for weight in learner.model.parameters()])
     assert all(map(torch.equal, *sums))
 
@@ -324,7 +325,7 @@ def step_in_parts(precision: Precision, parts: list[slice]) -> tuple[Transformer
             loss = TASK.loss(model, one_document_a_row(ids_BT[part], labels_BT[part])).sum / nominal
         loss.backward()
     targets = int((labels_BT != -100).sum())
-    norm = precision.step(optimizer, nominal / targets, 1e9)
+    norm = scale_and_clip(optimizer, precision, nominal / targets, 1e9)
     return model, norm.item()
 
 

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from benchmarks.gpu.memory import PeakBytes
 from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.trainer import step as training_step
 from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints, part_of
 from tokenfeed.trainer.config.run_config import OptimizerName, TrainConfig
@@ -74,7 +75,7 @@ def test_each_update_follows_the_copy_of_the_last_save(
 ) -> None:
     calls: list[str] = []
 
-    def follow(owner: type, name: str) -> None:
+    def follow(owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
         def noted(*args: Any, **options: Any) -> Any:
@@ -85,9 +86,9 @@ def test_each_update_follows_the_copy_of_the_last_save(
 
     follow(Saver, "save")
     follow(Saver, "before_update")
-    follow(Learner, "step")
+    follow(training_step, "update")
     run(make_config(shards, tmp_path, steps=4, save_every=2))
-    step = ["before_update", "step"]
+    step = ["before_update", "update"]
     assert calls == [*step, *step, "save", *step, *step, "save"]
 
 

@@ -13,6 +13,7 @@ from support.training import assert_same_run, go_on_from, load_weights, make_con
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.step import add_gradients
 
 TOP = "blocks.1.*,norm.*"
 
@@ -49,7 +50,7 @@ def test_frozen_weights_have_no_moments_and_no_graph_below(counting: Path, tmp_p
         assert trained == {w for name, w in learner.model.named_parameters() if is_top(name)}
         for block in learner.model.blocks:  # type: ignore[union-attr]
             block.register_forward_hook(lambda _, __, out: needs.append(out.requires_grad))
-        learner.add_gradients(trainer.loaders.shape(next(iter(trainer.loader))))
+        add_gradients(learner, trainer.loaders.shape(next(iter(trainer.loader))))
     assert needs == [False, True]
 
 

@@ -16,11 +16,11 @@ from support.training import assert_same_run, make_config, read_metrics, run
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.trainer import step as training_step
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.loop import evaluation
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.loop.run import train
-from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.run_files import MetricsFile, Report
 from tokenfeed.trainer.tasks.task import Metrics
 
@@ -118,14 +118,14 @@ def test_out_of_memory_gives_advice_that_the_run_can_follow(
 
     config = make_config(counting, tmp_path, micro_batch_tokens=256)
     with monkeypatch.context() as patch:
-        patch.setattr(Learner, "add_gradients", fail)
+        patch.setattr(training_step, "add_gradients", fail)
         with pytest.raises(
             ConfigError,
             match=r"`--micro-batch-tokens`=256 .* Start again with `--micro-batch-tokens 128`",
         ):
             run(config)
     run(dataclasses.replace(config, micro_batch_tokens=128), stop_after=1)
-    monkeypatch.setattr(Learner, "add_gradients", fail)
+    monkeypatch.setattr(training_step, "add_gradients", fail)
     with pytest.raises(
         ConfigError, match=rf"train --resume --run-dir {tmp_path} --micro-batch-tokens 64`"
     ):

@@ -1,0 +1,216 @@
+"""What a training does occasionally, between two steps. Each part says when it is due, and runs.
+
+The trainer asks the parts after each step, in this order: progress lines, evaluation, progress
+lines again if a better result made a checkpoint due, checkpoint, trace. If the run is to stop, the
+checkpoint comes before the evaluation. A part charges its time to its own cause of stall. To add a
+part, write a class with these two methods, and put it into `Trainer.parts`.
+"""
+
+import dataclasses
+import gc
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from tokenfeed.trainer.checkpoints.async_saver import Saver
+from tokenfeed.trainer.checkpoints.checkpoint_files import CheckpointMeta
+from tokenfeed.trainer.loop.evaluation import Evaluator, Sampler
+from tokenfeed.trainer.loop.reporting import Reporter
+from tokenfeed.trainer.loop.run_state import Run
+from tokenfeed.trainer.loop.skipped_steps import SkippedSteps
+from tokenfeed.trainer.report.progress_lines import MOST_SKIPPED
+from tokenfeed.trainer.step import Trained
+
+_log = logging.getLogger(__name__)
+
+
+class Part(Protocol):
+    """Something that happens after some steps."""
+
+    def due(self, step: int) -> bool:
+        """Return whether the part is to run after this step."""
+        ...
+
+    def run(self, step: int) -> None:
+        """Do it."""
+        ...
+
+
+class Evaluation:
+    """Evaluates the validation split, notes the best step, and ends a run that does not improve.
+
+    The evaluation comes before the checkpoint, which records the best step. If the run is to stop,
+    it saves first, and the resumed run evaluates. Then the last checkpoint does not record its own
+    step as the best one.
+    """
+
+    def __init__(self, run: Run, evaluator: Evaluator, sampler: Sampler | None) -> None:
+        self._run, self._evaluator, self._sampler = run, evaluator, sampler
+        self.improved: int | None = None
+        """The latest step whose weights are the best so far: to be saved, whether or not a
+        checkpoint is due."""
+
+    def due(self, step: int) -> bool:
+        """See `Part`."""
+        return self._run.is_due(step, self._run.config.eval_every)
+
+    def run(self, step: int) -> None:
+        """Evaluate. A resumed run reuses the metrics in metrics.jsonl. The weights before the first
+        step cannot be the best ones."""
+        run = self._run
+        metrics = run.known_metrics("validation") if step == run.began_at else {}
+        if not metrics:
+            with run.timed("evaluation"):
+                metrics = self._evaluator.evaluate("validation", step, run.metrics)
+                if metrics and self._sampler:
+                    self._sample(step, self._sampler)
+        if metrics and step:
+            if self._evaluator.note_best(step, metrics):
+                self.improved = step
+            self._end_without_gain(step)
+
+    def _sample(self, step: int, sampler: Sampler) -> None:
+        found = sampler.samples()
+        for sample in found:
+            _log.info("step %d | sample: %r -> %r", step, *sample.values())
+        if self._run.metrics:
+            self._run.metrics.write({"step": step, "samples": found})
+
+    def _end_without_gain(self, step: int) -> None:
+        """Make this step the last one if --patience evaluations found no better weights.
+
+        The settings of the run then have this number of steps, so the run is finished.
+        """
+        run, best = self._run, self._evaluator.best
+        config = run.config
+        if not config.patience or best is None or step >= config.steps:
+            return
+        if step - best.step >= config.patience * config.eval_every:
+            _log.info(
+                "step %d | no better result since step %d: the run ends. Raise --patience %d to go "
+                "on",
+                step,
+                best.step,
+                config.patience,
+            )
+            run.config = dataclasses.replace(config, steps=step)
+            if run.world.is_main:
+                run.config.write()
+
+
+class Saving:
+    """Saves checkpoints: at intervals, on request, and of the best step."""
+
+    def __init__(
+        self, run: Run, saver: Saver | None, evaluation: Evaluation, reporter: Reporter
+    ) -> None:
+        """
+        Args:
+            run: The run.
+            saver: Writes the checkpoints. None on ranks that write nothing.
+            evaluation: Knows the best step.
+            reporter: Knows the figures of the run so far.
+        """
+        self._run, self.saver = run, saver
+        self._evaluation, self._reporter = evaluation, reporter
+        self._is_requested = False
+        self.saved = 0
+        """The latest step whose checkpoint was started."""
+
+    def request(self) -> None:
+        """Make a checkpoint due after this step."""
+        self._is_requested = True
+
+    def due(self, step: int) -> bool:
+        """See `Part`."""
+        is_new = self._evaluation.improved == step
+        every = self._run.config.save_every
+        return self.saved != step and (
+            self._is_requested or is_new or self._run.is_due(step, every)
+        )
+
+    def run(self, step: int) -> None:
+        """Start to save a checkpoint."""
+        run = self._run
+        with run.timed("checkpoint"):
+            self.wait()
+            if self.saver:
+                meta = CheckpointMeta(
+                    step=step,
+                    tokens=run.step_sync.tokens,
+                    slots=run.step_sync.slots,
+                    loader=run.loader.state_dict(),
+                    best=self._reporter.evaluator.best,
+                    config=run.config.as_dict(),
+                    figures=self._reporter.figures(),
+                    tokenizer=run.task.manifest.tokenizer.xxh3,
+                )
+                self.saver.save(meta, run.learner.state_dict())
+        self.saved, self._is_requested = step, False
+
+    def wait(self) -> None:
+        """Wait until the previous checkpoint is on the disk, on all ranks."""
+        self._run.world.run_slow(self.saver.wait if self.saver else lambda: None)
+
+
+class Lines:
+    """Writes progress lines, and an interim report for the first step and beside checkpoints.
+
+    The host reads from the device here only.
+    """
+
+    def __init__(self, run: Run, saving: Saving, reporter: Reporter) -> None:
+        self._run, self._saving, self._reporter = run, saving, reporter
+        self._skipped = SkippedSteps(run, saving)
+        self._norm: Tensor
+
+    def add(self, trained: Trained) -> None:
+        """Add a step to the next line."""
+        self._norm = trained.norm
+        self._skipped.add(trained.step, trained.tally.rows)
+        self._run.progress_log.add(*trained)
+
+    def due(self, step: int) -> bool:
+        """See `Part`."""
+        is_step = step == 1 or step % self._run.config.log_every == 0
+        return self._run.progress_log.is_behind and (is_step or self._saving.due(step))
+
+    def run(self, step: int) -> None:
+        """Write a line.
+
+        Raises:
+            ConfigError: The run has skipped too many steps in a row.
+        """
+        run, saving = self._run, self._saving.due(step)
+        if self._saving.saver:
+            self._saving.saver.check()
+        with run.stall.cause("log"):
+            run.step_sync.wait()
+            skips = run.progress_log.write(step, run.step_sync.tokens, self._norm)
+            # Objects that outlive a line are collected with checkpoints only: this takes longer.
+            gc.collect(2 if saving else 1)
+            ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
+            if not ends:
+                run.gather_stall()
+                if saving or step == 1:
+                    self._reporter.write_draft()
+            if skips:
+                self._skipped.name(skips, ends=ends)
+
+
+class Tracing:
+    """Steps the profiler of --profile."""
+
+    def __init__(self, run: Run, advance: Callable[[], None]) -> None:
+        self._run, self._advance = run, advance
+
+    def due(self, step: int) -> bool:
+        """See `Part`."""
+        return True
+
+    def run(self, step: int) -> None:
+        """Begin or end the trace, if its time has come."""
+        with self._run.stall.cause("other"):
+            self._advance()
