@@ -191,8 +191,8 @@ def _read_both_ways(folder: Path, info: ShardInfo) -> list[str]:
 
 
 def test_shard_beyond_manifest_is_refused_before_decompression(tmp_path: Path) -> None:
-    """A shard of 7 kB that would take 100 MB."""
-    rows = rows_of([50_000_000])
+    """A shard of a few kB that would take 10 MB."""
+    rows = rows_of([5_000_000])
     rows.ids[:] = 0
     info = write(tmp_path, rows)
     assert info.bytes < 10_000
@@ -200,7 +200,7 @@ def test_shard_beyond_manifest_is_refused_before_decompression(tmp_path: Path) -
     errors = _read_both_ways(tmp_path, replace(info, tokens=100, longest_row=100))
     assert len(errors) == 2
     for error in errors:
-        assert "record batch 0 cannot be decoded (it would take 100,0" in error
+        assert "record batch 0 cannot be decoded (it would take 10,0" in error
 
 
 @pytest.mark.parametrize(

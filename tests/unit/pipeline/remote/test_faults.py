@@ -122,7 +122,8 @@ def test_an_outage_of_many_requests_counts_once_and_is_told_once(
     said = end_outage_after(1, remote, monkeypatch)
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(store.read, ["x"] * 8)) == [DATA] * 8
-    assert 0.1 < store.traffic.outage_s < time.monotonic() - began
+    # Not the sum over eight requests. Of a slow first answer, it counts nothing.
+    assert 0 < store.traffic.outage_s < time.monotonic() - began
     assert len(said) == 1
 
 

@@ -1,7 +1,6 @@
 """Trackers: told what metrics.jsonl is told, and no run ends by one."""
 
 import dataclasses
-import json
 import sys
 import types
 from pathlib import Path
@@ -10,9 +9,7 @@ from typing import Any
 import pytest
 from support.training import make_config, read_metrics, run
 
-from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.report import run_files as trackers
-from tokenfeed.trainer.report.run_files import check_trackers
 
 
 class Service(types.ModuleType):
@@ -54,30 +51,6 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """The numbers of a line, those inside others by both names."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{before}{name}/")
-        elif value is not None:
-            found[before + name] = value
-    return found
-
-
-def test_services_are_told_every_line_of_metrics(serve: Any, lm_rows: Path, tmp_path: Path) -> None:
-    services = [serve(name) for name in ("wandb", "trackio")]
-    report = run(make_config(lm_rows, tmp_path / "run", track=("wandb", "trackio"), steps=4))
-    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    expected = [(line.pop("step"), flat(line)) for line in lines]
-    for service in services:
-        assert service.called("log") == expected
-        assert [name for name, _ in service.calls[:1] + service.calls[-1:]] == ["init", "finish"]
-    assert any("validation_loss" in values for _, values in expected)
-    tested = {f"test_{name}": value for name, value in report.metrics["test"].items()}
-    assert expected[-1] == (4, tested)
-
-
 def test_the_metrics_of_the_test_split_are_told_once_however_often_a_run_ends(
     serve: Any, lm_rows: Path, tmp_path: Path
 ) -> None:
@@ -116,14 +89,3 @@ def test_a_service_that_fails_is_named_once_and_the_run_goes_on(
     assert warnings == [f"--track wandb: {fails} found no network. The run goes on without it"]
     assert len(service.called(fails)) == 1
     assert len(other.called("finish")) == 1
-
-
-def test_a_package_that_is_missing_is_refused_before_training(
-    monkeypatch: pytest.MonkeyPatch, lm_rows: Path, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
-    config = make_config(lm_rows, tmp_path / "run", track=("wandb",))
-    with pytest.raises(ConfigError, match=r"`--track`=wandb: .* Run `pip install wandb`"):
-        run(config)
-    assert not config.run_dir.exists()
-    check_trackers(dataclasses.replace(config, track=()))

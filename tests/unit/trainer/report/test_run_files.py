@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.training import make_config, read_metrics, run
+from support.training import make_config, read_metrics
 
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.report.run_files import Report
@@ -33,18 +33,3 @@ def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfini
     assert report.loss_last == read_metrics(config.run_dir, "loss")[6]
     assert report.stall.steps == 2
     assert "stopped before the end" in report.summary()
-
-
-def test_the_last_line_of_a_run_leaves_no_report_that_says_it_is_finished(
-    few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[int, bool]] = []
-    write = Report.write
-
-    def noted(report: Report, run_dir: Path) -> None:
-        seen.append((report.steps, report.finished))
-        write(report, run_dir)
-
-    monkeypatch.setattr(Report, "write", noted)
-    run(make_config(few_rows, tmp_path / "run", steps=2))
-    assert seen == [(1, False), (2, False), (2, True)]
