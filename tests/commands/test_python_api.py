@@ -237,26 +237,6 @@ WRONG: dict[str, tuple[object, type[Exception], str]] = {
 }
 
 
-OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"task": None}, "`task`: expected one of lm"),
-    ({"field": ["text=a"]}, "`field`: expected a dict, got list"),
-    ({"keep": 5}, "`keep`: expected a list of text, got 5"),
-    ({"template_argument": {"a": object()}}, "`template_argument`: cannot be written as JSON"),
-    ({"exclude": 3}, "`exclude`: expected a list of text, got 3"),
-    ({"validation": "half"}, "`validation`: expected a share from 0 up to 1, got half"),
-    ({"tokenizer": object()}, "`tokenizer`: got object, expected a path"),
-    ({"out": None}, "`out`: got NoneType, expected a path"),
-    ({"shard_size": 1000}, "`shard_size`: expected text, got 1000. Put it in quotes"),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), OPTIONS)
-def test_a_wrong_option_is_one_line(given: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as raised:
-        tokenfeed.pretokenize([{"text": "a"}], **{"out": tmp_path / "out"} | given)
-    assert str(raised.value).startswith(message)
-
-
 def test_options_may_be_texts_as_on_a_command_line(tmp_path: Path, tokenizer: Path) -> None:
     rows = [{"text": f"text {number}"} for number in range(40)]
     given: dict[str, Any] = {"validation": "0.5", "workers": "1", "exclude": "x"}

@@ -3,43 +3,12 @@
 TORCHTITAN=CHECKOUT runs these tests over the torchtitan of a checkout that has `components/data`
 (commit b5bcd76), which is not on PyPI. Without it, a stand-in takes the place of the base class.
 
-Its tests (tests/unit_tests/components/data/test_grain_data.py) that state what a loader does:
-
-    packing_yields_rows_and_loader_batches                      batches_are_flat_and_full
-    first_fit_positions_reset_per_document,
-    concat_then_split_resets_positions_between_documents,
-    unpacked_text_collator_creates_range_positions,
-    first_fit_oversized_row_does_not_discard_buffered_row       positions_and_labels_stay_inside
-    sft_labels_survive_packing_and_collation                    labels_of_a_prompt_stay_masked
-    single_dataset_shuffle_shard_repeat_order,
-    hf_streaming_source_shards_and_restores,
-    map_dataset_reshuffles_deterministically_across_repeats,
-    hf_shuffled_repeat_advances_epoch                           epochs_reshuffle_on_disjoint_ranks
-    map_dataset_unshuffled_repeat_replays_order,
-    hf_unshuffled_repeat_replays_order                          unshuffled_epochs_are_equal
-    weighted_map_mix_keeps_weight_with_dataset,
-    mix_reaches_all_rows_of_larger_map_child                    mixture_delivers_shares_and_all_rows
-    mix_rejects_empty_datasets,
-    mix_rejects_non_finite_or_nonpositive_weight                bad_weights_are_rejected
-    indexed_jsonl_loader_restores_exactly_on_each_rank,
-    loader_exact_restore_with_nonempty_packing_buffers,
-    loader_exact_restore_with_map_mix_before_first_fit,
-    loader_exact_restore_with_nested_weighted_mix,
-    hf_resume_mid_second_epoch                                  restore_is_exact_on_each_rank
-    loader_rejects_unknown_checkpoint_version                   unknown_state_is_rejected
-    loader_batches_exact_rows_and_preserves_finite_tail         limit_tail_is_delivered
-    hf_lineage_fields_are_serialized                            config_works_in_torchtitan
-
-Its tests that state a limit, inverted here:
-
-    loader_rejects_dp_change                                    limit_ranks_may_change
-    loader_requires_repeat_with_data_parallelism,
-    empty_shard_rejected                                        limit_epoch_ends_on_all_ranks
-    first_fit_drops_rows_longer_than_sequence_length            limit_long_document_is_delivered
-    concat_then_split_normalizes_split_continuation_positions
-    (the tail of the data)                                      limit_tail_is_delivered
-
-The rest tests sources, processors and nodes of the graph that `pretokenize` replaces, or Grain.
+These tests hold what the adapter adds: its config, batches without a dimension for rows, positions
+and labels, and states inside a checkpoint of torchtitan. What its own data tests
+(tests/unit_tests/components/data/test_grain_data.py) state of any loader (each row once an epoch on
+disjoint ranks, other orders in other epochs, shares of a mixture, a restore on other ranks, long
+documents and the tail of the data) is what tests/golden/test_delivery.py and
+tests/unit/pipeline/ hold of ShardLoader.
 """
 
 import importlib
@@ -47,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -161,21 +130,10 @@ def test_labels_of_a_prompt_stay_masked(opened: Open, make_dataset: MakeDataset)
     assert 0 < len(learnt) < len(real(batches)) - 24
 
 
-def test_epochs_reshuffle_on_disjoint_ranks(opened: Open) -> None:
-    epochs = []
-    for rank in range(2):
-        once = plain(opened(rank=rank, ranks=2, repeat=False))
-        both = plain(opened(rank=rank, ranks=2), 2 * len(once))
-        assert plain(opened(rank=rank, ranks=2), 2 * len(once)) == both
-        assert both[: len(once)] == once != both[len(once) :]
-        epochs.append(real(once))
-    assert sorted(chain(*epochs)) == WHOLE  # disjoint, and together the whole
-    assert plain(opened(seed=7), 3) != plain(opened(), 3)
-
-
-def test_unshuffled_epochs_are_equal(opened: Open) -> None:
+def test_unshuffled_epochs_are_equal_and_seeds_are_orders(opened: Open) -> None:
     once = plain(opened(repeat=False, shuffle=False))
     assert plain(opened(shuffle=False), 2 * len(once)) == once * 2
+    assert plain(opened(seed=7), 3) != plain(opened(), 3) != once[:3]
 
 
 def test_mixture_delivers_shares_and_all_rows(opened: Open, tmp_path: Path) -> None:
@@ -196,10 +154,12 @@ def test_validation_of_a_mixture_delivers_all_rows_once(opened: Open, tmp_path: 
     assert sorted(delivered) == [*range(1, 481), *range(10_001, 10_081)]
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), None])
-def test_bad_weights_are_rejected(opened: Open, documents: Path, weight: float | None) -> None:
-    with pytest.raises(ConfigError):
-        opened({} if weight is None else {str(documents): weight})
+def test_tail_of_the_data_is_delivered(opened: Open, tmp_path: Path) -> None:
+    """20 tokens in batches of 16: the second batch has 4 tokens and padding without labels."""
+    folder = write_counting(tmp_path / "tail", [20])
+    (first, _, _), (second, _, labels) = plain(opened(folder, batch=ROW, repeat=False))
+    assert sorted(first + second)[12:] == list(range(1, 21))
+    assert sum(label != IGNORED for label in labels) in (3, 15)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -234,45 +194,6 @@ def test_batch_of_partial_rows_is_rejected(
     sizes = {"max_context_length": length, "num_tokens_per_batch": batch}
     with pytest.raises(ConfigError, match=f"not a multiple of `max_context_length`={length}"):
         adapter(adapter.Config(path=str(documents)), dp_world_size=1, dp_rank=0, **sizes)
-
-
-def test_limit_ranks_may_change(opened: Open) -> None:
-    """One rank, then 2, 4 and 1 ranks: together they deliver each token once."""
-    state: dict[str, Any] = {}
-    delivered = []
-    for ranks in (1, 2, 4, 1):
-        loaders = [opened(rank=rank, ranks=ranks, batch=ROW, repeat=False) for rank in range(ranks)]
-        for loader in loaders:
-            loader.load_state_dict(state)
-            delivered += real(plain(loader, None if delivered and ranks == 1 else 4))
-        states = [loader.state_dict() for loader in loaders]
-        assert states == states[:1] * ranks
-        state = states[0]
-    assert sorted(delivered) == WHOLE
-
-
-def test_limit_epoch_ends_on_all_ranks(opened: Open, tmp_path: Path) -> None:
-    """A rank without rows gets batches without labels: no collective hangs."""
-    one = write_counting(tmp_path / "one", [5])
-    for path, tokens in ((None, WHOLE), (one, [1, 2, 3, 4, 5])):
-        named = {"path": path} if path else {}
-        of_ranks = [plain(opened(rank=rank, ranks=3, repeat=False, **named)) for rank in range(3)]
-        assert len({len(batches) for batches in of_ranks}) == 1
-        assert sorted(chain(*map(real, of_ranks))) == tokens
-
-
-def test_limit_long_document_is_delivered(opened: Open, tmp_path: Path) -> None:
-    folder = write_counting(tmp_path / "long", [20, 4])
-    batches = plain(opened(folder, repeat=False, whole_documents=True))
-    assert sorted(real(batches)) == list(range(1, 25))
-
-
-def test_limit_tail_is_delivered(opened: Open, tmp_path: Path) -> None:
-    """20 tokens in batches of 16: the second batch has 4 tokens and padding without labels."""
-    folder = write_counting(tmp_path / "tail", [20])
-    (first, _, _), (second, _, labels) = plain(opened(folder, batch=ROW, repeat=False))
-    assert sorted(first + second)[12:] == list(range(1, 21))
-    assert sum(label != IGNORED for label in labels) in (3, 15)
 
 
 def test_config_works_in_torchtitan(adapter: Any, documents: Path) -> None:

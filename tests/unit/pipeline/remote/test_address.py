@@ -52,23 +52,6 @@ def test_a_scheme_without_its_package_names_the_extra(monkeypatch: pytest.Monkey
         open_store("s3://b/x")
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "s3://",
-        "s3:///x",
-        "https:///x",
-        "s3://b/x?y=z",
-        "s3://k@b/x",
-        "http://[::1/x",
-        "http://h:p/x",
-    ],
-)
-def test_an_address_that_cannot_be_one_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"^[^\n]+$"):
-        open_store(url)
-
-
 def test_requests_are_signed_unless_they_are_anonymous(remote: Remote) -> None:
     remote.put("x", DATA)
     anonymous = ObjectStore.from_url(f"{remote.store.name}?anonymous")
