@@ -19,7 +19,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.shell.command_line import read_command_line, text
-from tokenfeed.trainer.config.presets import OF_GPU, preset_of, read_preset
+from tokenfeed.trainer.config.presets import OF_GPU, preset_names, preset_of, read_preset
 from tokenfeed.trainer.config.run_config import (
     BY_NUMBERS,
     CONFIG_FILE,
@@ -57,6 +57,16 @@ completions, classes, scores or tags. Report metrics and how long the device wai
 Options you leave out get values that suit the data and the GPU. `train` prints these values;
 --print-config prints all settings. --dry-run tries three steps and prints how long a run takes.
 --no-NAME turns off a switch that a file or a preset turned on."""
+_FIRST = (
+    *("shards", "model", "preset", "precision", "epochs", "learning_rate"),
+    *("run_dir", "resume", "export", "monitor_only"),
+)
+"""The options that --help shows."""
+_EXAMPLES = """examples:
+  documents, on any device:       train --shards out/
+  conversations, with LoRA:       train --shards chat/ --model hf:Qwen/Qwen3-0.6B --lora 16
+  classes, for the GPU at hand:   train --shards reviews/ --preset auto --epochs 3
+"""
 
 GROUPS = {
     "data": ("shards", "sequence_length", "seed"),
@@ -117,8 +127,11 @@ _OF_STEP = (
 _OTHER_NAMES = {
     "": "--shards",
     "--batch-size": "--step-rows (rows of a step) or --micro-batch-tokens (memory)",
+    "--gradient-accumulation-steps": "--step-tokens or --step-rows (a step has as many "
+    "micro-batches as fill it)",
     "--lr": "--learning-rate",
     "--max-steps": "--steps",
+    "--mixed-precision": "--precision",
     "--output-dir": "--run-dir",
 }
 """Options by their names in other trainers."""
@@ -266,6 +279,8 @@ def read_options() -> dict[str, Any]:
         groups=GROUPS,
         reversible=[name for name, kind in FILE_KINDS.items() if bool in kinds_of(kind)],
         other_names=_OTHER_NAMES,
+        first=_FIRST,
+        examples=_EXAMPLES,
     )
 
 
@@ -274,6 +289,8 @@ def _given() -> dict[str, Any]:
     options = read_options()
     _check_pairs(options, {name: flag_of(name) for name in options})
     path = options.get("config") or _config_of_phases(options)
+    if path and str(path) in preset_names() and not path.exists():
+        raise ConfigError(f"`--config`={path}: no such file. Did you mean --preset {path}?")
     file = read_settings(path, FILE_KINDS) if path else {}
     phases = file.pop("phases", ())
     _check_pairs(file, {name: name for name in file}, f"{path}: ")

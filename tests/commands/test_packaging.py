@@ -75,7 +75,8 @@ def run_dir(lm_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("words", "code", "said"),
     [
         ("pretokenize --help", 0, ("CORPUS... OUT", "--tokenizer", "Default: 32768.", "--json")),
-        ("train --help", 0, ("--micro-batch-tokens",)),
+        ("train --help", 0, ("--preset", "--help-all")),
+        ("train --help-all", 0, ("--micro-batch-tokens",)),
         ("train --shards nowhere", 1, ()),
         ("report .", 0, ("trained",)),
     ],

@@ -164,7 +164,7 @@ def test_m40_what_is_out_of_scope_is_said(name: str) -> None:
     (advice,) = [advice for what, advice in rows if name in what]
     assert OUT_OF_SCOPE[name] in advice
     options = re.findall(r"`(--[a-z-]+)", advice)
-    known = call(train.main, "--help").stdout
+    known = call(train.main, "--help-all").stdout
     assert all(option in known for option in options)
     for link in re.findall(r"\]\(([^)#]+)", advice):
         assert (ROOT / "docs" / link).is_file()

@@ -106,6 +106,8 @@ def read_command_line(
     reversible: Collection[str] = (),
     other_names: Mapping[str, str] | None = None,
     more_help: Mapping[str, str] | None = None,
+    first: Sequence[str] = (),
+    examples: str = "",
 ) -> dict[str, Any]:
     """Return the options on the command line by field. --help prints the help and exits.
 
@@ -122,6 +124,8 @@ def read_command_line(
         other_names: What other tools call an option, with the options to suggest instead. The
             entry with the empty name is suggested for a word that belongs to no option.
         more_help: Help that is known only at run time, by field. It follows the docstring.
+        first: The fields that --help shows, if not all. --help-all shows all.
+        examples: Commands that --help ends with.
 
     Raises:
         ConfigError: An option is unknown, a word is missing or unexpected, or an option does not
@@ -140,7 +144,10 @@ def read_command_line(
         if field.default is MISSING and field.name not in optional
     }
     placeholders = " ".join(map(_placeholder, positional.values()))
-    asks_for_help = bool({"-h", "--help"} & {*words})
+    asks_for_all = "--help-all" in words or not first
+    asks_for_help = bool({"-h", "--help", "--help-all"} & {*words})
+    shown = {"": first} if asks_for_help and not asks_for_all else groups
+    more = f"\n`{prog} --help-all` shows all {len(optional)} options." if first else ""
     help_of = _helps(options, more_help or {}) if asks_for_help else {}
     paragraphs = (description or str(inspect.getdoc(options))).split("\n\n")
     width = shutil.get_terminal_size().columns - 2
@@ -148,6 +155,7 @@ def read_command_line(
         prog=prog,
         usage=f"{prog} [-h] [OPTIONS] {placeholders}".strip(),
         description="\n\n".join(textwrap.fill(text, width) for text in paragraphs),
+        epilog=f"{examples}{more}" if shown is not groups else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -155,7 +163,9 @@ def read_command_line(
     if asks_for_help:  # else `words` may stand anywhere between the options
         for name, kind in positional.items():
             parser.add_argument(name, metavar=_placeholder(kind), help=help_of[name])
-    for title, names in groups.items():
+    if first:
+        parser.add_argument("--help-all", action="help", help="show all options and exit")
+    for title, names in shown.items():
         group = parser.add_argument_group(f"{title} options") if title else parser
         for name in names:
             how = _reading(kinds[name], is_reversible=name in reversible)

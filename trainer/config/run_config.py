@@ -113,8 +113,8 @@ class TrainConfig:
     model: Annotated[str, _shown("NAME")] = "tiny"
     """words: embeddings of words and no layers, for rows with labels. shallow, tiny, mini, small,
     gpt2: Transformers with 0.4, 1, 11, 25 or 85 M parameters besides the embedding. qwen3: a new
-    Qwen3 of the size that the next options set. hf:ID, hf:FOLDER: a model of the library
-    transformers. MODULE:FACTORY: your own."""
+    Qwen3 of the size that --layers, --width and --heads set. hf:ID, hf:FOLDER: a model of the
+    library transformers. MODULE:FACTORY: your own."""
     layers: Positive | None = None
     """Layers of a new Qwen3. Implies --model qwen3. Default: 12."""
     width: Positive | None = None

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -22,6 +23,7 @@ from support.training import make_config, parsed, write_labelled
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.tools import train
+from tokenfeed.tools.shell.command_line import read_command_line
 from tokenfeed.tools.train_settings import (
     FILE_KINDS,
     GROUPS,
@@ -190,6 +192,12 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
         (["--stepps", "3"], r"Unknown option `--stepps`\. Did you mean --steps\?"),
         (["out/"], r"`out/`: unexpected word\. Did you mean --shards out/\? See train --help"),
         (["--batch-size", "8"], "Did you mean --step-rows"),
+        (["--mixed-precision", "bf16"], r"Did you mean --precision\?"),
+        (["--gradient-accumulation-steps=4"], "Did you mean --step-tokens or --step-rows"),
+        (
+            ["--config", "production"],
+            r"`--config`=production: no such file\. Did you mean --preset production\?",
+        ),
         (["--steps"], r"`--steps`: expected a value: N\. See train --help"),
         (["--shards", "a", "--track", "wandb", "x"], r"`x`: unexpected word\. See train --help"),
         (["--steps", "1.5"], r"`--steps`: expected a whole number of at least 1, got 1\.5"),
@@ -341,12 +349,31 @@ def test_every_option_is_in_one_group_of_the_help() -> None:
     assert sorted(grouped) == sorted(fields)
 
 
+def test_help_shows_ten_options_and_three_examples(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit, match="0"):
+        parsed("--help")
+    printed = capsys.readouterr().out
+    flags = re.findall(r"^  (--[a-z-]+)", printed, re.MULTILINE)
+    assert len(flags) == 1 + 10
+    assert {"--help-all", "--preset", "--precision", "--monitor-only"} < {*flags}
+    examples = re.findall(r": +train (--.*)", printed)
+    assert len(examples) == 3
+    for example in examples:  # each option exists
+        read_command_line(Command, "train", words=example.split(), groups=GROUPS)
+    number = len(dataclasses.fields(Command)) - len(OF_FILES)
+    assert printed.endswith(f"`train --help-all` shows all {number} options.\n")
+    assert len(printed.splitlines()) <= 50
+
+
 def test_help_shows_every_option_with_its_default(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit, match="0"):
-        parsed("--help")
+        parsed("--help-all")
     printed = capsys.readouterr().out
     shown = " ".join(printed.split())
     for field in dataclasses.fields(Command):

@@ -257,7 +257,7 @@ def test_without_shards_to_read_the_plain_settings_are_shown_and_used(
         shards=str(missing), run_dir=tmp_path
     )  # the run says what is amiss
     with pytest.raises(SystemExit, match="0"):
-        parsed("--help")
+        parsed("--help-all")
     assert re.search(r"Default:\s+200\s+for\s+documents", capsys.readouterr().out)
 
 
