@@ -35,6 +35,7 @@ SHOWN_AS_THEY_ARE = (
     "recipes/*.sh",
     "LICENSE",
     "pipeline/*/*.py",
+    "trainer/*.py",
     "trainer/*/*.py",
     "tests/unit/integrations/test_torchtitan.py",
 )
