@@ -4,7 +4,8 @@
 #   CHATS=chats.jsonl MODEL=Qwen/Qwen3-0.6B recipes/chat_lora.sh
 #
 # CHATS: JSON Lines with `messages`. MODEL: a name of the Hub, or a folder with a model, its
-# tokenizer and its chat template.
+# tokenizer and its chat template. Conversations of several turns may need a training template, which
+# the rejects name: OPTIONS="--chat-template qwen3_training.jinja".
 set -euo pipefail
 CHATS=${CHATS:-chats.jsonl}
 MODEL=${MODEL:-Qwen/Qwen3-0.6B}

@@ -3,16 +3,11 @@
 Blocks of steps with and without the hooks follow each other, in turn first. Only the calls that the
 hooks watch are timed: fetch, forward, backward, optimizer. Work between them takes the rest of the
 step, and leaves nothing of the hooks in the caches. The thread that reads stacks is counted apart.
-
-usage: python -m benchmarks.stall_tools.overhead   # a loop without work, for a machine in use
 """
 
 import contextlib
-import cProfile
 import io
-import json
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -26,7 +21,6 @@ __all__ = ["STEP_MS", "overhead"]
 
 STEP_MS = (15, 45)
 STEPS, WARM_STEPS, PAIRS = 40, 8, 8
-TINY_STEPS, TINY_PAIRS = 300, 12
 
 
 class _Rows(Dataset[torch.Tensor]):
@@ -93,47 +87,3 @@ def overhead(step_ms: float, *, steps: int = STEPS, pairs: int = PAIRS) -> dict[
         "percent_of_a_step": summary([1e5 * each / step_ms for each in more], 2),
         "percent_of_a_core_in_other_threads": summary(others, 2),
     }
-
-
-def _tiny_loop() -> Callable[[int], list[int]]:
-    """Return a loop of hardly any work. It returns the nanoseconds of CPU time of each step."""
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    rows = iter(DataLoader(torch.zeros(10**6, 4), batch_size=1))
-
-    def run(steps: int) -> list[int]:
-        now, found = time.thread_time_ns, []
-        for _ in range(steps):
-            began = now()
-            model(next(rows)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(now() - began)
-        return found
-
-    return run
-
-
-def tiny_overhead() -> dict[str, float]:
-    """Return what the hooks add to a step without work: the difference of the shortest steps, and
-    the calls of Python and of C. Both are alike on a machine in use."""
-    torch.set_num_threads(1)
-    run, least, calls = _tiny_loop(), {True: 10**9, False: 10**9}, {}
-    for number in range(TINY_PAIRS):
-        for is_watched in (True, False) if number % 2 else (False, True):
-            watch = tokenfeed.watch() if is_watched else contextlib.nullcontext()
-            with contextlib.redirect_stderr(io.StringIO()), watch:
-                run(TINY_STEPS // 6)
-                least[is_watched] = min(least[is_watched], *run(TINY_STEPS))
-                profiler = cProfile.Profile()
-                profiler.runcall(run, TINY_STEPS)
-                found = sum(each.callcount for each in profiler.getstats()) / TINY_STEPS
-                calls[is_watched] = min(found, calls.get(is_watched, found))
-    return {
-        "microseconds_a_step": round((least[True] - least[False]) / 1e3, 1),
-        "calls_a_step": round(calls[True] - calls[False]),
-    }
-
-
-if __name__ == "__main__":
-    print(json.dumps(tiny_overhead()))

@@ -462,7 +462,7 @@ def _read_model(folder: Path, _: str) -> None:
         again = replace(template, source=source)
         with contextlib.suppress(Unusable):
             found = again.render(again.with_texts(conversation)[0])
-            if any(each in b"".join(found.pieces) for each in (b"built-in", b"/home", b"/root")):
+            if any(each in found.text for each in ("built-in", "/home", "/root")):
                 raise Wrong("a template wrote an object of Python")
 
 

@@ -1,73 +1,69 @@
 """Conversations, rendered by a chat template.
 
-A conversation is rendered whole, and encoded once. What the assistant says is found in one of
-three ways, the first that applies:
+A conversation is rendered whole, and encoded once. What the assistant says is proved in one of two
+ways, the first that applies:
 
     generation  the template encloses it in {% generation %}
-    prompt      what the template adds for `add_generation_prompt` stands before it, and a special
-                token after it
-    prefix      the conversation up to each message is rendered, and proved to be a prefix
-
-Most conversations need no rendering: they have the layout of an earlier conversation that differs
-in contents only. See `ChatTemplate.render`.
+    prefix      the conversation up to each message is rendered, and is a prefix of the whole
 """
 
 import functools
 import json
-import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
-from itertools import product
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-import jinja2
-import jinja2.meta
-import msgspec
+import xxhash
 
-from tokenfeed.pipeline.format.kinds import Kind
+from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.tools.corpus.records import Unusable
 from tokenfeed.tools.encoding.chat_messages import (
     KNOWN_KEYS,
-    SLOTS,
     Conversation,
     Message,
     is_learnt,
-    replaced,
-    replaced_tools,
 )
 from tokenfeed.tools.encoding.chat_parts import (
-    BLANK,
+    MARKS,
     Part,
     Range,
     Rendered,
-    TemplateLayout,
     any_of,
-    blanked,
+    generation_marks,
     laid_out,
     marked,
-    said_by_prompt,
+    read_marks,
 )
-from tokenfeed.tools.encoding.jinja_sandbox import (
-    MARK,
-    Use,
-    Watch,
-    compiled,
-    generated_by,
-    parsed,
-    to_json,
+from tokenfeed.tools.encoding.chat_renderer import (
+    Renderer,
+    reason_of,
+    rendered_by_transformers,
+    renderer,
 )
 
-_MOST_LAYOUTS = 10_000
-"""Layouts that are kept."""
-_TRIED = 500
-"""Conversations before layouts are given up, if most of them had a layout of their own."""
-_MOST_ALTERNATIVES = 8
-"""Layouts of conversations that differ only in contents."""
 _MOST_WORK = 1_000_000_000
 """Characters to render of one conversation up to each message. A message costs `_MESSAGE_COST`."""
 _MESSAGE_COST = 500
+_SHOWN = 40
+"""Characters of two texts that differ, in a message."""
+_TRAINING = dict(
+    re.findall(
+        r"(\w+) (\w+)",
+        """
+62507bcd cohere  70030d47 cohere2  55b25ceb deepseek_r1_distill  56a138c3 deepseekv3
+6ebfc3d3 diffusion_gemma  2c2e86be gemma  d9c620dc gemma3  a59a37db glm4moe
+b619f5c4 gptoss  462f2b9b idefics3  9a759f31 lfm2  a87b6063 lfm2_v2  9799ad6e llama3
+e0e4ebff llava_next  92bba475 muse_glimmer  c87f8761 nemotron_3_5_lightning
+f44bce18 nemotron_3_nano  450ca704 nemotron_3_super  dd23cf4b nemotron_3_ultra
+82fc89c0 phi3  cd8aff86 phi3_5  2469c950 qwen2_5  d63c0ab8 qwen2_5_vl  c9e0155c qwen3
+ea7113e6 qwen3_5_nothink  0ed0a1d8 qwen3_5_think  579b2c2e qwen3_6  b488fed7 qwen3_8
+8fb5d937 qwen3_instruct_2507  a6c9c2c4 qwen3_vl  2bcef309 smolvlm
+""",
+    )
+)
+"""Templates that prove little, by their checksum: TRL has a variant `NAME_training.jinja`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +110,7 @@ class ChatTemplate:
     @functools.cached_property
     def missing_tokens(self) -> list[str]:
         """Special tokens that the template names, such as `bos_token`, without a value."""
-        names = jinja2.meta.find_undeclared_variables(parsed(self.source)) - self.variables.keys()
+        names = self._renderer.unset - self.variables.keys()
         return sorted(name for name in names if name.endswith("_token"))
 
     def unread_keys(self, message: Message) -> list[str]:
@@ -141,12 +137,12 @@ class ChatTemplate:
         if not listed:
             return conversation, 0
         roles = frozenset(messages[n]["role"] for n in listed)
-        joins = self._known.joins_parts.get(roles)
+        joins = self._joins_parts.get(roles)
         if joins is None:
             with suppress(Unusable):
-                text, _ = self._render(conversation)
+                text = self._text(conversation)
                 joins = not any(str(messages[n]["content"]) in text for n in listed)
-                self._known.joins_parts[roles] = joins
+                self._joins_parts[roles] = joins
         if joins:
             return conversation, 0
         texts = [
@@ -157,14 +153,18 @@ class ChatTemplate:
         ]
         return replace(conversation, messages=texts), len(listed)
 
+    @functools.cached_property
+    def _joins_parts(self) -> dict[frozenset[str], bool]:
+        """Whether the template joins the parts of contents, by the roles with such contents."""
+        return {}
+
     def check(self) -> None:
         """Compile the template.
 
         Raises:
             Unusable: It is not valid.
         """
-        with _named("is not valid"):
-            compiled(self.source)
+        self._renderer.unset  # noqa: B018 - also compiles
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields, without what other processes find out for themselves."""
@@ -173,71 +173,51 @@ class ChatTemplate:
     def render(self, conversation: Conversation) -> Rendered:
         """Render a conversation and find its parts.
 
-        A conversation has the layout of an earlier conversation that differs in contents only, if
-        the template finds the same in both: see `Watch`. The parts are the same as without earlier
-        conversations.
-
         Raises:
             Unusable: The template fails, or it is not certain what the assistant says.
         """
-        known, shapes = self._known, []
-        for inside in (False, True):
-            shape, contents = _shape(conversation, known.slots, inside=inside)
-            if shape is None:
-                return self._render_first(conversation)[0]
-            for uses, layout in known.layouts.get(shape, ()):
-                texts = uses.texts(contents)
-                if all(use.is_same(texts) for use in uses.of_texts):
-                    pieces = [texts[p].encode() if isinstance(p, int) else p for p in layout.pieces]
-                    if any(b"\xf4" in piece for piece in pieces):
-                        return self._render_first(conversation)[0]
-                    known.again += 1
-                    return Rendered(layout, pieces)
-            shapes.append(shape)
-        known.new += 1
-        rendered, found = self._render_first(conversation)
-        if found is not None and found.uses is not None:
-            if len(known.layouts) > _MOST_LAYOUTS:
-                known.layouts.clear()
-            alternatives = known.layouts.setdefault(shapes[found.inside], [])
-            if len(alternatives) < _MOST_ALTERNATIVES:
-                alternatives.append((found.uses, rendered.layout))
-        return rendered
-
-    def _render_first(self, conversation: Conversation) -> "tuple[Rendered, _Found | None]":
-        """Render a conversation, and return it with its contents, if they are certain."""
         messages = conversation.messages
-        text, generated = self._render(conversation)
-        with _named("the template fails"):
+        text = self._text(conversation)
+        with reason_of("the template fails"):
             text.encode()
-        found = self._found(conversation, text)
-        said: list[Range] | None = None
-        if self._has_generation:
+        found = self._contents(conversation, text)
+        if self._renderer.has_generation:
+            generated = found[1] if found else self._generated(conversation, text)
             said = [(start, end) for start, end in generated if end > start]
-        elif found is not None:
-            blank, eos = blanked(text, found.parts), self.variables.get("eos_token")
-            said = said_by_prompt(
-                blank, found.prompt, found.parts, messages, self.special_tokens, eos
-            )
-        if said is None:
+        else:
             said = self._by_prefix(conversation, text)
-            found = found and found._replace(uses=None)
+        parts, _, removed = found or ([], [], (0, 0))
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        missing = (1, 0, 0) if found is None else (0, *found.removed)
-        parts, shared = (found.parts, found.shared) if found else ([], [])
         unlearnt = frozenset(n for n in turns if not is_learnt(messages[n]))
-        rendered = laid_out(text, said, parts, shared, turns, missing, self.special, unlearnt)
-        if sum(isinstance(piece, int) for piece in rendered.layout.pieces) < len(shared):
-            found = found and found._replace(uses=None)
-        return rendered, found
+        missing = (int(found is None), *removed)
+        return laid_out(text, said, parts, turns, missing, self.special, unlearnt)
 
-    @functools.cached_property
-    def _known(self) -> "_Known":
-        return _Known()
+    def compare(self, conversation: Conversation) -> None:
+        """Compare the text with that of `transformers`, if it is installed.
 
-    @functools.cached_property
-    def _has_generation(self) -> bool:
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
+        Raises:
+            TokenizerError: The texts differ.
+        """
+        if "strftime_now" in self._renderer.unset:
+            return  # `transformers` writes the day
+        try:
+            ours = self._text(conversation)
+        except Unusable:
+            return
+        theirs = rendered_by_transformers(self.source, self._variables(conversation))
+        if theirs is None or theirs == ours:
+            return
+        same = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
+        same = min(len(ours), len(theirs)) if same < 0 else same
+        mine, other = (repr(each[max(same - 10, 0) :][:_SHOWN]) for each in (ours, theirs))
+        raise TokenizerError(
+            f"the chat template: minijinja writes {mine} where transformers writes {other}. Use "
+            "another template, or write this part of it in another way."
+        )
+
+    @property
+    def _renderer(self) -> Renderer:
+        return renderer(self.source)
 
     @functools.cached_property
     def special(self) -> re.Pattern[str]:
@@ -260,103 +240,59 @@ class ChatTemplate:
         most = max(map(len, begins), default=0)
         return any(text[-n:] in begins or text[:n] in ends for n in range(2, most + 1))
 
-    def _render(
-        self, conversation: Conversation, *, prompt: bool = False, watch: Watch | None = None
-    ) -> tuple[str, list[Range]]:
-        """Return the text, and what {% generation %} encloses. A watch notes uses of contents."""
-        variables = {"documents": None, **self.variables, **conversation.arguments}
-        variables |= {"messages": conversation.messages, "tools": conversation.tools}
-        variables |= {"add_generation_prompt": prompt}
-        template = watch.template if watch else compiled(self.source)
-        with _named("the template fails"):
-            return generated_by(template, variables)
+    def _variables(self, conversation: Conversation, *, prompt: bool = False) -> dict[str, Any]:
+        given = {"documents": None, **self.variables, **conversation.arguments}
+        given |= {"messages": conversation.messages, "tools": conversation.tools}
+        return given | {"add_generation_prompt": prompt}
 
-    def _found(self, conversation: Conversation, text: str) -> "_Found | None":
-        """Find the contents in the text, and count those that are missing.
+    def _text(self, conversation: Conversation, *, prompt: bool = False) -> str:
+        return self._renderer.render(self._variables(conversation, prompt=prompt))
 
-        Marks stand around a content, or inside its outer white space for templates that trim.
-        Objects are in the text as JSON. If their marks change the text, fewer contents are marked.
-        In a text that has the characters of marks, nothing is found. The places of contents do not
-        depend on earlier conversations: only `shared` and `uses` do.
+    def _contents(
+        self, conversation: Conversation, text: str
+    ) -> tuple[list[Part], list[Range], tuple[int, int]] | None:
+        """Find the contents in the text, and what {% generation %} encloses. Count the messages
+        whose thinking, and whose text, is missing.
+
+        Marks stand around a content, or inside its outer white space for templates that trim. If
+        the marks change the text, fewer contents are marked. In a text that has all characters of
+        marks, nothing is found.
         """
-        if MARK.search(text):
+        if (mark := _lacking(text)) is None:
             return None
-        known, of_shapes = self._known, self._known.slots
-        fewer = [SLOTS]
-        if conversation.tools is not None or any(len(m) > 2 for m in conversation.messages):
-            fewer += [SLOTS - {"ids"}, frozenset()]
-        for inside, slots in product((False, True), fewer):
-            is_watched = slots == SLOTS and known.is_worth_watching
-            is_shared = is_watched and slots == of_shapes
-            found = self._proved(conversation, text, slots, inside=inside, is_watched=is_shared)
-            if found and is_watched and not is_shared:
-                again = self._proved(conversation, text, of_shapes, inside=inside, is_watched=True)
-                if again:
-                    return found._replace(shared=again.shared, uses=again.uses)
-            if found:
-                return found
+        has_spaces = has_details = True
+        for inside in (False, True):
+            for details in (True, False):
+                if (inside and not has_spaces) or not (details or has_details):
+                    continue
+                made = marked(conversation, mark, inside=inside, details=details)
+                has_spaces = made.has_spaces
+                has_details = any(number < 0 for number, _ in made.contents)
+                with suppress(Unusable):
+                    given = self._variables(made.conversation)
+                    rendered = self._renderer.render(given, *generation_marks(mark))
+                    found = read_marks(rendered, text, made.contents, mark)
+                    if found:
+                        return (*found, made.removed(found[0]))
         return None
 
-    def _proved(
-        self,
-        conversation: Conversation,
-        text: str,
-        slots: frozenset[str],
-        *,
-        inside: bool,
-        is_watched: bool,
-    ) -> "_Found | None":
-        """Find the contents by marks; None if the marks change the text.
+    def _generated(self, conversation: Conversation, text: str) -> list[Range]:
+        """Find what {% generation %} encloses, without the contents.
 
-        A template without {% generation %} is rendered with its prompt. If it is watched, it is
-        also rendered without, because it may read other contents then.
+        Raises:
+            Unusable: The marks of the tag change the text, or are in it.
         """
-        if (made := marked(conversation, slots, inside=inside)) is None:
-            return None
-        watch = _watch(self.source) if is_watched else None
-        found: tuple[list[Part], str] | None = None
-        prompted, uses = text, list[Use]() if watch else None
-        for prompt in (False,) if self._has_generation else (True, False):
-            again = None
-            with suppress(Unusable):
-                rendered, _ = self._render(made.conversation, prompt=prompt, watch=watch)
-                again = made.parts(rendered, text, whole=not prompt)
-                prompted = MARK.sub("", rendered) if prompt else prompted
-            noted = watch.end() if watch else None
-            uses = None if again is None or noted is None or uses is None else uses + noted
-            found = found or again
-            if found and uses is None:
-                break
+        found = None
+        if (mark := _lacking(text)) is not None:
+            given = self._variables(conversation)
+            rendered = self._renderer.render(given, *generation_marks(mark))
+            found = read_marks(rendered, text, [], mark)
         if found is None:
-            return None
-        parts, added = found
-        added = added or self._instead(text, parts, prompted)
-        present = {(part.message, part.kind) for part in parts}
-        missing = [each for each in {*made.contents} if each not in present and each[1]]
-        thinking = sum(kind is Kind.THINKING for _, kind in missing)
-        read = {n for n, each in made.objects.items() if each.is_read}
-        if watch:
-            slots_read = {"tools" if made.contents[n][0] < 0 else "arguments" for n in read}
-            self._known.slots -= slots_read
-        of_shape = None
-        if uses is not None and not read:
-            settings = {n: each.settings for n, each in made.objects.items() if each.settings}
-            of_shape = _Uses(tuple({repr(use): use for use in uses}.values()), settings)
-        return _Found(parts, parts, added, (thinking, len(missing) - thinking), inside, of_shape)
-
-    def _instead(self, text: str, parts: list[Part], prompted: str) -> str:
-        """Return the prompt that replaces the end of the text, as in Phi-3.
-
-        Returns an empty text unless a stop token, which follows a content, precedes the prompt: in
-        gpt-oss, the prompt replaces this token too.
-        """
-        same = len(os.path.commonprefix([text, prompted]))  # noqa: RUF071 - of characters
-        cut = (m.start() for m in self.special.finditer(prompted) if m.start() < same < m.end())
-        same = next(cut, same)
-        before = blanked(text, parts)[:same].rstrip()
-        stop = max(filter(before.endswith, self.special_tokens), key=len, default="")
-        is_stopped = stop and before.removesuffix(stop).rstrip().endswith(BLANK)
-        return prompted[same:] if is_stopped else ""
+            raise Unusable(
+                "it is not certain what {% generation %} encloses. Move the tag out of other tags "
+                "{% generation %}, and out of macros, {% set %} and {% filter %}"
+            )
+        return found[1]
 
     def _by_prefix(self, conversation: Conversation, text: str) -> list[Range]:
         """Find what the assistant says by rendering the conversation up to each message.
@@ -370,82 +306,39 @@ class ChatTemplate:
         if turns * (len(text) + _MESSAGE_COST * len(messages)) > _MOST_WORK:
             raise Unusable(
                 f"has {len(messages):,} messages of {len(text):,} characters: to render the "
-                "conversation up to each of them takes too long. Use a template with "
-                "{% generation %}"
+                f"conversation up to each of them takes too long. {self._remedy}"
             )
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            with _named(f"message {turn + 1}: the template fails for what precedes it"):
-                before, _ = self._render(conversation.until(turn), prompt=True)
+            try:
+                before = self._text(conversation.until(turn), prompt=True)
+            except Unusable as reason:
+                raise Unusable(f"message {turn + 1}: before it, {reason}") from None
             until = text
             if turn + 1 < len(messages):
-                until, _ = self._render(conversation.until(turn + 1))
+                until = self._text(conversation.until(turn + 1))
             if not (text.startswith(until) and until.startswith(before)):
                 raise Unusable(
                     f"message {turn + 1}: it is not certain where it begins and ends, because the "
-                    "template renders it otherwise in a longer conversation. Use a template with "
-                    "{% generation %}"
+                    f"template renders it otherwise in a longer conversation. {self._remedy}"
                 )
             stops = self.special.finditer(until, len(before))
             ends = (stop.end() for stop in stops if not until[stop.end() :].strip())
             said.append((len(before), next(ends, len(until))))
         return said
 
-
-class _Uses(NamedTuple):
-    """What a template asked of contents."""
-
-    of_texts: tuple[Use, ...]
-    settings: dict[int, tuple[Any, ...]]
-    """How the template wrote objects as JSON, by the number of the content."""
-
-    def texts(self, contents: list[Any]) -> list[str]:
-        """Return contents as texts. An object that the template did not write stays an object."""
-        if not self.settings:
-            return contents
-        return [
-            to_json(content, *self.settings[number]) if number in self.settings else content
-            for number, content in enumerate(contents)
-        ]
+    @functools.cached_property
+    def _remedy(self) -> str:
+        """The template to use instead."""
+        name = _TRAINING.get(xxhash.xxh3_64_hexdigest(self.source.strip().encode())[:8])
+        of_trl = f": {name}_training.jinja of TRL" if name else ""
+        return f"Use a template with {{% generation %}}{of_trl}"
 
 
-@dataclass(slots=True)
-class _Known:
-    """What a process knows of a template."""
-
-    slots: frozenset[str] = SLOTS
-    """What may differ between conversations of a shape, beside texts: `SLOTS`, without tools and
-    arguments if the template reads them."""
-    layouts: dict[bytes, list[tuple[_Uses, TemplateLayout]]] = field(default_factory=dict)
-    """Layouts so far, by the conversation without its contents."""
-    joins_parts: dict[frozenset[str], bool] = field(default_factory=dict)
-    """Whether the template joins the parts of contents, by the roles that have such contents."""
-    again: int = 0
-    """Number of conversations with a known layout."""
-    new: int = 0
-    """Number of the other conversations."""
-
-    @property
-    def is_worth_watching(self) -> bool:
-        """Whether layouts are used again. A watched template takes twice the time."""
-        return self.new < _TRIED or self.again > self.new
-
-
-class _Found(NamedTuple):
-    """The contents in a rendered text."""
-
-    parts: list[Part]
-    shared: list[Part]
-    """The contents that may differ in other conversations of the layout, numbered as there."""
-    prompt: str
-    """What the template adds for `add_generation_prompt`; empty if that is not certain."""
-    removed: tuple[int, int]
-    """Messages whose thinking, and whose text, the template removed."""
-    inside: bool
-    """Whether a content is without its outer white space."""
-    uses: _Uses | None
-    """None if the text may depend on contents in other ways."""
+def _lacking(text: str) -> str | None:
+    """Return a character for marks that a text lacks; None if it has all."""
+    return next((mark for mark in MARKS if mark not in text), None)
 
 
 def tokens_set_by(source: str) -> dict[str, str]:
@@ -457,70 +350,6 @@ def tokens_set_by(source: str) -> dict[str, str]:
         with suppress(ValueError):  # not written by this program
             tokens[name] = json.loads(literal).encode().decode()
     return tokens
-
-
-@functools.cache
-def _watch(source: str) -> Watch:
-    return Watch(source)
-
-
-_OBJECT = {"?": "?"}
-"""Stands for an object in a shape. If objects are contents, the shape has no other objects at the
-place of an object, except empty ones."""
-
-
-def _shape(
-    conversation: Conversation, slots: frozenset[str], *, inside: bool
-) -> tuple[bytes | None, list[Any]]:
-    """Return a conversation without its contents, and the contents that are not empty.
-
-    If `inside`, the outer white space of the contents stays in the conversation.
-    """
-    contents: list[Any] = []
-    ids: dict[str, str] = {}
-
-    def keep(value: Any, message: int, kind: Kind) -> Any:
-        if not isinstance(value, str):
-            contents.append(value)
-            return _OBJECT
-        if message < 0 and value in ids:
-            return ids[value]
-        content = value.strip() if inside else value
-        if not content:
-            return value
-        contents.append(content)
-        if message < 0:
-            ids[value] = value.replace(content, f"?{len(contents)}")
-            return ids[value]
-        return "?" if content == value else value.replace(content, "?")
-
-    tools = replaced_tools(conversation.tools, keep, slots)
-    shape: list[Any] = [inside, len(slots), tools, conversation.arguments]
-    for message in conversation.messages:
-        content = message.get("content")
-        if len(message) == 2 and isinstance(content, str) and "</think>" not in content:
-            first = next(iter(message))  # most messages: only the order of the keys differs
-            shape.append([first, message["role"], keep(content, 0, Kind.TEXT)])
-        else:
-            shape.append(replaced(message, 0, keep, slots))
-    try:
-        return msgspec.msgpack.encode(shape), contents
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        return None, contents
-
-
-@contextmanager
-def _named(problem: str) -> Iterator[None]:
-    """Turn what templates raise into a reason for rejecting a record."""
-    try:
-        yield
-    except Unusable:
-        raise Unusable(problem) from None
-    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise Unusable(f"{problem}: {reason[:200]}") from None
-    except (AssertionError, AttributeError, RecursionError, SyntaxError) as error:
-        raise Unusable(f"{problem}: {type(error).__name__}") from None
 
 
 def _literal(value: Any) -> str:

@@ -171,33 +171,27 @@ def is_learnt(message: Message) -> bool:
     return not (isinstance(weight, int | float) and weight == 0)
 
 
-SLOTS = frozenset(("ids", "tools", "arguments"))
-"""What can be a content, beside texts and the names of functions: ids of calls, tools, and
-arguments of calls."""
-Write = Callable[[Any, int, Kind], Any]
+Write = Callable[[str, int, Kind], str]
 """Takes a content, the number of its message, and its kind. Returns what stands in its place.
 
-The number of tools and of ids is -1.
+The number of ids, and of texts in arguments, is -1.
 """
 
 
-def replaced_tools(
-    tools: list[Any] | None, write: Write, slots: frozenset[str]
-) -> list[Any] | None:
-    """Return the tools as other contents, if all are objects."""
-    if tools and "tools" in slots and all(tool and isinstance(tool, dict) for tool in tools):
-        return [write(tool, -1, Kind.TEMPLATE) for tool in tools]
-    return tools
+def replaced(message: Message, number: int, write: Write, *, details: bool) -> Message:
+    """Return a message with other contents. White space around thinking is not part of them.
 
-
-def replaced(message: Message, number: int, write: Write, slots: frozenset[str]) -> Message:
-    """Return a message with other contents. White space around thinking is not part of them."""
+    With `details`, ids of calls and texts in arguments are contents too.
+    """
+    plain = message.get("content")
+    if len(message) == 2 and isinstance(plain, str) and "</think>" not in plain:  # most of them
+        return {**message, "content": write(plain, number, _ROLES[message["role"]])}
 
     def content(text: str) -> str:
         before, _, after = text.partition("<think>")
         inner, closing, rest = after.partition("</think>")
         if kind is not Kind.TEXT or before.strip() or not closing:
-            return str(write(text, number, kind))
+            return write(text, number, kind)
         thinking, answer = inner.strip(), rest.lstrip()
         spaces = inner.split(thinking) if thinking else [inner, ""]
         marked = write(thinking, number, Kind.THINKING)
@@ -213,13 +207,19 @@ def replaced(message: Message, number: int, write: Write, slots: frozenset[str])
             new["function"] = call(new["function"])
         if isinstance(name := new.get("name"), str):
             new["name"] = write(name, number, Kind.CALL)
-        arguments = new.get("arguments")
-        if "arguments" in slots and arguments and isinstance(arguments, str | dict):
-            new["arguments"] = write(arguments, number, Kind.TEMPLATE)
+        if details and "arguments" in new:
+            new["arguments"] = each_text(new["arguments"])
         return new
 
+    def each_text(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: each_text(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [*map(each_text, value)]
+        return write(value, -1, Kind.TEMPLATE) if isinstance(value, str) else value
+
     def with_id(given: dict[str, Any], key: str) -> dict[str, Any]:
-        if "ids" in slots and isinstance(id_ := given.get(key), str):
+        if details and isinstance(id_ := given.get(key), str):
             return {**given, key: write(id_, -1, Kind.TEMPLATE)}
         return dict(given)
 

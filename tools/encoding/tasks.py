@@ -19,7 +19,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any, ClassVar, Literal, Self
@@ -55,9 +55,9 @@ from tokenfeed.tools.encoding.chat_messages import (
     is_learnt,
     read_messages,
 )
-from tokenfeed.tools.encoding.chat_parts import COUNTS, EMPTY, Rendered, TokensOfPieces
+from tokenfeed.tools.encoding.chat_parts import COUNTS, Rendered, TokensOfTexts
+from tokenfeed.tools.encoding.chat_renderer import UNLIKE_SPACE, to_json
 from tokenfeed.tools.encoding.fim import FIM_ROWS, FillInMiddle
-from tokenfeed.tools.encoding.jinja_sandbox import MARK, to_json
 from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, TokenPlaces
@@ -235,6 +235,13 @@ class TaskEncoder(ABC):
     def unusable(self, values: FieldValues) -> dict[int, str]:
         """Records whose fields do not fit together, and why."""
         return {}
+
+    def check_first(self, values: FieldValues) -> None:  # noqa: B027 - most have nothing to check
+        """Check what only the first records of a run can show.
+
+        Raises:
+            TokenizerError: The rows would be wrong.
+        """
 
     @abstractmethod
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
@@ -870,6 +877,20 @@ class ChatEncoder(TaskEncoder):
             },
         )
 
+    def check_first(self, values: FieldValues) -> None:
+        """Compare the texts of the first records with those of `transformers`, if it is installed.
+
+        Raises:
+            TokenizerError: A text differs.
+        """
+        assert self.chat_template
+        for row in range(min(_COMPARED, len(next(iter(values.values()), [])))):
+            for ending in self._endings:
+                with suppress(Unusable, RecursionError):
+                    conversation = self._conversation(values, row, ending)
+                    self._check_special(conversation)
+                    self.chat_template.compare(self.chat_template.with_texts(conversation)[0])
+
     def _encoded(self, values: FieldValues, encode: Encode, ending: str) -> Samples:
         """Turn R records into R conversations, which end with the given field."""
         assert self.chat_template, "the template is not known"
@@ -881,7 +902,7 @@ class ChatEncoder(TaskEncoder):
         unusable: dict[int, str] = {}
         reads = functools.cache(self.chat_template.reads)
         for row in range(num_rows):
-            rendered.append(_NOTHING)
+            rendered.append(Rendered())
             numbers.append({})
             try:
                 conversation = self._conversation(values, row, ending)
@@ -889,10 +910,10 @@ class ChatEncoder(TaskEncoder):
                 of_messages = self._numbers(conversation)
                 conversation, num_joined = self.chat_template.with_texts(conversation)
                 made = self.chat_template.render(conversation)
-                is_proved = not made.layout.counts[COUNTS.index("unproved")]
+                is_proved = not made.counts[COUNTS.index("unproved")]
                 if not (is_proved or self.splits_special):
-                    self._check_joined(conversation, made)
-                if of_messages and not (is_proved and -1 not in made.layout.owners):
+                    self._check_joined(conversation)
+                if of_messages and not (is_proved and -1 not in made.owners):
                     raise Unusable("it is not certain which tokens belong to which message")
                 rendered[-1], numbers[-1] = made, of_messages
                 notes = _notes(self.chat_template, conversation, made)
@@ -910,15 +931,15 @@ class ChatEncoder(TaskEncoder):
                 unusable[row] = str(reason)
             except RecursionError:
                 unusable[row] = "is nested too deeply"
-        texts = [b"".join(each.pieces) for each in rendered]
+        texts = [each.text.encode() for each in rendered]
         ids = encode(texts)
-        tokens = TokensOfPieces(rendered, *self.places.starts(texts, ids))
+        tokens = TokensOfTexts(rendered, b"".join(texts), *self.places.starts(texts, ids))
         kinds, counts = tokens.kinds(ids.lengths)
         if not self.splits_special:
             added = self.places.added
             names = (each for each in self.chat_template.special_tokens if each in added)
             special, unknown = {added[each]: each for each in names}, self.places.unknown
-            found = tokens.overlapping(ids.values, special, unknown, b"".join(texts))
+            found = tokens.overlapping(ids.values, special, unknown)
             for place, name in found.items():
                 row = int(np.searchsorted(ids.offsets, place, "right")) - 1
                 unusable.setdefault(row, _JOINED.format(name))
@@ -1026,16 +1047,14 @@ class ChatEncoder(TaskEncoder):
             if problem := self._problem(part):
                 raise Unusable(f"{name} {problem}")
 
-    def _check_joined(self, conversation: Conversation, rendered: Rendered) -> None:
+    def _check_joined(self, conversation: Conversation) -> None:
         """Reject contents that may form a special token together, if their places are unknown.
 
         Raises:
-            Unusable: A content is a list of parts, has the character of a mark, or has a part of a
-                special token at its beginning or end.
+            Unusable: A content is a list of parts, or has a part of a special token at its
+                beginning or end.
         """
         assert self.chat_template
-        if mark := MARK.search(b"".join(rendered.pieces).decode()):
-            raise Unusable(f"has the character U+{ord(mark[0]):X}; see --special-tokens-in-text")
         for number, message in enumerate(conversation.messages, 1):
             content = message.get("content") or ""
             if isinstance(content, list) or self.chat_template.has_half(content):
@@ -1053,6 +1072,8 @@ class ChatEncoder(TaskEncoder):
             return _SURROGATE
         except RecursionError:
             return "is nested too deeply"
+        if "\\u001" in text and UNLIKE_SPACE.search(text):
+            return "begins or ends a text with a control character (U+001C to U+001F)"
         found = None if self.splits_special else self.chat_template.special.search(text)
         if found is None:
             return ""
@@ -1062,7 +1083,8 @@ class ChatEncoder(TaskEncoder):
 _SURROGATE = "has a lone surrogate: no UTF-8 can express it"
 _JOINED = "has texts that form the special token {!r} together; see --special-tokens-in-text"
 _SILENT = "has nothing to learn: the assistant says nothing, or only messages of weight 0"
-_NOTHING = Rendered(EMPTY, [])
+_COMPARED = 100
+"""Records that `transformers` renders too."""
 _MOST_NOTES = 100
 """Different counts, most of them of keys of messages."""
 
@@ -1072,7 +1094,6 @@ def _notes(
 ) -> dict[str, int]:
     """Count what a template does not write as users may expect."""
     notes: dict[str, int] = Counter()
-    text = ""
     if conversation.tools and not template.reads_tools:
         notes["unread_tools"] = 1
     for message in conversation.messages:
@@ -1088,8 +1109,7 @@ def _notes(
             function = call.get("function", call) if isinstance(call, dict) else {}
             given = function.get("arguments") if isinstance(function, dict) else None
             if isinstance(given, str) and given:
-                text = text or b"".join(rendered.pieces).decode()
-                notes["text_arguments"] += to_json(given) in text
+                notes["text_arguments"] += to_json(given) in rendered.text
     return notes
 
 

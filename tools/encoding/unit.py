@@ -147,7 +147,9 @@ class UnitEncoder:
         blocks = read_record_blocks(unit, self._settings.task, ledger, in_one_pass=in_one_pass)
         with self._settings.output.room() as folder, contextlib.ExitStack() as stack:
             rejects = stack.enter_context(RejectFile(folder, unit))
-            for batch in blocks:
+            for number, batch in enumerate(blocks):
+                if unit.number == number == 0:
+                    self._task.check_first(batch.values)
                 if len(batch):
                     self._at = f"record {batch.records[-1]} of {names[int(batch.sources[-1])]}"
                 for split, rows in self._encode_batch(batch, ledger).items():

@@ -30,8 +30,8 @@ from tokenfeed.tools.corpus.units import read_records
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.chat import ChatTemplate, tokens_set_by
 from tokenfeed.tools.encoding.chat_messages import UNREAD_KEY
+from tokenfeed.tools.encoding.chat_renderer import texts_written
 from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, preload
-from tokenfeed.tools.encoding.jinja_sandbox import parsed, texts_written
 from tokenfeed.tools.encoding.limit import FindLeast, Mark, find_last
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tasks import ChatEncoder, CompleteEncoder
@@ -319,7 +319,7 @@ def chat_template_of(options: Options, tokenizer: TextTokenizer, files: ModelFil
     except Unusable as reason:
         name = options.chat_template or options.tokenizer
         raise TokenizerError(f"{name}: the chat template {reason}. Correct it.") from None
-    written = " ".join(texts_written(parsed(source)))
+    written = texts_written(source)
     named = {*_TOKEN.findall(written)} | {*filter(written.__contains__, files.added)}
     named |= {text for name, text in template.tokens.items() if template.reads(name)}
     if unknown := [each for each in sorted(named) if not tokenizer.is_token(each)]:

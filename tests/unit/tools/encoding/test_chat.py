@@ -1,5 +1,6 @@
 """Conversations: ids and masks are those of transformers, and kinds say what each character is."""
 
+import contextlib
 import functools
 import json
 import pickle
@@ -8,12 +9,14 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import trl
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import feather, parquet
@@ -22,6 +25,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from tokenizers import pre_tokenizers as pre
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -30,7 +34,6 @@ from tokenfeed.tools.encoding.chat import ChatTemplate
 from tokenfeed.tools.encoding.chat_messages import Conversation, read_messages
 from tokenfeed.tools.encoding.chat_parts import COUNTS, Rendered
 from tokenfeed.tools.encoding.engines import ReferenceEngine
-from tokenfeed.tools.encoding.jinja_sandbox import Watch
 from tokenfeed.tools.encoding.tasks import ChatEncoder, Samples
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -156,14 +159,10 @@ def rendered(source: str, messages: list[Message]) -> Rendered:
 def pieces_of(source: str, messages: list[Message]) -> list[tuple[str, str]]:
     """The stretches of a rendered conversation, without those of the template."""
     found = rendered(source, messages)
-    stretches = np.split(np.array(found.pieces, object), found.layout.starts[1:])
-    texts = [b"".join(stretch).decode() for stretch in stretches]
-    pairs = zip(found.layout.kinds, texts, strict=True)
+    edges = [*found.starts, len(found.text)]
+    texts = [found.text[start:end] for start, end in pairwise(edges)]
+    pairs = zip(found.kinds, texts, strict=True)
     return [(Kind(kind).label, text) for kind, text in pairs if kind and text]
-
-
-def text_of(found: Rendered) -> str:
-    return b"".join(found.pieces).decode()
 
 
 ODD = ["", " ", "\n\n", "  two  ", "\nseam\n", "e\u0301", "漢字 🎉", "\u200b", "</think>", "user"]
@@ -210,7 +209,7 @@ def test_ids_and_masks_are_those_of_transformers(
             return_assistant_tokens_mask=has_generation,
         )
     if samples.unusable:
-        assert not has_generation
+        assert not has_generation or "\\u001" in json.dumps(messages)
         assert samples.unusable[0].startswith("message ")
         return
     ids, kinds = samples.per_token["input_ids"].values, samples.per_token["kinds"].values
@@ -232,7 +231,7 @@ def test_generation_blocks_change_no_kind(name: str, messages: list[Message]) ->
 
 @given(st.sampled_from(["chatml", "generating", "llama", "inst"]), conversations(plain=True))
 def test_kinds_have_the_contents_of_their_roles(name: str, messages: list[Message]) -> None:
-    if rendered(TEMPLATES[name], messages).layout.counts[COUNTS.index("unproved")]:
+    if rendered(TEMPLATES[name], messages).counts[COUNTS.index("unproved")]:
         return
     found = pieces_of(TEMPLATES[name], messages)
     expected = {"system": "", "user": "", "text": ""}
@@ -269,9 +268,8 @@ THOUGHTFUL: list[Message] = [
 ]
 
 
-@pytest.mark.parametrize("source", [QWEN, QWEN_GENERATING])
-def test_parts_of_a_message_have_their_own_kinds(source: str) -> None:
-    assert pieces_of(source, THOUGHTFUL) == [
+def test_parts_of_a_message_have_their_own_kinds() -> None:
+    assert pieces_of(QWEN_GENERATING, THOUGHTFUL) == [
         ("system", "Be brief."),
         ("user", "Weather?"),
         ("text", "Let me look."),
@@ -287,14 +285,21 @@ def test_parts_of_a_message_have_their_own_kinds(source: str) -> None:
     ]
 
 
-def test_a_prompt_that_ends_with_thinking_is_found_by_its_header() -> None:
+def test_thinking_that_the_prompt_begins_is_learnt_without_its_beginning() -> None:
     header = "{{ '<|im_start|>assistant\n' }}{% endif %}"
     source = QWEN.replace(header, header.replace("\n'", "\n<think>\n'"))
     assert source != QWEN
-    last = ("thinking", "<think>\nFine.\n</think>\n\n")
-    expected = pieces_of(QWEN, THOUGHTFUL)
-    expected[expected.index(last)] = ("thinking", "Fine.\n</think>\n\n")  # the prompt has <think>
-    assert pieces_of(source, THOUGHTFUL) == expected
+    for each, begin in ((QWEN, "<think>\n"), (source, "")):
+        assert pieces_of(each, THOUGHTFUL[-2:])[1] == ("thinking", begin + "Fine.\n</think>\n\n")
+
+
+def test_a_template_that_proves_nothing_is_refused_with_a_training_template() -> None:
+    folder = Path(trl.__file__).parent / "chat_templates"
+    for name in ("qwen3", "phi3"):
+        source = (folder / f"{name}.jinja").read_text()
+        with pytest.raises(Unusable, match=f"message 2: .*: {name}_training.jinja of TRL$"):
+            rendered(source, [*SHORT[0], *SHORT[1]])
+        assert (folder / f"{name}_training.jinja").exists()
 
 
 @pytest.mark.parametrize("source", [QWEN, CHATML])
@@ -345,7 +350,7 @@ def test_a_token_over_a_seam_has_its_first_kind_and_is_counted() -> None:
 
 
 def test_each_message_begins_once() -> None:
-    samples = encode(QWEN, [THOUGHTFUL])
+    samples = encode(QWEN_GENERATING, [THOUGHTFUL])
     kinds = samples.per_token["kinds"].values
     begun = [Kind(kind).label for kind in kinds_of(kinds[kinds >= 0x80])]
     assert begun == ["system", "user", "text", "tool", "text", "user", "thinking"]
@@ -355,15 +360,13 @@ def test_templates_cannot_reach_the_interpreter() -> None:
     for source in (
         "{{ messages.__class__.__mro__ }}",
         "{% set x = messages.append(1) %}",
-        "{% set ns = namespace(_x=1) %}{{ ns._x.real }}",
-        "{% set ns = namespace(__class__=1) %}{{ ns.__class__.__mro__ }}",
         "{{ dict.update(messages[0], x=1) }}",
         "{{ strftime_now('%Y') }}",
         "{{ raise_exception('no') }}",
         "{{ 1 / 0 }}",
     ):
         samples = encode(source, [[{"role": "user", "content": "a"}]])
-        assert samples.unusable[0]
+        assert "the template fails" in samples.unusable.get(0, ""), source
 
 
 _READ = (
@@ -376,21 +379,93 @@ GADGETS = {
     "__html__": "namespace([('__html__', text.strip)]) | e",
     "__wrapped__": "namespace(__wrapped__=namespace(__self__='a'))(text)",
     "format": "text.format(raise_exception)",
+    "format of a message": "text.format(messages)",
     "format_map": "text.format_map({'0': raise_exception})",
     "filter": "([text] | map('attr', 'format') | first)(raise_exception)",
+    "class": "messages.__class__.__mro__[-1].__subclasses__()",
+    "init": "messages.copy.__func__.__globals__",
+    "function": "raise_exception.__globals__.os.environ.HOME",
+    "method": "messages[0].update.__func__.__globals__",
+    "filter by name": "messages | attr('__class__') | attr('__mro__')",
+    "item": "messages['__class__']['__base__']",
+    "macro": "caller.__globals__",
+    "cycler": "cycler.__init__.__globals__.os.environ.HOME",
+    "self": "self.__init__.__globals__",
+    "loop": "loop.__class__",
+    "lipsum": "lipsum.__globals__.os.environ.HOME",
+    "include": "''}}{% include '/etc/passwd' %}{{''",
+    "import": "''}}{% import '/etc/passwd' as x %}{{ x",
 }
 
 
 @pytest.mark.parametrize("gadget", GADGETS)
-def test_gadgets_of_templates_are_refused(gadget: str) -> None:
-    """A template reaches the interpreter neither in the plain nor in the watched rendering."""
+def test_gadgets_of_templates_read_nothing(gadget: str) -> None:
+    text = dialogue(_READ, "a")
     source = f"{{% set text = messages[0].content %}}{{{{ {GADGETS[gadget]} }}}}" + CHATML
-    samples = encode(source, [[{"role": "user", "content": _READ}, *SHORT[0][1:]]])
-    written = samples.unusable.get(0) or text_of(rendered(source, dialogue(_READ, "a")))
-    assert ("a namespace must not have the name '_" in written) == gadget.startswith("__")
-    assert str(Path.home()) not in written
-    samples = encode("{% set n = namespace(a=1) %}{% set n." + gadget + " = 1 %}" + CHATML, SHORT)
-    assert bool(samples.unusable) == gadget.startswith("__")
+    samples = encode(source, [text])
+    written = samples.unusable.get(0) or rendered(source, text).text.removesuffix(_READ)
+    for secret in (str(Path.home()), "class", "built-in", "object at", "root:"):
+        assert secret not in written.replace(_READ, "").lower()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("messages.append(1)", "messages.extend(messages)", "messages[0].update(content='x')"),
+        *("messages['clear']()", "(messages | attr('pop'))()", "messages[0].setdefault('x', 1)"),
+        *("tools.reverse()", "tools.insert(0, 1)"),
+        *("messages[1].tool_calls[0].function.arguments.popitem()", "tools[0].clear()"),
+    ],
+)
+def test_templates_cannot_change_messages(change: str) -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    messages = [*SHORT[0][:1], {"role": "assistant", "content": "a", "tool_calls": calls}]
+    samples = encode(f"{{% set x = {change} %}}{CHATML}", [messages], [*TOOLS, {"name": "g"}])
+    assert samples.unusable[0].startswith("the template fails: ")
+    if "append" not in change:  # CHATML reads what that adds
+        assert "must not change messages" in samples.unusable[0]
+
+
+BOMBS = {
+    "endless": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "range": "{{ range(10000000000) | list | length }}",
+    "recursion": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "recursive loop": "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "repeated": "{{ 'x' * 10000000000 }}",
+    "doubled": "{% set n = namespace(x='xxxxxxxx') %}{% for i in range(60) %}"
+    "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x | length }}",
+    "doubled by format": "{% set n = namespace(x='xxxxxxxx') %}{% for i in range(60) %}"
+    "{% set n.x = '{}{}'.format(n.x, n.x) %}{% endfor %}{{ n.x | length }}",
+    "written": "{% set x = 'x' * 9000000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+    "padded": "{{ '%9999999999d' | format(1) | length }}",
+    "long tag": "{{ 1" + "+1" * 100_000 + " }}",
+    "many tags": "{% if 0 %}" + "{% elif 0 %}" * 100_000 + "{% endif %}",
+    "nested": "{% if true %}" * 1000 + "{% endif %}" * 1000,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_bombs_in_templates_end_in_one_line(bomb: str) -> None:
+    reason = encode(BOMBS[bomb] + CHATML, [SHORT[0]]).unusable[0]
+    assert len(reason) < 300
+    assert "\n" not in reason
+
+
+def test_numbers_are_written_as_by_python() -> None:
+    values = [1.0, 0.5, 1e-7, 1e22, 10**20, -(10**20), True, None, [1.0, {"x": 1e-9}], {"y": 2.0}]
+    source = CALLING.replace("OPERATION", "a.x }} {{ a.x | tojson }} {{ a.x | string }} {{ a")
+    made = []
+    for value in values:
+        call = {"type": "function", "function": {"name": "f", "arguments": {"x": value}}}
+        answer = {"role": "assistant", "content": "a", "tool_calls": [call]}
+        made.append(Conversation([*SHORT[0][:1], answer]))
+    assert_rendered_as_by_transformers(source, made)
+    assert "1e-07" in rendered(source, made[2].messages).text
+
+
+def test_control_characters_that_only_python_trims_are_rejected() -> None:
+    for text, is_rejected in (("\x1cx", True), ("x \x1f ", True), ("a\x1cb", False), ("a", False)):
+        assert bool(encode(LLAMA, [dialogue(text, "a")]).unusable) == is_rejected
 
 
 # The command
@@ -401,7 +476,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a model has it."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "tokenizer.json").write_bytes(tokenizer_json())
-    config = {"chat_template": QWEN, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    bos = {"content": "<s>"}
+    config = {"chat_template": QWEN_GENERATING, "bos_token": bos, "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -634,8 +710,8 @@ def test_templates_that_depend_on_chance_are_rejected(tmp_path: Path, tokenizer:
     template.write_text("{{ ['a', 'b'] | random }}" + CHATML)
     given = ("--chat-template", template)
     done = make([{"messages": SHORT[0]}], tmp_path / "out", tokenizer, *given, expect=1)
-    assert "the chat template is not valid: No filter named 'random'" in done.stderr
-    assert text_of(rendered("{{ lipsum is defined }}" + CHATML, SHORT[0])).startswith("False")
+    assert "the template fails: unknown filter: filter random is unknown (line 1)" in done.stderr
+    assert rendered("{{ lipsum is defined }}" + CHATML, SHORT[0]).text.startswith("False")
 
 
 def test_a_template_with_unknown_tokens_is_named(tmp_path: Path, tokenizer: Path) -> None:
@@ -710,8 +786,7 @@ OPERATIONS = [
     "namespace([(messages[0].content, 1), ('a', 2)]).a",
     "m.items() | map('first') | join",
     *("content.splitlines(keepends=True) | first", "content.format_map({})"),
-    *("('<'|safe) + content", "('>'|e) + content", "({'a': 1} | tojson | safe) + content"),
-    *("(['>'] | map('safe') | first) + content", "lipsum(n=0) + content", "content | safe"),
+    *("lipsum(n=0) + content", "content | safe"),
     "content }}{% autoescape true %}{{ content }}{% endautoescape %}{{ ''",
     "content }}{% set x = '<' | forceescape %}{{ x + content",
     *("m.values() | list | string", "m.get('content').count('b')", "m.get(content)"),
@@ -725,10 +800,9 @@ OPERATIONS = [
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_conversations_of_one_shape_are_rendered_as_alone(operation: str) -> None:
-    """A template reads contents, so that some conversations need another layout."""
+def test_operations_write_what_transformers_writes(operation: str) -> None:
     draw = random.Random(operation)
-    assert_rendered_as_alone(READING.replace("OPERATION", operation), made_of_texts(draw))
+    assert_rendered_as_by_transformers(READING.replace("OPERATION", operation), made_of_texts(draw))
 
 
 def made_of_texts(draw: random.Random) -> Iterator[Conversation]:
@@ -740,24 +814,26 @@ def made_of_texts(draw: random.Random) -> Iterator[Conversation]:
         yield Conversation([dict(sorted(m.items(), reverse=not reverse)) for m in messages])
 
 
-def assert_rendered_as_alone(source: str, conversations: Iterable[Conversation]) -> None:
-    together = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
-    for conversation in conversations:
-        alone = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
-        try:
-            expected = alone.render(conversation)
-        except Unusable as reason:
-            with pytest.raises(Unusable, match=re.escape(str(reason))):
-                together.render(conversation)
-            continue
-        found = together.render(conversation)
-        assert text_of(found) == text_of(expected)
-        assert found.layout.counts == expected.layout.counts
-        ends = [np.cumsum([0, *map(len, each.pieces)]) for each in (found, expected)]
-        for name in ("starts", "messages", "spans"):
-            places = (getattr(each.layout, name) for each in (found, expected))
-            assert np.array_equal(*(end[place] for end, place in zip(ends, places, strict=True)))
-        assert found.layout.kinds.tolist() == expected.layout.kinds.tolist()
+def assert_rendered_as_by_transformers(source: str, made: Iterable[Conversation]) -> None:
+    template = ChatTemplate(source=source, special_tokens=SPECIAL, variables=VARIABLES)
+    for conversation in made:
+        with contextlib.suppress(Unusable):
+            found = template.render(conversation)
+            texts, spans = render_jinja_template(
+                [conversation.messages],
+                tools=conversation.tools,
+                chat_template=source,
+                return_assistant_tokens_mask=True,
+                **VARIABLES,
+            )
+            assert found.text == texts[0]
+            said = [each for each in spans[0] if each[0] < each[1]]
+            ours = [
+                span
+                for span, owner in zip(found.spans, found.owners, strict=True)
+                if owner < 0 or conversation.messages[owner]["role"] == "assistant"
+            ]
+            assert "generation %}" not in source or ours == said
 
 
 CALLING = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}\
@@ -781,13 +857,10 @@ OBJECT_OPERATIONS = [
 
 
 @pytest.mark.parametrize("operation", OBJECT_OPERATIONS)
-def test_calls_and_tools_of_one_shape_are_rendered_as_alone(operation: str) -> None:
+def test_operations_on_calls_write_what_transformers_writes(operation: str) -> None:
     draw = random.Random(operation)
     source = CALLING.replace("OPERATION", operation)
-    assert_rendered_as_alone(source, made_of_calls(draw))
-    by_prompt = source.replace("{% generation %}", "<a>").replace("{% endgeneration %}", "")
-    by_prompt += "{% if add_generation_prompt %}<a>{% endif %}"
-    assert_rendered_as_alone(by_prompt, made_of_calls(draw))
+    assert_rendered_as_by_transformers(source, made_of_calls(draw))
 
 
 def made_of_calls(draw: random.Random) -> Iterator[Conversation]:
@@ -827,7 +900,7 @@ def test_kinds_do_not_depend_on_earlier_conversations(
         Conversation(read_messages(messages), given)
         for messages, given in zip(found, tools, strict=False)
     ]
-    assert_rendered_as_alone(source, [*together, *reversed(together)])
+    assert_rendered_as_by_transformers(source, [*together, *reversed(together)])
 
 
 def test_special_text_in_arguments_is_part_of_the_call() -> None:
@@ -842,17 +915,18 @@ def test_special_text_in_arguments_is_part_of_the_call() -> None:
 
 
 @pytest.mark.parametrize("source", [GENERATING, QWEN, JOINING])
-def test_characters_for_private_use_are_characters(source: str) -> None:
-    """Contents that have the characters of marks are rendered as they are, and not found."""
-    messages = [
-        {"role": "user", "content": "q\U00100001 \U0010fffd\U000f0000"},
-        {"role": "assistant", "content": "write \U00100000</think> here"},
-    ]
-    private = re.compile("[\U000f0000-\U0010fffd]")
-    plain = [{**m, "content": private.sub("x", m["content"])} for m in messages]
-    made = [Conversation(each) for each in (plain, messages, plain)]
-    assert_rendered_as_alone(source, made)
-    assert rendered(source, messages).layout.counts[COUNTS.index("unproved")] == 1
+@pytest.mark.parametrize("mark", ["\x7f", "\U00100000", "\x7f\U00100000"])
+def test_texts_with_the_characters_of_marks_are_texts(source: str, mark: str) -> None:
+    """With one of the characters, the other is used. With both, contents are not found."""
+    messages = dialogue(f"q{mark}0( \x7f", f"write {mark}0) </think> {mark}[ here {mark}]")
+    plain = [{**m, "content": m["content"].replace(mark, "x")} for m in messages]
+    made = [Conversation(each) for each in (plain, messages)]
+    assert_rendered_as_by_transformers(source, made)
+    if source == GENERATING and "\U00100000" in mark:
+        assert "it is not certain what" in encode(source, [messages]).unusable[0]
+        return
+    is_unproved = rendered(source, messages).counts[COUNTS.index("unproved")]
+    assert is_unproved == ("\U00100000" in mark)
 
 
 def test_null_contents_are_those_of_transformers() -> None:
@@ -877,7 +951,7 @@ def test_the_prompt_may_depend_on_messages() -> None:
     asked = ["a", "/no_think", "b", "c /no_think", "d"]
     answer = {"role": "assistant", "content": "yes"}
     made = [Conversation([{"role": "user", "content": text}, answer]) for text in asked]
-    assert_rendered_as_alone(source, made)
+    assert_rendered_as_by_transformers(source, made)
     for conversation in made:
         assert pieces_of(source, conversation.messages)[1:] == [
             ("text", "yes"),
@@ -885,46 +959,12 @@ def test_the_prompt_may_depend_on_messages() -> None:
         ]
 
 
-def test_a_prompt_may_replace_the_end_of_the_text() -> None:
+def test_what_ends_the_whole_text_belongs_to_the_last_answer() -> None:
     """As with Phi-3: the end token follows a conversation without a prompt."""
     source = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
-    messages = [*SHORT[0], *SHORT[1]]
-    assert [text for kind, text in pieces_of(source, messages) if kind in ("text", "stop")] == [
-        *("answer 0", "<|im_end|>"),
-        *("answer 1<|im_end|>\n", "</s>"),
-    ]
-
-
-@pytest.mark.parametrize("name", ["generating", "llama", "qwen", "qwen, generating"])
-def test_template_is_watched_once_for_each_shape(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs: list[str] = []
-    end = Watch.end
-
-    def counted(watch: Watch) -> Any:
-        runs.append(name)
-        return end(watch)
-
-    monkeypatch.setattr(Watch, "end", counted)
-    prompts = 1 if "{% generation %}" in TEMPLATES[name] else 2  # without and with the prompt
-    template = ChatTemplate(source=TEMPLATES[name], special_tokens=SPECIAL, variables=VARIABLES)
-    for number in range(40):
-        thought = f"<think>\nwhy {number}\n</think>\n\n" if number % 2 else ""
-        answer = {"role": "assistant", "content": f"{thought}answer {number}"}
-        template.render(Conversation([*SHORT[number % 5][:1], answer]))
-    assert len(runs) == 2 * prompts
-    if not name.startswith("qwen"):
-        return
-    for number in range(40):
-        arguments = {"city": f"city {number}", "days": number}
-        function = {"name": f"name {number}", "arguments": arguments}
-        call = {"id": f"id {number}", "function": function}
-        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "content": f"result {number}", "tool_call_id": f"id {number}"}
-        tools = [{"name": function["name"], "parameters": {"type": "object"}}]
-        template.render(Conversation([*SHORT[0][:1], answer, result], tools))
-    assert len(runs) == 3 * prompts
+    assert pieces_of(source, SHORT[1])[1:] == [("text", "answer 1<|im_end|>\n"), ("stop", "</s>")]
+    with pytest.raises(Unusable, match="message 2: it is not certain"):
+        rendered(source, [*SHORT[0], *SHORT[1]])
 
 
 @pytest.mark.parametrize("seen", ["alone", "after others"])
@@ -954,8 +994,10 @@ CHANGING = "{{ messages[0].content | string | length }}" + JOINING
 @pytest.mark.parametrize(
     ("source", "texts", "reason"),
     [
-        (JOINING, ["\U00100000x<|im_", "end|>"], "has the character U+100000; see"),
-        (JOINING, ["a", "b", "c\U0010fffd"], "has the character U+10FFFD; see"),
+        (JOINING, ["\U00100000x<|im_", "end|>"], "has texts that form the special token"),
+        (JOINING, ["\x7f0(<|im_", "end|>\x7f0)"], "has texts that form the special token"),
+        (JOINING, ["\x7f\U00100000", "b"], "message 1 may form a special token"),
+        (JOINING, ["a", "b", "c\x7f\U0010fffd"], None),
         (CHANGING, ["a"], "message 1 may form a special token"),
         (CHANGING, ["<|im_"], "message 1 may form a special token"),
         (CHANGING, "<| ", "message 1 may form a special token"),
@@ -1059,7 +1101,7 @@ def test_a_template_may_get_its_date_as_an_argument(tmp_path: Path, tokenizer: P
     make([{"messages": c} for c in SHORT], tmp_path / "out", tokenizer, *given)
     assert {text[:14] for text in texts_of(tmp_path / "out")} == {"2026-11-26<|im"}
     stored = (tmp_path / "out" / "chat_template.jinja").read_text()
-    assert rendered(stored, SHORT[0]).pieces[0].startswith(b"2026-11-26<|im")
+    assert rendered(stored, SHORT[0]).text.startswith("2026-11-26<|im")
 
 
 @pytest.mark.parametrize(
@@ -1080,7 +1122,7 @@ def test_a_template_with_its_variables_renders_the_same_text(start: str) -> None
     assert "unused" not in whole.with_variables
     for arguments in ({}, {"mood": "sad"}):
         conversation = Conversation(SHORT[0], None, arguments)
-        assert text_of(apart.render(conversation)) == text_of(whole.render(conversation))
+        assert apart.render(conversation).text == whole.render(conversation).text
 
 
 ENDING_CALLS = """{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}\
@@ -1136,7 +1178,7 @@ tool<|start_header_id|>{{ ns.name }}<|end_header_id|>{{ m.content }}<|im_end|>\
         {"role": "tool", "content": "42"},
         {"role": "assistant", "content": "there"},
     ]
-    assert "<|end_header_id|>tool<|start_header_id|>weather<" in text_of(rendered(source, messages))
+    assert "<|end_header_id|>tool<|start_header_id|>weather<" in rendered(source, messages).text
     assert pieces_of(source, messages) == [
         ("user", "hello"),
         ("call", "<|start_header_id|>weather"),
@@ -1152,7 +1194,7 @@ def test_very_many_messages_without_a_prompt_are_rejected() -> None:
     messages = [*SHORT[0], *SHORT[1]] * 1000
     with pytest.raises(Unusable, match=r"4,000 messages of [0-9,]+ characters.*takes too long"):
         rendered(CHATML.replace("{% if add_generation_prompt", "{% if false"), messages)
-    assert rendered(CHATML, messages).pieces
+    assert rendered(GENERATING, messages).text
 
 
 def test_an_encoder_is_the_same_in_another_process() -> None:
@@ -1169,9 +1211,9 @@ def test_thinking_by_two_names_that_differ_is_rendered_as_alone() -> None:
     for thinking in ("same", "other", "same", "third"):
         answer = {"role": "assistant", "content": "a", "reasoning_content": "same"}
         messages = read_messages([*SHORT[0][:1], {**answer, "thinking": thinking}])
-        alone = text_of(rendered(source, messages))
+        alone = rendered(source, messages).text
         assert f"<think>\n{thinking}\n</think>" in alone
-        assert text_of(shared.render(Conversation(messages))) == alone
+        assert shared.render(Conversation(messages)).text == alone
 
 
 def test_a_column_named_system_is_the_first_message(tmp_path: Path, tokenizer: Path) -> None:

@@ -146,7 +146,7 @@ MALFORMED = {
         *(b'{"eos_token": "\\ud800"}', b'{"chat_template": "\\ud800"}'),
     ),
     "special_tokens_map.json": (b"[1]", b"null", b'{"eos_token": {"content": 1}}'),
-    "chat_template.jinja": (b"\xff{{ 1 }}", b"{% for a in [1] %}" * 25 + b"{% endfor %}" * 25),
+    "chat_template.jinja": (b"\xff{{ 1 }}", b"{% for a in [1] %}" * 999 + b"{% endfor %}" * 999),
     "generation_config.json": (b"[1]", b'{"eos_token_id": "a"}', b'{"eos_token_id": [null]}'),
     "additional_chat_templates/tool_use.jinja": (b"\xff",),
 }

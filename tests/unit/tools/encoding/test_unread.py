@@ -188,9 +188,10 @@ NESTED = SAID.replace("<|endoftext|>", "{% generation %}<|endoftext|>{% endgener
 @pytest.mark.parametrize(
     ("begin", "turn", "learnt"),
     [
-        ("{% macro say(m) %}<|t|>" + SAID + "{% endmacro %}", "{{ say(m) }}", []),
-        ("", "{% set said %}<|t|>" + SAID + "{% endset %}{{ said }}", []),
-        ("", "{% filter upper %}<|t|>" + SAID + "{% endfilter %}", []),
+        ("{% macro say(m) %}<|t|>" + SAID + "{% endmacro %}", "{{ say(m) }}", ["a<|endoftext|>"]),
+        ("", "{% set said %}<|t|>" + SAID + "{% endset %}{{ said }}", ["a<|endoftext|>"]),
+        ("", "{% filter trim %}<|t|>" + SAID + "{% endfilter %}", ["a<|endoftext|>"]),
+        ("", "{% set said %}<|t|>" + SAID + "{% endset %}{{ said | length }}{{ said }}", []),
         ("", "<|t|>" + NESTED, []),
         ("{% macro say(m) %}" + SAID + "{% endmacro %}", "<|t|>{{ say(m) }}", ["a<|endoftext|>"]),
     ],
@@ -198,7 +199,7 @@ NESTED = SAID.replace("<|endoftext|>", "{% generation %}<|endoftext|>{% endgener
 def test_what_generation_encloses_is_certain_or_rejected(
     begin: str, turn: str, learnt: list[str], tmp_path: Path, model: Path
 ) -> None:
-    """Jinja renders macros, {% set %} and {% filter %} before it writes them."""
+    """Marks of the tag are in what a macro, {% set %} and {% filter %} write."""
     own = tmp_path / "own.jinja"
     is_said = "{% if m.role == 'assistant' %}" + turn + "{% else %}{{ m.content }}{% endif %}"
     own.write_text(begin + "{% for m in messages %}" + is_said + "{% endfor %}")

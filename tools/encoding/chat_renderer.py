@@ -1,0 +1,211 @@
+"""Renders chat templates by minijinja, which is Jinja in Rust, as `transformers` renders them.
+
+A template gets copies of JSON, and reaches nothing else of Python. Fuel bounds the operations of a
+rendering and the text that it makes. `strftime_now`, `lipsum` and the filter `random` are missing:
+the same command makes the same data set.
+"""
+
+import functools
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Never
+
+from tokenfeed.tools.corpus.records import Unusable
+
+_BEGIN, _END = "tokenfeed_begin", "tokenfeed_end"
+"""Variables that a template writes in place of {% generation %} and {% endgeneration %}."""
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_FUEL = 20_000_000
+"""Operations of a rendering, and a tenth of the characters that it makes. A message takes about a
+hundred; loops that do not end take seconds."""
+_MOST_CHARACTERS, _MOST_IN_TAG, _MOST_TAGS = 1_000_000, 5_000, 5_000
+"""The longest template, tag (without its texts) and number of tags. More of them overflow the
+stack of the compiler, which recurs."""
+_TAG = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_TEXT = re.compile(r""" "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*' """, re.DOTALL | re.VERBOSE)
+_NO_TEXT_WRITTEN = re.compile(
+    rf"""\{{\#.*?\#\}} | \.\w+\([^()]*\) | (?:[=!]=|\bin)\s*(?:{_TEXT.pattern})
+    | (?:{_TEXT.pattern})\s*(?:[=!]=|(?:not\s+)?in\b)""",
+    re.DOTALL | re.VERBOSE,
+)
+_INTEGER_BITS = 63
+UNLIKE_SPACE = re.compile(r'"(?:\\[nrtf]|\s)*\\u001[c-f]|\\u001[c-f](?:\\[nrtf]|\s)*"')
+"""Matches, in JSON, a text that begins or ends with a character that only Python takes for white
+space, so that `trim` differs."""
+_PLACE = re.compile(r" \(in \w+:(\d+)\)")
+
+
+class Renderer:
+    """A compiled template."""
+
+    def __init__(self, source: str) -> None:
+        """Compile the template.
+
+        Raises:
+            Unusable: It is not valid, or too long.
+        """
+        tags = [_TEXT.sub("", tag) for tag in _TAG.findall(source)]
+        if max(len(source) / _MOST_CHARACTERS, len(tags) / _MOST_TAGS) > 1:
+            raise Unusable(f"is too long: {len(source):,} characters with {len(tags):,} tags")
+        if (longest := max(map(len, tags), default=0)) > _MOST_IN_TAG:
+            raise Unusable(f"has a tag of {longest:,} characters, expected {_MOST_IN_TAG:,}")
+        import minijinja  # only for conversations
+
+        self._source = source
+        self.has_generation = _GENERATION.search(source) is not None
+        self._environment = made = minijinja.Environment(
+            pycompat=True, trim_blocks=True, lstrip_blocks=True, debug=False, fuel=_FUEL
+        )
+        made.add_filter("tojson", to_json)
+        made.add_test("iterable", lambda value: hasattr(value, "__iter__"))
+        made.add_test("sequence", lambda value: hasattr(value, "__getitem__"))
+        made.add_test("number", lambda value: isinstance(value, int | float | _Number))
+        made.add_test("float", lambda value: isinstance(value, _Number))
+        made.add_global("raise_exception", _refuse)
+        made.remove_global("debug")
+        with reason_of("is not valid"):
+            made.add_template("text", _GENERATION.sub(_with_mark, source))
+
+    def render(self, variables: dict[str, Any], begin: str = "", end: str = "") -> str:
+        """Return the text. `begin` and `end` stand around what {% generation %} encloses.
+
+        Raises:
+            Unusable: The template fails, takes too long, or makes too much text.
+        """
+        given = {name: _copied(value) for name, value in variables.items()}
+        with reason_of("the template fails"):
+            marks = {_BEGIN: begin, _END: end}
+            text = self._environment.render_template("text", **given, **marks)
+            if given != variables:  # minijinja calls the methods of Python's lists and dicts
+                raise Unusable("it must not change messages, tools or arguments")
+            return text
+
+    @functools.cached_property
+    def unset(self) -> set[str]:
+        """The variables that the template reads and does not set."""
+        source = _GENERATION.sub(_with_mark, self._source)
+        return self._environment.undeclared_variables_in_str(source) - {_BEGIN, _END}
+
+
+renderer = functools.cache(Renderer)
+"""The renderer of a template, compiled once in a process."""
+
+
+def texts_written(source: str) -> str:
+    """Return a template without comments, and without the texts that it searches or compares."""
+    return _NO_TEXT_WRITTEN.sub("", source)
+
+
+def rendered_by_transformers(source: str, variables: dict[str, Any]) -> str | None:
+    """Return the text that `transformers` makes, or its error; None without `transformers`."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    given = {name: value for name, value in variables.items() if name != "messages"}
+    try:
+        conversations = [variables["messages"]]
+        texts, _ = render_jinja_template(conversations, chat_template=source, **given)
+    except Exception as error:  # whatever a template raises
+        return f"{type(error).__name__}: {error}"
+    text: str = texts[0]
+    return text
+
+
+def _with_mark(tag: re.Match[str]) -> str:
+    left, is_end, right = tag.groups()  # white space is trimmed as for the tag
+    return f"{{%{left} if true %}}{{{{ {_END if is_end else _BEGIN} }}}}{{% endif {right}%}}"
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write a value as the filter `tojson` of transformers does."""
+    separators = separators and (separators[0], separators[1])
+    return _encoder(ensure_ascii, indent, separators, sort_keys).encode(value)
+
+
+@functools.lru_cache
+def _encoder(
+    ensure_ascii: bool, indent: int | None, separators: tuple[str, str] | None, sort_keys: bool
+) -> json.JSONEncoder:
+    return json.JSONEncoder(
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_value_of,
+    )
+
+
+def _value_of(value: object) -> float:
+    if isinstance(value, _Number):
+        return value.value
+    raise TypeError(f"{type(value).__name__} is no value of JSON")
+
+
+def _refuse(message: object) -> Never:
+    raise Unusable(str(message))
+
+
+class _Number:
+    """A number that minijinja would write in another way than Python: 1.0, 1e-7 or 10**20."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return self.value == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a value of JSON."""
+    if isinstance(value, dict):
+        return {k: v if isinstance(v, str) else _copied(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [*map(_copied, value)]
+    is_exact = not isinstance(value, float | int) or (
+        isinstance(value, int) and value.bit_length() < _INTEGER_BITS
+    )
+    return value if is_exact else _Number(value)
+
+
+@contextmanager
+def reason_of(problem: str) -> Iterator[None]:
+    """Turn what templates raise into a reason for rejecting a record."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, Unusable, ValueError) as error:
+        reason: object = error
+    except RecursionError as error:
+        reason = type(error).__name__
+    except BaseException as error:
+        if type(error).__name__ == "TemplateError":
+            reason = _reason_of(error)
+        elif type(error).__name__ == "PanicException":  # a fault of minijinja
+            reason = error
+        else:
+            raise
+    else:
+        return
+    shown = " ".join(str(reason).split()).rstrip(".")
+    raise Unusable(f"{problem}: {shown[:200]}" if shown else problem)
+
+
+def _reason_of(error: Any) -> str:
+    """Return what minijinja says of an error, in one line."""
+    if error.kind == "OutOfFuel":
+        return "it takes too long, or writes too much"
+    return _PLACE.sub(r" (line \1)", error.message.partition("\n")[0])
