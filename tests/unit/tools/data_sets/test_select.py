@@ -108,6 +108,19 @@ def test_select_rows_keeps_or_drops_each_record(out: Path, tmp_path: Path) -> No
     ]
 
 
+def test_select_share_keeps_about_so_many_rows_and_smaller_shares_are_parts_of_larger_ones(
+    out: Path, tmp_path: Path
+) -> None:
+    found = []
+    for number, share in enumerate((0.2, 0.2, 0.6)):
+        selected(out, tmp_path / str(number), "--where", f"share {share}")
+        found.append(corpus_rows(tmp_path / str(number)))
+    assert found[0] == found[1]
+    assert found[0] <= found[2] <= corpus_rows(out)
+    assert 6 <= found[0].total() <= 28  # of 82
+    assert 34 <= found[2].total() <= 64
+
+
 def test_select_links_shards_that_lose_no_row(out: Path, tmp_path: Path) -> None:
     rows = listed(tmp_path / "l", {"file": str(out.parent / "in/a.jsonl"), "record": 0})
     said = selected(out, tmp_path / "new", "--rows", rows, "--drop")
