@@ -101,7 +101,9 @@ class ShardWriter:
         self._pending_rows += len(rest)
 
     def close(self) -> ShardInfo:
-        """Write the remaining rows, sync, and give the file its name."""
+        """Write the remaining rows, sync, and name the file. A second call does nothing."""
+        if self.info:
+            return self.info
         if self._pending_rows:
             self._write_batch(Rows.concatenate(self._pending))
         end, seal = self._sink.tell(), self._seal.hexdigest()

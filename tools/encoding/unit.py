@@ -18,6 +18,7 @@ from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD, Rows
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.store import Place
+from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit, UnverifiedError
 from tokenfeed.tools.encoding.audit import Answers, Questions, answers_without_routed, beginning
@@ -159,6 +160,9 @@ class UnitEncoder:
                     ledger.count_lengths(split, rows.lengths)
                 rejects.write(ledger.take_rejects())
             rejects.write(ledger.take_rejects())
+            if len(writers) > 1:  # to wait for the disk once, and not for each shard
+                for _ in results_of(ShardWriter.close, [*writers.values()], len(writers)):
+                    pass
         infos = {split: writer.info for split, writer in writers.items()}
         result = ledger.result(infos, rejects.info, self._engine.name)
         return Encoded(result, ledger.sample)

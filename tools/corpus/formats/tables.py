@@ -5,7 +5,7 @@ or of another kind, the batch is checked row by row. A table is read and cut by 
 row groups of Parquet, the record batches of Arrow.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -15,12 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.tools.corpus.input_files import FilePart, Format, InputFile, whole
 from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.records import (
     RAW_KINDS,
     FieldKind,
     Fields,
+    IdRows,
     Records,
     Reject,
     Unusable,
@@ -251,12 +253,14 @@ def _is_sound(column: pa.Array, kind: FieldKind) -> bool:
     return True
 
 
-def _values(column: pa.Array, kind: FieldKind) -> list[Any]:
+def _values(column: pa.Array, kind: FieldKind) -> Sequence[Any]:
     """Return the values of a sound column."""
     if kind not in _ARRAYS:
         return list(column.to_pylist())
     values = _numpy(column.flatten(), kind)
     sizes = pc.list_value_length(column).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
+    if kind is FieldKind.IDS:
+        return IdRows(values, offsets_of(sizes))
     return np.split(values, np.cumsum(sizes)[:-1]) if len(sizes) else []
 
 
