@@ -159,7 +159,7 @@ def idle(kind: str, capacity: int, *, balanced: bool, ranks: int = 8, width: int
     the width. A rank gets one sequence a step, and attention skips other documents."""
     from tokenfeed import Packed
     from tokenfeed.pipeline.planning.batching import plan_window
-    from tokenfeed.pipeline.planning.order import Draw
+    from tokenfeed.pipeline.planning.schedule import Draw
 
     lengths = make_lengths(kind, 200_000, capacity)
     batching = Packed(capacity, 1, balance_attention=balanced)

@@ -24,7 +24,7 @@ from tokenfeed.integrations.stall import MeterOfEvents
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.pipeline.planning.state import resealed, unpacked
+from tokenfeed.pipeline.planning.state import resealed
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.stall.watchers import watching
 
@@ -116,7 +116,7 @@ def _state_now(loader: ShardLoader, after_step: dict[str, Any]) -> dict[str, Any
     now = loader.state_dict()
     if now["plan"] == after_step["plan"]:
         return after_step
-    before, plan = unpacked(after_step)["plan"], unpacked(now)["plan"]
+    before, plan = after_step["plan"], now["plan"]
     place = ("epoch", "window", "micro_batch")
     has_gone_on = [now[each] for each in place] >= [after_step[each] for each in place]
     if not has_gone_on or plan.get("given") != before.get("given"):

@@ -21,9 +21,9 @@ from typing import Any
 
 import xxhash
 
+from benchmarks.remote.loop import STEP_S, loop
 from tokenfeed import Batch, Padded, ShardLoader
 
-STEP_S, LOOP_STEPS = 0.02, 400
 SECONDS = 3.0
 BEFORE_S, OUTAGE_S, AFTER_S = 10.0, 60.0, 20.0
 """Of the loop with an outage."""
@@ -32,18 +32,6 @@ CACHED_SHARE = 0.5
 PLENTY = 1 << 30
 
 Entry = dict[str, Any]
-
-
-def loop(batches: Iterator[Any], steps: int = LOOP_STEPS) -> dict[str, float]:
-    """Use a batch in 20 ms. Return waits for batches: the 99th percentile, and the longest."""
-    waits = []
-    for _ in range(steps):
-        time.sleep(STEP_S)
-        asked = time.perf_counter()
-        next(batches)
-        waits.append(time.perf_counter() - asked)
-    waits.sort()
-    return {"wait_p99_ms": waits[int(0.99 * steps)] * 1000, "wait_most_ms": waits[-1] * 1000}
 
 
 @dataclass(frozen=True, slots=True)

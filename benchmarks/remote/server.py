@@ -1,7 +1,8 @@
 """A folder by HTTP, each answer late by some milliseconds: what benchmarks/remote/ reads from.
 
 One process without threads, so that its own work is little beside the client's. It knows GET, HEAD
-and ranges. It prints its port; GET /__count tells how many requests came, and how many bytes went.
+and ranges: enough for clients of S3 that read, to whom its folders are buckets. It prints its port;
+GET /__count tells how many requests came, and how many bytes went.
 
 usage: server.py FOLDER DELAY_MS
 """

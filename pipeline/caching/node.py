@@ -14,12 +14,9 @@ from typing import Any
 import numpy as np
 
 from tokenfeed.pipeline.caching.node_cache import (
-    FIRST_END,
     CacheSet,
     CacheSettings,
     NodeCache,
-    Until,
-    read_file,
 )
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.store import RangedStore
@@ -42,8 +39,6 @@ class Fetched(Traffic):
 _THREADS, _SMALL_AHEAD, _LARGE_AHEAD = 64, 16, 4
 """Concurrent requests: for a window that the loop waits for; and for later windows, with small or
 large requests. Large requests are few, so that each finishes soon on a slow network."""
-_BEHIND = 4
-"""Windows that another process of the node may be behind this one."""
 
 
 class Prefetcher:
@@ -93,12 +88,10 @@ class Node:
         self.stores: list[RangedStore] = []
         """The stores that this process reads from."""
         self._prefetcher: Prefetcher | None = None
-        self._until: dict[str, Until] = {}
         self._lock = threading.Lock()
         self._counted = Fetched()
         self.ahead: Ahead | None = None
-        """The plan and the current window; None before the first window. The cache evicts the
-        record batches that the plan reads last after this window."""
+        """The plan and the current window, for prefetching; None before the first window."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"settings": self.settings}
@@ -119,35 +112,12 @@ class Node:
 
     @cached_property
     def _cache(self) -> NodeCache | None:
-        return NodeCache(self.settings, self._until) if self.settings else None
+        return NodeCache(self.settings) if self.settings else None
 
-    def open_set(self, name: str, source: int, num_shards: int) -> CacheSet | None:
-        """Return the cached files of one split of one data set; None without a cache.
-
-        Args:
-            name: Name of the set in the cache.
-            source: Number of the plan's source.
-            num_shards: Number of shards of the split.
-        """
-        if self._cache is None:
-            return None
-        self._until[name] = partial(self._windows_until, source, num_shards)
-        return CacheSet(self._cache, name)
-
-    def _windows_until(self, source: int, num_shards: int, numbers: np.ndarray) -> np.ndarray:
-        """Return the windows until pieces are read next, shape (K,).
-
-        The plan gives that for record batches. A footer is needed after the average distance
-        between two windows that read from a shard.
-        """
-        if self.ahead is None:
-            return np.zeros(len(numbers), np.int64)
-        epoch, window, _ = self.ahead.position
-        ahead = Ahead(self.ahead.plan, Position(epoch, max(0, window - _BEHIND), 0))
-        is_end = numbers >= FIRST_END
-        found = np.full(len(numbers), ahead.between(source, num_shards))
-        found[~is_end] = ahead.until(source, numbers[~is_end])
-        return found
+    def open_set(self, name: str) -> CacheSet | None:
+        """Return the cached files of one split of one data set, by its name in the cache; None
+        without a cache."""
+        return None if self._cache is None else CacheSet(self._cache, name)
 
     def count(self, counted: Fetched) -> None:
         """Add counts that no store keeps."""
@@ -189,18 +159,18 @@ class SharedPieces:
     """Numbered pieces of one kind, from the cache or fetched and then written to the cache."""
 
     def __init__(
-        self, node: Node, files: CacheSet | None, path: Callable[[int], str], first_lock: int = 0
+        self, node: Node, files: CacheSet | None, name: Callable[[int], str], first_lock: int = 0
     ) -> None:
         """
         Args:
             node: Threads and counts of this process.
             files: Cached files of the split; None without a cache.
-            path: Returns the path of a piece in the cache.
+            name: Returns the name of a piece in the cache.
             first_lock: Number of the lock of piece 0.
         """
         self._node = node
         self._files = files
-        self._path = path
+        self._name = name
         self._first_lock = first_lock
 
     def get(self, numbers: list[int], fetch: Fetch) -> dict[int, bytes]:
@@ -226,8 +196,8 @@ class SharedPieces:
     def replace(self, number: int, data: bytes) -> None:
         """Replace a piece in the cache."""
         if self._files:
-            self._files.cache.remove(self._path(number))
-            self._files.cache.write(self._path(number), data)
+            self._files.cache.remove(self._name(number))
+            self._files.cache.write(self._name(number), data)
 
     def _fetch_all(self, missing: list[int], fetch: Fetch, got: dict[int, bytes]) -> None:
         patient_until = time.monotonic() + _PATIENCE_S
@@ -250,8 +220,8 @@ class SharedPieces:
             if not is_mine and is_patient:
                 return None
             data = fetch(number)
-            self._files.cache.write(self._path(number), data)
+            self._files.cache.write(self._name(number), data)
             return data
 
     def _kept(self, number: int) -> bytes | None:
-        return read_file(self._path(number)) if self._files else None
+        return self._files.read(self._name(number)) if self._files else None

@@ -1,20 +1,23 @@
-"""The node cache on disk: its size, its files, and which of them are removed when it is full.
+"""The node cache on disk: its size and its files.
 
-    v1/
-      .bytes .evict        the size of the cache; the lock of the process that sweeps
-      SET/                 one split of one data set
+    v2/
+      .evict               the lock of the process that removes files
+      kept/.bytes          the size of the files in this folder
+      kept/SET/            one split of one data set
         .locks .used       a process locks byte i to fetch record batch i; time of the last read
         ends/SHARD         the footer of a shard
         HH/BATCH           the bytes of a record batch; HH spreads them over folders
+      passing/             the same, for what `kept` has no room for
 
 All processes of the node read and write these files, one per record batch. A file gets its name
 when it is complete. Files are not synced: a checksum finds what a power cut damaged, and the record
 batch is fetched again. A file may be removed while a process reads it: the process reads its open
 file to the end, and later readers fetch the data again.
 
-`sweep` removes the files that the plan reads last. For example, the plan reads record batch 7 in 2
-windows, batch 9 in 40 windows, and batch 12 in no window of this epoch or the next: batch 12 goes
-first, then batch 9. Torch-free.
+The cache keeps what it has. A file is put into `kept` while there is room, and stays there as long
+as a run reads its set: an epoch reads every record batch about once, so no other choice has more
+hits. What does not fit passes: the ranks of the node share it for a few windows, then the oldest
+files go. Torch-free.
 """
 
 import contextlib
@@ -27,21 +30,19 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError, error_line
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.storage import exclusive, try_lock
 from tokenfeed.pipeline.format.store import FetchingStore, RangedStore
-from tokenfeed.pipeline.planning.plan import NEVER, Plan
+from tokenfeed.pipeline.planning.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,19 @@ class CacheSettings:
     """Whether all data fits. Then data is fetched in few large requests."""
     windows_ahead: int
     """Number of windows to prefetch."""
+    passing_bytes: int | None = None
+    """Part of `bytes` for files that pass. None: a quarter."""
+
+    def part(self, folder: str) -> int:
+        """Return the largest size of one of the two folders in bytes."""
+        passing = self.bytes // 4 if self.passing_bytes is None else self.passing_bytes
+        return passing if folder == PASSING else self.bytes - passing
 
 
 VARIABLE = "TOKENFEED_CACHE"
-_VERSION = "v1"
+_VERSION = "v2"
+KEPT, PASSING = "kept", "passing"
+"""The two folders of the cache."""
 _MOST_BYTES, _SHARE_OF_FREE = 10_000_000_000, 0.05
 """Default size: the smaller of these bytes and this share of the free disk."""
 _MOST_AHEAD_BYTES, _SHARE_AHEAD = 1_000_000_000, 0.25
@@ -90,7 +100,8 @@ def resolve_cache(
         return None
     folder = _folder(cache_dir)
     least_bytes = min(total_bytes, _WINDOWS * window_bytes)  # less would fetch data repeatedly
-    free = shutil.disk_usage(folder).free + Budget(folder).read()
+    own = sum(Budget(os.path.join(folder, each)).read() for each in (KEPT, PASSING))
+    free = shutil.disk_usage(folder).free + own
     most = min(_MOST_BYTES, int(free * _SHARE_OF_FREE)) if cache_bytes is None else cache_bytes
     if cache_bytes is None and most < least_bytes:
         _log.warning(
@@ -113,7 +124,22 @@ def resolve_cache(
         )
     ahead_bytes = min(_MOST_AHEAD_BYTES, int(most * _SHARE_AHEAD))
     windows_ahead = max(1, ahead_bytes // window_bytes)
-    return CacheSettings(folder, most, total_bytes <= most, windows_ahead)
+    is_whole = total_bytes <= most
+    passing = _passing(most, total_bytes, (_WINDOWS + windows_ahead) * window_bytes)
+    return CacheSettings(folder, most, is_whole, windows_ahead, passing)
+
+
+def _passing(most: int, total: int, windows: int) -> int:
+    """Return the bytes for files that pass: of the windows in use, what is not kept.
+
+    Of `total` bytes of data, K are kept, in `most` bytes of cache: K + windows * (1 - K / total) =
+    most. If all data fits, the spare bytes are for data of other runs.
+    """
+    if total <= most:
+        return min(windows, most - total)
+    if windows >= most:
+        return most
+    return most - (most - windows) * total // (total - windows)
 
 
 def _folder(cache_dir: str | PathLike[str] | None) -> str:
@@ -126,7 +152,8 @@ def _folder(cache_dir: str | PathLike[str] | None) -> str:
     setting = "`cache_dir`" if cache_dir else f"${VARIABLE}" if given else "the cache's folder"
     place = Path(given or Path(tempfile.gettempdir()) / f"tokenfeed-{os.getuid()}").absolute()
     try:
-        (place / _VERSION).mkdir(mode=0o700, parents=True, exist_ok=True)
+        for each in (KEPT, PASSING):
+            (place / _VERSION / each).mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = place.stat().st_uid
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         why = error_line(error)
@@ -149,7 +176,7 @@ def cache_for(
     """
     total = window = 0
     largest = [
-        max(batches) for batches in zip(*(s.batches for s in plan.order.stretches), strict=True)
+        max(batches) for batches in zip(*(s.batches for s in plan.order.averages), strict=True)
     ]
     for source, read in zip(sources, largest, strict=True):
         if isinstance(source.store, RangedStore):
@@ -166,7 +193,7 @@ _UNKNOWN = 1 << 60
 
 
 class Budget:
-    """Size of the cache in bytes, kept in a small file that all processes share.
+    """Size of a folder of the cache in bytes, kept in a small file that all processes share.
 
     A killed process can leave a wrong size. Every sweep counts the files and corrects it.
     """
@@ -198,8 +225,6 @@ def _read(descriptor: int) -> int:
     return total if 0 <= total <= 2 * _UNKNOWN else _UNKNOWN
 
 
-Until = Callable[[np.ndarray], np.ndarray]
-"""Maps numbers of pieces to the number of windows until each is read; shape (K,), int64, both."""
 FIRST_END = 1 << 48
 """Number of the footer of shard 0. Record batches have smaller numbers."""
 
@@ -207,63 +232,41 @@ ENDS = "ends"
 """Name of the folder of footers in a set."""
 
 _NUMBER = re.compile("0|[1-9a-f][0-9a-f]{,11}")
-_KEPT_SHARE = 0.9
-"""Share of the bound that a sweep keeps, so that the next files need no sweep."""
+_LEFT_SHARE = 0.9
+"""Share of its bound that a sweep leaves in `passing`, so that the next files need no sweep."""
 _STALE_S = 600.0
 """Age in seconds at which a temporary file counts as abandoned."""
 _UNUSED_S = 3600.0
-"""Seconds without a read after which a set is removed first."""
-_GONE = 1 << 50
-"""Stands for "windows until read" in an unused set: larger than `NEVER`."""
+"""Seconds without a read after which a set may be removed."""
 
 
-def sweep(folder: str, bound: int, until: dict[str, Until]) -> int:
-    """Remove files until the cache is at 90 % of its bound, those first whose next read is furthest
-    away.
+def sweep(folder: str, part: str, most: int) -> int:
+    """Make room in a part of the cache.
+
+    In `passing`, the oldest files go. In `kept`, the sets go that no run has read for an hour.
 
     Args:
         folder: Folder of the cache.
-        bound: Largest size of the cache in bytes.
-        until: For each set of this run, by name: windows until its pieces are read.
+        part: `KEPT` or `PASSING`.
+        most: Bytes that may be left in `passing`. In `kept`, unused sets go if it has more.
 
     Returns:
         Bytes that are left.
     """
-    total, paths, sizes = 0, [], []
-    sets: dict[str, np.ndarray] = {}
-    for name in _folders(folder):
-        stays, found = _files(f"{folder}/{name}")
-        total += stays + sum(piece.size for piece in found)
-        paths += [piece.path for piece in found]
-        sizes += [piece.size for piece in found]
-        sets[name] = np.array([piece.number for piece in found], np.int64)
-    for nth in np.argsort(-_until_of_all(folder, sets, until), kind="stable").tolist():
-        if total <= bound * _KEPT_SHARE:
+    total = 0
+    found: list[_Piece] = []
+    for name in _folders(f"{folder}/{part}"):
+        stays, pieces = _files(f"{folder}/{part}/{name}")
+        total += stays + sum(piece.size for piece in pieces)
+        if part == PASSING or not _is_used(f"{folder}/{KEPT}/{name}"):
+            found += pieces
+    for piece in sorted(found, key=lambda piece: piece.written):
+        if total <= most:
             break
         with contextlib.suppress(OSError):
-            os.unlink(paths[nth])
-            total -= sizes[nth]
+            os.unlink(piece.path)
+            total -= piece.size
     return total
-
-
-def _until_of_all(folder: str, sets: dict[str, np.ndarray], until: dict[str, Until]) -> np.ndarray:
-    """Return the windows until each piece is read, set by set, shape (K,).
-
-    This process does not know the plans of other runs. It spreads the pieces of their sets evenly
-    over the time until its own last read, so that each run loses its share.
-    """
-    known = {name: until[name](numbers) for name, numbers in sets.items() if name in until}
-    own = np.concatenate([*known.values(), np.zeros(1, np.int64)])
-    most = int(own[own < NEVER].max())
-    found = [np.zeros(0)]
-    for name, numbers in sets.items():
-        if name in known:
-            found.append(known[name])
-        elif _is_used(f"{folder}/{name}"):
-            found.append(np.linspace(most, 0, len(numbers)))
-        else:
-            found.append(np.full(len(numbers), _GONE))
-    return np.concatenate(found)
 
 
 def _is_used(folder: str) -> bool:
@@ -282,8 +285,9 @@ class _Piece(NamedTuple):
     """A file of a set: a record batch or a footer."""
 
     path: str
-    number: int
     size: int
+    written: int
+    """Time in nanoseconds."""
 
 
 def _files(folder: str) -> tuple[int, list[_Piece]]:
@@ -293,7 +297,6 @@ def _files(folder: str) -> tuple[int, list[_Piece]]:
     """
     stays, pieces = 0, []
     for name in _folders(folder):
-        first = FIRST_END if name == ENDS else 0
         with os.scandir(f"{folder}/{name}") as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
@@ -301,7 +304,7 @@ def _files(folder: str) -> tuple[int, list[_Piece]]:
                     if "." in entry.name:
                         stays += size
                     elif _is_piece(name, entry.name):
-                        pieces.append(_Piece(entry.path, first + int(entry.name, 16), size))
+                        pieces.append(_Piece(entry.path, size, entry.stat().st_mtime_ns))
     return stays, pieces
 
 
@@ -323,22 +326,19 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _PAUSE_S = 30.0
 """Seconds without writing after the disk refused a file."""
+_FULL_S = 60.0
+"""Seconds after which a process looks again whether `kept` has room."""
 
 
 class NodeCache:
     """Writes and removes files, and keeps the cache below its bound."""
 
-    def __init__(self, settings: CacheSettings, until: dict[str, Until]) -> None:
-        """
-        Args:
-            settings: Folder and bound.
-            until: For each set of record batches that this run reads: a function that returns in
-                how many windows the run reads its pieces.
-        """
+    def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
-        self._until = until
-        self._budget = Budget(settings.folder)
-        self._paused_until = 0.0
+        self._budgets = {
+            part: Budget(os.path.join(settings.folder, part)) for part in (KEPT, PASSING)
+        }
+        self._paused_until = self._full_until = 0.0
         self._has_warned = False
 
     @property
@@ -346,29 +346,37 @@ class NodeCache:
         """Return whether writing is paused after a disk error."""
         return time.monotonic() < self._paused_until
 
-    def write(self, path: str, data: bytes) -> None:
-        """Write a file. A disk error pauses the cache but does not end the run."""
+    def path(self, part: str, name: str) -> str:
+        """Return the path of a piece in one of the two folders."""
+        return f"{self.settings.folder}/{part}/{name}"
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a piece. A disk error pauses the cache but does not end the run."""
         if self.is_paused:
             return
-        temporary = f"{path}.{os.getpid()}.{threading.get_ident()}"
+        suffix = f".{os.getpid()}.{threading.get_ident()}"
+        part = PASSING if time.monotonic() < self._full_until else KEPT
         try:
-            _write(
-                temporary, data
-            )  # before it is counted, so that a sweep finds every counted file
-            if self._budget.add(len(data)) > self.settings.bytes:
-                self._sweep()
-            os.replace(temporary, path)
+            # before it is counted, so that a sweep finds every counted file
+            _write(self.path(part, name) + suffix, data)
+            if part == KEPT and not self._has_room(len(data)):
+                _move(self.path(KEPT, name) + suffix, self.path(PASSING, name) + suffix)
+                part = PASSING
+            if part == PASSING:
+                self._add(PASSING, len(data))
+            _move(self.path(part, name) + suffix, self.path(part, name))
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                os.unlink(self.path(part, name) + suffix)
             self.pause(error)
 
-    def remove(self, path: str) -> None:
-        """Remove a damaged file."""
-        with contextlib.suppress(OSError):
-            size = os.stat(path).st_size
-            os.unlink(path)
-            self._budget.add(-size)
+    def remove(self, name: str) -> None:
+        """Remove a damaged piece."""
+        for part, budget in self._budgets.items():
+            with contextlib.suppress(OSError):
+                size = os.stat(self.path(part, name)).st_size
+                os.unlink(self.path(part, name))
+                budget.add(-size)
 
     def pause(self, error: OSError) -> None:
         """Pause writing after a disk error. Log a warning for the first error only."""
@@ -384,11 +392,26 @@ class NodeCache:
                 *(self.settings.folder, error.strerror, remedy),
             )
 
-    def _sweep(self) -> None:
-        with exclusive(os.path.join(self.settings.folder, ".evict")):
-            if (before := self._budget.add(0)) > self.settings.bytes:
-                left = sweep(self.settings.folder, self.settings.bytes, self._until)
-                self._budget.add(left - before)  # bytes that others add meanwhile stay counted
+    def _has_room(self, size: int) -> bool:
+        """Count a file in `kept` if it fits there."""
+        if self._add(KEPT, size):
+            return True
+        self._budgets[KEPT].add(-size)
+        self._full_until = time.monotonic() + _FULL_S
+        return False
+
+    def _add(self, part: str, size: int) -> bool:
+        """Count a file, and make room for it. Return whether the part is within its bound."""
+        folder, most, budget = self.settings.folder, self.settings.part(part), self._budgets[part]
+        if part == PASSING:  # another run may have kept more
+            most = max(0, min(most, self.settings.bytes - self._budgets[KEPT].read()))
+        if budget.add(size) <= most:
+            return True
+        with exclusive(os.path.join(folder, ".evict")):
+            if (before := budget.add(0)) <= most:
+                return True
+            left = sweep(folder, part, int(most * _LEFT_SHARE) if part == PASSING else most)
+            return budget.add(left - before) <= most  # bytes that others add meanwhile stay counted
 
 
 class CacheSet:
@@ -396,9 +419,11 @@ class CacheSet:
 
     def __init__(self, cache: NodeCache, name: str) -> None:
         self.cache = cache
-        self._folder = os.path.join(cache.settings.folder, name)
+        self._name = name
+        self._folder = cache.path(KEPT, name)
         try:
-            os.makedirs(os.path.join(self._folder, ENDS), mode=0o700, exist_ok=True)
+            for part in (KEPT, PASSING):
+                os.makedirs(cache.path(part, f"{name}/{ENDS}"), mode=0o700, exist_ok=True)
         except OSError as error:
             cache.pause(error)
 
@@ -408,12 +433,21 @@ class CacheSet:
             pass
 
     def batch(self, number: int) -> str:
-        """Return the path of a record batch."""
-        return f"{self._folder}/{number & 255:02x}/{number:x}"
+        """Return the name of a record batch."""
+        return f"{self._name}/{number & 255:02x}/{number:x}"
 
     def end(self, shard: int) -> str:
-        """Return the path of a shard's footer."""
-        return f"{self._folder}/{ENDS}/{shard:x}"
+        """Return the name of a shard's footer."""
+        return f"{self._name}/{ENDS}/{shard:x}"
+
+    def read(self, name: str) -> bytes | None:
+        """Return the bytes of a piece; None if it is missing or cannot be read."""
+        kept = read_file(self.cache.path(KEPT, name))
+        return read_file(self.cache.path(PASSING, name)) if kept is None else kept
+
+    def has(self, name: str) -> bool:
+        """Return whether a piece is in the cache."""
+        return any(os.path.exists(self.cache.path(part, name)) for part in (KEPT, PASSING))
 
     def lock(self, first: int, count: int = 1) -> AbstractContextManager[bool]:
         """Lock record batches for fetching. Yield whether the lock was free."""
@@ -427,6 +461,14 @@ def read_file(path: str) -> bytes | None:
             return file.read()
     except OSError:
         return None
+
+
+def _move(path: str, to: str) -> None:
+    try:
+        os.replace(path, to)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(to), mode=0o700, exist_ok=True)
+        os.replace(path, to)
 
 
 def _write(path: str, data: bytes) -> None:

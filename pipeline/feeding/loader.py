@@ -36,7 +36,13 @@ from tokenfeed.pipeline.format.kinds import TargetRule, Targets
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.pipeline.format.store import StorePath, open_store
-from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, uneven, unmixed
+from tokenfeed.pipeline.planning.estimates import (
+    coarse,
+    deviation,
+    estimate_rounds,
+    uneven,
+    unmixed,
+)
 from tokenfeed.pipeline.planning.mixture import Mixture, checked_weights
 from tokenfeed.pipeline.planning.plan import Plan, Position, RowOrder, listed_ranges
 from tokenfeed.pipeline.planning.policies import Batching
@@ -236,7 +242,7 @@ class ShardLoader:
         self._epoch = 0
         """Epoch with which the loops of a split that begins anew start."""
         self._length: int | None = None
-        for warning in (unmixed(plan, sources), uneven(plan, sources)):
+        for warning in (check(plan, sources) for check in (unmixed, uneven, coarse)):
             if warning:
                 warnings.warn(warning, stacklevel=2)
 

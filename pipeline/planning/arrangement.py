@@ -13,7 +13,7 @@ on by k steps. Here 12 rows become 3 steps:
 
 Rows that share a step do not share one in the next epoch, unless the distance of their strata is a
 multiple of the number of steps (strata 0 and 3 above, so rows 0 and 9 meet again). Each stratum
-starts at a random step, which changes after `order.CYCLE` epochs. The number of steps depends on
+starts at a random step, which changes after `schedule.CYCLE` epochs. The number of steps depends on
 lengths and labels only, never on the random numbers.
 
 **Packing.** Best-fit-decreasing works on length counts: pieces of equal length are interchangeable,
@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import ceil_div, offsets_of, ranges
-from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.permutation import blocks, mix64
+from tokenfeed.pipeline.planning.schedule import Draw
 
 if TYPE_CHECKING:
     from tokenfeed.pipeline.planning.policies import ByLength

@@ -40,7 +40,6 @@ import numpy as np
 
 from tokenfeed.pipeline.arithmetic import ceil_div, offsets_of
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.permutation import blocks, derive_key, mix64
 from tokenfeed.pipeline.planning.policies import (
     Batching,
@@ -49,6 +48,7 @@ from tokenfeed.pipeline.planning.policies import (
     Pieces,
     regroup,
 )
+from tokenfeed.pipeline.planning.schedule import Draw
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ makes up rows of one window that fit the histogram and the number of tokens, and
 as usual. So the estimate includes cutting, sorting, packing, steps and ranks.
 
 For mixing, the worst case is a corpus in which similar rows are neighbours, such as one tenth of
-the corpus from one source. In a window of K strata, the share of this tenth is off by
-sqrt(1/3) / K, because the first and the last of its strata belong to it only in part. A training
-step has this error plus the sampling error of its few rows. After a full shuffle only the sampling
-error remains. Torch-free.
+the corpus from one source. In a window of K places, the share of this tenth is off by about
+sqrt(1/4 + B / 3) / K, where B is the number of values that the window has of a block in which
+`evenly` shuffles: the places lie evenly, but in the blocks at both ends of the tenth chance
+decides. A training step has this error plus the sampling error of its few rows. After a full
+shuffle only the sampling error remains. Torch-free.
 """
 
 from operator import itemgetter
@@ -18,6 +19,7 @@ import numpy as np
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.batching import deal_rounds, plan_window
+from tokenfeed.pipeline.planning.permutation import neighbours
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policies import random_order
 
@@ -29,7 +31,7 @@ def estimate_rounds(plan: Plan, sources: tuple[OpenedSplit, ...], world_size: in
     """
     step_size = plan.micro_batches_per_step
     total = 0
-    for stretch in plan.order.stretches:
+    for stretch in plan.order.averages:
         parts = [  # an average window, with its share of every source
             likely_lengths(source.split, max(1, round(source.rows * batches / source.batches)))
             for source, batches in zip(sources, stretch.batches, strict=True)
@@ -143,11 +145,41 @@ def uneven(plan: Plan, sources: tuple[OpenedSplit, ...]) -> str | None:
         variance = (batches * (tokens / batches - mean) ** 2).sum() / batches.sum()
         if np.sqrt(variance) > _UNEVEN * mean:
             return (
-                f"the record batches of {source.name} have very different sizes, as after `shards "
-                "merge` of many small data sets. Every record batch counts as the average one, so "
-                "the shares of the data sets deviate from their weights. Run `pretokenize` on all "
-                "its files together."
+                f"the record batches of {source.name} have very different sizes, as in many small "
+                "shards. Every record batch counts as the average one, so the shares of the data "
+                "sets deviate from their weights. Run `pretokenize` on all its files together."
             )
+    return None
+
+
+_COARSE = 0.03
+"""Share of a stage from which on `coarse` warns of a record batch."""
+_LARGE = 2
+"""Record batches of this many times the average are larger than the plan counts them."""
+
+
+def coarse(plan: Plan, sources: tuple[OpenedSplit, ...]) -> str | None:
+    """Return a warning if a stage is so short that one long row of a data set changes its shares;
+    else None.
+
+    A record batch has at least one row, and counts as the average one. The manifest has the longest
+    row of each shard, but not the tokens of each record batch.
+    """
+    of_data = dict(zip(plan.data, sources, strict=True))
+    for number, stage in enumerate(plan.stages, 1):
+        if stage.until is None or len(stage.weights) == 1:
+            continue
+        for data in stage.weights:
+            source, tokens = of_data[data], stage.until - stage.begins
+            longest = source.split.longest_row
+            is_large = longest > _LARGE * source.tokens / source.batches
+            if is_large and longest > _COARSE * tokens:
+                return (
+                    f"{source.name} has a row of {longest:,} tokens, {longest / tokens:.0%} of "
+                    f"stage {number}. It counts as an average record batch, so the shares of the "
+                    "data sets in this stage deviate from their weights by about as much. Make the "
+                    "stage longer, or cut long documents before `pretokenize`."
+                )
     return None
 
 
@@ -156,21 +188,22 @@ def _deviations(
 ) -> list[tuple[float, float, OpenedSplit]]:
     """Return the deviation of each source, and its tokens in an average window of the longest
     stretch. A stage may be shorter than a window, and then `window_tokens` matters little."""
-    longest = max(plan.order.stretches, key=lambda each: each.num_windows * sum(each.batches))
+    longest = max(plan.order.averages, key=lambda each: each.num_windows * sum(each.batches))
     read = zip(sources, longest.batches, strict=True)
     of_window = [source.tokens * batches / source.batches for source, batches in read]
     found, whole = [], sum(of_window)
-    for source, tokens, strata in zip(sources, of_window, longest.batches, strict=True):
+    for source, tokens, places in zip(sources, of_window, longest.batches, strict=True):
         step_tokens, ratio = STEP_TOKENS * tokens / whole, 1.0
         # Otherwise a window has the whole source, or a step less than one record batch.
-        is_partial = strata < source.batches and step_tokens >= source.tokens / source.batches
+        is_partial = places < source.batches and step_tokens >= source.tokens / source.batches
         if tokens and plan.order.num_windows > 1 and is_partial:
             lengths = likely_lengths(source.split, min(_SAMPLE, source.rows)).astype(np.float64)
             by_chance = _TENTH * (1 - _TENTH) * (lengths**2).sum() / lengths.sum() / step_tokens
             windows = max(1.0, step_tokens / tokens)
             # at most: all of the tenth, or nothing
-            by_strata = min(1 / 3 / strata**2, _TENTH * (1 - _TENTH)) / windows
+            of_block = float(neighbours(source.batches)) * places / source.batches
+            by_places = min((1 / 4 + of_block / 3) / places**2, _TENTH * (1 - _TENTH)) / windows
             rest = max(0.0, 1 - step_tokens / tokens)  # sampling without replacement in a window
-            ratio = float(np.sqrt(max(1.0, rest + by_strata / by_chance)))
+            ratio = float(np.sqrt(max(1.0, rest + by_places / by_chance)))
         found.append((ratio, tokens, source))
     return found

@@ -8,27 +8,15 @@ number of record batches that a source gave before window k is computed, not sto
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import lcm
 from numbers import Real
-from operator import sub
 from os import PathLike
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, TypeGuard, get_args
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.store import Store, StorePath
-from tokenfeed.pipeline.planning.order import MixturePhase
-
-Exhausted = Literal["repeat", "stop", "continue"]
-"""What happens when a source runs out while others do not.
-
-    repeat    the source starts again, newly shuffled; the epoch ends when all sources were read
-              once
-    stop      the epoch ends; the other sources are not read to their end
-    continue  the others continue without it; the epoch has every row of every source once
-"""
-
+from tokenfeed.pipeline.planning.schedule import Exhausted
 
 _LARGEST_RATIO = 10**9
 """Largest ratio of two weights. Above it, an epoch that repeats a source takes too long."""
@@ -97,52 +85,6 @@ def proportions(weights: Iterable[float]) -> list[Fraction]:
     shares = [Fraction(str(weight)) for weight in weights]  # as written: 0.1 is exactly a tenth
     whole = sum(shares)
     return [share / whole for share in shares]
-
-
-def mix(
-    sources: tuple[OpenedSplit, ...],
-    weights: tuple[float, ...],
-    exhausted: Exhausted,
-    window_tokens: int,
-) -> tuple[MixturePhase, ...]:
-    """Plan an epoch: the record batches of each source, and the number of windows.
-
-    Two sources of 60 and 40 record batches of equal tokens, weights 1 to 1:
-
-        repeat    60 + 60: the second is read one and a half times
-        stop      40 + 40
-        continue  40 + 40, then 20 + 0: two phases
-
-    Proportions come from the tokens in the manifest. They are exact up to one record batch per
-    source, and exact to the row for a source that is read whole.
-    """
-    tokens, counts = [each.tokens for each in sources], [each.batches for each in sources]
-    shares = proportions(weights)
-    whole = lcm(*(share.denominator for share in shares))
-    rates = [share.numerator * (whole // share.denominator) for share in shares]  # exact integers
-    durations = [Fraction(size, rate) for size, rate in zip(tokens, rates, strict=True)]
-    if exhausted == "continue":
-        ends = sorted(set(durations))
-    else:
-        ends = [max(durations) if exhausted == "repeat" else min(durations)]
-    nth = {end: number for number, end in enumerate(ends)}
-    phase_of = [nth.get(duration, len(ends)) for duration in durations]  # in which it runs out
-    phases = []
-    given = (0,) * len(sources)
-    for number, end in enumerate(ends):
-        above, below = end.as_integer_ratio()
-        reached = tuple(
-            count if phase <= number else count * rate * above // (size * below)
-            for count, rate, size, phase in zip(counts, rates, tokens, phase_of, strict=True)
-        )
-        batches = tuple(map(sub, reached, given))
-        if any(batches):
-            parts = zip(batches, tokens, counts, strict=True)
-            phase_tokens = sum(some * size / count for some, size, count in parts if some)
-            windows = min(max(batches), max(1, round(phase_tokens / window_tokens)))
-            phases.append(MixturePhase(given, batches, windows))
-        given = reached
-    return tuple(phases)
 
 
 def _weight(folder: object, weight: object) -> float:

@@ -6,7 +6,7 @@ from the integer arithmetic below, not from a library generator that may change 
 because the order is part of a saved state. Torch-free, no I/O.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from math import gcd
 
@@ -63,37 +63,21 @@ def permute(positions: np.ndarray, size: int | np.ndarray, key: int | np.ndarray
         The permuted positions: int64, the shape of `positions`.
 
     Cost: O(len(positions)) for any `size`: fewer than four passes of the network on average.
-    """
-    return _walk(_feistel, positions, size, key)
-
-
-def unpermute(values: np.ndarray, size: int | np.ndarray, key: int | np.ndarray) -> np.ndarray:
-    """Invert `permute`, at the same cost."""
-    return _walk(_unfeistel, values, size, key)
-
-
-def _walk(
-    network: Callable[..., np.ndarray],
-    values: np.ndarray,
-    size: int | np.ndarray,
-    key: int | np.ndarray,
-) -> np.ndarray:
-    """Apply a network repeatedly, until every value is below its `size`.
 
     The network permutes range(4 ** half_bits), which includes range(size). A value that leaves
     range(size) is permuted again until it returns ("cycle walking"), so the result is a permutation
-    of range(size). Example with size 5, half_bits 2, so range(16): if the
-    network sends 3 to 11 and 11 to 4, the result for 3 is 4.
+    of range(size). Example with size 5, half_bits 2, so range(16): if the network sends 3 to 11 and
+    11 to 4, the result for 3 is 4.
     """
     sizes = np.atleast_1d(np.asarray(size, np.uint64))
     bits = np.frexp(np.maximum(sizes, 2) - 1)[1]  # `int.bit_length` of the largest value
     half_bits = ((bits + 1) // 2).astype(np.uint64)
     begun = next_keys(0, key)
     parts = [half_bits, *(next_keys(begun, number) for number in range(_ROUNDS))]
-    reached = network(values.astype(np.uint64), *parts)
+    reached = _feistel(positions.astype(np.uint64), *parts)
     while (outside := reached >= sizes).any():
         again = (part if part.size == 1 else part[outside] for part in parts)
-        reached[outside] = network(reached[outside], *again)
+        reached[outside] = _feistel(reached[outside], *again)
     return reached.astype(np.int64)
 
 
@@ -104,16 +88,6 @@ def _feistel(values: np.ndarray, half_bits: np.ndarray, *keys: np.ndarray) -> np
     left, right = values >> half_bits, values & mask
     for key in keys:
         left, right = right, left ^ (mix64(right ^ key) & mask)
-    made: np.ndarray = left << half_bits | right
-    return made
-
-
-def _unfeistel(values: np.ndarray, half_bits: np.ndarray, *keys: np.ndarray) -> np.ndarray:
-    """Undo `_feistel`."""
-    mask = (np.uint64(1) << half_bits) - np.uint64(1)
-    left, right = values >> half_bits, values & mask
-    for key in reversed(keys):
-        left, right = right ^ (mix64(left ^ key) & mask), left
     made: np.ndarray = left << half_bits | right
     return made
 
@@ -130,60 +104,62 @@ def next_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
     return made
 
 
-_NEIGHBOURS = 16
-"""Values of a block whose order `evenly` shuffles."""
+_NEIGHBOURS, _WINDOW = 16, 128
+"""Values of a block whose order `evenly` shuffles, at least; and record batches of a default
+window. Of a larger range, a block has the 128th part: about one value for each default window."""
 _TRIED = 8
-"""Numbers on each side of 0.618 * size among which `_stride` chooses."""
+"""Numbers on each side of a ratio times the size among which `_stride` chooses."""
+_RATIOS = tuple(
+    int(2**32 / (first + 1 / (second + GOLDEN / 2**64)))
+    for first, second in ((2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (2, 3), (3, 3))
+)
+"""Strides relative to the size, times 2**32. From some term on, all terms of their continued
+fractions are 1, so any multiples in a row lie evenly. Of a ratio and 1 minus it, one is here:
+multiples of both have the same neighbours."""
+
+
+def neighbours(size: int | np.ndarray) -> np.ndarray:
+    """Return the length of the blocks whose order `evenly` shuffles."""
+    found: np.ndarray = np.maximum(_NEIGHBOURS, np.asarray(size) // _WINDOW)
+    return found
 
 
 def evenly(places: np.ndarray, size: int | np.ndarray, key: int | np.ndarray) -> np.ndarray:
     """Return the values at some places of an endless order of range(size), shape (K,), int64.
 
     Any places in a row have values from all parts of the range, however many they are. Reading r
-    has the places from r * size on, and every value once: strides of about 0.618 * size from a
-    random value on. Then the values of every block of 16 neighbours change their places, so that
-    the same values do not meet in every reading. `size` and `key` may be arrays with one value per
-    place. Example with size 8, a stride of 5 and blocks of 2, from the value 3:
+    has the places from r * size on, and every value once: strides of about 0.22 to 0.44 of the size
+    from a random value on. The key of the reading chooses one of eight strides. Then the values of
+    every block of 16 neighbours or more change their places. So values that were near in one
+    reading are near in the next only by chance. `size` and `key` may be arrays with one value per
+    place.
 
-        strides             3 0 5 2 7 4 1 6
-        blocks shuffled     2 1 5 3 6 4 0 7
+    Example with size 8, a stride of 3 and blocks of 2, from the value 3:
+
+        strides             3 6 1 4 7 2 5 0
+        blocks shuffled     2 7 1 5 6 3 4 0
     """
     reading, place = np.divmod(places, size)
     keys = next_keys(key, reading)
-    begins = (derive_keys(keys, 0) % np.asarray(size, np.uint64)).astype(np.int64)
-    strides = np.array(list(map(_stride, np.atleast_1d(size).tolist())))
-    return _in_blocks(permute, (begins + place * strides) % size, size, keys)
-
-
-def evenly_inverse(values: np.ndarray, size: int, key: int, reading: int) -> np.ndarray:
-    """Return the places of values in one reading: the inverse of `evenly`."""
-    keys = next_keys(key, reading)
-    begins = (derive_keys(keys, 0) % np.uint64(size)).astype(np.int64)
-    strides = _in_blocks(unpermute, values, size, keys) - begins
-    places: np.ndarray = reading * size + strides * pow(_stride(size), -1, size) % size
-    return places
-
-
-def _in_blocks(
-    network: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray],
-    values: np.ndarray,
-    size: int | np.ndarray,
-    keys: np.ndarray,
-) -> np.ndarray:
-    """Permute the values of each block of neighbours, with one key per value. The last block may be
-    shorter."""
-    block, nth = np.divmod(values, _NEIGHBOURS)
-    width = np.minimum(_NEIGHBOURS, size - block * _NEIGHBOURS)
+    sizes = np.asarray(size, np.uint64)
+    begins = (derive_keys(keys, 0) % sizes).astype(np.int64)
+    ratios = (derive_keys(keys, 2) % np.uint64(len(_RATIOS))).astype(np.int64)
+    pairs = zip(*(each.tolist() for each in np.broadcast_arrays(size, ratios)), strict=True)
+    strides = np.array([_stride(*pair) for pair in pairs], np.int64)
+    values = (begins + place * strides) % size
+    length = neighbours(size)
+    block, nth = np.divmod(values, length)
+    width = np.minimum(length, size - block * length)  # the last block may be shorter
     of_block = derive_keys(derive_keys(keys, 1), block)
-    made: np.ndarray = block * _NEIGHBOURS + network(nth, width, of_block)
+    made: np.ndarray = block * length + permute(nth, width, of_block)
     return made
 
 
 @lru_cache(maxsize=1 << 14)
-def _stride(size: int) -> int:
-    """Return a number near 0.618 * size without a common divisor, whose multiples modulo `size` lie
-    evenly: the terms of the continued fraction of their ratio have a small sum."""
-    near = size * (GOLDEN >> 32) >> 32
+def _stride(size: int, ratio: int) -> int:
+    """Return a number near a ratio of the size without a common divisor, whose multiples modulo
+    `size` lie evenly: the terms of the continued fraction of their ratio have a small sum."""
+    near = size * _RATIOS[ratio] >> 32
     tried = range(max(1, near - _TRIED), near + _TRIED + 1)
     return min((n for n in tried if gcd(n, size) == 1), key=lambda n: _sum_of_terms(n, size))
 

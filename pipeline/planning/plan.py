@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from os import PathLike
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
@@ -23,23 +22,21 @@ from tokenfeed.pipeline.format.kinds import TargetRule
 from tokenfeed.pipeline.format.schema import role_of
 from tokenfeed.pipeline.format.store import Store, StorePath
 from tokenfeed.pipeline.planning.batching import Earlier
-from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, mix, proportions
-from tokenfeed.pipeline.planning.order import EpochOrder
-from tokenfeed.pipeline.planning.policies import POLICIES, Batching, describe, offered
+from tokenfeed.pipeline.planning.mixture import Mixture, proportions
+from tokenfeed.pipeline.planning.policies import POLICIES, Batching, offered, saved_policy
+from tokenfeed.pipeline.planning.schedule import ENDLESS, Exhausted, Schedule, Source, Stretch
 from tokenfeed.pipeline.planning.stages import (
-    ENDLESS,
+    History,
     PlannedStage,
     SavedStage,
     Stage,
-    StagedOrder,
     by_place,
     data_of,
     digest_of,
-    going_on,
-    least_tokens,
     paths_of,
     place_of,
     planned_stages,
+    saved_stages,
 )
 
 _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
@@ -75,7 +72,8 @@ class PlanSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     """The settings that define a plan, as in a saved state."""
 
     data: list[str]
-    batching: str
+    batching: dict[str, Any]
+    """See `saved_policy`."""
     micro_batches_per_step: Annotated[int, msgspec.Meta(ge=1, le=checks.MOST)]
     split: str
     seed: int
@@ -83,8 +81,8 @@ class PlanSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     num_streams: _Positive = 1
     shuffle: bool = True
     weights: list[Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]] | None = None
-    phases: list[list[int]] | None = None
-    """Record batches of each source in each phase; see `EpochOrder.saved`."""
+    batches: list[_Positive] | None = None
+    """Record batches of each source in an epoch."""
     windows: _Positive | None = None
     window_tokens: _Positive | None = None
     exhausted: Exhausted | None = None
@@ -94,7 +92,7 @@ class PlanSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     order: Literal["file"] | None = None
     skip: dict[str, list[tuple[int, int]]] | None = None
     """See `Plan.skip`."""
-    earlier: list[tuple[str, _Positive, _Positive]] = []
+    earlier: list[tuple[dict[str, Any], _Positive, _Positive]] = []
     """See `Plan.earlier`, of the window of the state."""
 
 
@@ -114,7 +112,7 @@ class Plan:
     batching: Batching
     """Policy of the windows; of a stage without one of its own, if the plan has stages."""
     micro_batches_per_step: int
-    order: EpochOrder | StagedOrder
+    order: Schedule
     stream: int
     """The stream has the windows whose number is `stream` modulo `num_streams`."""
     num_streams: int
@@ -122,6 +120,8 @@ class Plan:
     """Intended tokens of a window."""
     exhausted: Exhausted
     """What ends an epoch of a mixture."""
+    stages: tuple[PlannedStage, ...] = ()
+    """The list of stages; empty if the plan has none."""
     given: str = ""
     """Name of the list of stages as the user gave it, before `reweigh` or a resume changed it."""
     skip: Mapping[str, list[tuple[int, int]]] | None = None
@@ -161,42 +161,41 @@ class Plan:
         if window_tokens is not None:
             window_tokens = checks.whole("window_tokens", window_tokens, least=1, other=", or None")
         _check_columns(sources[0])
-        sizes = tuple(source.batches for source in sources)
+        sizes = tuple(Source(source.batches, source.tokens) for source in sources)
         keeps_rows = checks.choice("order", order, get_args(RowOrder)) == "file"
         seed, shuffle = checks.seed(seed), checks.flag("shuffle", shuffle) and not keeps_rows
-        ordered: EpochOrder | StagedOrder
         opened = by_place(dict(zip(paths_of(data), sources, strict=True)))
-        weights: tuple[float, ...] = (1.0,)
+        by_data = _refuse_equal(sources)
+        weights: tuple[float, ...] = ()
+        planned: tuple[PlannedStage, ...] = ()
         exhausted: Exhausted = "continue"
         given = ""
-        epoch_tokens: tuple[int | None, ...] = (None,) * len(sources)
         if isinstance(data, str | PathLike | Store | Mixture):
+            weights = (1.0,)
             if isinstance(data, Mixture):
-                _refuse_equal(sources)
                 weights, exhausted = data.weights_of(sources), data.exhausted
             _check_fit(sources, batching)
             if window_tokens is None:
                 window_tokens = default_window_tokens(sources, weights, batching, step_size)
-            phases = mix(sources, weights, exhausted, window_tokens)
-            ordered = EpochOrder(sizes, seed, shuffle, phases, keeps_rows=keeps_rows)
+            epoch = Stretch.of_epoch(sizes, proportions(weights), window_tokens, exhausted)
+            stretches: tuple[Stretch, ...] = (epoch,)
+        else:
+            planned = _planned(data, opened, batching, window_tokens, step_size)
+            numbers = {each: number for number, each in enumerate(by_data)}
+            stretches = tuple(stage.stretch(sizes, numbers) for stage in planned)
+            given = digest_of(planned)
+        ordered = Schedule(sizes, stretches, seed, shuffle, keeps_rows)
+        epoch_tokens: tuple[int | None, ...] = (None,) * len(sources)
+        if not planned:
             _check_epoch(sources, ordered)
             epoch_tokens = _epoch_tokens(sources, ordered, batching, num_streams)
-        else:
-            if not -(1 << 63) <= seed < 1 << 64:  # what msgpack holds
-                raise checks.refusal("seed", seed, "64 bits at most with a list of stages")
-            planned = _planned(data, opened, batching, window_tokens, step_size)
-            tokens = tuple(source.tokens for source in sources)
-            ordered = StagedOrder(
-                sizes, seed, shuffle, data_of(planned), tokens, planned, keeps_rows=keeps_rows
-            )
-            weights, given = (), digest_of(planned)
         if (windows := ordered.num_windows) < num_streams:
             raise ConfigError(
                 f"`num_streams`={num_streams}, but an epoch has only {windows} windows. Lower "
                 "`num_streams` or `window_tokens`."
             )
         plan = cls(
-            tuple(source.manifest.fingerprint for source in sources),
+            tuple(by_data),
             weights,
             tuple(np.cumsum([source.rows for source in sources]).tolist()),
             epoch_tokens,
@@ -208,6 +207,7 @@ class Plan:
             num_streams,
             window_tokens or 0,
             exhausted,
+            planned,
             given,
             None if skip is None else _ranges(skip, opened),
         )
@@ -215,11 +215,6 @@ class Plan:
             for policy in {batching, *(stage.batching for stage in plan.stages)}:
                 policy.in_order(np.ones(1, np.int64), np.zeros(1, np.int64))  # or a ConfigError
         return plan
-
-    @property
-    def stages(self) -> tuple[PlannedStage, ...]:
-        """The list of stages; empty if the plan has none."""
-        return self.order.stages if isinstance(self.order, StagedOrder) else ()
 
     @property
     def has_end(self) -> bool:
@@ -248,7 +243,7 @@ class Plan:
 
     def stage_of(self, window: int) -> PlannedStage | None:
         """Return the stage of a window; None if the plan has no stages."""
-        return self.order.stage_of(window) if isinstance(self.order, StagedOrder) else None
+        return self.stages[self.order.stretch_of(window)] if self.stages else None
 
     def batching_of(self, window: int) -> Batching:
         """Return the policy of a window."""
@@ -271,8 +266,6 @@ class Plan:
         Raises:
             ConfigError: The weights cannot change there.
         """
-        order = self.order
-        assert isinstance(order, StagedOrder)
         if self.num_streams > 1:
             raise ConfigError(
                 f"`reweigh` with `num_streams`={self.num_streams}: streams are at different "
@@ -283,23 +276,22 @@ class Plan:
                 "`reweigh`: the list of stages was read to its end, and only its future may "
                 "change. Resume with a longer list."
             )
-        now, window = order.stage_of(position.window), position.window
-        window += position.micro_batch > 0
-        if window >= order.num_windows or order.stage_of(window) is not now:
+        history = self._history(self.stages, self.data, position)
+        number = self.order.stretch_of(position.window)
+        now, later = self.stages[number], self.stages[number + 1 :]
+        if history.stop == now.until:
             raise ConfigError(
                 f"`reweigh`: the present stage ends at token {now.until:,}, and its last window "
                 "has begun, so nothing of it is left to change. Call `reweigh` after that, or edit "
                 "the list and resume."
             )
-        begins = order.edge(window)
-        new = replace(now, begins=begins, weights=weights, window_tokens=self.window_tokens)
+        tokens = self.window_tokens
+        new = replace(now, begins=history.stop, weights=weights, window_tokens=tokens)
         new = _with_window(new, opened, self.micro_batches_per_step)
         _check_fit(tuple(opened[data] for data in weights), new.batching)
-        number = order.stages.index(now)
-        past = () if begins == now.begins else (replace(now, until=begins),)
-        return self.with_stages((*order.stages[:number], *past, new, *order.stages[number + 1 :]))
+        return self._after(history, (new, *later))
 
-    def going_on(
+    def resumed(
         self, saved: PlanSettings, position: Position, names: Mapping[str, str]
     ) -> tuple[Self, Position]:
         """Return the plan of a resumed run: a saved plan as far as it was read, then this plan.
@@ -322,7 +314,7 @@ class Plan:
                     f"cannot resume: the run has a data set with fingerprint {missing[0]}, which "
                     "is in no stage of this list. Add the data set to the list."
                 )
-            return self.with_stages(theirs), position
+            return self._after(History(tuple(saved.data), ()), theirs), position
         if position == (1, 0, 0):  # the saved list was read to its end, and may go on now
             position = Position(0, sum(stage.num_windows for stage in theirs), 0)
         if self.num_streams > 1 or position.epoch:
@@ -330,41 +322,50 @@ class Plan:
                 "cannot resume: the list of stages has changed. It may change in its first epoch "
                 "only, and not with `num_streams`. Use the same list."
             )
-        windows = position.window + (position.micro_batch > 0)
+        history = self._history(theirs, saved.data, position)
+        history.check(self.stages, names)
         try:
-            plan = self.with_stages(going_on(self.stages, theirs, windows, names))
+            plan = self._after(history, self.stages)
         except ConfigError as error:
             raise ResumeError(f"cannot resume: {error}") from error
         if position.window == plan.num_windows:
             position = Position(1, 0, 0)
         return plan, position
 
-    def with_stages(self, stages: Sequence[PlannedStage]) -> Self:
-        """Return this plan with other stages of its data sets.
+    @staticmethod
+    def _history(
+        stages: Sequence[PlannedStage], data: Sequence[str], position: Position
+    ) -> History:
+        return History.of(stages, data, position.window + (position.micro_batch > 0))
 
-        Sources are numbered as a run of these stages meets them. So a source keeps its number when
-        later stages change.
+    def _after(self, history: History, future: Sequence[PlannedStage]) -> Self:
+        """Return this plan with a history, and then other stages of its data sets.
+
+        Sources are numbered as a run meets them. So a source keeps its number, and with it its
+        order, when later stages change.
 
         Raises:
             ConfigError: A stage is too short.
         """
-        order = self.order
-        assert isinstance(order, StagedOrder)
+        order, stages = self.order, history.then(future)
+        sizes = dict(zip(self.data, order.sources, strict=True))
         for stage in stages:
-            _check_length(stage, order.batch_tokens)
-        data = tuple(dict.fromkeys((*data_of(stages), *self.data)))  # a later edit may use the rest
-        at = [self.data.index(each) for each in data]
-        rows = np.diff(self.row_ends, prepend=0)[at]
+            _check_length(stage, sizes)
+        # a later edit may use the rest
+        data = tuple(dict.fromkeys((*history.data, *data_of(stages), *self.data)))
+        numbers = {each: number for number, each in enumerate(data)}
+        stages = tuple(stage.numbered(data) for stage in stages)
+        sources = tuple(sizes[each] for each in data)
+        rows = np.diff(self.row_ends, prepend=0)[[self.data.index(each) for each in data]]
         return replace(
             self,
             data=data,
             row_ends=tuple(np.cumsum(rows).tolist()),
+            stages=stages,
             order=replace(
                 order,
-                data=data,
-                sizes=tuple(order.sizes[number] for number in at),
-                tokens=tuple(order.tokens[number] for number in at),
-                stages=tuple(stages),
+                sources=sources,
+                stretches=tuple(stage.stretch(sources, numbers) for stage in stages),
             ),
         )
 
@@ -388,7 +389,7 @@ class Plan:
         order = self.order
         settings = PlanSettings(
             list(self.data),
-            describe(self.batching),
+            saved_policy(self.batching),
             self.micro_batches_per_step,
             self.split,
             order.seed,
@@ -398,32 +399,22 @@ class Plan:
             order="file" if order.keeps_rows else None,
             skip=dict(self.skip or {}) or None,
         )
-        if isinstance(order, StagedOrder):
-            return msgspec.structs.replace(settings, stages=order.saved, given=self.given)
+        if self.stages:
+            stages = saved_stages(self.stages)
+            return msgspec.structs.replace(settings, stages=stages, given=self.given)
         return msgspec.structs.replace(
             settings,
             weights=list(self.weights),
-            phases=order.saved,
+            batches=list(order.batches_read),
             windows=order.num_windows,
             window_tokens=self.window_tokens,
             exhausted=self.exhausted,
         )
 
 
-NEVER = 1 << 40
-"""Stands for a record batch that neither this epoch nor the next epoch reads."""
-_READINGS = 2
-"""Readings of a repeated source that `until` searches in an epoch: the current and the next."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What a plan reads after the current window, and when it reads a record batch next.
-
-    A cache needs both: what to prefetch, and what to evict. The permutations of `order` are
-    invertible, so `until` computes the place of a record batch directly, at the cost of one
-    permutation. Nothing lists the record batches of an epoch.
-    """
+    """What a plan reads after the current window, for prefetching."""
 
     plan: Plan
     position: Position
@@ -439,38 +430,6 @@ class Ahead:
         """Return the record batches of a window, counted over all sources, shape (K,), int64."""
         number = self.plan.window_number(position.window)
         return self.plan.order.window(position.epoch, number)
-
-    def until(self, source: int, batches: np.ndarray) -> np.ndarray:
-        """Return the number of windows until record batches of a source are read, shape (K,),
-        int64.
-
-        0 is the current window. `NEVER` stands for a batch that this stream does not read in this
-        or the next epoch (of a repeated source: in the next two readings of each).
-
-        Example: an epoch has 10 windows in one stream, the current window is 7. In this epoch,
-        batch 5 is in window 9: its result is 2. Batch 6 was in window 3 of this epoch, and is in
-        window 1 of the next: 10 + 1 - 7 = 4. With 2 streams, a result counts only the windows of
-        this stream, and windows of the other stream do not count as reads.
-        """
-        plan, order = self.plan, self.plan.order
-        found = np.full(len(batches), NEVER)
-        for epochs in range(2):
-            first = order.places(source, plan.window_number(self.position.window))[0]
-            reading = 0 if epochs else first // order.sizes[source]
-            for each in range(reading, reading + _READINGS):
-                places = order.places_of(source, self.position.epoch + epochs, each, batches)
-                windows = order.windows_of(source, places)
-                nth, stream = np.divmod(windows, plan.num_streams)
-                away = epochs * plan.num_windows + nth - self.position.window
-                is_read = (windows >= 0) & (stream == plan.stream) & (away >= 0)
-                np.minimum(found, away, out=found, where=is_read)
-        return found
-
-    def between(self, source: int, parts: int) -> int:
-        """Return the average number of windows between two reads of the same part of a source that
-        has `parts` parts, such as shards."""
-        per_window = max(stretch.batches[source] for stretch in self.plan.order.stretches)
-        return int(parts / per_window)
 
 
 def default_window_tokens(
@@ -530,8 +489,8 @@ def _planned(
     step_size: int,
 ) -> tuple[PlannedStage, ...]:
     """Return the stages with their places in the run. `opened` has the data set of each place."""
-    by_data = _refuse_equal(opened.values())
-    batch_tokens = _batch_tokens(by_data)
+    by_data = {source.manifest.fingerprint: source for source in opened.values()}
+    sizes = _sizes(by_data)
     planned: list[PlannedStage] = []
     begins = 0
     for number, stage in enumerate(stages, 1):
@@ -558,7 +517,7 @@ def _planned(
             TargetRule.from_setting(made.targets, next(iter(by_data.values())).manifest.columns)
         _check_fit(tuple(by_data[data] for data in made.weights), made.batching)
         planned.append(_with_window(made, by_data, step_size))
-        _check_length(planned[-1], batch_tokens)
+        _check_length(planned[-1], sizes)
         begins = made.until or ENDLESS
     return tuple(planned)
 
@@ -581,20 +540,20 @@ def _with_window(
     if not tokens:
         weights = list(stage.weights.values())
         tokens = default_window_tokens(sources, weights, stage.batching, step_size, is_staged=True)
-    least = least_tokens(stage, _batch_tokens(opened))
+    least = stage.least_tokens(_sizes(opened))
     return replace(stage, window_tokens=max(tokens, 2 * least))
 
 
-def _batch_tokens(opened: Mapping[str, OpenedSplit]) -> dict[str, Fraction]:
-    """Return the average tokens of a record batch of each data set."""
-    return {data: Fraction(each.tokens, each.batches) for data, each in opened.items()}
+def _sizes(opened: Mapping[str, OpenedSplit]) -> dict[str, Source]:
+    """Return the size of each data set."""
+    return {data: Source(each.batches, each.tokens) for data, each in opened.items()}
 
 
-def _check_length(stage: PlannedStage, batch_tokens: Mapping[str, Fraction]) -> None:
+def _check_length(stage: PlannedStage, sizes: Mapping[str, Source]) -> None:
     """Check that every window of a stage has record batches."""
     if stage.until is None:
         return
-    least, length = least_tokens(stage, batch_tokens), stage.until - stage.begins
+    least, length = stage.least_tokens(sizes), stage.until - stage.begins
     if length < least:
         raise ConfigError(
             f"the stage from token {stage.begins:,} to {stage.until:,} has too few tokens, "
@@ -648,7 +607,7 @@ def _ranges(
 
 
 def _epoch_tokens(
-    sources: tuple[OpenedSplit, ...], order: EpochOrder, batching: Batching, num_streams: int
+    sources: tuple[OpenedSplit, ...], order: Schedule, batching: Batching, num_streams: int
 ) -> tuple[int | None, ...]:
     """Return the tokens of each source in an epoch; None if the plan does not know them.
 
@@ -660,14 +619,15 @@ def _epoch_tokens(
     drops = batching.last == "drop"
     if num_streams > 1 or truncates or drops or batching.long_rows == "crop":
         return (None,) * len(sources)
-    times = [divmod(read, size) for read, size in zip(order.batches_read, order.sizes, strict=True)]
+    read = zip(order.batches_read, order.sources, strict=True)
+    times = [divmod(batches, source.batches) for batches, source in read]
     return tuple(
         None if rest else source.tokens * whole
         for source, (whole, rest) in zip(sources, times, strict=True)
     )
 
 
-def _check_epoch(sources: tuple[OpenedSplit, ...], order: EpochOrder) -> None:
+def _check_epoch(sources: tuple[OpenedSplit, ...], order: Schedule) -> None:
     for source, batches in zip(sources, order.batches_read, strict=True):
         if not batches:
             raise ConfigError(

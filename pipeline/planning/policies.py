@@ -5,7 +5,6 @@ is too long is cut into pieces. `batching` makes micro-batches of the sequences.
 frozen, hashable, and part of a saved state. Torch-free.
 """
 
-import ast
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -25,8 +24,8 @@ from tokenfeed.pipeline.planning.arrangement import (
     sort_by_length,
     steps_by_length,
 )
-from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.permutation import evenly, mix64
+from tokenfeed.pipeline.planning.schedule import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +122,8 @@ class Arranged(NamedTuple):
 
 
 class Batching(ABC):
-    """Base class of batching policies. A policy is a frozen dataclass, and a saved state stores its
-    repr."""
+    """Base class of batching policies. A policy is a frozen dataclass; see `saved_policy` for
+    saved states."""
 
     __slots__ = ()
     packs: ClassVar[bool] = False
@@ -241,7 +240,8 @@ class ByLength(Batching):
     def arrange(
         self, lengths: np.ndarray, step_size: int, draw: Draw | None, labels: np.ndarray | None
     ) -> Arranged:
-        """Sort by length, deal length bands to steps, and put the steps in random order."""
+        """Sort by length, deal length bands to steps, and put the steps in an order in
+        which short and long ones alternate."""
         cut = cut_rows(lengths, self.longest_piece)
         kept = cut.beginnings if self.long_rows == "truncate" else slice(None)
         pieces, step_offsets = steps_by_length(
@@ -251,8 +251,7 @@ class ByLength(Batching):
             pieces = kept[pieces]
         if draw:
             count, key = len(step_offsets) - 1, draw.key ^ 2
-            even = evenly(np.arange(count), count, key) if draw.is_even else None
-            order = random_order(count, key) if even is None else even
+            order = evenly(np.arange(count), count, key)
             pieces, step_offsets = regroup(pieces, step_offsets, order)
         return Arranged(cut, pieces, step_offsets)
 
@@ -577,20 +576,27 @@ def describe(policy: Batching) -> str:
     return f"{type(policy).__qualname__}({shown})"
 
 
-def policy_of(described: object) -> Batching:
-    """Return the policy of a repr, as in a saved state. A field that the repr lacks has its
-    default.
+def saved_policy(policy: Batching) -> dict[str, Any]:
+    """Return a policy for a saved state: its name, and the values that are not defaults. Rows of
+    padding do not change which rows come when, so `last`="fill" is left out."""
+    values = {field.name: getattr(policy, field.name) for field in fields(policy)}  # type: ignore[arg-type]
+    defaults = {field.name: field.default for field in fields(policy)}  # type: ignore[arg-type]
+    kept = {name: value for name, value in values.items() if value not in (defaults[name], "fill")}
+    return {"policy": type(policy).__name__, **kept}
+
+
+def policy_of(saved: object) -> Batching:
+    """Return the policy of a saved state: the inverse of `saved_policy`.
 
     Raises:
         ConfigError: The name is unknown, or the class rejects the values.
     """
     try:
-        call: Any = ast.parse(str(described), mode="eval").body
-        values = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+        values = dict(saved)  # type: ignore[call-overload]
         names: dict[str, Any] = {policy.__name__: policy for policy in POLICIES}
-        made: Batching = names[call.func.id](**values)
-    except Exception:  # any text may be in a state that was changed
-        raise ConfigError(f"{described}: unknown policy. Use {offered()}.") from None
+        made: Batching = names[values.pop("policy")](**values)
+    except Exception:  # anything may be in a state that was changed
+        raise ConfigError(f"{saved!r}: unknown policy. Use {offered()}.") from None
     return made
 
 

@@ -1,13 +1,10 @@
 """What a run has delivered, and its saved state.
 
 A state has a few integers, the settings of their plan, and a digest of all delivered rows. It does
-not contain ranks, workers, prefetching or devices, so a run can continue with other ones. Its
-checksum detects a state that was damaged or edited. With stages, the settings are compressed.
-Torch-free.
+not contain ranks, workers, prefetching or devices, so a run can continue with other ones. It is
+readable JSON, and its checksum detects a state that was damaged or edited. Torch-free.
 """
 
-import zlib
-from base64 import b85decode, b85encode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -22,18 +19,11 @@ from tokenfeed.pipeline.format.manifest import canonical
 from tokenfeed.pipeline.planning.batching import Earlier, Round
 from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, PlanSettings, Position
-from tokenfeed.pipeline.planning.policies import Batching, describe, policy_of
+from tokenfeed.pipeline.planning.policies import Batching, policy_of, saved_policy
 
-_VERSION, _STAGED_VERSION = 3, 7
-"""Version of the row order without and with stages. A change of the order changes it, because the
-same position then has other rows before it."""
-_KNOWN = (
-    b"batchingPadded(max_tokens=Packed(sequence_length=2048, batch_size=8, split=False, "
-    b"long_rows='cut')micro_batches_per_stepsplittrainseedgivendatastageswindow_tokensweightsuntil"
-)
-"""Words that packed settings need not repeat."""
-_MOST_PACKED = 1 << 24
-"""Largest size of packed settings in bytes."""
+_VERSION = 4
+"""Version of the plan. A change of the order changes it, because the same position then has other
+rows before it."""
 _WORD = (1 << 64) - 1
 _START = Position(0, 0, 0)
 
@@ -91,11 +81,11 @@ class Delivered:
         has_stages = bool(self.plan.stages)
         settings, (epoch, window, _) = self.plan.settings(), self.position
         earlier = [
-            (describe(each.batching), each.step_size, each.micro_batches)
+            (saved_policy(each.batching), each.step_size, each.micro_batches)
             for each in self.plan.earlier_in(epoch, window)
         ]
         saved = SavedState(
-            _STAGED_VERSION if has_stages else _VERSION,
+            _VERSION,
             msgspec.structs.replace(settings, earlier=earlier),
             *self.position,
             f"{self.digest:016x}",
@@ -135,7 +125,7 @@ class Delivered:
             )
         if plan.stages:
             of_data = dict(zip(plan.data, names, strict=False))
-            plan, position = plan.going_on(theirs, position, of_data)
+            plan, position = plan.resumed(theirs, position, of_data)
             if position.epoch < saved.epoch:  # the list was read to its end, and is longer now
                 tokens, last = last or tokens, ()
             elif position.epoch > saved.epoch:  # the list ends here now
@@ -183,13 +173,10 @@ class SavedState(msgspec.Struct, frozen=True, omit_defaults=True):
     checksum: str = ""
     """Of all other fields."""
 
-    def sealed(self, packed: str = "") -> dict[str, Any]:
-        """Return the state as a JSON-serialisable dict with its checksum. `packed` are the settings
-        of a plan with stages if they were packed before: libraries compress differently."""
+    def sealed(self) -> dict[str, Any]:
+        """Return the state as a JSON-serialisable dict with its checksum."""
         content: dict[str, Any] = msgspec.to_builtins(self)
         content.pop("checksum", None)
-        if self.plan.stages is not None:
-            content["plan"] = packed or _packed(content["plan"])
         return content | {"checksum": xxhash.xxh3_64_hexdigest(canonical(content))}
 
     @classmethod
@@ -203,19 +190,18 @@ class SavedState(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ResumeError(
                 "cannot resume: this is not a loader state. Load what `state_dict` returned."
             )
-        packed = plan if isinstance(plan := state.get("plan"), str) else ""
-        version = _STAGED_VERSION if packed else _VERSION
-        if state["version"] != version:
+        if state["version"] != _VERSION:
             raise ResumeError(
                 f"cannot resume: the state has version {state['version']!r}, this is version "
-                f"{version} of the plan, which delivers rows in another order. Resume with the "
+                f"{_VERSION} of the plan, which delivers rows in another order. Resume with the "
                 "tokenfeed that saved the state, or start a new run."
             )
         try:
-            saved = msgspec.convert(unpacked(state), cls)
-        except (ValueError, RecursionError, zlib.error) as error:  # also of msgspec and Unicode
+            saved = msgspec.convert(state, cls)
+            expected = saved.sealed()["checksum"]
+        except (ValueError, TypeError, RecursionError) as error:  # also of msgspec and Unicode
             raise ResumeError(f"cannot resume: this is not a loader state ({error}).") from error
-        if (expected := saved.sealed(packed)["checksum"]) != saved.checksum:
+        if expected != saved.checksum:
             raise ResumeError(
                 "cannot resume: the state was changed after it was saved: its checksum is "
                 f"{saved.checksum!r}, but its content has {expected!r}. Load an unchanged state."
@@ -225,42 +211,15 @@ class SavedState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def resealed(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Return a state with other fields, and the checksum of the result."""
-    return msgspec.convert(unpacked(state) | changes, SavedState).sealed()
-
-
-def unpacked(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a state whose settings are a dict, also with stages.
-
-    Raises:
-        ValueError: The settings are damaged. So does `zlib.error`.
-    """
-    if not isinstance(packed := state.get("plan"), str):
-        return dict(state)
-    reader = zlib.decompressobj(-zlib.MAX_WBITS, _KNOWN)
-    settings = msgspec.msgpack.decode(
-        reader.decompress(b85decode(packed), _MOST_PACKED), type=dict[str, Any]
-    )
-    if not isinstance(data := settings.get("data"), bytes):
-        raise ValueError("its plan has no data sets")
-    whole = data.hex()
-    settings["data"] = [whole[first : first + 16] for first in range(0, len(whole), 16)]
-    return {**state, "plan": settings}
-
-
-def _packed(settings: dict[str, Any]) -> str:
-    """Return settings as text: MessagePack, compressed, in base 85."""
-    data = bytes.fromhex("".join(settings["data"]))
-    writer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS, memLevel=9, zdict=_KNOWN)
-    content = writer.compress(msgspec.msgpack.encode(settings | {"data": data}))
-    return b85encode(content + writer.flush()).decode()
+    return msgspec.convert(state | changes, SavedState).sealed()
 
 
 def first_difference(ours: PlanSettings, theirs: PlanSettings) -> tuple[str, object, object] | None:
     """Return the name and both values of the first different setting of two plans; None if equal.
 
     Weights are compared by proportion, policies field by field. `window_tokens` and `exhausted` are
-    not compared. Their effects are compared: the phases and the number of windows. `skip` may
-    change.
+    not compared. Their effects are compared: the record batches of each source in an epoch and the
+    number of windows. `skip` may change.
     """
     for name in PlanSettings.__struct_fields__:
         our, their = getattr(ours, name), getattr(theirs, name)
@@ -278,6 +237,8 @@ def _check_settings(plan: Plan, theirs: PlanSettings, names: Sequence[str]) -> N
         )
     if difference := first_difference(settings, theirs):
         name, our, their = difference
+        if name == "batching":
+            our, their = str(_meaning(name, our)), str(_meaning(name, their))
         if name == "shuffle" and settings.order != theirs.order:  # which has set `shuffle`
             name, our, their = "order", settings.order or "shuffled", theirs.order or "shuffled"
         where = f" (fingerprint of {', '.join(names)})" if name == "data" and names else ""
@@ -311,7 +272,7 @@ def with_micro_batches(
         earlier.append((plan.batching, plan.micro_batches_per_step, saved.micro_batch))
     changed = msgspec.structs.replace(
         plan,
-        batching=describe(batching),
+        batching=saved_policy(batching),
         micro_batches_per_step=micro_batches_per_step,
         earlier=earlier,
     )

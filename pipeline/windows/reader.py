@@ -203,9 +203,7 @@ class WindowReader:
 
             self._node = node.Node(cache)
         opened = OpenShards()
-        self._sources = [
-            self._batches_of(source, number, only, opened) for number, source in enumerate(sources)
-        ]
+        self._sources = [self._batches_of(source, only, opened) for source in sources]
         self._joiner = Joiner()
 
     @property
@@ -241,13 +239,13 @@ class WindowReader:
         return f"row {number - self._row_starts[source]}{of_source}"
 
     def _batches_of(
-        self, source: OpenedSplit, number: int, only: tuple[str, ...] | None, opened: OpenShards
+        self, source: OpenedSplit, only: tuple[str, ...] | None, opened: OpenShards
     ) -> "LocalBatches | RemoteBatches":
         if self._node is None or not isinstance(source.store, RangedStore):
             return LocalBatches(source, only, opened)
         from tokenfeed.pipeline.windows.remote_batches import RemoteBatches
 
-        return RemoteBatches(source, number, only, self._node)
+        return RemoteBatches(source, only, self._node)
 
     def _decoded(self, batches: np.ndarray, numbers: list[tuple[int, int]]) -> Iterator[Rows]:
         """Yield the rows of each record batch. Append the number of the first, over all sources,

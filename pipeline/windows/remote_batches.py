@@ -10,7 +10,6 @@ B are both accepted from then on. If it differs, the shard was replaced: ShardFo
 """
 
 import logging
-import os
 import threading
 from array import array
 from bisect import bisect_right
@@ -240,19 +239,16 @@ Shards = dict[int, RemoteShard]
 class RemoteBatches:
     """Record batches of one source in a store. One thread may read while another one prefetches."""
 
-    def __init__(
-        self, source: OpenedSplit, number: int, only: Collection[str] | None, node: Node
-    ) -> None:
+    def __init__(self, source: OpenedSplit, only: Collection[str] | None, node: Node) -> None:
         """Send no request yet.
 
         Args:
             source: The split. Its store supports ranged reads.
-            number: Number of the source in the plan.
             only: Columns to decode; None for all. All columns are fetched.
             node: Threads, counts and cache of this process.
         """
         assert isinstance(source.store, RangedStore)
-        self._source, self._store, self._number = source, source.store, number
+        self._source, self._store = source, source.store
         self._only = only
         self._node = node
         node.stores.append(self._store)
@@ -263,14 +259,14 @@ class RemoteBatches:
         files = None
         if not isinstance(self._store, FetchingStore):
             own = xxhash.xxh3_64_hexdigest(name.encode())
-            files = self._node.open_set(own, self._number, len(self._infos))
+            files = self._node.open_set(own)
         self._files = files
         self._batches = SharedPieces(self._node, files, files.batch if files else str)
         self._shards = RemoteShards(self._source, self._store, self._only, self._node, files)
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled copy, as a worker gets it, has no footers and no locks."""
-        return {"args": (self._source, self._number, self._only, self._node)}
+        return {"args": (self._source, self._only, self._node)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(*state["args"])  # type: ignore[misc]
@@ -300,7 +296,7 @@ class RemoteBatches:
         files = self._files
         if files is None or files.cache.is_paused:
             return
-        missing = [number for number in numbers if not os.path.exists(files.batch(number))]
+        missing = [number for number in numbers if not files.has(files.batch(number))]
         if missing:
             shards = self._shards_of(missing)
             runs = dict.fromkeys(map(self._run, missing))
@@ -333,7 +329,7 @@ class RemoteBatches:
         assert files
         with files.lock(first, count) as is_mine:
             numbers = range(first, first + count)
-            wanted = [n for n in numbers if is_mine and not os.path.exists(files.batch(n))]
+            wanted = [n for n in numbers if is_mine and not files.has(files.batch(n))]
             if not wanted:
                 return
             shard = self._shard_of(first)

@@ -57,7 +57,7 @@ class Readers:
         delay_s: float = 0.03,
         epochs: int = 1,
     ) -> None:
-        cache = store.log.with_name("cache") / "v1"
+        cache = store.log.with_name("cache") / "v2"
         cache.mkdir(parents=True, exist_ok=True)
         said = [store.folder, store.log, cache, bound, delay_s]
         self.processes = [

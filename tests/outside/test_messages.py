@@ -82,7 +82,6 @@ def make_files(folder: Path) -> None:
         (Path("short/train/00000.arrow")).write_bytes(data[:-9])
         shutil.copytree("lm", "lost")
         Path("lost/train/00000.arrow").unlink()
-        shutil.copytree("lm", "unlisted", ignore=shutil.ignore_patterns("manifest.json"))
         shutil.copytree("lm", "edited")
         manifest = Path("edited/manifest.json")
         manifest.write_text(manifest.read_text().replace('"lm"', '"tag"'))

@@ -3,6 +3,8 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +31,9 @@ from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.pipeline.planning.batching import WindowPlan
-from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
 from tokenfeed.pipeline.planning.plan import Ahead, Plan
 from tokenfeed.pipeline.planning.policies import Batching
+from tokenfeed.pipeline.planning.schedule import Schedule, Source, Stretch
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 
 VOCABULARY_SIZE = 1000
@@ -181,10 +183,14 @@ class MemoryReader(WindowReader):
         return f"row {number}"
 
 
-def order_of_one(num_batches: int, num_windows: int, *, seed: int, shuffle: bool) -> EpochOrder:
-    """The order of a single source."""
-    phase = MixturePhase((0,), (num_batches,), num_windows)
-    return EpochOrder((num_batches,), seed, shuffle, (phase,))
+def order_of_one(num_batches: int, num_windows: int, *, seed: int, shuffle: bool) -> Schedule:
+    """The order of a single source of one token a record batch."""
+    sources = (Source(num_batches, num_batches),)
+    epoch = Stretch.of_epoch(sources, [Fraction(1)], 1, "continue")
+    epoch = replace(
+        epoch, num_windows=num_windows, window_tokens=Fraction(num_batches, num_windows)
+    )
+    return Schedule(sources, (replace(epoch, per_reading=num_windows),), seed, shuffle)
 
 
 def plan_in_memory(

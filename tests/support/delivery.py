@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from tokenfeed import Batch, Fixed, Packed, Padded, ShardDataset, ShardLoader
 from tokenfeed.pipeline.planning.policies import Batching
-from tokenfeed.pipeline.planning.state import resealed, unpacked
+from tokenfeed.pipeline.planning.state import resealed
 
 MakeDataset = Callable[..., Path]
 Span = tuple[int, int, int]
@@ -33,8 +33,7 @@ POLICIES: list[Batching] = [
 def with_settings(state: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """Return a state with other settings of its plan, and a right checksum if they have types and
     ranges of settings."""
-    changed = unpacked(state)
-    changed["plan"] |= settings
+    changed = state | {"plan": state["plan"] | settings}
     try:
         return resealed(changed)
     except msgspec.ValidationError:

@@ -106,7 +106,7 @@ class RangedFolder:
 
 def cached_files(folder: Path, *, footers: bool = False) -> list[Path]:
     """The files of a cache that hold record batches, or footers."""
-    found = [path for path in folder.glob("v1/*/*/*") if "." not in path.name]
+    found = [path for path in folder.glob("v2/*/*/*/*") if "." not in path.name]
     return [path for path in found if (path.parent.name == "ends") == footers]
 
 
@@ -114,6 +114,6 @@ def cached_reader(remote: Remote, cache: Path | None) -> WindowReader:
     """A reader of the split `train` in a bucket, through a cache in a folder unless it is None."""
     settings = None
     if cache:
-        (cache / "v1").mkdir(parents=True, exist_ok=True)
-        settings = CacheSettings(str(cache / "v1"), 1 << 30, is_whole=False, windows_ahead=1)
+        (cache / "v2").mkdir(parents=True, exist_ok=True)
+        settings = CacheSettings(str(cache / "v2"), 1 << 30, is_whole=False, windows_ahead=1)
     return WindowReader(open_splits([remote.store], "train"), cache=settings)

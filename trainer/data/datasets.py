@@ -33,7 +33,6 @@ from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.estimates import likely_lengths
 from tokenfeed.pipeline.planning.mixture import Mixture
-from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.policies import (
     Batching,
     Fixed,
@@ -43,6 +42,7 @@ from tokenfeed.pipeline.planning.policies import (
     Padded,
     random_order,
 )
+from tokenfeed.pipeline.planning.schedule import Draw
 from tokenfeed.pipeline.planning.stages import Stage
 from tokenfeed.pipeline.text import public
 from tokenfeed.trainer.config.run_config import MOST_SHAPES, TrainConfig, check_multiple

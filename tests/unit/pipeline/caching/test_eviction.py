@@ -1,4 +1,4 @@
-"""The cache holds no more than its bound, gives up what is read last, and never costs a run."""
+"""The cache holds no more than its bound, keeps what it has, and never costs a run."""
 
 import errno
 import logging
@@ -17,7 +17,8 @@ from support.stores import RangedFolder, cached_files
 from tokenfeed import Fixed
 from tokenfeed.pipeline.caching import node_cache
 from tokenfeed.pipeline.caching.node_cache import (
-    FIRST_END,
+    KEPT,
+    PASSING,
     Budget,
     CacheSet,
     CacheSettings,
@@ -55,8 +56,8 @@ def maker_of(store: RangedFolder, cache: CacheSettings | None) -> WindowMaker:
 
 
 def settings_of(folder: Path, bound: int, *, is_whole: bool = False) -> CacheSettings:
-    (folder / "v1").mkdir(parents=True, exist_ok=True)
-    return CacheSettings(str(folder / "v1"), bound, is_whole, windows_ahead=1)
+    (folder / "v2").mkdir(parents=True, exist_ok=True)
+    return CacheSettings(str(folder / "v2"), bound, is_whole, windows_ahead=1)
 
 
 def epochs(maker: WindowMaker, count: int = 2) -> None:
@@ -114,31 +115,54 @@ def test_what_fits_is_asked_for_once_and_what_does_not_as_little_as_can_be(
     assert asked < 2.5 * once, "of three epochs a half comes from the cache, but for the first"
 
 
-def test_a_sweep_removes_what_is_read_last_and_what_nobody_reads_first(tmp_path: Path) -> None:
-    old = time.time() - 10_000
-    for name in ("own", "left", "other"):
-        (tmp_path / name / "ends").mkdir(parents=True)
-        (tmp_path / name / ".used").touch()
-        for number in range(20):
-            path = tmp_path / name / f"{number:02x}" / f"{number:x}"
-            path.parent.mkdir()
-            path.write_bytes(bytes(100))
-    os.utime(tmp_path / "left/.used", (old, old))
-    temporary = tmp_path / "own/00/7.123.456"
-    temporary.write_bytes(bytes(50))
-    os.utime(temporary, (old, old))
+def write_pieces(folder: Path, count: int = 20) -> None:
+    """Files of 100 bytes, the last one written first, and a footer that is older."""
+    (folder / "ends").mkdir(parents=True)
+    (folder / "ends/0").write_bytes(bytes(70))
+    os.utime(folder / "ends/0", (1, 1))
+    for number in range(count):
+        path = folder / f"{number:02x}" / f"{number:x}"
+        path.parent.mkdir()
+        path.write_bytes(bytes(100))
+        os.utime(path, (1000 - number, 1000 - number))
+
+
+def test_the_oldest_of_what_passes_goes_first(tmp_path: Path) -> None:
+    write_pieces(tmp_path / PASSING / "one")
+    temporary, new = tmp_path / PASSING / "one/00/7.1.4", tmp_path / PASSING / "one/00/8.1.4"
+    for path in (temporary, new):
+        path.write_bytes(bytes(50))
+    os.utime(temporary, (1, 1))
+    assert sweep(str(tmp_path), PASSING, 1_000) == 950
+    left = sorted(int(p.name, 16) for p in tmp_path.glob("*/one/??/?") if "." not in p.name)
+    assert left == list(range(9))
+    assert (new.exists(), temporary.exists()) == (True, False), "it was abandoned"
+    assert not (tmp_path / PASSING / "one/ends/0").exists(), "footers have their turn, too"
+
+
+def test_what_is_kept_goes_only_with_its_run(tmp_path: Path) -> None:
     for name in ("own", "left"):
-        (tmp_path / name / "ends/0").write_bytes(bytes(70))
-    left = sweep(str(tmp_path), 2_000, {"own": lambda numbers: numbers % FIRST_END})
-    sizes = [p.stat().st_size for p in tmp_path.glob("*/*/*")]
-    assert left == sum(sizes) <= 1_800
-    assert not list(tmp_path.glob("left/??/*"))
-    assert not temporary.exists()
-    assert (tmp_path / "own/ends/0").exists(), "a footer has its turn, as a record batch has"
-    assert not (tmp_path / "left/ends/0").exists()
-    own = sorted(int(p.name, 16) for p in tmp_path.glob("own/??/*"))
-    assert own == list(range(len(own))), "what is read soonest stays"
-    assert 5 < len(own) < 15, "another run loses its share, and no more"
+        write_pieces(tmp_path / KEPT / name)
+        (tmp_path / KEPT / name / ".used").touch()
+    assert sweep(str(tmp_path), KEPT, 0) == 2 * 2070, "both are read"
+    os.utime(tmp_path / KEPT / "left/.used", (time.time() - 10_000,) * 2)
+    assert sweep(str(tmp_path), KEPT, 3000) == 2070 + 900, "no more than must be"
+    assert sweep(str(tmp_path), KEPT, 0) == 2070
+
+
+def test_a_cache_serves_the_share_that_it_keeps(store: RangedFolder, tmp_path: Path) -> None:
+    """As many reads as the share of the data that fits, from the second epoch on. No rule of
+    eviction has more, because an epoch reads every record batch once."""
+    (split,) = open_splits([store], "train")
+    total = sum(path.stat().st_size for path in store.folder.glob("train/*"))
+    for share in (0.25, 0.5, 0.75):
+        settings = settings_of(tmp_path / str(share), int(total * (share + 0.1)))
+        maker = maker_of(store, replace(settings, passing_bytes=int(total * 0.1)))
+        epochs(maker, 1)
+        before = len(store.requests())
+        epochs(maker, 4)
+        served = 1 - (len(store.requests()) - before) / (4 * split.batches)
+        assert served > share - 0.06
 
 
 def test_the_split_that_fits_comes_in_few_large_requests(
@@ -205,13 +229,13 @@ def test_a_disk_that_takes_nothing_costs_the_cache_and_not_the_run(
             assert (made.per_token["input_ids"] == expected.per_token["input_ids"]).all()
     assert caplog.text.count("the cache cannot be written") == 1
     assert not cached_files(tmp_path)
-    assert not [path for path in tmp_path.glob("v1/*/*/*") if path.is_file()]
+    assert not [path for path in tmp_path.glob("v2/*/*/*/*") if path.is_file()]
 
 
 def test_a_set_that_is_read_says_so(store: RangedFolder, tmp_path: Path) -> None:
     maker = maker_of(store, settings_of(tmp_path, 1 << 30))
     maker.make(Position(0, 0, 0))
-    (used,) = tmp_path.glob("v1/*/.used")
+    (used,) = tmp_path.glob("v2/kept/*/.used")
     os.utime(used, (1, 1))
     maker.make(Position(0, 1, 0))
     assert used.stat().st_mtime > 1
@@ -250,12 +274,12 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("TOKENFEED_CACHE", str(tmp_path / "there"))
     found = resolve_cache(None, None, **SIZES)
     assert found
-    assert found.folder == str(tmp_path / "there/v1")
+    assert found.folder == str(tmp_path / "there/v2")
     monkeypatch.delenv("TOKENFEED_CACHE")
     monkeypatch.setattr(node_cache.tempfile, "gettempdir", lambda: str(tmp_path))
     found = resolve_cache(None, None, **SIZES)
     assert found
-    assert found.folder == str(tmp_path / f"tokenfeed-{os.getuid()}/v1")
+    assert found.folder == str(tmp_path / f"tokenfeed-{os.getuid()}/v2")
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -281,20 +305,20 @@ def test_a_lock_is_held_once_and_ends_with_its_block(tmp_path: Path) -> None:
 )
 def test_a_sum_that_is_lost_or_damaged_is_counted_anew(tmp_path: Path, stored: bytes) -> None:
     cache = settings_of(tmp_path, 1000)
-    files = CacheSet(NodeCache(cache, {"set": lambda numbers: numbers}), "set")
+    files = CacheSet(NodeCache(replace(cache, passing_bytes=0)), "set")
     for number in range(8):
         files.cache.write(files.batch(number), bytes(100))
-    (tmp_path / "v1/.bytes").write_bytes(stored)
-    assert Budget(cache.folder).read() == 0
-    for number, there in enumerate((900, 1000, 900, 1000), start=8):
+    (tmp_path / "v2/kept/.bytes").write_bytes(stored)
+    assert Budget(f"{cache.folder}/{KEPT}").read() == 0
+    for number, there in enumerate((900, 1000, 1000, 1000), start=8):
         files.cache.write(files.batch(number), bytes(100))
-        assert Budget(cache.folder).read() == there == 100 * len(cached_files(tmp_path))
+        assert Budget(f"{cache.folder}/{KEPT}").read() == there == 100 * len(cached_files(tmp_path))
 
 
 def test_a_sweep_leaves_what_is_not_of_the_cache(tmp_path: Path) -> None:
     (tmp_path / "elsewhere/00").mkdir(parents=True)
     (tmp_path / "elsewhere/00/0").write_bytes(bytes(100))
-    cache = tmp_path / "cache"
+    cache = tmp_path / "cache" / PASSING
     foreign = [
         cache / "set/00/README",
         cache / "set/00/1",
@@ -306,6 +330,6 @@ def test_a_sweep_leaves_what_is_not_of_the_cache(tmp_path: Path) -> None:
         path.write_bytes(bytes(100))
     (cache / "link").symlink_to(tmp_path / "elsewhere")
     (cache / "set/00/0").write_bytes(bytes(100))
-    assert sweep(str(cache), 0, {"set": lambda numbers: numbers}) == 0
+    assert sweep(str(tmp_path / "cache"), PASSING, 0) == 0
     assert not (cache / "set/00/0").exists()
     assert all(path.exists() for path in (*foreign, tmp_path / "elsewhere/00/0"))

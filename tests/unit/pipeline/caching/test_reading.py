@@ -48,8 +48,8 @@ def store(folder: Path, tmp_path: Path) -> RangedFolder:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> CacheSettings:
-    (tmp_path / "cache" / "v1").mkdir(parents=True)
-    return CacheSettings(str(tmp_path / "cache" / "v1"), PLENTY, is_whole=False, windows_ahead=1)
+    (tmp_path / "cache" / "v2").mkdir(parents=True)
+    return CacheSettings(str(tmp_path / "cache" / "v2"), PLENTY, is_whole=False, windows_ahead=1)
 
 
 def reader_of(path: StorePath, cache: CacheSettings | None = None) -> WindowReader:

@@ -9,7 +9,7 @@ from support.delivery import open_loader, spans
 
 from tokenfeed import Packed
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.planning.policies import describe, policy_of
+from tokenfeed.pipeline.planning.policies import policy_of, saved_policy
 
 TOKEN = 7
 
@@ -22,7 +22,7 @@ def test_state_with_a_begin_token_resumes_and_is_told_apart(folder: Path) -> Non
     again = open_loader(folder, batching)
     again.load_state_dict(state)
     assert [spans(batch) for batch in again] == rest
-    assert policy_of(describe(batching)) == batching
+    assert policy_of(saved_policy(batching)) == batching
     for other in (Packed(64, 4), Packed(64, 4, begin_token=TOKEN + 1)):
         with pytest.raises(Exception, match="saved with batching="):
             open_loader(folder, other).load_state_dict(state)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.data_sets import order_of_one
 
 from tokenfeed.pipeline.planning.arrangement import sort_by_length, steps_by_length
-from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.policies import Fixed, Padded
+from tokenfeed.pipeline.planning.schedule import Draw
 
 REVIEWS = np.random.default_rng(0).lognormal(np.log(650), 0.45, 1_983).astype(np.int64)
 """As many rows as a set of film reviews has, of such lengths."""

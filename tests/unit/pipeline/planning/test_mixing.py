@@ -22,8 +22,8 @@ def strayed(lengths: np.ndarray, plan: Any) -> float:
     rng = np.random.default_rng(1)
     ends = np.cumsum(lengths)
     tenth = (ends - lengths) * 10 // ends[-1]
-    batch = (ends - lengths) * plan.order.sizes[0] // ends[-1]
-    first = np.searchsorted(batch, np.arange(plan.order.sizes[0] + 1))
+    batch = (ends - lengths) * plan.order.sources[0].batches // ends[-1]
+    first = np.searchsorted(batch, np.arange(plan.order.sources[0].batches + 1))
 
     def shares(order: np.ndarray) -> np.ndarray:
         step = (np.cumsum(lengths[order]) // STEP_TOKENS)[:-1]

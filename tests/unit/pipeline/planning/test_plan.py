@@ -5,6 +5,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,10 @@ from tokenfeed import Fixed, Mixture, Padded
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.estimates import deviation, unmixed
-from tokenfeed.pipeline.planning.mixture import mix
-from tokenfeed.pipeline.planning.order import Draw, EpochOrder, MixturePhase
+from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import default_window_tokens
 from tokenfeed.pipeline.planning.policies import Batching
+from tokenfeed.pipeline.planning.schedule import Draw, Schedule, Source, Stretch
 
 SHORT = np.clip(np.random.default_rng(0).lognormal(3.0, 0.6, 300_000), 1, 512).astype(np.int64)
 DRAW = Draw(1, 2, 3, num_windows=1)
@@ -75,15 +76,18 @@ def test_very_many_classes_take_no_memory_of_their_own() -> None:
 
 
 def test_a_tiny_source_that_is_repeated_thousands_of_times_is_planned_at_once() -> None:
-    order = EpochOrder((200, 1), 0, True, (MixturePhase((0, 0), (200, 40_000), 2),))
+    sources = (Source(200, 200), Source(1, 1))
+    epoch = Stretch.of_epoch(sources, [Fraction(1), Fraction(200)], 20_100, "repeat")
+    order = Schedule(sources, (epoch,), 0, shuffle=True)
+    assert order.batches_read == (200, 40_000)
     assert seconds(lambda: order.window(0, 0)) < 0.5
 
 
 def mixed(sources: tuple[Any, ...], weights: tuple[float, ...], exhausted: Any = "repeat") -> Any:
     """A plan over sources of which only the sizes are known."""
-    phases = mix(sources, weights, exhausted, 8 << 20)
-    batches = tuple(source.batches for source in sources)
-    return SimpleNamespace(order=EpochOrder(batches, 0, True, phases))
+    sizes = tuple(Source(source.batches, source.tokens) for source in sources)
+    epoch = Stretch.of_epoch(sizes, proportions(weights), 8 << 20, exhausted)
+    return SimpleNamespace(order=Schedule(sizes, (epoch,), 0, shuffle=True))
 
 
 def test_the_warning_names_the_source_and_its_places() -> None:

@@ -2,19 +2,20 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.data_sets import MemoryReader, plan_in_memory, random_rows
+from support.data_sets import MemoryReader, order_of_one, plan_in_memory, random_rows
 
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
 from tokenfeed.pipeline.format.schema import Rows
-from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
 from tokenfeed.pipeline.planning.plan import Ahead, Plan, Position
 from tokenfeed.pipeline.planning.policies import Batching, Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.schedule import Schedule, Source, Stretch
 from tokenfeed.pipeline.planning.state import Delivered, resealed
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.reader import Window
@@ -101,7 +102,9 @@ def test_a_digest_is_that_of_its_rows_their_spans_and_the_place() -> None:
 
 def test_the_same_rows_in_another_window_or_epoch_have_another_digest() -> None:
     plan, reader = plan_in_memory([random_rows(np.full(6, 5))], Fixed(2), shuffle=False)
-    twice = replace(plan, order=EpochOrder((1,), 0, False, (MixturePhase((0,), (2,), 2),)))
+    sources = (Source(1, 1),)
+    stretch = Stretch.of_stage(sources, {0: Fraction(1)}, 1, 2, 2)
+    twice = replace(plan, order=Schedule(sources, (stretch,), 0, shuffle=False))
     places = (START, Position(0, 1, 0), Position(1, 0, 0), Position(1, 1, 0))
     assert len({digest for place in places for digest in digests(twice, reader, place)}) == 12
 
@@ -124,8 +127,8 @@ def test_digests_never_change_between_releases() -> None:
     policies = (Padded(10), Fixed(3), Packed(10, 2), Packed(10, 2, split=True))
     plans = [plan_in_memory(rows, batching, micro_batches_per_step=2) for batching in policies]
     assert [f"{whole_epoch(*plan).digest:016x}" for plan in plans] == [
-        "0e6d14975ecf44e8",
-        "19361d7fa3951b74",
+        "167342958ea23667",
+        "729233acf6cba8db",
         "5b9b9571e21bf749",
         "7f31ef4f953af94f",
     ]
@@ -135,12 +138,15 @@ def two_sources(batching: Batching) -> Plan:
     """Of 2 and of 3 record batches; the first is read twice."""
     rows = [sum(map(len, part)) for part in (BATCHES[:2], BATCHES)]
     tokens = [sum(len(batch.ids) for batch in part) for part in (BATCHES[:2], BATCHES[2:])]
+    sources = Source(2, tokens[0]), Source(3, tokens[1])
+    weights = [Fraction(2 * tokens[0]), Fraction(tokens[1])]
+    epoch = Stretch.of_epoch(sources, weights, sum(tokens) // 2, "repeat")
     return replace(
         planned(batching)[0],
         data=("one", "two"),
         row_ends=tuple(rows),
         epoch_tokens=(2 * tokens[0], tokens[1]),
-        order=EpochOrder((2, 3), 0, True, (MixturePhase((0, 0), (4, 3), 3),)),
+        order=Schedule(sources, (epoch,), 0, shuffle=True),
     )
 
 
@@ -155,7 +161,7 @@ def test_tokens_of_every_source_are_those_of_the_manifest_at_the_end_of_an_epoch
             WindowMaker(plan, reader, rank, world_size).make(Position(0, n, 0))
             for rank in range(world_size)
         ]
-        for n in range(3)
+        for n in range(plan.num_windows)
     ]
     counted = np.zeros(2, np.int64)
     for ranks in slices:
@@ -198,15 +204,15 @@ def saved(rounds: int = 5) -> tuple[Plan, dict[str, Any]]:
         ("weights", {"weights": (0.5, 0.5)}),
         ("seed", {"seed": 1}),
         ("shuffle", {"shuffle": False}),
-        ("windows", {"phases": (MixturePhase((0,), (5,), 2),)}),
-        ("phases", {"phases": (MixturePhase((0,), (6,), 3),)}),
+        ("windows", {"order": order_of_one(5, 2, seed=0, shuffle=True)}),
+        ("batches", {"order": order_of_one(6, 3, seed=0, shuffle=True)}),
     ],
 )
 def test_the_state_of_another_plan_is_refused_by_what_differs(
     name: str, other: dict[str, Any]
 ) -> None:
     plan, state = saved()
-    if other.keys() & {"seed", "shuffle", "phases"}:
+    if other.keys() & {"seed", "shuffle"}:
         other = {"order": replace(plan.order, **other)}
     changed = replace(plan, **other)
     with pytest.raises(ResumeError, match=rf"saved with {name}=.*this loader has {name}="):
