@@ -117,12 +117,12 @@ def test_m22_stall_by_cause_with_error_bar_and_advice(
 def test_m22_stall_of_a_run_on_labelled_rows_is_what_it_lost(
     every_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracker = Tracker("wandb", 0.06)
+    tracker = Tracker("wandb", 0.4)  # long beside what a busy machine adds to a line
     monkeypatch.setitem(sys.modules, "wandb", tracker)
-    words = ("--shards", every_task / "classify", "--run-dir", tmp_path, *ROWS, "--steps", 25)
-    ended = call(train.main, *words, "--track", "wandb", "--log-every", 1, "--eval-every", 25)
+    words = ("--shards", every_task / "classify", "--run-dir", tmp_path, *ROWS, "--steps", 13)
+    ended = call(train.main, *words, "--track", "wandb", "--log-every", 1, "--eval-every", 13)
     found = report_of(tmp_path)["stall"]
-    lost = [tracker.seconds_of[step] for step in range(5, 25)]  # by each measured step
+    lost = [tracker.seconds_of[step] for step in range(5, 13)]  # by each measured step
     truth = sum(lost) / found["seconds"]
     low, high = found["causes"]["log"]["interval"]
     assert low <= found["causes"]["log"]["fraction"] <= high
