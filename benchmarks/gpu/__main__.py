@@ -9,6 +9,8 @@ on the machine it names, predictions are called so, and a part that failed says 
 
 usage: python -m benchmarks.gpu [--name NAME]               # needs a CUDA device; `make gpu`
        python -m benchmarks.gpu --only stall                # the stall meter, in 8 minutes
+       python -m benchmarks.gpu --only speed                # a step with and without its rewrites,
+                                                            # in at most 8 minutes
        python -m benchmarks.gpu --device cpu --small        # tries the parts that need none
 """
 
@@ -19,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,9 +29,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.before import REWRITES
 from benchmarks.gpu.data import TASKS, make_data
 from benchmarks.gpu.stall_checks import CHECKS as STALL_CHECKS
-from benchmarks.gpu.tables import stall_table
+from benchmarks.gpu.tables import speed_table, stall_table
 from benchmarks.protocol import RESULTS, write_result
 from benchmarks.stall.case import FAULTS, LOOPS
 
@@ -46,6 +50,15 @@ RUNS: dict[str, Entry] = {
 }
 """Settings of what is trained."""
 COMPILED: dict[str, Entry] = {"lm compiled": {"compile": True}}
+SPEEDS: dict[str, Entry] = {
+    "before": {"without": [*REWRITES]},
+    **{f"without {name}": {"without": [name], "traced": False} for name in REWRITES},
+    "of twice the rows": {"times": 2, "traced": False},
+    "of tiny, eager": {"model": "tiny", "compile": False, "traced": False},
+}
+"""Settings of the steps that stand beside the one that is predicted."""
+SPEED_SECONDS = 480
+"""When no more of them begins."""
 TESTS = Path(__file__).parents[2] / "tests"
 CHECKS = ("tests", "races", "waits")
 """What measures no time."""
@@ -66,6 +79,7 @@ PARTS: dict[str, list[str]] = {
     "loader": [*CASE, "loader"],
     **{f"train {name}": [*CASE, "train"] for name in RUNS | COMPILED},
     "speed": [*CASE, "speed"],
+    **{f"speed {name}": [*CASE, "speed"] for name in SPEEDS},
     **{f"stall {check}": [*STALL_CHECK, check] for check in STALL_CHECKS if check != "slowing"},
     "stall slowing, CUPTI attached": [*STALL_CHECK, "slowing"],
     "stall slowing, CUPTI detached": [*STALL_CHECK, "slowing"],
@@ -89,8 +103,13 @@ def run_parts(data: Path, options: argparse.Namespace) -> Iterator[Entry]:
     with ThreadPoolExecutor(at_once) as pool:
         yield from pool.map(lambda name: run_part(name, data, options), checks)
     measured: dict[str, Entry] = {}
+    began_s = None
     for name in options.only:
-        if name not in checks:
+        is_speed = name.startswith("speed")
+        began_s = (began_s or time.monotonic()) if is_speed else None
+        if began_s and time.monotonic() - began_s > SPEED_SECONDS * 0.8:  # one more takes the rest
+            yield {"part": name, "outcome": f"skipped: {SPEED_SECONDS} s are over"}
+        elif name not in checks:
             measured[name] = found = run_part(name, data, options)
             if name.startswith("stall ") and "tokens_per_s" in found:
                 mended = measured.get("stall none", {})
@@ -113,7 +132,8 @@ def run_part(name: str, data: Path, options: argparse.Namespace) -> Entry:
     command = [sys.executable, *PARTS[name]]
     if what != "tests":
         command += [str(data), "--device", options.device, *["--small"] * options.small]
-        command += ["--settings", json.dumps((RUNS | COMPILED).get(case, {}))]
+        of_case = SPEEDS if what == "speed" else RUNS | COMPILED
+        command += ["--settings", json.dumps(of_case.get(case, {}))]
     try:
         said = run(command, ENVIRONMENTS.get(name, {}))
     except subprocess.TimeoutExpired:
@@ -124,7 +144,7 @@ def run_part(name: str, data: Path, options: argparse.Namespace) -> Entry:
         reason = last if what == "tests" else last_line(said.stderr)
         return {"part": name, "outcome": f"failed: {reason or f'ended with {said.returncode}'}"}
     found = {"tests": last} if what == "tests" else json.loads(last)
-    if what == "speed":
+    if name == "speed":
         found["compared"] = compared(found, predicted_step())
     return {"part": name, "outcome": "passed"} | found
 
@@ -244,6 +264,9 @@ def main() -> None:
             print(json.dumps(found), flush=True)
             if found.get("compared"):
                 print(comparison(found), flush=True)
+    speeds = [entry for entry in results if entry["part"].startswith("speed")]
+    if len(speeds) > 1:
+        print(as_text(speed_table(speeds)), flush=True)
     loops = [entry for entry in results if "trace_idle" in entry]
     if loops:
         print(as_text(stall_table(loops)), flush=True)

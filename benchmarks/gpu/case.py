@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.before import leave_out
 from benchmarks.gpu.memory import RunPlan
 from tokenfeed import Packed, Padded, ShardLoader
 from tokenfeed.pipeline.planning.policies import Batching
@@ -167,13 +168,15 @@ def measured_training(data: Path, device: str, scale: Scale, settings: Entry) ->
 
 def speed(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
     """What is predicted: tokens and kernels of a compiled step, memory, stall by cause."""
-    tokens = scale.predicted_rows * scale.sequence_length
-    settings |= {
+    leave_out(settings.pop("without", []))
+    is_traced = settings.pop("traced", True)
+    tokens = scale.predicted_rows * settings.pop("times", 1) * scale.sequence_length
+    settings = {
         "micro_batch_tokens": tokens,
         "step_tokens": tokens,
         "compile": device == "cuda",
         "attention": "rows",
-    }
+    } | settings
     traced = {"steps": TRACED_STEPS + 5}
     schedule = torch.profiler.schedule(wait=4, warmup=1, active=TRACED_STEPS, repeat=1)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -182,6 +185,16 @@ def speed(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
         plan = RunPlan(like, on_gpu=device == "cuda")
         report = train(run, lambda: False)
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+        found = {
+            "model": report.model,
+            "precision": report.precision,
+            "tokens_per_step": tokens,
+            "tokens_per_s": report.real_tokens_per_s and round(report.real_tokens_per_s),
+            "mfu": report.stall.mfu,
+            "peak_memory_bytes": peak,
+        }
+        if not is_traced:
+            return found
         # A run of its own: a profiler slows what comes after it.
         profiled = config(data, device, scale, Path(folder) / "traced", settings | traced)
         path = Path(folder) / "trace.json"
@@ -200,12 +213,7 @@ def speed(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
         if event.get("cat") == "kernel":
             kernels.setdefault(event["name"], []).append(event["dur"] / 1e3)
     by_time = sorted(kernels.items(), key=lambda item: -sum(item[1]))
-    return {
-        "model": report.model,
-        "precision": report.precision,
-        "tokens_per_step": tokens,
-        "tokens_per_s": report.real_tokens_per_s and round(report.real_tokens_per_s),
-        "mfu": report.stall.mfu,
+    return found | {
         "kernels": sum(map(len, kernels.values())) / TRACED_STEPS if device == "cuda" else None,
         "longest_kernels": {
             name: {
@@ -214,7 +222,6 @@ def speed(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
             }
             for name, times in by_time[:LONGEST_KERNELS]
         },
-        "peak_memory_bytes": peak,
         "predicted_memory_bytes": plan.peak(run),
         "stall": asdict(report.stall),
     }

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["beside_table", "former_stall_table", "stall_table", "train_table"]
+__all__ = ["beside_table", "former_stall_table", "speed_table", "stall_table", "train_table"]
 
 Entry = dict[str, Any]
 
@@ -33,6 +33,24 @@ def last(name: str, runs: list[Entry], form: Callable[[float], str]) -> str:
     """Return a figure of the latest run that has it."""
     found = [entry[name] for entry in runs if entry.get(name) is not None]
     return form(found[-1]) if found else "not counted"
+
+
+def speed_table(results: list[Entry]) -> list[list[str]]:
+    """Return a step beside the same step without each of its rewrites, and other steps."""
+    rows = [["step", "tokens/s", "milliseconds", "kernels a step", "outcome"]]
+    for entry in results:
+        speed, tokens = entry.get("tokens_per_s"), entry.get("tokens_per_step")
+        kernels = entry.get("kernels")
+        rows.append(
+            [
+                entry["part"].removeprefix("speed").strip() or "now",
+                f"{speed:,}" if speed else "",
+                f"{1e3 * tokens / speed:.1f}" if speed and tokens else "",
+                f"{kernels:,.0f}" if kernels else "",
+                entry["outcome"],
+            ]
+        )
+    return rows
 
 
 def train_table(results: list[Entry]) -> list[list[str]]:

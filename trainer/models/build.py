@@ -32,9 +32,15 @@ _MOST_GRAPHS = 12 * MOST_SHAPES
 """Compiled variants of a block: for training and evaluation, packed or padded, before and behind
 the first trained weight."""
 
-CHOICES = {"max_pointwise_cat_inputs": 0, "max_complex_pointwise_cat_inputs": 0}
+CHOICES: dict[str, object] = {
+    "max_pointwise_cat_inputs": 0,
+    "max_complex_pointwise_cat_inputs": 0,
+    "online_softmax": False,
+}
 """Settings of the compiler. `cat` writes each part in place. On a GPU, the compiler would join few
-parts by one kernel, which computes every part for each element."""
+parts by one kernel, which computes every part for each element. A softmax takes its maximum before
+its sum, with one exponential per logit: when it finds both at once, it takes two, and a vocabulary
+keeps a GPU busier with them than with its bytes."""
 
 _TRAINED_COPY = ".modules_to_save.default."
 """Where `peft` holds a module that it trains as a whole."""

@@ -285,3 +285,40 @@ def test_a_smaller_scale_cures_a_sum_that_leaves_the_range_of_fp16() -> None:
         found[factor] = weight_VD.grad / (factor or 1.0)
     assert not found[1.0].isfinite().all()
     torch.testing.assert_close(found[2.0**-4], found[None], rtol=2e-3, atol=0)
+
+
+def test_the_gradient_of_the_head_is_added_without_rounding_where_a_gpu_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU, one kernel adds in fp32. Here a function of the same meaning stands for it."""
+    torch.manual_seed(0)
+    hidden_ND, weight_VD = torch.randn(40, 16), torch.randn(_PADDED, 16)
+    targets_N, products = torch.randint(0, _PADDED, (40,)), list[Tensor]()
+
+    def gradient() -> Tensor:
+        weight = nn.Parameter(weight_VD.clone())
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = chunked.vocabulary_loss(hidden_ND, weight, targets_N)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert weight.grad is not None
+        return weight.grad
+
+    monkeypatch.setattr(chunked, "MOST_TOKENS", CHUNK)
+    rounded = gradient()
+    monkeypatch.setattr(chunked, "adds_in_fp32", lambda *_: True)
+
+    def addmm(total: Tensor, left: Tensor, right: Tensor, **how: Any) -> Tensor:
+        assert (how["out_dtype"], left.dtype, total.dtype) == (
+            torch.float32,
+            torch.bfloat16,
+            torch.float32,
+        )
+        products.append(left.double() @ right.double())
+        return how["out"].add_(products[-1].float())  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    exact = gradient()
+    assert len(products) == 3, "chunks"
+    torch.testing.assert_close(rounded, exact, rtol=0.02, atol=0.02)
+    wanted = sum(products)
+    assert (exact - wanted).abs().max() < 1e-4 * (rounded - wanted).abs().max()
