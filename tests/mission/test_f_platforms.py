@@ -108,7 +108,8 @@ def test_m32_same_script_without_a_gpu_and_on_windows(
     assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     assert "windows-latest" in workflow["jobs"]["platforms"]["strategy"]["matrix"]["os"]
-    assert "No test has run on Windows" in (ROOT / "docs/limits.md").read_text()
+    limits = " ".join((ROOT / "docs/limits.md").read_text().split())
+    assert "No test has run on Windows" in limits
 
 
 def shards_of(out: Path) -> list[tuple[str, str, str]]:

@@ -136,7 +136,19 @@ def add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
 def adds_in_fp32(sum_VD: Tensor, left_VC: Tensor) -> bool:
     """Return whether torch adds products of half precision to an fp32 sum here."""
     is_narrow = left_VC.dtype in (torch.bfloat16, torch.float16) and sum_VD.dtype == torch.float32
-    return is_narrow and sum_VD.is_cuda and torch.version.hip is None
+    return is_narrow and sum_VD.is_cuda and _has_product(sum_VD.device, left_VC.dtype)
+
+
+@cache
+def _has_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device adds products of a dtype to an fp32 sum: tried once, on zeros."""
+    narrow_88 = torch.zeros(8, 8, dtype=dtype, device=device)
+    sum_88 = torch.zeros(8, 8, device=device)
+    try:
+        torch.addmm(sum_88, narrow_88, narrow_88, out_dtype=torch.float32, out=sum_88)
+    except (TypeError, RuntimeError):  # an older torch, or a device without such a kernel
+        return False
+    return True
 
 
 class _ChunkedLoss(torch.autograd.Function):
