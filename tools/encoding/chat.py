@@ -38,9 +38,9 @@ from tokenfeed.tools.encoding.chat_parts import (
 )
 from tokenfeed.tools.encoding.chat_renderer import (
     Renderer,
-    reason_of,
     rendered_by_transformers,
     renderer,
+    unusable,
 )
 
 _MOST_WORK = 1_000_000_000
@@ -178,8 +178,10 @@ class ChatTemplate:
         """
         messages = conversation.messages
         text = self._text(conversation)
-        with reason_of("the template fails"):
+        try:
             text.encode()
+        except UnicodeEncodeError as error:
+            raise unusable("the template fails", error) from None
         found = self._contents(conversation, text)
         if self._renderer.has_generation:
             generated = found[1] if found else self._generated(conversation, text)
@@ -188,7 +190,7 @@ class ChatTemplate:
             said = self._by_prefix(conversation, text)
         parts, _, removed = found or ([], [], (0, 0))
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        unlearnt = frozenset(n for n in turns if not is_learnt(messages[n]))
+        unlearnt = {n for n in turns if not is_learnt(messages[n])}
         missing = (int(found is None), *removed)
         return laid_out(text, said, parts, turns, missing, self.special, unlearnt)
 
@@ -241,9 +243,14 @@ class ChatTemplate:
         return any(text[-n:] in begins or text[:n] in ends for n in range(2, most + 1))
 
     def _variables(self, conversation: Conversation, *, prompt: bool = False) -> dict[str, Any]:
-        given = {"documents": None, **self.variables, **conversation.arguments}
-        given |= {"messages": conversation.messages, "tools": conversation.tools}
-        return given | {"add_generation_prompt": prompt}
+        return {
+            "documents": None,
+            **self.variables,
+            **conversation.arguments,
+            "messages": conversation.messages,
+            "tools": conversation.tools,
+            "add_generation_prompt": prompt,
+        }
 
     def _text(self, conversation: Conversation, *, prompt: bool = False) -> str:
         return self._renderer.render(self._variables(conversation, prompt=prompt))
@@ -266,14 +273,14 @@ class ChatTemplate:
                 if (inside and not has_spaces) or not (details or has_details):
                     continue
                 made = marked(conversation, mark, inside=inside, details=details)
-                has_spaces = made.has_spaces
-                has_details = any(number < 0 for number, _ in made.contents)
-                with suppress(Unusable):
-                    given = self._variables(made.conversation)
+                has_spaces, has_details = made.has_spaces, made.has_details
+                given = self._variables(made.conversation)
+                try:
                     rendered = self._renderer.render(given, *generation_marks(mark))
-                    found = read_marks(rendered, text, made.contents, mark)
-                    if found:
-                        return (*found, made.removed(found[0]))
+                except Unusable:
+                    continue
+                if found := read_marks(rendered, text, made.contents, mark):
+                    return (*found, made.removed(found[0]))
         return None
 
     def _generated(self, conversation: Conversation, text: str) -> list[Range]:

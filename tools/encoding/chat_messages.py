@@ -104,6 +104,10 @@ def _message(raw: Any, name: str) -> Message:
     if not isinstance(raw, dict):
         raise Unusable(f"has {name} that is {type(raw).__name__}, expected role and content")
     message = raw
+    if len(raw) == 2 and isinstance(raw.get("content"), str):  # most of them
+        role = raw.get("role")
+        if isinstance(role, str) and role in _ROLES:
+            return message
     if None in raw.values():  # as in transformers
         message = {key: value for key, value in raw.items() if value is not None}
     if "role" not in message and "from" in message:
@@ -167,7 +171,9 @@ def _with_tool_call(message: Message, name: str) -> Message:
 
 def is_learnt(message: Message) -> bool:
     """Return whether a loss may count a message: it has no `weight` of 0."""
-    weight = message.get("weight")
+    if "weight" not in message:
+        return True
+    weight = message["weight"]
     return not (isinstance(weight, int | float) and weight == 0)
 
 

@@ -10,9 +10,9 @@ an answer or an argument of a call may contain their text.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Set
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ _MARK = {mark: re.compile(rf"{mark}(?:(\d+)([()])|([\[\]]))") for mark in MARKS}
 _BLANK = "\0"
 """Stands for each character of a content. It is no white space, and in no special token."""
 _END_OF_THOUGHT = "</think>"
+_TEMPLATE, _TEXT, _THINKING = Kind.TEMPLATE, Kind.TEXT, Kind.THINKING
 
 Range = tuple[int, int]
 """First character and last character + 1."""
@@ -55,9 +56,13 @@ class Marked(NamedTuple):
     """The message and the kind of each content."""
     has_spaces: bool
     """Whether a content has outer white space, so that marks can stand inside of it."""
+    has_details: bool
+    """Whether ids of calls or texts in arguments are contents."""
 
     def removed(self, parts: list[Part]) -> tuple[int, int]:
         """Return the number of messages whose thinking, and whose text, is in no part."""
+        if len({part.content for part in parts}) == len(self.contents):
+            return 0, 0
         present = {(part.message, part.kind) for part in parts}
         missing = [each for each in {*self.contents} if each not in present and each[1]]
         thinking = sum(kind is Kind.THINKING for _, kind in missing)
@@ -107,7 +112,7 @@ def marked(conversation: Conversation, mark_: str, *, inside: bool, details: boo
         for number, message in enumerate(conversation.messages)
     ]
     changed = Conversation(messages, conversation.tools, conversation.arguments)
-    return Marked(changed, contents, has_spaces)
+    return Marked(changed, contents, has_spaces, bool(same))
 
 
 def read_marks(
@@ -123,30 +128,31 @@ def read_marks(
         contents: The message and the kind of each content.
         mark: The character that begins a mark.
     """
-    pieces: list[str] = []
+    split = _MARK[mark].split(rendered)
+    pieces = split[::4]
+    if "".join(pieces) != text:
+        return None
     parts: list[Part] = []
     said: list[Range] = []
-    at = last = start = 0
-    opened = begun = -1
-    for found in _MARK[mark].finditer(rendered):
-        pieces.append(rendered[last : found.start()])
-        at, last = at + len(pieces[-1]), found.end()
-        number, bracket, tag = found.groups()
-        if tag == _BEGIN and begun < 0:
+    start, begun, opened = 0, -1, ""
+    places = accumulate(map(len, pieces))
+    for number, bracket, tag, at in zip(
+        split[1::4], split[2::4], split[3::4], places, strict=False
+    ):
+        if bracket == "(" and not opened:
+            opened, start = number, at
+        elif bracket == ")" and number == opened:
+            content = int(number)
+            parts.append(Part(start, at, *contents[content], content))
+            opened = ""
+        elif tag == _BEGIN and begun < 0:
             begun = at
         elif tag == _END and begun >= 0:
             said.append((begun, at))
             begun = -1
-        elif bracket == "(" and opened < 0:
-            opened, start = int(number), at
-        elif bracket == ")" and int(number) == opened:
-            message, kind = contents[opened]
-            parts.append(Part(start, at, message, kind, opened))
-            opened = -1
         else:
             return None
-    is_same = "".join([*pieces, rendered[last:]]) == text
-    return (parts, said) if is_same and opened == begun == -1 else None
+    return None if opened or begun >= 0 else (parts, said)
 
 
 def any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
@@ -165,7 +171,7 @@ class Rendered:
     text: str = ""
     starts: tuple[int, ...] = (0,)
     """Where each stretch of one kind begins, ascending from 0."""
-    kinds: tuple[int, ...] = (int(Kind.TEMPLATE),)
+    kinds: tuple[int, ...] = (Kind.TEMPLATE,)
     """The kind of each stretch."""
     messages: tuple[Range, ...] = ()
     """What belongs to each message."""
@@ -305,8 +311,10 @@ def blanked(text: str, parts: list[Part]) -> str:
 def first_said(parts: list[Part]) -> list[Part]:
     """Return contents without what a template repeats of the assistant, such as the name of a
     function in the header of the tool's answer."""
+    if len({part.content for part in parts}) == len(parts):
+        return [*parts]
     firsts = {part.content: part for part in reversed(parts)}
-    return [part for part in parts if part.kind < Kind.TEXT or firsts[part.content] is part]
+    return [part for part in parts if part.kind < _TEXT or firsts[part.content] is part]
 
 
 def laid_out(
@@ -316,7 +324,7 @@ def laid_out(
     turns: list[int],
     missing: tuple[int, ...],
     special: re.Pattern[str],
-    unlearnt: frozenset[int] = frozenset(),
+    unlearnt: Set[int] = frozenset(),
 ) -> Rendered:
     """Return a text with what each part of it is.
 
@@ -333,52 +341,54 @@ def laid_out(
         Unusable: It is not certain where these are.
     """
     blank = blanked(text, parts)
-    own = [part for part in first_said(parts) if part.kind is not Kind.TEMPLATE]
+    has_thoughts = _END_OF_THOUGHT in blank
+    own = [part for part in first_said(parts) if part.kind is not _TEMPLATE]
     spans: list[Range] = []
     owners: list[int] = []
     if len(turns) != len(said):
         if unlearnt:
             raise Unusable("it is not certain which message has the weight 0")
         turns = [-1] * len(said)
-    starts, kinds = [0], [int(Kind.TEMPLATE)]
+    begins: list[tuple[int, Kind]] = [(0, _TEMPLATE)]
     messages: list[Range] = []
     no_stop = unmarked = at = 0
-
-    def begin(start: int, kind: Kind) -> None:
-        if start == starts[-1]:
-            kinds[-1] = int(kind)
-        elif kinds[-1] != kind:
-            starts.append(start)
-            kinds.append(int(kind))
-
-    def others(until: int) -> Iterator[Part]:
-        nonlocal at
-        while at < len(own) and own[at].start < until:
-            at += 1
-            yield own[at - 1]
-
     shown = -1
+    own.append(Part(len(text) + 1, 0, -1, _TEMPLATE, -1))
     for turn, (start, end) in zip([*turns, -1], [*said, (len(text), len(text))], strict=True):
-        for part in others(start):
-            if part.kind >= Kind.TEXT:
+        while (part := own[at]).start < start:
+            at += 1
+            if part.kind >= _TEXT:
                 unmarked += 1
                 continue
-            begin(part.start, part.kind)
-            begin(part.end, Kind.TEMPLATE)
-            spans.append((part.start, part.end))
+            span = part[:2]
+            begins += (part.start, part.kind), (part.end, _TEMPLATE)
+            spans.append(span)
             owners.append(part.message)
             if part.message != shown:
-                messages.append((part.start, part.end))
+                messages.append(span)
             shown = part.message
         if start == end:
             continue
-        of_message = [*others(end)]
+        first = at
+        while own[at].start < end:
+            at += 1
         if turn not in unlearnt:
-            no_stop += not _begin_kinds(blank, of_message, (start, end), special, begin)
-            begin(end, Kind.TEMPLATE)
+            found = _kinds_of(blank, own[first:at], (start, end), special, has_thoughts)
+            no_stop += found[-1][1] is not Kind.STOP
+            begins += *found, (end, _TEMPLATE)
         messages.append((start, end))
         spans.append((start, end))
         owners.append(turn)
+    starts: list[int] = []
+    kinds: list[Kind] = []
+    last_start = last_kind = -1
+    for place, kind in begins:
+        if place == last_start:
+            kinds[-1] = last_kind = kind
+        elif kind != last_kind:
+            starts.append(place)
+            kinds.append(kind)
+            last_start, last_kind = place, kind
     return Rendered(
         text=text,
         starts=tuple(starts),
@@ -387,45 +397,44 @@ def laid_out(
         spans=tuple(spans),
         owners=tuple(owners),
         counts=(no_stop, unmarked, *missing),
-        contents=tuple((part.start, part.end) for part in parts),
+        contents=tuple([part[:2] for part in parts]),
     )
 
 
-def _begin_kinds(
-    blank: str,
-    own: list[Part],
-    said: Range,
-    special: re.Pattern[str],
-    begin: Callable[[int, Kind], None],
-) -> bool:
-    """Mark the kinds of an assistant message by `begin`; return whether a stop token ends it.
+def _kinds_of(
+    blank: str, own: list[Part], said: Range, special: re.Pattern[str], has_thoughts: bool
+) -> list[tuple[int, Kind]]:
+    """Return where kinds begin in an assistant message. The last is a stop token, if one ends it.
 
     What the template writes before a content has the kind of the content, except the end of the
     thinking before it. No thinking follows the name of a function.
     """
-    (at, end), kind = said, Kind.TEXT
+    begins = []
+    (at, end), kind = said, _TEXT
     for part in own:
-        begin(at, Kind.THINKING if kind is Kind.THINKING else part.kind)
-        thought = _end_of_thought(blank, at, part.start)
+        begins.append((at, _THINKING if kind is _THINKING else part.kind))
+        thought = _end_of_thought(blank, at, part.start) if has_thoughts else 0
         if thought and kind is not Kind.CALL:
-            begin(at, Kind.THINKING)
+            begins.append((at, _THINKING))
             at = thought
-        elif kind is Kind.THINKING and part.kind is Kind.TEXT:
+        elif kind is _THINKING and part.kind is _TEXT:
             at = part.start
-        begin(at, part.kind)
+        begins.append((at, part.kind))
         at, kind = part.end, part.kind
-    matches = [*special.finditer(blank, at, end)]
-    has_stop = bool(matches) and not blank[matches[-1].end() : end].strip()
-    stop = matches[-1].start() if has_stop else end
-    thought = _end_of_thought(blank, at, stop)
+    match = None
+    for match in special.finditer(blank, at, end):  # noqa: B007 - the last one
+        pass
+    has_stop = match is not None and not blank[match.end() : end].strip()
+    stop = match.start() if match and has_stop else end
+    thought = _end_of_thought(blank, at, stop) if has_thoughts else 0
     if thought and kind is not Kind.CALL:
-        begin(at, Kind.THINKING)
+        begins.append((at, _THINKING))
         at = thought
-        kind = Kind.TEXT if kind is Kind.THINKING else kind
-    begin(at, kind)
+        kind = _TEXT if kind is _THINKING else kind
+    begins.append((at, kind))
     if has_stop:
-        begin(stop, Kind.STOP)
-    return has_stop
+        begins.append((stop, Kind.STOP))
+    return begins
 
 
 def _end_of_thought(blank: str, start: int, stop: int) -> int:

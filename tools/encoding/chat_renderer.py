@@ -9,8 +9,6 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Never
 
 from tokenfeed.tools.corpus.records import Unusable
@@ -66,8 +64,10 @@ class Renderer:
         made.add_test("float", lambda value: isinstance(value, _Number))
         made.add_global("raise_exception", _refuse)
         made.remove_global("debug")
-        with reason_of("is not valid"):
+        try:
             made.add_template("text", _GENERATION.sub(_with_mark, source))
+        except BaseException as error:
+            raise unusable("is not valid", error) from None
 
     def render(self, variables: dict[str, Any], begin: str = "", end: str = "") -> str:
         """Return the text. `begin` and `end` stand around what {% generation %} encloses.
@@ -76,12 +76,14 @@ class Renderer:
             Unusable: The template fails, takes too long, or makes too much text.
         """
         given = {name: _copied(value) for name, value in variables.items()}
-        with reason_of("the template fails"):
-            marks = {_BEGIN: begin, _END: end}
+        marks = {_BEGIN: begin, _END: end}
+        try:
             text = self._environment.render_template("text", **given, **marks)
             if given != variables:  # minijinja calls the methods of Python's lists and dicts
                 raise Unusable("it must not change messages, tools or arguments")
-            return text
+        except BaseException as error:
+            raise unusable("the template fails", error) from None
+        return text
 
     @functools.cached_property
     def unset(self) -> set[str]:
@@ -176,32 +178,28 @@ def _copied(value: Any) -> Any:
         return {k: v if isinstance(v, str) else _copied(v) for k, v in value.items()}
     if isinstance(value, list):
         return [*map(_copied, value)]
-    is_exact = not isinstance(value, float | int) or (
-        isinstance(value, int) and value.bit_length() < _INTEGER_BITS
-    )
-    return value if is_exact else _Number(value)
+    if isinstance(value, int):
+        return value if value.bit_length() < _INTEGER_BITS else _Number(value)
+    return _Number(value) if isinstance(value, float) else value
 
 
-@contextmanager
-def reason_of(problem: str) -> Iterator[None]:
-    """Turn what templates raise into a reason for rejecting a record."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, Unusable, ValueError) as error:
-        reason: object = error
-    except RecursionError as error:
-        reason = type(error).__name__
-    except BaseException as error:
-        if type(error).__name__ == "TemplateError":
-            reason = _reason_of(error)
-        elif type(error).__name__ == "PanicException":  # a fault of minijinja
-            reason = error
-        else:
-            raise
+_RAISED = (ArithmeticError, AttributeError, LookupError, TypeError, Unusable, ValueError)
+"""What templates raise."""
+
+
+def unusable(problem: str, error: BaseException) -> Unusable:
+    """Return what a template raised as a reason for rejecting a record. Raise any other error."""
+    name = type(error).__name__
+    if isinstance(error, _RAISED) or name == "PanicException":  # a fault of minijinja
+        reason = str(error)
+    elif isinstance(error, RecursionError):
+        reason = name
+    elif name == "TemplateError":
+        reason = _reason_of(error)
     else:
-        return
-    shown = " ".join(str(reason).split()).rstrip(".")
-    raise Unusable(f"{problem}: {shown[:200]}" if shown else problem)
+        raise error
+    shown = " ".join(reason.split()).rstrip(".")
+    return Unusable(f"{problem}: {shown[:200]}" if shown else problem)
 
 
 def _reason_of(error: Any) -> str:

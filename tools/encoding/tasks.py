@@ -18,8 +18,8 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any, ClassVar, Literal, Self
@@ -1000,7 +1000,7 @@ class ChatEncoder(TaskEncoder):
             elif role and not isinstance(value, list):
                 shown = type(value).__name__
                 raise Unusable(f"field `{name}` is {shown}, expected a text or a list of messages")
-            with _in_field(name):
+            try:
                 more = read_messages(value)
                 if is_text and role == "assistant" and not messages:
                     raise Unusable("is a text without a prompt, expected a list of messages")
@@ -1008,7 +1008,9 @@ class ChatEncoder(TaskEncoder):
                 is_whole = prompt_is_text and more[0]["role"] != "assistant"
                 if is_whole and not any(asks(messages[0]["content"], each) for each in more):
                     raise Unusable("begins with another message, but none is the prompt")
-            messages = more if is_whole else continued(messages, more)
+            except Unusable as reason:
+                raise Unusable(f"field `{name}` {reason}") from None
+            messages = more if is_whole or not messages else continued(messages, more)
             prompt_is_text = role == "user" and is_text
         if self.label is not None and values[self.label][row] is False:
             raise Unusable(f"field `{self.label}` is false: an answer that must not be learnt")
@@ -1067,14 +1069,16 @@ class ChatEncoder(TaskEncoder):
         """Return why a value of JSON cannot be rendered; empty if it can."""
         assert self.chat_template
         try:
-            text = msgspec.json.encode(part).decode()
+            json_bytes = msgspec.json.encode(part)
         except UnicodeEncodeError:
             return _SURROGATE
         except RecursionError:
             return "is nested too deeply"
-        if "\\u001" in text and UNLIKE_SPACE.search(text):
+        if b"\\u001" in json_bytes and UNLIKE_SPACE.search(json_bytes.decode()):
             return "begins or ends a text with a control character (U+001C to U+001F)"
-        found = None if self.splits_special else self.chat_template.special.search(text)
+        if self.splits_special:
+            return ""
+        found = self.chat_template.special.search(json_bytes.decode())
         if found is None:
             return ""
         return f"has the text of the special token {found[0]!r}; see --special-tokens-in-text"
@@ -1111,14 +1115,6 @@ def _notes(
             if isinstance(given, str) and given:
                 notes["text_arguments"] += to_json(given) in rendered.text
     return notes
-
-
-@contextmanager
-def _in_field(name: str) -> Iterator[None]:
-    try:
-        yield
-    except Unusable as reason:
-        raise Unusable(f"field `{name}` {reason}") from None
 
 
 def _parsed(value: Any, name: str) -> Any:
