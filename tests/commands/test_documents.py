@@ -102,7 +102,7 @@ OF_OTHERS = {
     *("--minutes", "--parser", "--first"),  # the fuzzer
     *("--help", "--stat", "--strict"),
     *("--append", "--html"),  # withdrawn
-    "--index-url",  # pip
+    *("--index-url", "--no-deps"),  # pip
     *("--nproc-per-node", "--standalone", "--max-restarts", "--nnodes"),  # torchrun
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
     *("--nodes", "--ntasks-per-node", "--gpus-per-node"),  # sbatch
