@@ -592,7 +592,7 @@ def policy_of(saved: object) -> Batching:
         ConfigError: The name is unknown, or the class rejects the values.
     """
     try:
-        values = dict(saved)  # type: ignore[call-overload]
+        values: dict[str, Any] = dict(saved)  # type: ignore[call-overload]
         names: dict[str, Any] = {policy.__name__: policy for policy in POLICIES}
         made: Batching = names[values.pop("policy")](**values)
     except Exception:  # anything may be in a state that was changed

@@ -277,8 +277,8 @@ class Watch:
         @functools.wraps(zero_grad)
         def zero(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             meter = watch._meter
-            is_known = meter is None or watch._is_beside_host or watch.is_compiling()
-            if is_known or watch.thread != get_ident():
+            is_known = watch._is_beside_host or watch.is_compiling()
+            if meter is None or is_known or watch.thread != get_ident():
                 zero_grad(optimizer, *args, **kwargs)
             else:  # time on a CPU shows nothing about its use
                 began = time.perf_counter()
