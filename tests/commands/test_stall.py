@@ -336,7 +336,7 @@ if rank == 1:
 
 @pytest.mark.slow
 def test_late_rank_under_torchrun_is_named(script: Path, tmp_path: Path) -> None:
-    text = HEAD + LOADER.format(nap=0.0) + LATE + "train(rank)\nprint('rank', rank)\n"
+    text = HEAD + LOADER.format(nap=0.0) + LATE + "train(rank)\nos.write(1, b'rank %d\\n' % rank)\n"
     script.write_text(text)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     began = time.monotonic()
