@@ -30,7 +30,7 @@ SHOWN_AS_THEY_ARE = (
     "benchmarks/packing.py",
     "benchmarks/resume.py",
     "benchmarks/results/*",
-    "recipes/*.ipynb",
+    "examples/*.ipynb",
     "recipes/*.py",
     "recipes/*.sh",
     "LICENSE",

@@ -1,5 +1,6 @@
 """The tables of benchmarks/scenarios/ in docs/benchmarks.md: what each optimization gains."""
 
+import itertools
 import json
 from typing import Any
 
@@ -28,8 +29,9 @@ def optimizations_table(results: list[Entry]) -> Rows:
     rows.append([said, "idle share, simulated device of 50 ms a step", *shares, NONE])
     rows.append([said, "ms a batch", *_change(before, after, "ms_a_batch")])
     rungs = _of(results, "ladder")
-    changes = _change(rungs[0], rungs[-1], "epoch_s")
-    rows.append(["(g) all of the ladder below", "seconds an epoch, on a CPU", *changes])
+    for rung, (one, next_) in zip(rungs[1:], itertools.pairwise(rungs), strict=True):
+        changes = _change(one, next_, "epoch_s")
+        rows.append([f"(g) {rung['rung']}", "seconds an epoch, on a CPU", *changes])
     tokenizes, shards = (_slowest(results, name) for name in _loaders(results))
     shares = [_percent(entry["idle"]) for entry in (tokenizes, shards)]
     rows.append(["(h) shards, 1 worker", "idle share, simulated device", *shares, NONE])
@@ -73,18 +75,6 @@ def workers_table(results: list[Entry]) -> Rows:
             if entry["prefetch"] in (None, 2)
         ),
     ]
-
-
-def ladder_table(results: list[Entry]) -> Rows:
-    """Return the speed of each rung, and its gain over the first one."""
-    rungs = _of(results, "ladder")
-    first = _median(rungs[0]["epoch_s"])
-    rows = [["the loop, one change a row", "rows/s", "seconds an epoch", "times the first"]]
-    for rung in rungs:
-        times = first / _median(rung["epoch_s"])
-        figures = [_digits(rung["rows_s"], 1), _digits(rung["epoch_s"], 1)]
-        rows.append([rung["rung"], *figures, f"{times:.1f}"])
-    return rows
 
 
 def memory_table(results: list[Entry]) -> Rows:
@@ -158,7 +148,6 @@ def _percent(value: Any) -> str:
 TABLES = {
     "optimizations": optimizations_table,
     "optimizations/workers": workers_table,
-    "optimizations/ladder": ladder_table,
     "optimizations/memory": memory_table,
     "optimizations/cards": cards_table,
     "optimizations/accumulation": accumulation_table,

@@ -249,7 +249,7 @@ def test_two_ranks_train_validate_and_resume_as_one(
 
 
 def test_notebook_has_no_outputs() -> None:
-    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]
     assert all(not cell.get("outputs") for cell in cells)
 
 

@@ -155,7 +155,7 @@ def test_m33_notebook_in_colab_and_kaggle(tmp_path: Path) -> None:
     commands, python, seen = tmp_path / "bin", tmp_path / "python", tmp_path / "seen"
     python.write_text(PYTHON.format(python=sys.executable, seen=seen, commands=commands))
     python.chmod(0o755)
-    words = ["-c", NOTEBOOK, ROOT / "recipes/quickstart.ipynb", python, tmp_path / "drive"]
+    words = ["-c", NOTEBOOK, ROOT / "examples/quickstart.ipynb", python, tmp_path / "drive"]
     pipe, printed = subprocess.PIPE, ""
     with (
         warm.serve_commands(commands, SMALL),
@@ -189,7 +189,7 @@ def test_m33_first_cell_installs_into_the_torch_that_is_there(
     specs = {"torch": True, "tokenfeed": present}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: specs[name])
     monkeypatch.setattr(subprocess, "run", lambda words, check: installed.append(words))
-    cells = json.loads((ROOT / "recipes/quickstart.ipynb").read_text())["cells"]
+    cells = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]
     source = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     try:
         exec(source, {})
