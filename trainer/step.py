@@ -9,9 +9,9 @@ The loop moves tensors and decides nothing. Its only call that can wait is the o
 batch; the host never reads from the device. Everything occasional comes between two steps, in
 `trainer/loop/parts.py`.
 
-Gradients are weighted by targets. The number of a step's targets is known only at its end, so the
-sum is corrected once, there: each loss is divided by a constant, and the norm and the optimizer's
-divisor by what the constant lacks.
+Gradients are those of the mean over a step's targets, whose number is known only at its end. So
+each loss is divided by a constant, and the end of the step multiplies the norm and the gradients by
+the constant over the number of targets.
 """
 
 import contextlib

@@ -21,8 +21,8 @@ The part differs between sources, so that many sources with equal weights do not
 record batches in the same windows. It is below 1, so an epoch of a source that is read whole has
 each record batch once. Everything is integer arithmetic: exact, and equal on every machine.
 
-What is before a window depends on the stretches up to this window only. That is why the future of
-a list of stages may change. A start, a resume and a new epoch cost the same for a thousand rows as
+The places before a window depend only on the stretches up to it, so the future of a list of stages
+may change. A start, a resume and a new epoch cost the same for a thousand rows as
 for a trillion. Torch-free, no I/O.
 """
 

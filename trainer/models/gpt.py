@@ -203,8 +203,8 @@ class _Block(nn.Module):
 
 
 class Pick(nn.Module):
-    """One vector for a row: each head mixes its part of the tokens, by what it has learnt to look
-    for; at first it takes their mean. The mean alone drowns the few words that tell."""
+    """Makes one vector of a row. Each head takes a weighted mean of the tokens, and learns the
+    weights, which are equal at first. In a plain mean, the few words that tell would be lost."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
