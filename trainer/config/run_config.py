@@ -106,7 +106,7 @@ class TrainConfig:
     """The settings of one training run."""
 
     shards: Shards
-    """Output folder of `pretokenize`. Several folders need weights: a=0.7 b=0.3."""
+    """Output of `pretokenize`. Several folders are read as one, or by weights: a=0.7 b=0.3."""
     targets: Annotated[str, _shown("assistant|last|all|KINDS")] | None = None
     """Tokens of conversations that the loss counts. KINDS are kinds of tokens, like text,call.
     Default: assistant."""
