@@ -64,11 +64,12 @@ def write_result(
     folder: Path = RESULTS,
     **more_environment: object,
 ) -> Path:
-    """Write `<question>.json`: the environment, then one entry per case."""
+    """Write `<question>.json`: the environment, then one entry per case, each in a line."""
     path = folder / f"{question}.json"
     folder.mkdir(exist_ok=True)
-    content = {"environment": environment() | more_environment, "results": results}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    about = json.dumps(environment() | more_environment)
+    lines = ",\n".join(map(json.dumps, results))
+    path.write_text(f'{{"environment": {about},\n"results": [\n{lines}\n]}}\n')
     return path
 
 

@@ -2,7 +2,7 @@
 
 The tests marked `cuda`; batches under torch's sanitizer, which finds memory that two streams use in
 no order; 20 steps of every task in which a wait of the host is an error; the speed of loader and
-trainer; a step as roofline.py predicts it for an H100; what the stall meter assumes of a GPU; and
+trainer; a compiled step with its kernels and its memory; what the stall meter assumes of a GPU; and
 fault by fault the stall meter beside a trace. Each part is a process of its own. The result stands
 in results/gpu-NAME.json, one file that can be attached to an issue: every figure in it was measured
 on the machine it names, predictions are called so, and a part that failed says so.
@@ -36,7 +36,7 @@ from benchmarks.gpu.tables import speed_table, stall_table
 from benchmarks.protocol import RESULTS, write_result
 from benchmarks.stall.case import FAULTS, LOOPS
 
-__all__ = ["PARTS", "RUNS", "compared", "comparison", "predicted_step"]
+__all__ = ["PARTS", "RUNS"]
 
 Entry = dict[str, Any]
 
@@ -56,7 +56,7 @@ SPEEDS: dict[str, Entry] = {
     "of twice the rows": {"times": 2, "traced": False},
     "of tiny, eager": {"model": "tiny", "compile": False, "traced": False},
 }
-"""Settings of the steps that stand beside the one that is predicted."""
+"""Settings of the steps that stand beside the plain one."""
 SPEED_SECONDS = 480
 """When no more of them begins."""
 TESTS = Path(__file__).parents[2] / "tests"
@@ -144,39 +144,7 @@ def run_part(name: str, data: Path, options: argparse.Namespace) -> Entry:
         reason = last if what == "tests" else last_line(said.stderr)
         return {"part": name, "outcome": f"failed: {reason or f'ended with {said.returncode}'}"}
     found = {"tests": last} if what == "tests" else json.loads(last)
-    if name == "speed":
-        found["compared"] = compared(found, predicted_step())
     return {"part": name, "outcome": "passed"} | found
-
-
-def predicted_step(results: Path = RESULTS) -> Entry:
-    """The step of this package that roofline.py predicts."""
-    found = json.loads((results / "roofline.json").read_text())["results"]
-    return next(entry for entry in found if entry.get("trainer") == "tokenfeed")
-
-
-def compared(measured: Entry, predicted: Entry) -> dict[str, dict[str, float]]:
-    """Measured figures beside those that were predicted, and their ratio. Left out is what was not
-    measured, and the speed of steps of another size."""
-    memory = {"peak_memory_bytes": measured["predicted_memory_bytes"]}
-    same = measured["tokens_per_step"] == predicted["tokens_per_step"]
-    both = memory | (predicted if same else {})
-    return {
-        name: {"predicted": both[name], "measured": value, "ratio": value / both[name]}
-        for name in ("tokens_per_s", "mfu", "kernels", "peak_memory_bytes")
-        if (value := measured[name]) is not None and name in both
-    }
-
-
-def comparison(entry: Entry) -> str:
-    """What is printed of predictions: a line per figure, and the stall by cause."""
-    lines = ["predicted for an H100 | measured | ratio"]
-    for name, pair in entry["compared"].items():
-        figures = (f"{pair[key]:,.4g}" for key in ("predicted", "measured"))
-        lines.append(f"{name}: {' | '.join(figures)} | {pair['ratio']:.2f}")
-    causes = entry["stall"]["causes"]
-    lines += [f"stall, {cause}: {told['fraction']:.2%}" for cause, told in causes.items()]
-    return "\n".join(lines)
 
 
 def run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -262,8 +230,6 @@ def main() -> None:
         for found in run_parts(data, options):
             results.append(found)
             print(json.dumps(found), flush=True)
-            if found.get("compared"):
-                print(comparison(found), flush=True)
     speeds = [entry for entry in results if entry["part"].startswith("speed")]
     if len(speeds) > 1:
         print(as_text(speed_table(speeds)), flush=True)

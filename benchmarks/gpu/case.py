@@ -3,7 +3,7 @@
 It prints one line of JSON, and ends with a traceback where it fails. `races` uses batches while
 torch's sanitizer watches, which TORCH_CUDA_SANITIZER=1 in the environment switches on; `waits`
 trains some steps in which a wait of the host for the device is an error; `loader` and `train` say
-how fast it goes; `speed` trains as benchmarks/gpu/roofline.py predicts it.
+how fast it goes; `speed` trains compiled steps of one micro-batch.
 
 usage: case.py races|waits|loader|train|speed DATA [--device cuda] [--small] [--settings JSON]
 """
@@ -47,8 +47,8 @@ class Scale:
     """Of a loader that is watched."""
     seconds: float
     """Of a loader that is timed."""
-    predicted_rows: int
-    """Of a step whose speed is predicted."""
+    step_rows: int
+    """Of the step of `speed`."""
 
 
 LARGE = Scale(
@@ -58,7 +58,7 @@ LARGE = Scale(
     steps=60,
     batches=300,
     seconds=5.0,
-    predicted_rows=64,
+    step_rows=64,
 )
 SMALL = Scale(
     model="tiny",
@@ -67,7 +67,7 @@ SMALL = Scale(
     steps=4,
     batches=20,
     seconds=0.2,
-    predicted_rows=2,
+    step_rows=2,
 )
 TRACED_STEPS = 2
 WAITING_STEPS = 20
@@ -167,10 +167,10 @@ def measured_training(data: Path, device: str, scale: Scale, settings: Entry) ->
 
 
 def speed(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
-    """What is predicted: tokens and kernels of a compiled step, memory, stall by cause."""
+    """Tokens and kernels of a compiled step, its memory (predicted, too), stall by cause."""
     leave_out(settings.pop("without", []))
     is_traced = settings.pop("traced", True)
-    tokens = scale.predicted_rows * settings.pop("times", 1) * scale.sequence_length
+    tokens = scale.step_rows * settings.pop("times", 1) * scale.sequence_length
     settings = {
         "micro_batch_tokens": tokens,
         "step_tokens": tokens,

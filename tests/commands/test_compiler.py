@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from benchmarks.gpu.operators import compiled as counted
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.trainer.models.gpt import ModelSize, Transformer
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
@@ -81,28 +80,6 @@ def test_compiled_muon_steps_as_the_eager_one() -> None:
         found.append([w - b for w, b in zip(model.parameters(), before, strict=True)])
     for eager, other in zip(*found, strict=True):
         torch.testing.assert_close(other, eager, rtol=0, atol=0.03 * eager.abs().max().item())
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_function_is_counted_for_any_number_of_tokens() -> None:
-    def make(rows: int) -> Any:
-        x, weight = torch.ones(rows * 256, 16), torch.ones(16, 32)
-
-        @torch.compile(dynamic=False)
-        def run(x: Tensor) -> Tensor:
-            return torch.sigmoid((x + 1) * 2) @ weight
-
-        def call() -> None:
-            run(x)
-
-        return call
-
-    fused, product = (line.at("part", 1000) for line in counted(make))
-    assert (fused.kind, product.kind) == ("memory", "product")
-    assert fused.bytes == 2 * 4 * 16 * 1000
-    assert product.flops == 2 * 16 * 32 * 1000
-    assert product.bytes == 4 * (16 * 1000 + 32 * 1000 + 16 * 32)
 
 
 @pytest.mark.long
