@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools import shards
-from tokenfeed.tools.pretokenizing import inputs
+from tokenfeed.tools.pretokenizing import prepare
 
 
 def test_training_a_tokenizer_is_part_of_what_repeats(corpus: Path, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_limit_found_by_workers_is_the_same(
 ) -> None:
     options: dict[str, Any] = {"limit": 20, "shard_size": "20KB", "workers": 2}
     make(corpus, tmp_path / "alone", tokenizer, **options)
-    monkeypatch.setattr(inputs, "COUNTED_ALONE_BYTES", 0)
+    monkeypatch.setattr(prepare, "COUNTED_ALONE_BYTES", 0)
     make(corpus, tmp_path / "out", tokenizer, **options)
     assert Manifest.read(tmp_path / "out").splits["train"].rows == 20
     assert files_of(tmp_path / "out") == files_of(tmp_path / "alone")

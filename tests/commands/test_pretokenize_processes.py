@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,20 +21,16 @@ from support.pretokenizing import make
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.store import LocalStore
-from tokenfeed.tools.encoding.tasks import LmEncoder
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs import executors
 from tokenfeed.tools.jobs.crew import Crew, Done, WorkerDied, local_crew
 from tokenfeed.tools.jobs.executors import ForkExecutor
 from tokenfeed.tools.jobs.run_records import RunRecords
 from tokenfeed.tools.pretokenize import needs_workers
 from tokenfeed.tools.pretokenizing import make as make_module
-from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.inputs import find_inputs
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.options import Options
-from tokenfeed.tools.pretokenizing.runner import Run
+from tokenfeed.tools.pretokenizing.prepare import Prepared, prepare
 
 Environment = dict[str, str]
 
@@ -62,25 +59,14 @@ def line_of(result: subprocess.CompletedProcess[str], code: int) -> str:
 @contextlib.contextmanager
 def crew_of_two(corpus: Path, out: Path, tokenizer: Path, executor: ForkExecutor) -> Iterator[Crew]:
     """Have two workers of `executor` encode every unit of a corpus."""
-    options = Options(paths=(str(corpus), str(out)), shard_size="30KB")
-    plan = Inputs.listed(options).planned(options)
+    options = Options(paths=(str(corpus), str(out)), tokenizer=str(tokenizer), shard_size="30KB")
+    made = prepare(find_inputs(options))
     out.mkdir()
     (out / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    made = TextTokenizer.load(tokenizer.read_bytes(), origin=tokenizer)
-    job = EncodeSettings(
-        output=LocalStore(out),
-        task=LmEncoder(text="text"),
-        engine="gigatoken",
-        vocabulary_size=made.vocabulary_size,
-        template=plan.task.template(made),
-        validation=0.0,
-        splits=("train",),
-        splits_special=False,
-        max_rejects=None,
-    )
+    work = replace(made.encoding, engine="gigatoken")
     with (
         patch.object(executors, "local_executor", lambda: executor),
-        local_crew(job, plan.units, 2, on_progress=_ignore) as crew,
+        local_crew(work, made.units, 2, on_progress=_ignore) as crew,
     ):
         yield crew
 
@@ -142,7 +128,7 @@ def test_an_error_in_a_worker_arrives_as_itself(
     write_ballast(corpus)
     options = Options(paths=(str(corpus), str(tmp_path / "out")), tokenizer=str(tokenizer))
 
-    def run_units(run: Run, records: RunRecords) -> EncodeSettings:
+    def run_units(run: Prepared, records: RunRecords) -> str:
         (tmp_path / "out/train").write_text("no folder")
         return really(run, records)
 

@@ -69,7 +69,7 @@ from tokenfeed.tools.data_sets.explain import Explain
 from tokenfeed.tools.data_sets.verify import find_problems
 from tokenfeed.tools.encoding.chat_messages import Conversation
 from tokenfeed.tools.encoding.tokenizer import ModelFiles, TextTokenizer
-from tokenfeed.tools.pretokenizing.make import chat_template_of
+from tokenfeed.tools.pretokenizing.inputs import chat_template_of
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.trainer.checkpoints.checkpoint_files import DAMAGE, Checkpoints
 from tokenfeed.trainer.data.datasets import as_tokenizer

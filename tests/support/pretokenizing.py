@@ -11,8 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from tokenfeed.tools.jobs.executors import CLUSTERS, Cluster
-from tokenfeed.tools.pretokenizing import make as making
-from tokenfeed.tools.pretokenizing import runner
+from tokenfeed.tools.pretokenizing import prepare, runner
 from tokenfeed.tools.pretokenizing.make import make_dataset, make_part
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.summary import PartSummary, Summary
@@ -50,7 +49,7 @@ def interrupt(corpus: Path | str, out: Path | str, tokenizer: Path | None, **opt
 def with_fast_engine(monkeypatch: pytest.MonkeyPatch, *, crew: bool = False) -> None:
     """Have a small corpus encoded as a large one would be: by the fast engine, and by a cluster
     where there is one."""
-    monkeypatch.setattr(making, "is_small", lambda units: False)
+    monkeypatch.setattr(prepare, "is_small", lambda units: False)
     monkeypatch.setattr(runner, "is_small", lambda units: not crew)
 
 

@@ -8,7 +8,6 @@ import fnmatch
 import importlib.metadata
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -34,49 +33,46 @@ from tokenfeed.pipeline.format.schema import FORMAT_VERSION
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.input_files import InputFile
-from tokenfeed.tools.corpus.sources import Corpus, Known, kind_left_out
-from tokenfeed.tools.encoding.audit import Audit
-from tokenfeed.tools.encoding.engines import ReferenceEngine
+from tokenfeed.tools.corpus.sources import Known, kind_left_out
+from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
 from tokenfeed.tools.encoding.limit import TRAIN
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tasks import ChatEncoder
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs.claim import changed_file
 from tokenfeed.tools.jobs.crew import PROBES
+from tokenfeed.tools.pretokenizing.prepare import Prepared
 
 _COUNTS = ("bytes", "written", "empty", "rejected", "left_out")
 
 
-def commit(
-    settings: EncodeSettings,
-    corpus: Corpus,
-    tokenizer: TextTokenizer,
-    audit: Audit,
-    results: list[UnitResult],
-) -> Manifest:
+def commit(run: Prepared, engine: EngineName, results: list[UnitResult]) -> Manifest:
     """Write everything but the shards, the manifest last.
 
     Args:
-        settings: The settings of all units. All shards are in its output.
-        corpus: The input files, and the files that were left out.
-        tokenizer: The tokenizer of the ids.
-        audit: The comparison of the engines, if there was one.
+        run: The run. All its shards are in the output.
+        engine: The engine that made the ids.
         results: The results of all units, in order.
     """
-    ledgers = _source_ledgers(corpus.sources, results)
-    output = settings.output
-    if template := _chat_template(settings):
+    output, task, template = run.options.output, run.encoding.task, b""
+    if isinstance(task, ChatEncoder) and task.chat_template:
+        template = task.chat_template.with_variables.encode()
         output.write(CHAT_TEMPLATE_FILE, template)
-    manifest = replace(
-        described(settings, tokenizer, audit, results),
+    ledgers = _source_ledgers(run.corpus.sources, results)
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        task=task.name,
+        columns=task.columns,
+        label_names=task.label_names,
+        tokenizer=_tokenizer_info(run, engine, results),
         splits=_splits(results),
         ledger=RecordCounts.of(ledgers),
         sources=_write_lines(output, SOURCES_FILE, ledgers),
-        rejects=_join_rejects(output, results, corpus.binary),
+        rejects=_join_rejects(output, results, run.corpus.binary),
+        chat_template=file_info(CHAT_TEMPLATE_FILE, template) if template else None,
+        fields=task.named if isinstance(task, ChatEncoder) else None,
         counts=_counts(results),
     )
-    _clear_away(settings, results)
+    _clear_away(output, run.encoding.splits, results)
     if changed := changed_file(output, manifest):
         raise TokenfeedError(
             f"{output.path(changed)}: was deleted or changed while the run was at work. Repeat the "
@@ -86,45 +82,15 @@ def commit(
     return manifest
 
 
-def described(
-    settings: EncodeSettings,
-    tokenizer: TextTokenizer,
-    audit: Audit | None = None,
-    results: Sequence[UnitResult] = (),
-) -> Manifest:
-    """Return the manifest of a run without rows, to compare it with the manifest of other rows."""
-    template, task = _chat_template(settings), settings.task
-    return Manifest(
-        format_version=FORMAT_VERSION,
-        task=task.name,
-        columns=task.columns,
-        label_names=task.label_names,
-        tokenizer=_tokenizer_info(settings, tokenizer, audit, results),
-        splits={},
-        ledger=RecordCounts.of([]),
-        sources=file_info(SOURCES_FILE, b""),
-        rejects=file_info(REJECTS_FILE, b""),
-        chat_template=file_info(CHAT_TEMPLATE_FILE, template) if template else None,
-        fields=task.named if isinstance(task, ChatEncoder) else None,
-    )
-
-
-def _chat_template(settings: EncodeSettings) -> bytes:
-    if not isinstance(settings.task, ChatEncoder) or not settings.task.chat_template:
-        return b""
-    return settings.task.chat_template.with_variables.encode()
-
-
 def _counts(results: list[UnitResult]) -> dict[str, int] | None:
     names = {name: None for result in results for name in result.counts}
     return {n: sum(result.counts.get(n, 0) for result in results) for n in names} or None
 
 
-def _clear_away(settings: EncodeSettings, results: list[UnitResult]) -> None:
+def _clear_away(output: Place, splits: Sequence[str], results: list[UnitResult]) -> None:
     """Delete files of killed or late workers."""
-    output = settings.output
     named = {info.file for result in results for info in result.files}
-    for split in settings.splits:
+    for split in splits:
         found = {f"{split}/{name}" for name in output.names(split) if ".arrow" in name}
         output.delete(*found - named)
     for pattern in (PROBES, f"*{TEMPORARY_SUFFIX}"):
@@ -167,16 +133,12 @@ def _splits(results: list[UnitResult]) -> dict[str, SplitInfo]:
     return found
 
 
-def _tokenizer_info(
-    settings: EncodeSettings,
-    tokenizer: TextTokenizer,
-    audit: Audit | None,
-    results: Sequence[UnitResult],
-) -> TokenizerInfo:
-    is_fast, task = settings.engine != ReferenceEngine.name, settings.task
-    splits_special = settings.splits_special  # for a chat template, whatever the user asked for
+def _tokenizer_info(run: Prepared, engine: EngineName, results: list[UnitResult]) -> TokenizerInfo:
+    tokenizer, audit, task = run.tokenizer, run.audit, run.encoding.task
+    splits_special = tokenizer.splits_special  # for a chat template, whatever the user asked for
     if isinstance(task, ChatEncoder):
         splits_special = task.splits_special
+    is_fast = engine != ReferenceEngine.name
     return TokenizerInfo(
         file=TOKENIZER_FILE,
         bytes=len(tokenizer.json_bytes),
@@ -184,13 +146,12 @@ def _tokenizer_info(
         vocabulary_size=tokenizer.vocabulary_size,
         end_id=tokenizer.end_id,
         pad_id=tokenizer.pad_id,
-        engine=settings.engine,
-        engine_version=importlib.metadata.version(settings.engine),
-        audited=(audit.audited if audit else 0) + sum(result.audited for result in results),
-        differences=(len(audit.differing) if audit else 0)
-        + sum(len(result.differing) for result in results),
+        engine=engine,
+        engine_version=importlib.metadata.version(engine),
+        audited=audit.audited + sum(result.audited for result in results),
+        differences=len(audit.differing) + sum(len(result.differing) for result in results),
         special_tokens_in_text="split" if splits_special else "plain",
-        special_tokens_added=settings.task.add_special_tokens,
+        special_tokens_added=task.add_special_tokens,
         routed=sum(result.routed for result in results) if is_fast else None,
     )
 

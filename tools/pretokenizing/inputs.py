@@ -1,44 +1,49 @@
-"""The inputs of a run: the files, their units, and the task.
+"""Find the input of a command: its files, its task, and the tokenizer that it names.
 
-Listing the files reads no records. The plan (units and labels) does. It is made once per run: other
-parts, and the same command after a kill, read the plan instead of the corpus.
+Only the beginnings of files are read. `prepare` reads the corpus. The recipe, which is known here,
+decides whether a finished or unfinished output was made by the same command.
 """
 
 import contextlib
 import dataclasses
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Self
+from typing import Any
+
+import xxhash
 
 from tokenfeed.pipeline.arithmetic import ceil_div
-from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import FEW_ROWS
 from tokenfeed.pipeline.format.schema import token_dtype
-from tokenfeed.pipeline.format.store import LocalStore
+from tokenfeed.pipeline.format.store import LocalStore, local_path
+from tokenfeed.pipeline.text import public
 from tokenfeed.tools.corpus.field_paths import columns_of, nested, possible_columns
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, IdFacts, InputFile, whole
-from tokenfeed.tools.corpus.records import FieldKind, Fields, Records
+from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, Unusable
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
-from tokenfeed.tools.corpus.spool import NAMED_RECORDS, Spooled
+from tokenfeed.tools.corpus.spool import NAMED_RECORDS, Spool
 from tokenfeed.tools.corpus.units import (
-    Unit,
     UnverifiedError,
     auto_shard_bytes,
-    cut_units,
     fetched_ahead,
     read_records,
 )
-from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
+from tokenfeed.tools.encoding.chat import ChatTemplate, tokens_set_by
+from tokenfeed.tools.encoding.chat_renderer import texts_written
+from tokenfeed.tools.encoding.engines import preload
 from tokenfeed.tools.encoding.limit import TRAIN, VALIDATION
-from tokenfeed.tools.encoding.tasks import ChatEncoder, IdsEncoder, Labelled, TaskEncoder
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.jobs.crew import Work, local_crew
-from tokenfeed.tools.jobs.progress_bar import Bar
+from tokenfeed.tools.encoding.tasks import ChatEncoder, IdsEncoder, TaskEncoder
+from tokenfeed.tools.encoding.tokenizer import ModelFiles, TextTokenizer, fetch_tokenizer_json
+from tokenfeed.tools.jobs.claim import State, state_of
+from tokenfeed.tools.jobs.executors import prepare_early
+from tokenfeed.tools.jobs.run_records import kept_plan
 from tokenfeed.tools.pretokenizing.options import Options
 
 logger = logging.getLogger(__name__)
@@ -53,228 +58,301 @@ corpus grows to `FEW_ROWS` records."""
 _PROBED_RECORDS, _PROBED_FILES, _PROBED_BYTES = 10_000, 16, 1 << 24
 _NAMED_FILES, _NO_FIELD = 4, "\0"
 """Files whose fields are named if they are not read; and a field that none has."""
-COUNTED_ALONE_BYTES = 32_000_000
-"""Largest input in bytes that this process reads alone before workers would start."""
+_TOKEN = re.compile(r"<\|\w+\|>")
+"""Matches special tokens as most chat templates write them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """The files, task and units of a run, before a tokenizer is known."""
+    """The input of a command, before the corpus is read."""
 
+    options: Options
+    state: State
+    """The state of the output."""
     corpus: Corpus
+    task: TaskEncoder
+    """The task with its fields and its chat template. Its labels have no numbers yet."""
+    tokenizer: TextTokenizer | None
+    """The tokenizer that `--tokenizer` names; None to train one."""
     shard_bytes: int
     validation: float | None
-    """The share of the records for validation; None until the inputs are planned, if the number of
-    records decides."""
-    task: TaskEncoder
-    """The task. Its labels are numbered when the inputs are planned."""
-    units: tuple[Unit, ...] = ()
-    """Empty until the inputs are planned."""
+    """The share of the records for validation; None if the number of records decides."""
+    plan: dict[str, Any] | None
+    """The plan of the unfinished run in the output, by this or another command."""
+    recipe: dict[str, Any]
+    """Everything that the output depends on, in words that a user can compare."""
 
-    @classmethod
-    def listed(
-        cls,
-        options: Options,
-        plan: dict[str, Any] | None = None,
-        spooled: Sequence[Spooled] = (),
-        tokenizer: TextTokenizer | None = None,
-    ) -> Self:
-        """List the input files. Only for conversations, read first records to find their fields.
 
-        Args:
-            options: The options of the command.
-            plan: A plan of the same run. Its files are not opened if they are unchanged.
-            spooled: Records of this process, instead of the files of the options.
-            tokenizer: What made the ids, for the task `ids`.
+def find_inputs(options: Options, spool: Spool = tuple) -> Inputs:
+    """List the input files, and load the tokenizer that is given.
 
-        Raises:
-            CorpusError: There are no files.
-            ConfigError: The input is in the output folder.
-        """
-        task, output, ids = options.make_task(), options.output, None
-        if tokenizer and isinstance(task, IdsEncoder):
-            task = dataclasses.replace(task, vocabulary_size=tokenizer.vocabulary_size)
-            ids = IdFacts(token_dtype(tokenizer.vocabulary_size).str, tokenizer.end_id)
-        corpus = find_corpus(
-            () if spooled else options.corpus,
-            out=output.folder if isinstance(output, LocalStore) else None,
-            field=next(iter(possible_columns(task.fields))),
-            exclude=options.exclude,
-            splits=options.splits,
-            max_record_bytes=options.max_record_bytes,
-            encoding=options.encoding,
-            known=[Known(*file) for file in plan["files"]] if plan else (),
-            spooled=spooled,
-            ids=ids,
+    Args:
+        options: The options of the command.
+        spool: Returns records of this process, instead of the files of the options.
+
+    Raises:
+        CorpusError: There are no files.
+        ConfigError: The input is in the output folder, or the output has other files.
+        TokenizerError: The tokenizer or the chat template is invalid.
+    """
+    output, state = options.output, state_of(options.output)
+    tokenizer, files = None, ModelFiles()
+    if options.tokenizer:
+        json_bytes = fetch_tokenizer_json(options.tokenizer)
+        files = ModelFiles.read(options.tokenizer)
+        tokenizer = load_tokenizer(options, json_bytes, public(options.tokenizer), files)
+        special, vocabulary = tokenizer.splits_special, tokenizer.vocabulary_size
+        if options.task != "ids":
+            prepare_early(partial(preload, options.tokenizer, vocabulary, splits_special=special))
+    plan = kept_plan(output) if state == "unfinished" else None
+    task, ids, spooled = options.make_task(), None, spool()
+    if tokenizer and isinstance(task, IdsEncoder):
+        task = dataclasses.replace(task, vocabulary_size=tokenizer.vocabulary_size)
+        ids = IdFacts(token_dtype(tokenizer.vocabulary_size).str, tokenizer.end_id)
+    corpus = find_corpus(
+        () if spooled else options.corpus,
+        out=output.folder if isinstance(output, LocalStore) else None,
+        field=next(iter(possible_columns(task.fields))),
+        exclude=options.exclude,
+        splits=options.splits,
+        max_record_bytes=options.max_record_bytes,
+        encoding=options.encoding,
+        known=[Known(*file) for file in plan["files"]] if plan else (),
+        spooled=spooled,
+        ids=ids,
+    )
+    task = _with_found_fields(task, options, corpus.sources)
+    if isinstance(task, ChatEncoder):
+        assert tokenizer, "`Options` asks for one"
+        task = dataclasses.replace(task, chat_template=chat_template_of(options, tokenizer, files))
+    shard_bytes = options.shard_bytes or auto_shard_bytes(corpus.sources)
+    return Inputs(
+        options=options,
+        state=state,
+        corpus=corpus,
+        task=task,
+        tokenizer=tokenizer,
+        shard_bytes=shard_bytes,
+        validation=_share_by_splits(options, task, corpus.sources),
+        plan=plan,
+        recipe=_recipe(options, corpus, task, tokenizer, shard_bytes),
+    )
+
+
+def load_tokenizer(
+    options: Options, json_bytes: bytes, origin: object, files: ModelFiles | None = None
+) -> TextTokenizer:
+    """Load a tokenizer as the options ask."""
+    return TextTokenizer.load(
+        json_bytes,
+        origin=origin,
+        end_token=options.end_token,
+        splits_special=options.special_tokens_in_text == "split" or options.task == "chat",
+        files=files,
+    )
+
+
+def _with_found_fields(
+    task: TaskEncoder, options: Options, sources: Sequence[InputFile]
+) -> TaskEncoder:
+    """Return the task with the fields that the first records have."""
+    for own, name in task.named.items():
+        if nested(name) and not _can_read(sources, {name: FieldKind.ANY}):
+            inside: dict[str, Any] = {own: nested(name)}
+            task = dataclasses.replace(task, **inside)
+    is_bare = isinstance(task, IdsEncoder) and not options.field
+    if is_bare and _can_read(sources, {"attention_mask": FieldKind.NUMBERS}):
+        return dataclasses.replace(task, attention_mask="attention_mask")  # type: ignore[call-arg]
+    if not isinstance(task, ChatEncoder):
+        return task
+    if not options.field:
+        return task.found(partial(_can_read, sources))
+    for own in task.extras.keys() & options.fields.keys():
+        name = task.named[own]
+        if not _can_read(sources, {name: FieldKind.JSON}):
+            logger.warning("`--field` %s=%s: the first records have no field `%s`", own, name, name)
+    return task
+
+
+def _share_by_splits(
+    options: Options, task: TaskEncoder, sources: Sequence[InputFile]
+) -> float | None:
+    """Return the share for validation; None if the number of records decides."""
+    if options.validation is not None:
+        return options.validation
+    splits = {source.split for source in sources} - {None}
+    is_labelled = task.name in ("classify", "score", "tag")
+    is_chosen = bool(options.split) or TRAIN in splits
+    if VALIDATION in splits or (is_chosen and not is_labelled):
+        return 0.0
+    return _MOST_VALIDATION if is_labelled else None
+
+
+def _recipe(
+    options: Options,
+    corpus: Corpus,
+    task: TaskEncoder,
+    tokenizer: TextTokenizer | None,
+    shard_bytes: int,
+) -> dict[str, Any]:
+    """Return all that the output depends on, in words that a user can compare."""
+    states = [(file.name, file.bytes, file.state, file.split) for file in corpus.sources]
+    chat = task.chat_template if isinstance(task, ChatEncoder) else None
+    return {
+        "CORPUS": list(map(public, options.corpus)),
+        "--exclude": list(map(public, options.exclude)),
+        "--split": list(map(public, options.split)),
+        "--task": options.task,
+        "the fields": list(task.fields),
+        "--keep": list(options.keep) or None,
+        "--fim-rate, --fim-spm-rate and --seed": (
+            [options.fim_rate, options.fim_spm_rate, options.seed] if options.fim_rate else None
+        ),
+        "--validation": options.validation,
+        "--limit": options.limit,
+        "--shard-size": shard_bytes,
+        "--encoding": options.encoding,
+        "--max-record": options.max_record_bytes,
+        "--tokenizer": options.tokenizer and public(options.tokenizer),
+        "--vocab-size and --seed": (
+            None if options.tokenizer else [options.vocab_size, options.seed]
+        ),
+        "--end-token": tokenizer.end_token if tokenizer else options.end_token,
+        "--add-special-tokens": options.add_special_tokens,
+        "--special-tokens-in-text": options.special_tokens_in_text,
+        "the tokenizer's checksum": tokenizer.xxh3 if tokenizer else None,
+        "--engine": options.engine,
+        "the chat template": (
+            [xxhash.xxh3_64_hexdigest(chat.source.encode()), chat.variables] if chat else None
+        ),
+        "the number of input files": len(states),
+        "the bytes of the input": sum(file.bytes for file in corpus.sources),
+        "the names, sizes and times of the input files": xxhash.xxh3_64_hexdigest(
+            repr(states).encode()
+        ),
+    }
+
+
+def chat_template_of(options: Options, tokenizer: TextTokenizer, files: ModelFiles) -> ChatTemplate:
+    """Return the chat template with its variables.
+
+    Raises:
+        TokenizerError: There is no template, or the template is invalid.
+    """
+    source = files.chat_templates.get("default")
+    if options.chat_template:
+        path = local_path(options.chat_template)
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(
+                f"`--chat-template` {options.chat_template}: cannot be read ({why}). Give the file "
+                "of a template."
+            ) from None
+    elif source is not None and (with_tools := files.chat_templates.get("tool_use")):
+        text, other = (each.removesuffix("\n") for each in (with_tools, source))  # as Jinja does
+        # `+` keeps the white space beside a tag
+        source = f"{{% if tools is not none +%}}{text}{{%+ else +%}}{other}{{%+ endif %}}"
+    if source is None:
+        raise TokenizerError(
+            f"{options.tokenizer}: has no chat template. Give a folder with tokenizer_config.json "
+            "or chat_template.jinja beside tokenizer.json, or --chat-template FILE."
         )
-        for own, name in task.named.items():
-            if nested(name) and not _can_read(corpus.sources, {name: FieldKind.ANY}):
-                inside: dict[str, Any] = {own: nested(name)}
-                task = dataclasses.replace(task, **inside)
-        is_bare = isinstance(task, IdsEncoder) and not options.field
-        if is_bare and _can_read(corpus.sources, {"attention_mask": FieldKind.NUMBERS}):
-            task = dataclasses.replace(task, attention_mask="attention_mask")  # type: ignore[call-arg]
-        if isinstance(task, ChatEncoder) and options.field:
-            for own in task.extras.keys() & options.fields.keys():
-                name = task.named[own]
-                if not _can_read(corpus.sources, {name: FieldKind.JSON}):
-                    logger.warning(
-                        "`--field` %s=%s: the first records have no field `%s`", own, name, name
-                    )
-        elif isinstance(task, ChatEncoder):
-            task = task.found(partial(_can_read, corpus.sources))
-        validation = options.validation
-        if validation is None:
-            splits = {source.split for source in corpus.sources} - {None}
-            is_labelled = task.name in ("classify", "score", "tag")
-            is_chosen = bool(options.split) or TRAIN in splits
-            has_one = VALIDATION in splits or (is_chosen and not is_labelled)
-            default = _MOST_VALIDATION if is_labelled else None
-            validation = 0.0 if has_one else default
-        shard_bytes = options.shard_bytes or auto_shard_bytes(corpus.sources)
-        return cls(corpus=corpus, shard_bytes=shard_bytes, validation=validation, task=task)
-
-    def planned(self, options: Options) -> Self:
-        """Cut the files into units and number the labels. Read only the records that this needs.
-
-        Raises:
-            CorpusError: There are no labels, or no usable records at the beginnings of files.
-        """
-        if options.allowed_rejects is None:
-            self._check_usable()
-        task, units = self.task, cut_units(self.corpus.sources, self.shard_bytes)
-        if isinstance(task, Labelled):
-            work = CountLabels(task.fields, task.label_field, task.unusable)
-            counted = done_by(work, units, options.num_workers)
-            labels = find_labels(
-                units, work, own=task.own_label_field, remedy=task.remedy, counted=counted
-            )
-            task = dataclasses.replace(task, labels=labels)
-        validation = self.validation
-        if validation is None:
-            validation = _share_of(self.corpus.sources, task.fields)
-        return dataclasses.replace(self, units=units, task=task, validation=validation)
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        """Return the plan as values of JSON; see `as_planned`."""
-        labels = self.task.labels if isinstance(self.task, Labelled) else Labels()
-        return {
-            "units": [
-                [
-                    (part.source.index, part.start, part.stop, part.first_record, part.weight_bytes)
-                    for part in unit.parts
-                ]
-                for unit in self.units
-            ],
-            "labels": labels.names,
-            "labels are numbers": labels.are_numbers,
-            "files": self.corpus.known,
-            "validation": self.validation,
-        }
-
-    def as_planned(self, plan: dict[str, Any]) -> Self:
-        """Return the inputs with a plan that was made from the same files and options."""
-        sources = self.corpus.sources
-        units = tuple(
-            Unit(
-                number=number,
-                parts=tuple(
-                    FilePart(
-                        source=sources[index],
-                        start=start,
-                        stop=stop,
-                        first_record=first_record,
-                        weight_bytes=weight_bytes,
-                    )
-                    for index, start, stop, first_record, weight_bytes in parts
-                ),
-            )
-            for number, parts in enumerate(plan["units"])
+    arguments = options.template_arguments
+    if (date := arguments.pop("strftime_now", None)) is not None:
+        source = f"{{% macro strftime_now(format) %}}{date}{{% endmacro %}}\n{source}"
+    variables: dict[str, Any] = dict(files.tokens)
+    variables |= tokens_set_by(source)
+    added = tokenizer.tokenizer.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special} | {*variables.values()}
+    known = (text for text in special if tokenizer.tokenizer.token_to_id(text) is not None)
+    template = ChatTemplate(
+        source=source,
+        special_tokens=tuple(sorted(known)),
+        variables=variables | arguments,
+    )
+    try:
+        template.check()
+    except Unusable as reason:
+        name = options.chat_template or options.tokenizer
+        raise TokenizerError(f"{name}: the chat template {reason}. Correct it.") from None
+    written = texts_written(source)
+    named = {*_TOKEN.findall(written)} | {*filter(written.__contains__, files.added)}
+    named |= {text for name, text in template.tokens.items() if template.reads(name)}
+    if unknown := [each for each in sorted(named) if not tokenizer.is_token(each)]:
+        logger.warning(
+            "the chat template writes %s, but the tokenizer has no such token: a model learns the "
+            "characters. Use the template of the tokenizer, or add the token",
+            ", ".join(unknown[:3]),
         )
-        task = self.task
-        if isinstance(task, Labelled):
-            labels = Labels(tuple(plan["labels"]), plan["labels are numbers"])
-            task = dataclasses.replace(task, labels=labels)
-        share: float = plan["validation"]
-        return dataclasses.replace(self, units=units, task=task, validation=share)
+    for name in template.missing_tokens:
+        logger.warning(
+            "the chat template names %s, but no file beside the tokenizer has it: conversations "
+            "lack this token. Give the folder of the model as --tokenizer, or --template-argument "
+            "%s=TOKEN",
+            *(name, name),
+        )
+    if unread := [name for name in options.template_arguments if not template.reads(name)]:
+        raise ConfigError(
+            f"`--template-argument` {unread[0]}: has no effect, because the chat template has no "
+            "variable with this name. Correct the name, or leave it out."
+        )
+    return template
 
-    def changed_file(self, plan: dict[str, Any]) -> str:
-        """Return the first file that differs from the files of a plan; empty if all are equal."""
-        files = [Known(*file) for file in plan["files"]]
-        was = {file.name: file for file in files if file.format}
-        for source in self.corpus.sources:
-            before = was.pop(source.name, None)
-            if before is None:
-                return f"; the first is {source.name}, which is new"
-            if before.bytes != source.bytes:
-                return (
-                    f"; the first is {source.name}, which had {before.bytes:,} bytes and has "
-                    f"{source.bytes:,}"
-                )
-            if before.state != source.state:
-                return f"; the first is {source.name}, which was written at another time"
-        return f"; the first is {next(iter(was))}, which is missing" if was else ""
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Names of all splits."""
-        given = {source.split for source in self.corpus.sources if source.split is not None}
-        return tuple(sorted({TRAIN, VALIDATION} | given))
+def unread_fields(corpus: Corpus, task: TaskEncoder) -> dict[str, str]:
+    """Return the fields of first records that the task does not read, each with its share."""
+    read = columns_of(task.fields).keys()
+    shares: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    total = 0
+    for source in corpus.sources[:_NAMED_FILES]:
+        for records in islice(_first_records({_NO_FIELD: FieldKind.TEXT}, source), 1):
+            for reject in islice(records.rejects, NAMED_RECORDS):
+                begin, _, names = reject.reason.partition(f" `{_NO_FIELD}`; it has: ")
+                unread = [n for n in names.removesuffix("...").split(", ") if n not in read]
+                if begin == "no column":
+                    shares |= dict.fromkeys(unread, "a column")
+                elif names and names != "no fields":
+                    counts.update(unread)
+                total += begin == "no field"
+    return shares | {n: f"{count:,} of {total:,} records" for n, count in counts.items()}
 
-    @property
-    def unread(self) -> dict[str, str]:
-        """The fields of first records that the task does not read, each with its share."""
-        read = columns_of(self.task.fields).keys()
-        shares: dict[str, str] = {}
-        counts: Counter[str] = Counter()
-        total = 0
-        for source in self.corpus.sources[:_NAMED_FILES]:
-            for records in islice(_first_records({_NO_FIELD: FieldKind.TEXT}, source), 1):
-                for reject in islice(records.rejects, NAMED_RECORDS):
-                    begin, _, names = reject.reason.partition(f" `{_NO_FIELD}`; it has: ")
-                    unread = [n for n in names.removesuffix("...").split(", ") if n not in read]
-                    if begin == "no column":
-                        shares |= dict.fromkeys(unread, "a column")
-                    elif names and names != "no fields":
-                        counts.update(unread)
-                    total += begin == "no field"
-        return shares | {n: f"{count:,} of {total:,} records" for n, count in counts.items()}
 
-    def _check_usable(self) -> None:
-        """Check that the corpus has a usable record.
+def check_usable(sources: Sequence[InputFile], task: TaskEncoder) -> None:
+    """Check that the corpus has a usable record.
 
-        Reads the beginnings of files from all parts of the corpus, until a record is usable.
+    Reads the beginnings of files from all parts of the corpus, until a record is usable.
 
-        Raises:
-            CorpusError: The first 10,000 records are rejected.
-        """
-        sources = self.corpus.sources
-        each = max(_PROBED_RECORDS // len(sources), _PROBED_RECORDS // _PROBED_FILES)
-        stride = ceil_div(len(sources), _PROBED_FILES)
-        first, num_rejects = "", 0
-        for source in chain.from_iterable(sources[start::stride] for start in range(stride)):
-            for record, reason in islice(self._rejects(source), each):
-                if not reason:
-                    return
-                remedy = self.task.remedy(reason)
-                first = first or f"{source.name}, record {record}: {reason}.{remedy}"
-                num_rejects += 1
-            if num_rejects >= _PROBED_RECORDS:
-                raise CorpusError(
-                    f"no usable document: the first {num_rejects:,} records are all rejected, like "
-                    f"{first}"
-                )
+    Raises:
+        CorpusError: The first 10,000 records are rejected.
+    """
+    each = max(_PROBED_RECORDS // len(sources), _PROBED_RECORDS // _PROBED_FILES)
+    stride = ceil_div(len(sources), _PROBED_FILES)
+    first, num_rejects = "", 0
+    for source in chain.from_iterable(sources[start::stride] for start in range(stride)):
+        for record, reason in islice(_rejects(source, task), each):
+            if not reason:
+                return
+            first = first or f"{source.name}, record {record}: {reason}.{task.remedy(reason)}"
+            num_rejects += 1
+        if num_rejects >= _PROBED_RECORDS:
+            raise CorpusError(
+                f"no usable document: the first {num_rejects:,} records are all rejected, like "
+                f"{first}"
+            )
 
-    def _rejects(self, source: InputFile) -> Iterator[tuple[int, str]]:
-        """Yield the numbers and reasons of rejected records from the beginning of a file. The
-        reason is empty if a record is usable."""
-        for records in _first_records(self.task.fields, source):
-            unusable = self.task.unusable(records.fields)
-            if len(unusable) < len(records):
-                yield 0, ""
-            yield from records.rejects
-            yield from ((int(records.numbers[at]), reason) for at, reason in unusable.items())
+
+def _rejects(source: InputFile, task: TaskEncoder) -> Iterator[tuple[int, str]]:
+    """Yield the numbers and reasons of rejected records from the beginning of a file. The reason
+    is empty if a record is usable."""
+    for records in _first_records(task.fields, source):
+        unusable = task.unusable(records.fields)
+        if len(unusable) < len(records):
+            yield 0, ""
+        yield from records.rejects
+        yield from ((int(records.numbers[at]), reason) for at, reason in unusable.items())
 
 
 def _first_records(fields: Fields, *sources: InputFile) -> Iterator[Records]:
@@ -290,7 +368,7 @@ def _first_parts(source: InputFile) -> Iterable[FilePart]:
     return cut(source, _PROBED_BYTES)
 
 
-def _share_of(sources: Sequence[InputFile], fields: Fields) -> float:
+def share_of(sources: Sequence[InputFile], fields: Fields) -> float:
     """Return the share of the records for validation. Read the beginning of the corpus, until it
     has so many records that the share is the least one."""
     enough = round(FEW_ROWS / _LEAST_VALIDATION)
@@ -314,16 +392,3 @@ def _can_read(sources: Sequence[InputFile], fields: Fields) -> bool:
                 return True
             break  # such as a README
     return False
-
-
-def done_by(work: Work, units: tuple[Unit, ...], num_workers: int) -> Iterator[Any]:
-    """Do work on all units, in any order, by workers if there is much to read."""
-    num_workers = min(num_workers, len(units))
-    sizes = [unit.weight_bytes for unit in units]
-    if num_workers < 2 or sum(sizes) <= COUNTED_ALONE_BYTES:
-        yield from map(work.begin(lambda *_: None), units)
-        return
-    with Bar(sizes) as bar, local_crew(work, units, num_workers, bar.advance) as crew:
-        for result in crew:
-            bar.count_unit()
-            yield result

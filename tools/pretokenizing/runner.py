@@ -12,14 +12,15 @@ import contextlib
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import Audit, Questions
+from tokenfeed.tools.encoding.audit import Questions
 from tokenfeed.tools.encoding.engines import (
+    EngineName,
     EngineRejected,
     EngineUnavailable,
     EngineUntested,
@@ -28,7 +29,6 @@ from tokenfeed.tools.encoding.engines import (
     supported_shape,
 )
 from tokenfeed.tools.encoding.record_blocks import UnitResult, too_many_rejects
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import Encoded, EncodeSettings
 from tokenfeed.tools.jobs.crew import (
     Crew,
@@ -37,69 +37,39 @@ from tokenfeed.tools.jobs.crew import (
     cluster_crew,
     local_crew,
 )
-from tokenfeed.tools.jobs.executors import SMALL_BYTES
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.jobs.run_records import RunRecords
-from tokenfeed.tools.pretokenizing.inputs import Inputs
-from tokenfeed.tools.pretokenizing.options import Options
+from tokenfeed.tools.pretokenizing.prepare import Prepared, is_small
 
 logger = logging.getLogger(__name__)
 
 _Work = Unit | Questions
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """A run that can begin. It is the same on every machine with the same input."""
-
-    options: Options
-    inputs: Inputs
-    settings: EncodeSettings
-    """The settings with the engine that is tried first."""
-    tokenizer: TextTokenizer
-    audit: Audit
-    """The comparison of the engines, if the settings have one."""
-    plan: dict[str, Any]
-    """The facts that take a pass over the corpus."""
-    has_kept_plan: bool
-    """Whether the plan was read from the output."""
-    tokenizer_seconds: float
-    """Seconds spent on training a tokenizer."""
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The units of `--part`, or all units."""
-        part = self.options.job_part
-        return tuple(unit for unit in self.inputs.units if part.has(unit.number))
-
-
-def is_small(units: Iterable[Unit]) -> bool:
-    """Return whether this process encodes the units faster than workers would."""
-    return sum(unit.weight_bytes for unit in units) <= SMALL_BYTES
-
-
-def run_units(run: Run, records: RunRecords) -> EncodeSettings:
+def run_units(run: Prepared, records: RunRecords) -> EngineName:
     """Encode every unit without a record, and record each finished unit.
 
     Returns:
-        The settings with the engine that made the ids.
+        The engine that made the ids.
 
     Raises:
         CorpusError: There are more rejects than allowed.
         KeyboardInterrupt: The message says how many units are finished.
     """
-    with _saying_what_is_kept(len(run.units), records):
-        if run.settings.engine != ReferenceEngine.name and not records.engine_rejected:
+    settings = run.encoding
+    with _saying_what_is_kept(len(run.own_units), records):
+        if settings.engine != ReferenceEngine.name and not records.engine_rejected:
             try:
-                return _encode_all(run, run.settings, records)
+                _encode_all(run, settings, records)
+                return settings.engine
             except EngineRejected as why:
                 _reject_engine(why, records)
         audits = records.engine_rejected  # so that the run's figures depend on the input alone
-        reference = replace(run.settings, engine=ReferenceEngine.name, audits=audits)
-        settings = _encode_all(run, reference, records)
+        settings = replace(settings, engine=ReferenceEngine.name, audits=audits)
+        _encode_all(run, settings, records)
         while run.options.runner != "local" and audits and records.drop_damaged():
-            settings = _encode_all(run, reference, records)  # some worker was late with the other
-        return settings
+            _encode_all(run, settings, records)  # some worker was late with the other
+        return settings.engine
 
 
 @contextlib.contextmanager
@@ -138,7 +108,7 @@ def _reject_engine(why: EngineRejected, records: RunRecords) -> None:
         logger.info("the slow engine will do the work: %s", why)
 
 
-def _encode_all(run: Run, settings: EncodeSettings, records: RunRecords) -> EncodeSettings:
+def _encode_all(run: Prepared, settings: EncodeSettings, records: RunRecords) -> None:
     """Encode the missing units.
 
     Raises:
@@ -151,9 +121,9 @@ def _encode_all(run: Run, settings: EncodeSettings, records: RunRecords) -> Enco
     if is_fast and len(done) < len(records.results):
         FastEngine.check(run.tokenizer)  # before it may write over what the reference has made
     _check(run, settings, records, *done.values())
-    missing = [unit for unit in run.units if unit.number not in done]
+    missing = [unit for unit in run.own_units if unit.number not in done]
     if not missing and (not settings.audits or run.options.part is not None):
-        return settings
+        return
     missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
     sizes = [unit.weight_bytes for unit in missing]
     with Bar(sizes) as bar, _crew(run, settings, [*missing], bar) as crew:
@@ -172,7 +142,6 @@ def _encode_all(run: Run, settings: EncodeSettings, records: RunRecords) -> Enco
             records.append(result)
             _check(run, settings, records, result)
             bar.count_unit()
-    return settings
 
 
 class _Alone:
@@ -192,10 +161,10 @@ class _Alone:
 
 @contextlib.contextmanager
 def _crew(
-    run: Run, settings: EncodeSettings, units: list[_Work], bar: Bar
+    run: Prepared, settings: EncodeSettings, units: list[_Work], bar: Bar
 ) -> Iterator[Crew | _Alone]:
     """Start the workers that encode `units`. All processes end with the block."""
-    if is_small(run.inputs.units) or not units:
+    if is_small(run.units) or not units:
         is_reference = settings.engine == ReferenceEngine.name
         engine = (ReferenceEngine if is_reference else FastEngine.from_tokenizer)(run.tokenizer)
         do = settings.begin(lambda *progress: bar.advance(Done(*progress)), engine)
@@ -211,7 +180,7 @@ def _crew(
         yield crew
 
 
-def _audited(run: Run, done: Encoded) -> UnitResult:
+def _audited(run: Prepared, done: Encoded) -> UnitResult:
     """Return the result of a unit with the comparison of its sample."""
     result, sample = done
     differing = [text.decode() for text in run.audit.compare(sample)]
@@ -222,7 +191,9 @@ def _audited(run: Run, done: Encoded) -> UnitResult:
     )
 
 
-def _check(run: Run, settings: EncodeSettings, records: RunRecords, *results: UnitResult) -> None:
+def _check(
+    run: Prepared, settings: EncodeSettings, records: RunRecords, *results: UnitResult
+) -> None:
     """Check the ids of finished units, and the number of rejects so far."""
     if settings.engine != ReferenceEngine.name:
         if records.engine_rejected:

@@ -1,40 +1,23 @@
 """The figures at the end of `pretokenize`, for people and for scripts."""
 
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
 
 from tokenfeed.pipeline.format.manifest import REJECTS_FILE, Manifest
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, ending_of
 from tokenfeed.tools.corpus.input_files import InputFile
-from tokenfeed.tools.corpus.sources import Corpus, left_out
+from tokenfeed.tools.corpus.sources import left_out
 from tokenfeed.tools.data_sets.inspection import unread
 from tokenfeed.tools.encoding.limit import VALIDATION
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.pretokenizing.options import Options
+from tokenfeed.tools.pretokenizing.inputs import Inputs
 
 _MARKUP = (".html", ".htm", ".xhtml", ".xml", ".svg", ".rtf", ".ipynb", ".srt", ".vtt")
 """Endings of files whose text has much besides words."""
-
-
-class Figures(NamedTuple):
-    """The figures of a run that its data set does not store."""
-
-    tokenizer: TextTokenizer
-    corpus: Corpus | None = None
-    """The input files of the run, and the files that were left out."""
-    units: int = 0
-    resumed_units: int = 0
-    new_bytes: int = 0
-    """Bytes of text that this run encoded."""
-    already_finished: bool = False
-    tokenizer_seconds: float = 0.0
-    unread: dict[str, str] = {}  # noqa: RUF012 - never changed
-    """Fields of the records that were not read, each with its share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,20 +102,39 @@ class Summary:
 
     @classmethod
     def of(
-        cls, options: Options, manifest: Manifest, figures: Figures, started: float
+        cls,
+        inputs: Inputs,
+        tokenizer: TextTokenizer,
+        manifest: Manifest,
+        *,
+        units: int,
+        resumed_units: int,
+        seconds: float,
+        already_finished: bool = False,
+        new_bytes: int = 0,
+        tokenizer_seconds: float = 0.0,
+        unread_fields: Mapping[str, str] = MappingProxyType({}),
     ) -> "Summary":
-        """Return the summary of a run. `started` is the value of `time.perf_counter()` at its
-        start."""
+        """Return the summary of a run.
+
+        Args:
+            inputs: The input of the run.
+            tokenizer: The tokenizer that was given or trained.
+            manifest: The data set.
+            units: This and all that is not named here: see the fields of the class.
+            new_bytes: Bytes of text that this run encoded.
+            unread_fields: Fields of the records that were not read, each with its share.
+        """
+        options, corpus = inputs.options, inputs.corpus
         ledger, splits, info = manifest.ledger, manifest.splits, manifest.tokenizer
         tokens = sum(split.tokens for split in splits.values())
         shard_bytes = sum(shard.bytes for split in splits.values() for shard in split.shards)
         histograms = (split.length_histogram for split in splits.values())
-        seconds, tokenizer_seconds = time.perf_counter() - started, figures.tokenizer_seconds
         return cls(
             out=str(options.output),
             files=ledger.files,
-            left_out=left_out(figures.corpus.binary) if figures.corpus else [],
-            read_as_text=_markup(figures.corpus.sources) if figures.corpus else "",
+            left_out=left_out(corpus.binary),
+            read_as_text=_markup(corpus.sources),
             documents=ledger.written,
             splits={name: split.rows for name, split in splits.items()},
             validation=_validation(manifest) if options.validation != 0 else "",
@@ -143,9 +145,9 @@ class Summary:
             shard_bytes=shard_bytes,
             text_bytes_per_token=round(ledger.bytes / tokens, 3),
             shard_bytes_per_token=round(shard_bytes / tokens, 3),
-            vocabulary_size=figures.tokenizer.vocabulary_size,
+            vocabulary_size=tokenizer.vocabulary_size,
             vocabulary_wanted=None if options.tokenizer else options.vocab_size,
-            end_token=figures.tokenizer.end_token,
+            end_token=tokenizer.end_token,
             task=manifest.task,
             labels=list(manifest.label_names),
             engine=f"{info.engine} {info.engine_version}",
@@ -153,13 +155,13 @@ class Summary:
             differences=info.differences,
             routed=info.routed or 0,
             length_histogram=[sum(counts) for counts in zip(*histograms, strict=True)],
-            not_read=unread(manifest, figures.unread),
-            already_finished=figures.already_finished,
-            units=figures.units,
-            resumed_units=figures.resumed_units,
+            not_read=unread(manifest, unread_fields),
+            already_finished=already_finished,
+            units=units,
+            resumed_units=resumed_units,
             seconds=round(seconds, 2),
             tokenizer_seconds=round(tokenizer_seconds, 2),
-            mb_per_s=round(figures.new_bytes / 1e6 / (seconds - tokenizer_seconds), 2),
+            mb_per_s=round(new_bytes / 1e6 / (seconds - tokenizer_seconds), 2),
         )
 
     def facts(self) -> dict[str, str]:

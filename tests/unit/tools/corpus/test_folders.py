@@ -14,7 +14,7 @@ from support.pretokenizing import make
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus, left_out
-from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.inputs import find_inputs
 from tokenfeed.tools.pretokenizing.options import Options
 
 
@@ -105,8 +105,10 @@ def test_share_of_validation_depends_on_texts_alone(
 
 def corpus_inputs(path: Path, out: Path, tokenizer: Path) -> float:
     """The share of validation that a run would have."""
-    paths = (str(path), str(out))
-    return Inputs.listed(Options(paths=paths, task="classify", tokenizer=str(tokenizer))).validation
+    options = Options(paths=(str(path), str(out)), task="classify", tokenizer=str(tokenizer))
+    share = find_inputs(options).validation
+    assert share is not None
+    return share
 
 
 def test_compressed_records_without_an_inner_ending_are_records(

@@ -20,8 +20,8 @@ from tokenfeed.pipeline.format.shard_writer import ShardWriter
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.jobs import run_records as records
 from tokenfeed.tools.pretokenizing import make as make_module
+from tokenfeed.tools.pretokenizing import prepare as prepare_module
 from tokenfeed.tools.pretokenizing.inputs import Inputs
-from tokenfeed.tools.pretokenizing.make import Listed
 
 opened: list[str] = []
 
@@ -248,25 +248,25 @@ def test_parts_begun_at_once_make_one_plan(
     lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(lines, tmp_path / "plain", tokenizer)
-    out, both_listed, planned = tmp_path / "out", threading.Barrier(2), Inputs.planned
-    plans: list[Inputs] = []
-    from_options = Listed.from_options
+    out, both_listed, cut_units = tmp_path / "out", threading.Barrier(2), prepare_module.cut_units
+    plans: list[Any] = []
+    find_inputs = make_module.find_inputs
 
-    def listing(*arguments: Any) -> Listed:
-        listed = from_options(*arguments)
+    def listing(*arguments: Any) -> Inputs:
+        listed = find_inputs(*arguments)
         both_listed.wait(60)  # neither has found a plan
         return listed
 
-    def planning(inputs: Inputs, *arguments: Any) -> Inputs:
-        plans.append(planned(inputs, *arguments))
+    def planning(*arguments: Any) -> Any:
+        plans.append(cut_units(*arguments))
         return plans[-1]
 
     with monkeypatch.context() as patched, ThreadPoolExecutor(2) as threads:
-        patched.setattr(Listed, "from_options", listing)
-        patched.setattr(Inputs, "planned", planning)
+        patched.setattr(make_module, "find_inputs", listing)
+        patched.setattr(prepare_module, "cut_units", planning)
         parts = [threads.submit(part, f"{n}/2", lines, out, tokenizer) for n in range(2)]
         num_units = sum(each.result().units for each in parts)
-    assert [len(plan.units) for plan in plans] == [num_units]
+    assert [*map(len, plans)] == [num_units]
     make(lines, out, tokenizer, finish=True)
     assert files_of(out) == files_of(tmp_path / "plain")
 

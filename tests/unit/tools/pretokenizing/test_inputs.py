@@ -20,7 +20,7 @@ from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.labels import CountLabels, find_labels
-from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.inputs import find_inputs
 from tokenfeed.tools.pretokenizing.options import Options
 
 
@@ -182,7 +182,7 @@ def test_default_validation_of_labelled_rows_is_a_tenth(tmp_path: Path) -> None:
 
     def part(*names: str, split: tuple[str, ...] = ()) -> float | None:
         paths = *(str(tmp_path / f"{name}.jsonl") for name in names), str(tmp_path / "out")
-        return Inputs.listed(Options(paths=paths, task="classify", split=split)).validation
+        return find_inputs(Options(paths=paths, task="classify", split=split)).validation
 
     assert part("train") == part("train", "test", split=("test=test.jsonl",)) == 0.1
     assert part("train", "validation", split=("validation=validation.jsonl",)) == 0

@@ -1,0 +1,299 @@
+"""Prepare a run: read what takes a pass over the corpus, and train a tokenizer if none is given.
+
+The plan has the units, the labels and the share for validation. It is made once per run: other
+parts, and the same command after a kill, read the plan instead of the corpus.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import xxhash
+
+from tokenfeed.pipeline.errors import TokenizerError
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
+from tokenfeed.tools.corpus.input_files import FilePart
+from tokenfeed.tools.corpus.sources import Corpus, Known
+from tokenfeed.tools.corpus.units import Unit, cut_units, read_records
+from tokenfeed.tools.encoding.audit import Audit
+from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine
+from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
+from tokenfeed.tools.encoding.limit import TRAIN, VALIDATION, FindLeast, Mark, find_last
+from tokenfeed.tools.encoding.tasks import CompleteEncoder, Labelled, TaskEncoder
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.training import train_tokenizer_json
+from tokenfeed.tools.encoding.unit import EncodeSettings
+from tokenfeed.tools.jobs.crew import Work, local_crew
+from tokenfeed.tools.jobs.executors import SMALL_BYTES
+from tokenfeed.tools.jobs.progress_bar import Bar
+from tokenfeed.tools.jobs.run_records import check_recipe, is_begun, kept_plan
+from tokenfeed.tools.pretokenizing.inputs import Inputs, check_usable, load_tokenizer, share_of
+from tokenfeed.tools.pretokenizing.options import Options
+
+logger = logging.getLogger(__name__)
+
+COUNTED_ALONE_BYTES = 32_000_000
+"""Largest input in bytes that this process reads alone before workers would start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A run that can begin. It is the same on every machine with the same input."""
+
+    options: Options
+    corpus: Corpus
+    units: tuple[Unit, ...]
+    """All units, also those of other parts."""
+    tokenizer: TextTokenizer
+    encoding: EncodeSettings
+    """What the workers get: the task and the settings of all units, with the engine that is tried
+    first."""
+    audit: Audit
+    """The comparison of the engines, if the settings have one."""
+    plan: dict[str, Any]
+    """The facts that take a pass over the corpus."""
+    has_kept_plan: bool
+    """Whether the plan was read from the output."""
+    tokenizer_seconds: float
+    """Seconds spent on training a tokenizer."""
+
+    @property
+    def own_units(self) -> tuple[Unit, ...]:
+        """The units of `--part`, or all units."""
+        part = self.options.job_part
+        return tuple(unit for unit in self.units if part.has(unit.number))
+
+
+def is_small(units: Iterable[Unit]) -> bool:
+    """Return whether this process encodes the units faster than workers would."""
+    return sum(unit.weight_bytes for unit in units) <= SMALL_BYTES
+
+
+def prepare(inputs: Inputs) -> Prepared:
+    """Plan the run and train a tokenizer, or read the plan of the unfinished run in the output.
+
+    The reference encodes small inputs, and any input if the options say so.
+
+    Raises:
+        ConfigError: The unfinished run has another command or input.
+        CorpusError: There are no labels, or no usable records at the beginnings of files.
+        TokenizerError: The tokenizer has no template for the task.
+    """
+    options, kept = inputs.options, None
+    output = options.output
+    if is_begun(output):
+        kept = inputs.plan or kept_plan(output)
+        changed = _changed_file(inputs.corpus, kept) if kept else ""
+        check_recipe(output, inputs.recipe, changed)
+    plan = kept or _plan(inputs)
+    task, units = inputs.task, _units_of(plan, inputs.corpus)
+    if isinstance(task, Labelled):
+        labels = Labels(tuple(plan["labels"]), plan["labels are numbers"])
+        task = replace(task, labels=labels)
+    started = time.perf_counter()
+    tokenizer = inputs.tokenizer or _trained_tokenizer(options, task, units, kept)
+    tokenizer_seconds = time.perf_counter() - started
+    _advise(options, task, units, tokenizer)
+    is_reference = (
+        options.engine == ReferenceEngine.name or options.task == "ids" or is_small(units)
+    )
+    splits = {TRAIN, VALIDATION, *(source.split for source in inputs.corpus.sources)} - {None}
+    encoding = EncodeSettings(
+        output=output,
+        task=task,
+        engine=ReferenceEngine.name if is_reference else FastEngine.name,
+        vocabulary_size=tokenizer.vocabulary_size,
+        template=task.template(tokenizer),
+        validation=plan["validation"],
+        splits=tuple(sorted(filter(None, splits))),
+        splits_special=tokenizer.splits_special,
+        max_rejects=options.allowed_rejects,
+        audits=not is_reference,
+    )
+    if kept is None:
+        last = _last_of_limit(options, encoding, units, tokenizer)
+        plan |= {"tokenizer": tokenizer.xxh3, "last": last}
+    if plan.get("last"):
+        encoding = replace(encoding, last=Mark(*plan["last"]))
+    sample_seed = 0 if options.tokenizer else options.seed  # another order is no other sample
+    return Prepared(
+        options=options,
+        corpus=inputs.corpus,
+        units=units,
+        tokenizer=tokenizer,
+        encoding=encoding,
+        audit=Audit(tokenizer, units, task.fields, sample_seed),
+        plan=plan,
+        has_kept_plan=kept is not None,
+        tokenizer_seconds=tokenizer_seconds,
+    )
+
+
+def _plan(inputs: Inputs) -> dict[str, Any]:
+    """Cut the files into units and number the labels, as values of JSON. Read only the records
+    that this needs."""
+    task, sources = inputs.task, inputs.corpus.sources
+    if inputs.options.allowed_rejects is None:
+        check_usable(sources, task)
+    units, labels = cut_units(sources, inputs.shard_bytes), Labels()
+    if isinstance(task, Labelled):
+        work = CountLabels(task.fields, task.label_field, task.unusable)
+        counted = done_by(work, units, inputs.options.num_workers)
+        labels = find_labels(
+            units, work, own=task.own_label_field, remedy=task.remedy, counted=counted
+        )
+    validation = inputs.validation
+    return {
+        "units": [
+            [
+                (part.source.index, part.start, part.stop, part.first_record, part.weight_bytes)
+                for part in unit.parts
+            ]
+            for unit in units
+        ],
+        "labels": labels.names,
+        "labels are numbers": labels.are_numbers,
+        "files": inputs.corpus.known,
+        "validation": share_of(sources, task.fields) if validation is None else validation,
+    }
+
+
+def _units_of(plan: dict[str, Any], corpus: Corpus) -> tuple[Unit, ...]:
+    """Return the units of a plan that was made from the same files."""
+    return tuple(
+        Unit(
+            number=number,
+            parts=tuple(
+                FilePart(
+                    source=corpus.sources[index],
+                    start=start,
+                    stop=stop,
+                    first_record=first_record,
+                    weight_bytes=weight_bytes,
+                )
+                for index, start, stop, first_record, weight_bytes in parts
+            ),
+        )
+        for number, parts in enumerate(plan["units"])
+    )
+
+
+def _changed_file(corpus: Corpus, plan: dict[str, Any]) -> str:
+    """Return the first file that differs from the files of a plan; empty if all are equal."""
+    files = [Known(*file) for file in plan["files"]]
+    was = {file.name: file for file in files if file.format}
+    for source in corpus.sources:
+        before = was.pop(source.name, None)
+        if before is None:
+            return f"; the first is {source.name}, which is new"
+        if before.bytes != source.bytes:
+            return (
+                f"; the first is {source.name}, which had {before.bytes:,} bytes and has "
+                f"{source.bytes:,}"
+            )
+        if before.state != source.state:
+            return f"; the first is {source.name}, which was written at another time"
+    return f"; the first is {next(iter(was))}, which is missing" if was else ""
+
+
+def _trained_tokenizer(
+    options: Options, task: TaskEncoder, units: tuple[Unit, ...], kept: dict[str, Any] | None
+) -> TextTokenizer:
+    """Train a tokenizer, or return the tokenizer that this run trained before.
+
+    Raises:
+        TokenizerError: Training gives another tokenizer than before.
+    """
+    output = options.output
+    origin = output.path(TOKENIZER_FILE)
+    if kept and output.exists(TOKENIZER_FILE):
+        json_bytes = output.read(TOKENIZER_FILE)
+        if xxhash.xxh3_64_hexdigest(json_bytes) == kept["tokenizer"]:
+            return load_tokenizer(options, json_bytes, origin)
+    logger.info("training a tokenizer on a sample of the corpus")
+    json_bytes = train_tokenizer_json(
+        units,
+        fields=task.fields,
+        vocabulary_size=options.vocab_size,
+        seed=options.seed,
+        remedy=task.remedy,
+    )
+    tokenizer = load_tokenizer(options, json_bytes, origin)
+    if kept and tokenizer.xxh3 != kept["tokenizer"]:
+        raise TokenizerError(
+            f"{origin}: is lost or damaged, and training does not give it again. Delete {output} "
+            "and start again."
+        )
+    return tokenizer
+
+
+def _advise(
+    options: Options, task: TaskEncoder, units: tuple[Unit, ...], tokenizer: TextTokenizer
+) -> None:
+    """Log what a user may have forgotten about the tokens around texts."""
+    if task.has_end and tokenizer.end_problem:
+        logger.warning("%s", tokenizer.end_problem)
+    if isinstance(task, CompleteEncoder) and _lacks_separator(task, units):
+        logger.warning(
+            "nothing separates prompts from completions: no white space, and no end that all "
+            "prompts have. Add a line break or a marker at the end of each prompt"
+        )
+    is_bare = options.task in ("classify", "score", "tag") and not options.add_special_tokens
+    if is_bare and tokenizer.has_template:
+        logger.info(
+            "the tokenizer has a template for its special tokens, which is left out "
+            "(see --add-special-tokens)"
+        )
+
+
+def _lacks_separator(task: CompleteEncoder, units: tuple[Unit, ...]) -> bool:
+    """Return whether each completion directly follows its prompt, in the first records of the
+    corpus. A common end of all prompts counts as a separator, unless it is one character."""
+    first = next((part for unit in units for part in unit.parts), None)
+    if first is None:
+        return False
+    records = next(read_records(first, task.fields, in_one_pass=True), None)
+    prompts, completions = records.fields.values() if records else ([], [])
+    is_apart = any(
+        prompt[-1:].isspace() or completion[:1].isspace()
+        for prompt, completion in zip(prompts, completions, strict=True)
+    )
+    endings = {prompt[-2:] for prompt in prompts}
+    return len(endings) > 1 and not is_apart
+
+
+def _last_of_limit(
+    options: Options,
+    encoding: EncodeSettings,
+    units: tuple[Unit, ...],
+    tokenizer: TextTokenizer,
+) -> Mark | None:
+    """Return the last record of `--limit`; None if all records are kept."""
+    if options.limit is None:
+        return None
+    work = FindLeast(
+        task=encoding.task,
+        template=encoding.template,
+        json_bytes=tokenizer.json_bytes,
+        vocabulary_size=encoding.vocabulary_size,
+        splits_special=encoding.splits_special,
+        validation=encoding.validation,
+        most=options.limit,
+    )
+    workers = options.num_workers
+    return find_last(work, options.limit, lambda work: done_by(work, units, workers))
+
+
+def done_by(work: Work, units: tuple[Unit, ...], num_workers: int) -> Iterator[Any]:
+    """Do work on all units, in any order, by workers if there is much to read."""
+    num_workers = min(num_workers, len(units))
+    sizes = [unit.weight_bytes for unit in units]
+    if num_workers < 2 or sum(sizes) <= COUNTED_ALONE_BYTES:
+        yield from map(work.begin(lambda *_: None), units)
+        return
+    with Bar(sizes) as bar, local_crew(work, units, num_workers, bar.advance) as crew:
+        for result in crew:
+            bar.count_unit()
+            yield result
