@@ -107,7 +107,7 @@ def pretokenize(
             - a dict from split name to one of the sources above but paths, such as a
               `datasets.DatasetDict`. The option `split` is for paths.
         out: A new or empty folder, the folder of an interrupted run, or an address.
-        task: The content of a record. `pretokenize --help` describes this option and all options
+        task: The content of a record. `pretokenize --help-all` describes this and all options
             below. They have the same names and defaults.
         field: Names of fields by the names that the task uses: `{"text": "content"}`.
         keep: Names of columns with a number per id, or their types by name:
@@ -182,7 +182,6 @@ def _pretokenized(
     kinds = get_type_hints(Options, include_extras=True)
     words = {name: setting_of(kinds[name], value, f"`{name}`") for name, value in words.items()}
     options = Options(paths=(*(paths or by_split or ()), place), **words)
-    options.check()
     if isinstance(source, Mapping) and options.make_task().fields.keys() <= source.keys():
         raise ConfigError(
             f"source: its keys are {shown_names(source)}, expected names of splits. To give "

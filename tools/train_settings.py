@@ -18,7 +18,7 @@ from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.pipeline.text import count_of
-from tokenfeed.tools.shell.command_line import read_command_line, text
+from tokenfeed.tools.shell.command_line import Page, read_command_line, text
 from tokenfeed.trainer.config.presets import OF_GPU, preset_names, preset_of, read_preset
 from tokenfeed.trainer.config.run_config import (
     BY_NUMBERS,
@@ -190,6 +190,14 @@ FILE_KINDS = {
     if name not in _ACTIONS
 }
 """The types of the settings that a file may have."""
+_PAGE = Page(
+    about=_DESCRIPTION,
+    common=_FIRST,
+    groups=GROUPS,
+    examples=_EXAMPLES,
+    reversible=[name for name, kind in FILE_KINDS.items() if bool in kinds_of(kind)],
+    other_names=_OTHER_NAMES,
+)
 _OF_THE_RUN = ("phases", "phase", "run_dir", "upload", "resume", "json", "device", "init_from")
 PHASE_KINDS = {name: kind for name, kind in FILE_KINDS.items() if name not in _OF_THE_RUN} | {
     "name": Annotated[str, Meta(description="text")],
@@ -272,16 +280,7 @@ def _is_on_gpu(command: Command) -> bool:
 
 def read_options() -> dict[str, Any]:
     """Return the options on the command line."""
-    return read_command_line(
-        Command,
-        "train",
-        _DESCRIPTION,
-        groups=GROUPS,
-        reversible=[name for name, kind in FILE_KINDS.items() if bool in kinds_of(kind)],
-        other_names=_OTHER_NAMES,
-        first=_FIRST,
-        examples=_EXAMPLES,
-    )
+    return read_command_line(Command, "train", page=_PAGE)
 
 
 def _given() -> dict[str, Any]:

@@ -25,10 +25,17 @@ from tokenfeed.tools.encoding.tasks import TASK_CLASSES, TaskEncoder, TaskName
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 from tokenfeed.tools.jobs.executors import Runner, check_installed
 from tokenfeed.tools.jobs.run_records import JobPart
-from tokenfeed.tools.shell.command_line import read_command_line, text
-from tokenfeed.trainer.config.values import NotNegative, Positive, check_types, flag_of
+from tokenfeed.tools.shell.command_line import Page, parse_command, text
+from tokenfeed.trainer.config.values import NotNegative, Positive, flag_of
 
 _OTHER_NAMES = {"--append": "another OUT (`train --shards A B` reads both as one)"}
+_COMMON = ("task", "field", "tokenizer", "validation", "workers")
+"""The options that --help shows."""
+_EXAMPLES = """examples:
+  texts, with a new tokenizer:    pretokenize corpus/ out/
+  labelled rows of a table:       pretokenize reviews.csv out/ --task classify --field text=review
+  conversations, for a model:     pretokenize chat.jsonl out/ --task chat --tokenizer Qwen/Qwen3-4B
+"""
 _GROUPS = {
     "task and tokenizer": (
         *("task", "field", "keep", "tokenizer", "vocab_size", "end_token", "add_special_tokens"),
@@ -235,14 +242,13 @@ class Options:
                 found[name] = value
         return found
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Reject options that cannot work, before any file is read.
 
         Raises:
             ConfigError: Names the option.
         """
         self._check_fields()
-        check_types(self)
         self._check_together()
         for given, (name, glob) in zip(self.split, self.splits, strict=True):
             if not is_split_name(name) or not glob:
@@ -363,15 +369,15 @@ def _check_encoding(name: str) -> None:
 
 def parse_options() -> Options:
     """Read the command line."""
-    given = read_command_line(
-        Options,
-        "pretokenize",
-        f"{inspect.getdoc(Options)} {input_formats()}",
+    page = Page(
+        about=f"{inspect.getdoc(Options)} {input_formats()}",
+        common=_COMMON,
         groups=_GROUPS,
+        more={"task": f" {records_of_tasks()}", "field": f" {fields_of_tasks()}"},
+        examples=_EXAMPLES,
         other_names=_OTHER_NAMES,
-        more_help={"task": f" {records_of_tasks()}", "field": f" {fields_of_tasks()}"},
     )
-    return Options(**given)
+    return parse_command(Options, "pretokenize", page=page)
 
 
 def _kept_column(given: str) -> Column:

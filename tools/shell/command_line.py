@@ -17,10 +17,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import (
     Annotated,
     Any,
     Literal,
+    NamedTuple,
     NoReturn,
     Protocol,
     TypeVar,
@@ -42,6 +44,30 @@ WholeNumber = Annotated[int, Meta(title="N", description="a whole number")]
 def text(placeholder: str) -> Meta:
     """Return the metadata of a text: how the help shows its value."""
     return Meta(title=placeholder, description="text")
+
+
+class Page(NamedTuple):
+    """What the command line of a dataclass has besides its fields and their docstrings."""
+
+    about: str = ""
+    """Help text above the options. Default: the docstring of the dataclass."""
+    common: Sequence[str] = ()
+    """The fields that --help shows, and --help-all shows all. Empty: --help shows all."""
+    groups: Mapping[str, Sequence[str]] = MappingProxyType({})
+    """The fields that are options, by the title of their group in the help. Default: all fields
+    that have a default, without a group."""
+    more: Mapping[str, str] = MappingProxyType({})
+    """Help that follows the docstring of a field, by field."""
+    examples: str = ""
+    """Commands that --help ends with."""
+    reversible: Collection[str] = ()
+    """Switches that `--no-NAME` turns off, because a file may turn them on."""
+    other_names: Mapping[str, str] = MappingProxyType({})
+    """What other tools call an option, with the options to suggest instead. The entry with the
+    empty name is suggested for a word that belongs to no option."""
+
+
+_PLAIN = Page()
 
 
 class Subcommand(Protocol):
@@ -91,23 +117,15 @@ def _summary(command: type[Any]) -> str:
     return text.partition(". ")[0].rstrip(".")
 
 
-def parse_command(options: type[OptionsT], prog: str, words: Sequence[str]) -> OptionsT:
-    """Return the dataclass of a command, filled from the words after its name."""
-    return options(**read_command_line(options, prog, words=words))
+def parse_command(
+    options: type[OptionsT], prog: str, words: Sequence[str] | None = None, page: Page = _PLAIN
+) -> OptionsT:
+    """Return the dataclass of a command, filled from its command line; see `read_command_line`."""
+    return options(**read_command_line(options, prog, words, page))
 
 
 def read_command_line(
-    options: type[Any],
-    prog: str,
-    description: str = "",
-    *,
-    words: Sequence[str] | None = None,
-    groups: Mapping[str, Sequence[str]] | None = None,
-    reversible: Collection[str] = (),
-    other_names: Mapping[str, str] | None = None,
-    more_help: Mapping[str, str] | None = None,
-    first: Sequence[str] = (),
-    examples: str = "",
+    options: type[Any], prog: str, words: Sequence[str] | None = None, page: Page = _PLAIN
 ) -> dict[str, Any]:
     """Return the options on the command line by field. --help prints the help and exits.
 
@@ -115,17 +133,9 @@ def read_command_line(
         options: The dataclass. Words that belong to no option fill the fields that have no default
             and are in no group, in order.
         prog: Name of the command.
-        description: Help text above the options. Default: the docstring of the dataclass.
         words: The words after the command's name. Default: from the command line of this process.
             Words behind `--` are no options.
-        groups: The fields that are options, by the title of their group in the help. Default: all
-            fields that have a default, without a group.
-        reversible: Switches that `--no-NAME` turns off, because a file may turn them on.
-        other_names: What other tools call an option, with the options to suggest instead. The
-            entry with the empty name is suggested for a word that belongs to no option.
-        more_help: Help that is known only at run time, by field. It follows the docstring.
-        first: The fields that --help shows, if not all. --help-all shows all.
-        examples: Commands that --help ends with.
+        page: The groups and the help.
 
     Raises:
         ConfigError: An option is unknown, a word is missing or unexpected, or an option does not
@@ -134,68 +144,82 @@ def read_command_line(
     words = list(sys.argv[1:] if words is None else words)
     end = words.index("--") if "--" in words else len(words)
     words, behind = words[:end], words[end + 1 :]
-    kinds = get_type_hints(options, include_extras=True)
-    fields = dataclasses.fields(options)
-    groups = groups or {"": [field.name for field in fields if field.default is not MISSING]}
-    optional = {name: flag_of(name) for names in groups.values() for name in names}
+    kinds, fields = get_type_hints(options, include_extras=True), dataclasses.fields(options)
+    groups = page.groups or {"": [each.name for each in fields if each.default is not MISSING]}
+    flags = {name: flag_of(name) for names in groups.values() for name in names}
     positional = {
         field.name: kinds[field.name]
         for field in fields
-        if field.default is MISSING and field.name not in optional
+        if field.default is MISSING and field.name not in flags
     }
-    placeholders = " ".join(map(_placeholder, positional.values()))
-    asks_for_all = "--help-all" in words or not first
-    asks_for_help = bool({"-h", "--help", "--help-all"} & {*words})
-    shown = {"": first} if asks_for_help and not asks_for_all else groups
-    more = f"\n`{prog} --help-all` shows all {len(optional)} options." if first else ""
-    help_of = _helps(options, more_help or {}) if asks_for_help else {}
-    paragraphs = (description or str(inspect.getdoc(options))).split("\n\n")
-    width = shutil.get_terminal_size().columns - 2
-    parser = _Parser(
-        prog=prog,
-        usage=f"{prog} [-h] [OPTIONS] {placeholders}".strip(),
-        description="\n\n".join(textwrap.fill(text, width) for text in paragraphs),
-        epilog=f"{examples}{more}" if shown is not groups else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    if asks_for_help:  # else `words` may stand anywhere between the options
-        for name, kind in positional.items():
-            parser.add_argument(name, metavar=_placeholder(kind), help=help_of[name])
-    if first:
-        parser.add_argument("--help-all", action="help", help="show all options and exit")
-    for title, names in shown.items():
-        group = parser.add_argument_group(f"{title} options") if title else parser
-        for name in names:
-            how = _reading(kinds[name], is_reversible=name in reversible)
-            group.add_argument(optional[name], dest=name, help=help_of.get(name), **how)
-            if name in reversible and kinds[name] is not bool:  # a switch that may have a word
-                no, hidden = f"--no-{optional[name][2:]}", argparse.SUPPRESS
-                group.add_argument(no, dest=name, help=hidden, action="store_const", const=False)
-            parser.placeholders[optional[name]] = how.get("metavar", "")
+    parser = _Parser(prog, positional, flags, page)
+    if {"-h", "--help", "--help-all"} & {*words}:
+        is_short = page.common and "--help-all" not in words
+        parser.describe(options, positional, is_short=bool(is_short))
+        groups = {"": page.common} if is_short else groups
+    for title, names in groups.items():
+        parser.add_options(title, {name: kinds[name] for name in names})
     found, others = parser.parse_known_args([_with_hyphens(word) for word in words])
     _check_others(
-        others, words, optional.values(), prog, other_names or {}, takes_words=bool(positional)
+        others, words, flags.values(), prog, page.other_names, takes_words=bool(positional)
     )
     given = _positional([*others, *behind], positional, prog)
     for name, value in vars(found).items():
-        given[name] = _value(kinds[name], value, f"`{optional[name]}`")
+        given[name] = _value(kinds[name], value, f"`{flags[name]}`")
     return given
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser of options that take any text, so its only errors are missing and extra values."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self.placeholders: dict[str, str] = {}
+    def __init__(
+        self, prog: str, positional: Mapping[str, Any], flags: Mapping[str, str], page: Page
+    ) -> None:
+        placeholders = " ".join(map(_placeholder, positional.values()))
+        super().__init__(
+            prog=prog,
+            usage=f"{prog} [-h] [OPTIONS] {placeholders}".strip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+        )
+        self._flags, self._page = flags, page
+        self._helps: dict[str, str] = {}
+        self._placeholders: dict[str, str] = {}
         """What stands for the value of each option in the help."""
+
+    def describe(
+        self, options: type[Any], positional: Mapping[str, Any], *, is_short: bool
+    ) -> None:
+        """Add the help. Without it, words may stand anywhere between the options."""
+        page, width = self._page, shutil.get_terminal_size().columns - 2
+        paragraphs = (page.about or str(inspect.getdoc(options))).split("\n\n")
+        self.description = "\n\n".join(textwrap.fill(text, width) for text in paragraphs)
+        self._helps = _helps(options, page.more)
+        for name, kind in positional.items():
+            self.add_argument(name, metavar=_placeholder(kind), help=self._helps[name])
+        if page.common:
+            self.add_argument("--help-all", action="help", help="show all options and exit")
+        if is_short:
+            more = f"`{self.prog} --help-all` shows all {len(self._flags)} options."
+            self.epilog = f"{page.examples}\n{more}"
+
+    def add_options(self, title: str, kinds: Mapping[str, Any]) -> None:
+        """Add the options of a group, by field."""
+        group = self.add_argument_group(f"{title} options") if title else self
+        for name, kind in kinds.items():
+            flag, is_reversible = self._flags[name], name in self._page.reversible
+            how = _reading(kind, is_reversible=is_reversible)
+            group.add_argument(flag, dest=name, help=self._helps.get(name), **how)
+            if is_reversible and kind is not bool:  # a switch that may have a word
+                no, hidden = f"--no-{flag[2:]}", argparse.SUPPRESS
+                group.add_argument(no, dest=name, help=hidden, action="store_const", const=False)
+            self._placeholders[flag] = how.get("metavar", "")
 
     def error(self, message: str) -> NoReturn:
         """Raise the error as a ConfigError."""
         flag = re.split("[/:]", message.removeprefix("argument "))[0]
-        expected = f"expected a value: {self.placeholders.get(flag)}"
+        expected = f"expected a value: {self._placeholders.get(flag)}"
         problem = "takes no value" if "ignored explicit" in message else expected
         raise ConfigError(f"`{flag}`: {problem}. See {self.prog} --help.")
 

@@ -23,7 +23,7 @@ from support.training import make_config, parsed, write_labelled
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.tools import train
-from tokenfeed.tools.shell.command_line import read_command_line
+from tokenfeed.tools.shell.command_line import Page, read_command_line
 from tokenfeed.tools.train_settings import (
     FILE_KINDS,
     GROUPS,
@@ -362,7 +362,7 @@ def test_help_shows_ten_options_and_three_examples(
     examples = re.findall(r": +train (--.*)", printed)
     assert len(examples) == 3
     for example in examples:  # each option exists
-        read_command_line(Command, "train", words=example.split(), groups=GROUPS)
+        read_command_line(Command, "train", example.split(), Page(groups=GROUPS))
     number = len(dataclasses.fields(Command)) - len(OF_FILES)
     assert printed.endswith(f"`train --help-all` shows all {number} options.\n")
     assert len(printed.splitlines()) <= 50

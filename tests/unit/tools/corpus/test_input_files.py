@@ -182,11 +182,11 @@ def test_a_split_may_have_a_dot_in_its_name(tmp_path: Path) -> None:
     assert [source.split for source in found.sources] == ["train.clean", "dev.v1.0"]
     paths = ("in", "out")
     for name in ("train.clean", "rejects.jsonlx", "manifest.json5"):
-        Options(paths=paths, split=(f"{name}=*.txt",)).check()
+        Options(paths=paths, split=(f"{name}=*.txt",))
     for name in ("", ".", "..", ".hidden", "-x", "a/b"):
         assert not is_split_name(name)
         with pytest.raises(ConfigError, match="expected a name and a pattern"):
-            Options(paths=paths, split=(f"{name}=*.txt",)).check()
+            Options(paths=paths, split=(f"{name}=*.txt",))
 
 
 @pytest.mark.parametrize("pattern", ["train", "./train", "train/*", "{here}/saved/train", "*ain"])

@@ -31,7 +31,7 @@ class Titled(LmEncoder):
 def test_the_help_names_every_format_and_every_field_of_every_task(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["pretokenize", "--help"])
+    monkeypatch.setattr("sys.argv", ["pretokenize", "--help-all"])
     with pytest.raises(SystemExit, match="0"):
         parse_options()
     shown = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())

@@ -119,7 +119,6 @@ def test_fields_are_named_together_or_one_by_one(monkeypatch: pytest.MonkeyPatch
     apart = ("--field", "label=a=b", "--strict", "--field", "text=body")
     for arguments in (together, apart):
         options = options_of(monkeypatch, "--task", "classify", *arguments)
-        options.check()
         assert options.make_task().fields == {"body": FieldKind.TEXT, "a=b": FieldKind.LABEL}
     pair = options_of(monkeypatch, "--task", "classify", "--field", "pair=other").make_task()
     assert list(pair.fields) == ["text", "other", "label"]
