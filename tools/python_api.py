@@ -161,7 +161,7 @@ def _pretokenized(
         if not isinstance(given[name] or {}, Mapping):
             raise ConfigError(f"`{name}`: expected a dict, got {type(given[name]).__name__}.")
     keep = given["keep"] if isinstance(given["keep"], Mapping) else _texts(given["keep"])
-    words["field"] = tuple((f"{own}={name}",) for own, name in (given["field"] or {}).items())
+    words["field"] = tuple(f"{own}={name}" for own, name in (given["field"] or {}).items())
     if isinstance(keep, Mapping):
         keep = tuple(f"{name}={dtype}" for name, dtype in keep.items())
     words["keep"] = keep

@@ -3,17 +3,20 @@
 This file imports little, so that the handler for Ctrl-C is installed at once.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from tokenfeed.pipeline.remote.client import own_process
 from tokenfeed.tools.shell.console import run_command, signals_held
 
-if TYPE_CHECKING:
-    from tokenfeed.tools.shell.command_line import Subcommand
-
-
+_ROOM = "tokenfeed.tools.data_sets"
+SUBCOMMANDS = {
+    "inspect": f"{_ROOM}.inspection:Inspect",
+    "verify": f"{_ROOM}.verify:Verify",
+    "cat": f"{_ROOM}.cat:Cat",
+    "copy": f"{_ROOM}.copy:Copy",
+    "select": f"{_ROOM}.select:Select",
+    "export": f"{_ROOM}.export:Export",
+    "explain": f"{_ROOM}.explain:Explain",
+}
+"""The dataclass of each subcommand. A subcommand imports no other one."""
 _WITHDRAWN = {
     "adopt": "`pretokenize FILE... OUT --task ids --tokenizer TOKENIZER` copies the tokens.",
     "merge": "`train --shards a/ b/` and ShardLoader(['a/', 'b/']) read several folders as one.",
@@ -33,35 +36,12 @@ def _command() -> int:
     own_process()
     with signals_held():  # extension modules turn an interruption into an ImportError
         from tokenfeed.tools.shell.command_line import run_subcommand
-
-        subcommands = import_subcommands()
     return run_subcommand(
         "shards",
         "Show, check, copy, reduce or export data sets, or explain what training read.",
-        subcommands,
+        SUBCOMMANDS,
         _WITHDRAWN,
     )
-
-
-def import_subcommands() -> dict[str, type[Subcommand]]:
-    """Import the subcommands, and return them by name."""
-    from tokenfeed.tools.data_sets.cat import Cat
-    from tokenfeed.tools.data_sets.copy import Copy
-    from tokenfeed.tools.data_sets.explain import Explain
-    from tokenfeed.tools.data_sets.export import Export
-    from tokenfeed.tools.data_sets.inspection import Inspect
-    from tokenfeed.tools.data_sets.select import Select
-    from tokenfeed.tools.data_sets.verify import Verify
-
-    return {
-        "inspect": Inspect,
-        "verify": Verify,
-        "cat": Cat,
-        "copy": Copy,
-        "select": Select,
-        "export": Export,
-        "explain": Explain,
-    }
 
 
 if __name__ == "__main__":

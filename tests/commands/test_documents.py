@@ -33,7 +33,8 @@ import tokenfeed
 from benchmarks import resume
 from tokenfeed.tools.doctor import Doctor
 from tokenfeed.tools.pretokenizing.options import Options
-from tokenfeed.tools.shards import import_subcommands
+from tokenfeed.tools.shards import SUBCOMMANDS
+from tokenfeed.tools.shell.command_line import subcommand
 from tokenfeed.tools.stall import Stall
 from tokenfeed.tools.train_settings import Command
 
@@ -310,7 +311,7 @@ def test_links_lead_to_files_that_the_site_contains() -> None:
 
 
 def test_pages_name_options_that_there_are() -> None:
-    commands: list[Any] = [Options, Command, Doctor, Stall, *import_subcommands().values()]
+    commands: list[Any] = [Options, Command, Doctor, Stall, *map(subcommand, SUBCOMMANDS.values())]
     known = {f"--{field.name.replace('_', '-')}" for each in commands for field in fields(each)}
     for page in PAGES:
         named = set(OPTION.findall(page.read_text(encoding="utf-8")))

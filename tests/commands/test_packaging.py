@@ -38,7 +38,8 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
     assert "torch" not in sys.modules, name
     if name.endswith("tools.shards"):  # which reads no corpus
-        sys.modules[name].import_subcommands()
+        from tokenfeed.tools.shell.command_line import subcommand
+        list(map(subcommand, sys.modules[name].SUBCOMMANDS.values()))
         assert "torch" not in sys.modules, name
         assert not [each for each in sys.modules if "tools.corpus.formats" in each]
 """

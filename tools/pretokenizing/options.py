@@ -85,7 +85,7 @@ class Options:
     folder of an interrupted run. Every path may be an address, like s3://BUCKET/PATH."""
     task: TaskName = "lm"
     """What a record is."""
-    field: tuple[tuple[Annotated[str, text("NAME=FIELD ...")], ...], ...] = ()
+    field: tuple[Annotated[str, text("NAME=FIELD ...")], ...] = ()
     """The field or column of your records to read for each field NAME of the task, like
     text=review. A FIELD may be inside another (answers.text[0]), or a text made of several
     ('{context}\\n{question}'). Optional fields are in brackets. Labels and tags may be names or
@@ -209,7 +209,7 @@ class Options:
     @property
     def fields(self) -> dict[str, str]:
         """The given fields, by the names that the task uses."""
-        parted = (given.partition("=") for given in self._given_fields())
+        parted = (given.partition("=") for given in self.field)
         return {own: name for own, _, name in parted}
 
     def make_task(self) -> TaskEncoder:
@@ -263,7 +263,7 @@ class Options:
         """Reject fields that the task does not read, or that are named twice or not at all."""
         own_names = TASK_CLASSES[self.task].kinds
         seen: set[str] = set()
-        for given in self._given_fields():
+        for given in self.field:
             own, _, name = given.partition("=")
             if not name or own not in own_names:
                 example = f"{next(iter(own_names))}={name or own or 'body'}"
@@ -287,10 +287,6 @@ class Options:
             raise ConfigError(
                 f"`--task {self.task}` needs fields of different names, got {', '.join(names)}."
             )
-
-    def _given_fields(self) -> list[str]:
-        """The words after every `--field`, in order."""
-        return [given for together in self.field for given in together or ("",)]
 
     def _check_together(self) -> None:
         """Reject options that contradict each other, or have no effect on this command."""

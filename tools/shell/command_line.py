@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +36,7 @@ from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.text import facts
+from tokenfeed.tools.shell.console import signals_held
 from tokenfeed.trainer.config.values import Shards, empty, flag_of, kinds_of, nearest, setting_of
 
 OptionsT = TypeVar("OptionsT")
@@ -80,16 +82,16 @@ class Subcommand(Protocol):
 
 def run_subcommand(
     prog: str,
-    description: str,
-    commands: Mapping[str, type[Subcommand]],
-    withdrawn: Mapping[str, str] | None = None,
+    about: str,
+    commands: Mapping[str, str],
+    withdrawn: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Run the command that the first argument names, and return its exit code.
 
     Args:
         prog: Name of the program.
-        description: Help text above the list of commands.
-        commands: The dataclass of each command, by name.
+        about: Help text above the list of commands.
+        commands: MODULE:CLASS of the dataclass of each command, by name.
         withdrawn: What to do instead of commands that existed before.
 
     Raises:
@@ -97,18 +99,26 @@ def run_subcommand(
     """
     name, *words = sys.argv[1:] or [""]
     if name in ("-h", "--help"):
-        summaries = {each: _summary(kind) for each, kind in commands.items()}
-        print(f"usage: {prog} COMMAND ...\n\n{description}\n\n{facts(summaries)}\n")
+        summaries = {each: _summary(subcommand(place)) for each, place in commands.items()}
+        print(f"usage: {prog} COMMAND ...\n\n{about}\n\n{facts(summaries)}\n")
         print(f"`{prog} COMMAND --help` describes the options of a command.")
         return 0
     if not name:
         raise ConfigError(f"expected a command: {', '.join(commands)}. See {prog} --help.")
     for use in (name, *(f"{name} {word}" for word in words)):
-        if withdrawn and use in withdrawn:
+        if use in withdrawn:
             raise ConfigError(f"`{prog} {use}` was withdrawn. {withdrawn[use]}")
     if name not in commands:
         raise ConfigError(f"Unknown command `{name}`.{nearest(name, commands)} See {prog} --help.")
-    return parse_command(commands[name], f"{prog} {name}", words).run()
+    return parse_command(subcommand(commands[name]), f"{prog} {name}", words).run()
+
+
+def subcommand(place: str) -> type[Subcommand]:
+    """Import the dataclass of a command, given as MODULE:CLASS."""
+    module, _, name = place.partition(":")
+    with signals_held():  # extension modules turn an interruption into an ImportError
+        found: type[Subcommand] = getattr(import_module(module), name)
+    return found
 
 
 def _summary(command: type[Any]) -> str:
@@ -282,7 +292,7 @@ def _reading(kind: Any, *, is_reversible: bool) -> dict[str, Any]:
     how: dict[str, Any] = {"metavar": _placeholder(kind).split()[0]}
     if get_origin(kind) is tuple:  # each time that the option is given adds a value
         how["action"] = "append"
-        if get_origin(get_args(kind)[0]) is tuple:
+        if _takes_several(kind):
             how["nargs"] = "*"
     elif bool in kinds_of(kind):  # a switch that may have a word
         how |= {"nargs": "?", "const": None}
@@ -295,10 +305,17 @@ def _value(kind: Any, words: Any, flag: str) -> Any:
     """Return the value that the words of an option mean."""
     if kind is bool or words is None:
         return words is not False
+    if _takes_several(kind):
+        words = [word for together in words for word in together or [""]]
     value = setting_of(kind, words, flag)
     if value == "":
         raise empty(kind, flag)
     return value
+
+
+def _takes_several(kind: Any) -> bool:
+    """Return whether several words may follow an option each time that it is given."""
+    return get_origin(kind) is tuple and _placeholder(kind).endswith("...")
 
 
 def _placeholder(kind: Any) -> str:

@@ -32,7 +32,7 @@ def note_opens(event: str, arguments: Any) -> None:
 
 
 sys.addaudithook(note_opens)
-LABELLED = {"task": "classify", "field": (("label=kind",),)}
+LABELLED = {"task": "classify", "field": ("label=kind",)}
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_named_field_that_is_missing_is_named_even_if_another_task_fits(
 ) -> None:
     write_rows(tmp_path / "a.jsonl", 3, text="a", label=1)
     with pytest.raises(CorpusError, match=r"no field `x`.* Name the field: `--field text=NAME`\.$"):
-        make(tmp_path / "a.jsonl", tmp_path / "out", tokenizer, field=(("text=x",),))
+        make(tmp_path / "a.jsonl", tmp_path / "out", tokenizer, field=("text=x",))
 
 
 def test_a_task_that_reads_the_fields_of_the_records_is_not_told_of_another_one(
@@ -109,7 +109,7 @@ def test_a_task_that_reads_the_fields_of_the_records_is_not_told_of_another_one(
             tmp_path / "out",
             tokenizer,
             task="chat",
-            field=(("messages=m",),),
+            field=("messages=m",),
             chat_template=str(template),
         )
 
