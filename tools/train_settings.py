@@ -286,13 +286,13 @@ def read_options() -> dict[str, Any]:
 def _given() -> dict[str, Any]:
     """Return the settings of the command line, which override its file and its preset."""
     options = read_options()
-    _check_pairs(options, {name: flag_of(name) for name in options})
+    _check_pairs(options)
     path = options.get("config") or _config_of_phases(options)
     if path and str(path) in preset_names() and not path.exists():
         raise ConfigError(f"`--config`={path}: no such file. Did you mean --preset {path}?")
     file = read_settings(path, FILE_KINDS) if path else {}
     phases = file.pop("phases", ())
-    _check_pairs(file, {name: name for name in file}, f"{path}: ")
+    _check_pairs(file, f"{path}: ")
     names = _presets_of(options)
     if "preset" in options:
         options["preset"] = ",".join(names)
@@ -330,8 +330,7 @@ def _phases(
     names: set[str] = set()
     for number, content in enumerate(phases, 1):
         phase = checked_settings(content, PHASE_KINDS, f"{where} {number}:")
-        written = {name: name for name in phase}
-        _check_pairs(phase, written, f"{where} {number}: ")
+        _check_pairs(phase, f"{where} {number}: ")
         name = phase.get("name", "")
         if not _PHASE_NAME.fullmatch(name) or name in names:
             raise ConfigError(
@@ -369,19 +368,12 @@ def _presets_of(options: Mapping[str, Any]) -> list[str]:
     return [each for name in names if (each := found if name == OF_GPU else name)]
 
 
-def _check_pairs(settings: Mapping[str, Any], written: Mapping[str, str], where: str = "") -> None:
-    """Reject two settings of one source that contradict each other.
-
-    Args:
-        settings: The settings by name.
-        written: How the source spells each name.
-        where: The file, for the message.
-    """
+def _check_pairs(settings: Mapping[str, Any], file: str = "") -> None:
+    """Reject two settings of a file, or of the command line, that contradict each other."""
     for one, other, meaning in _PAIRS:
         if settings.get(one) is not None and settings.get(other) is not None:
-            raise ConfigError(
-                f"{where}`{written[other]}` and {written[one]} both say {meaning}. Leave one out."
-            )
+            first, second = (other, one) if file else (flag_of(other), flag_of(one))
+            raise ConfigError(f"{file}`{first}` and {second} both say {meaning}. Leave one out.")
 
 
 def layered(*sources: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,11 @@ missing or damaged files. A file in an object store is identified by the checksu
 
 import contextlib
 import logging
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Annotated, Literal
+from typing import IO, Annotated
 
 import xxhash
 
@@ -103,9 +102,10 @@ def copy_data_set(source_path: str, to: str) -> Copied:
     with claimed(target, {"shards copy": manifest.fingerprint}):
         _check_place(source, target, manifest)
         if isinstance(target, LocalStore):
-            remove_leftovers(target.folder)
+            for temporary in target.folder.rglob(f"*{TEMPORARY_SUFFIX}"):  # of killed copies
+                temporary.unlink(missing_ok=True)
         try:
-            ways = bring(files, source, target)
+            is_new = _bring(files, source, target)
         except KeyboardInterrupt:
             if not isinstance(target, LocalStore):
                 _log.warning("uploads under way are finished first; a second Ctrl-C ends at once")
@@ -114,7 +114,7 @@ def copy_data_set(source_path: str, to: str) -> Copied:
             target.write(MADE_BY_FILE, made_by)
         target.write(MANIFEST_FILE, raw)
     sizes = [file.bytes for file in files]
-    copied = [size for size, way in zip(sizes, ways, strict=True) if way == "copied"]
+    copied = [size for size, is_copied in zip(sizes, is_new, strict=True) if is_copied]
     return Copied(
         to=target.name,
         fingerprint=manifest.fingerprint,
@@ -126,67 +126,33 @@ def copy_data_set(source_path: str, to: str) -> Copied:
     )
 
 
-Way = Literal["linked", "there", "copied"]
-
-
-def bring(
-    files: Sequence[FileInfo], source: Store, target: Place, *, links: bool = False
-) -> list[Way]:
-    """Put files of a data set into a place, several at a time, and check each copied file.
-
-    Args:
-        files: The files.
-        source: The data set.
-        target: Where they go.
-        links: Whether a hard link will do, of which no byte is read.
+def _bring(files: Sequence[FileInfo], source: Store, target: Place) -> list[bool]:
+    """Copy the files of a data set that are not in a place, several at a time, and check each.
 
     Returns:
-        For each file, whether it shares its bytes with where it was, was there, or was copied.
+        For each file, whether it was copied.
 
     Raises:
         ShardFormatError: A file is missing or damaged.
     """
+    is_local = isinstance(target, LocalStore)
     with Bar([file.bytes for file in files]) as bar:
 
-        def put(file: FileInfo) -> Way:
-            way: Way = "copied"
-            if links and isinstance(target, LocalStore) and _link(file, source, target):
-                way = "linked"
-            elif target.has(file):
-                way = "there"
+        def put(file: FileInfo) -> bool:
+            is_there = target.has(file)
+            if is_there:
+                bar.advance(Done(file.bytes, _tokens(file)))
             else:
                 with target.room() as folder:
-                    is_local = isinstance(target, LocalStore)
-                    fetch(file, source, folder / file.file, bar, synced=is_local)
-            if way != "copied":
-                bar.advance(Done(file.bytes, _tokens(file)))
+                    fetch(file, source, folder / file.file, bar.advance, synced=is_local)
             bar.count_unit()
-            return way
+            return not is_there
 
-        ways = list(results_of(put, files, AT_ONCE))
+        copied = list(results_of(put, files, AT_ONCE))
     if isinstance(target, LocalStore):
         for folder in sorted({(target.folder / file.file).parent for file in files}):
             sync_folder(folder)
-    return ways
-
-
-def _link(file: FileInfo, source: Store, target: LocalStore) -> bool:
-    """Make a hard link to a file, and return whether that was possible."""
-    if not isinstance(source, LocalStore):
-        return False
-    path, link = Path(source.root, file.file).resolve(), target.folder / file.file
-    link.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        if source.size(file.file) != file.bytes:
-            return False
-        if link.exists():
-            if link.samefile(path):
-                return True
-            link.unlink()
-        os.link(path, link)
-    except OSError:  # another disk, or a file system without links
-        return False
-    return True
+    return copied
 
 
 def _optional(store: Store, name: str) -> bytes | None:
@@ -227,7 +193,14 @@ def _manifest_at(store: Store) -> Manifest | None:
         raise ConfigError(f"{error} To complete this copy nevertheless, delete {file}.") from error
 
 
-def fetch(info: FileInfo, source: Store, path: Path, bar: Bar, *, synced: bool = True) -> None:
+def fetch(
+    info: FileInfo,
+    source: Store,
+    path: Path,
+    on_progress: Callable[[Done], None] = lambda done: None,
+    *,
+    synced: bool = True,
+) -> None:
     """Copy a file, and check its checksum. If the checksum is wrong, copy it a second time.
 
     Raises:
@@ -237,31 +210,27 @@ def fetch(info: FileInfo, source: Store, path: Path, bar: Bar, *, synced: bool =
     for _ in range(_TRIES):
         own = atomic_file(path, synced=synced, is_shared=True)
         with contextlib.suppress(_AnotherError), own as copy:
-            actual = _stream(info, source, copy, bar)
+            actual = _stream(info, source, copy, on_progress)
             if actual != info.xxh3:
                 raise _AnotherError
             return
     raise damaged(shown, f"the file has checksum {actual}, expected {info.xxh3}")
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of killed copies."""
-    for temporary in folder.rglob(f"*{TEMPORARY_SUFFIX}"):
-        temporary.unlink(missing_ok=True)
-
-
 class _AnotherError(Exception):
     """The checksum of the received bytes is not the one in the manifest."""
 
 
-def _stream(info: FileInfo, source: Store, copy: IO[bytes], bar: Bar) -> str:
+def _stream(
+    info: FileInfo, source: Store, copy: IO[bytes], on_progress: Callable[[Done], None]
+) -> str:
     """Write the content of a file, and return its checksum."""
     digest = xxhash.xxh3_64()
     for block in _blocks(source, info):
         digest.update(block)
         copy.write(block)
         part = len(block) / max(info.bytes, 1)
-        bar.advance(Done(len(block), round(part * _tokens(info))))
+        on_progress(Done(len(block), round(part * _tokens(info))))
     return digest.hexdigest()
 
 

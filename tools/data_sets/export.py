@@ -1,17 +1,17 @@
 """`shards export OUT TO --to FORMAT`: the rows of a data set in a format of another project.
 
-Each format is a class that receives the rows of a split in their order, one verified record batch
-at a time, so memory stays small. The files are written into a temporary folder, which gets its name
-when all are complete. `parquet` keeps all columns, the other formats only the token ids and, but
-for `nanogpt` and `llm.c`, the ends of rows.
+Each format is a function that reads a split, one verified record batch at a time, so memory stays
+small. The files are written into a temporary folder, which gets its name when all are complete.
+`parquet` keeps all columns, the other formats only the token ids and, but for `nanogpt` and
+`llm.c`, the ends of rows.
 """
 
 import json
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -107,199 +107,148 @@ def export_data_set(path: str, folder: Path, to: Format, split: str | None = Non
         raise ConfigError(f"{store.name}: has no rows to export.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: is not empty. Give a new or empty folder.")
-    kind = FORMATS[to]
-    shards = [(name, info) for name in names for info in manifest.splits[name].shards]
-    sizes = [info.bytes for _, info in shards]
-    with atomic_folder(folder) as temporary, ExitStack() as files, Bar(sizes) as bar:
-        writers = {name: kind(temporary, name, store, manifest, files) for name in names}
-        for name, info in shards:
-            reader = ShardReader.open(store, manifest, info)
-            for batch in range(info.batches):
-                rows, _ = reader.read(batch)
-                writers[name].append(rows)
-                share = len(rows.ids) / info.tokens
-                bar.advance(Done(info.bytes * share, len(rows.ids)))
-            bar.count_unit()
-        for writer in writers.values():
-            writer.finish()
+    sizes = [info.bytes for name in names for info in manifest.splits[name].shards]
+    with atomic_folder(folder) as temporary, Bar(sizes) as bar:
+        for name in names:
+            FORMATS[to](_Split(name, store, manifest, temporary, bar))
     return ExportSummary(
         to=str(folder),
         format=to,
         splits={name: manifest.splits[name].rows for name in names},
         tokens=sum(manifest.splits[name].tokens for name in names),
         files=sorted(file.name for file in folder.iterdir()),
-        left_out=[] if kind.keeps_columns else [column.name for column in manifest.columns],
+        left_out=[] if to == "parquet" else [column.name for column in manifest.columns],
         seconds=round(time.perf_counter() - started, 3),
     )
 
 
-class _Writer:
-    """Writes a split. `files` closes its files."""
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A split to export."""
 
-    keeps_columns: ClassVar[bool] = False
-    """Whether labels and other columns are kept, not the ids alone."""
+    name: str
+    store: Store
+    manifest: Manifest
+    folder: Path
+    """Where the files go."""
+    bar: Bar
 
-    def __init__(
-        self, folder: Path, split: str, store: Store, manifest: Manifest, files: ExitStack
-    ) -> None:
-        self.folder, self.split, self.store, self.manifest = folder, split, store, manifest
-        self.files = files
-        self.vocabulary_size = manifest.tokenizer.vocabulary_size
-        self.tokens = manifest.splits[split].tokens
-        self.dtype: np.dtype[Any] = token_dtype(self.vocabulary_size)
-        self.begin()
+    @property
+    def vocabulary_size(self) -> int:
+        return self.manifest.tokenizer.vocabulary_size
 
-    def open(self, name: str) -> IO[bytes]:
-        return self.files.enter_context((self.folder / name).open("wb"))
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of ids in shards."""
+        return token_dtype(self.vocabulary_size)
 
-    def begin(self) -> None:
-        """Open the files."""
+    def file(self, ending: str) -> Path:
+        """Return the path of a file of the split."""
+        return self.folder / f"{self.name}{ending}"
 
-    def append(self, rows: Rows) -> None:
-        """Write rows, which follow those before."""
-        raise NotImplementedError
+    def rows(self) -> Iterator[Rows]:
+        """Yield the rows, a record batch at a time."""
+        for info in self.manifest.splits[self.name].shards:
+            reader = ShardReader.open(self.store, self.manifest, info)
+            for batch in range(info.batches):
+                rows, _ = reader.read(batch)
+                yield rows
+                share = len(rows.ids) / info.tokens
+                self.bar.advance(Done(info.bytes * share, len(rows.ids)))
+            self.bar.count_unit()
 
-    def finish(self) -> None:
-        """Write what needs all rows."""
-
-
-class _Ids(_Writer):
-    """Writes all ids to one file, and keeps the lengths of the rows."""
-
-    ending: ClassVar[str]
-
-    def begin(self) -> None:
-        self.ids = self.open(f"{self.split}{self.ending}")
-        self.parts: list[np.ndarray] = []
-
-    def append(self, rows: Rows) -> None:
-        self.ids.write(np.ascontiguousarray(rows.ids, self.dtype).data)
-        self.parts.append(rows.lengths.astype(np.uint32))
-
-    def row_lengths(self) -> np.ndarray:
-        """Tokens of each row of the split, uint32."""
-        return np.concatenate(self.parts)
+    def write_ids(self, path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+        """Write all ids to a file. Return the tokens of each row, uint32."""
+        lengths = []
+        with path.open("wb") as file:
+            for rows in self.rows():
+                file.write(np.ascontiguousarray(rows.ids, dtype).data)
+                lengths.append(rows.lengths.astype(np.uint32))
+        return np.concatenate(lengths)
 
 
-class _Megatron(_Ids):
-    """`.bin` and `.idx` of `IndexedDataset`, index version 1: one document per row."""
-
-    ending = ".bin"
-
-    def begin(self) -> None:
-        if self.vocabulary_size >= 65_500:
-            self.dtype = np.dtype(np.int32)
-        super().begin()
-        self.index = self.open(f"{self.split}.idx")
-
-    def finish(self) -> None:
-        lengths = self.row_lengths().astype(np.int32)
-        pointers = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-        pointers = np.concatenate([[0], pointers[:-1]]).astype(np.int64)
-        dtype_code = 8 if self.dtype == np.uint16 else 4
-        self.index.write(b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([dtype_code]))
-        self.index.write(np.array([len(lengths), len(lengths) + 1], np.uint64).data)
+def _megatron(split: _Split) -> None:
+    """Write `.bin` and `.idx` of `IndexedDataset`, index version 1: one document per row."""
+    dtype = np.dtype(np.int32) if split.vocabulary_size >= 65_500 else split.dtype
+    lengths = split.write_ids(split.file(".bin"), dtype).astype(np.int32)
+    pointers = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+    pointers = np.concatenate([[0], pointers[:-1]]).astype(np.int64)
+    dtype_code = 8 if dtype == np.uint16 else 4
+    with split.file(".idx").open("wb") as index:
+        index.write(b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([dtype_code]))
+        index.write(np.array([len(lengths), len(lengths) + 1], np.uint64).data)
         for values in (lengths, pointers, np.arange(len(lengths) + 1, dtype=np.int64)):
-            self.index.write(values.data)
+            index.write(values.data)
 
 
-class _NanoGpt(_Ids):
-    """`train.bin` and `val.bin`: uint16 ids, one row after the other."""
-
-    ending = ".bin"
-
-    def begin(self) -> None:
-        if self.dtype != np.uint16:
-            raise ConfigError(
-                f"{self.store.name}: nanoGPT reads ids of two bytes, and the tokenizer has "
-                f"{self.vocabulary_size:,} ids. Use `--to llm.c` or `--to megatron`."
-            )
-        if self.split == "validation" and "val" not in self.manifest.splits:
-            self.split = "val"
-        super().begin()
-
-
-class _LlmC(_Writer):
-    """`SPLIT_000001.bin` and so on: a header of 256 int32 and at most 100 M ids each."""
-
-    FILE_TOKENS: ClassVar[int] = 100_000_000
-
-    def begin(self) -> None:
-        self.written = self.number = 0
-        self.room = 0
-        """Tokens that the present file can still take."""
-
-    def append(self, rows: Rows) -> None:
-        ids = np.ascontiguousarray(rows.ids, self.dtype)
-        while len(ids):
-            mode = "ab" if self.room else "xb"
-            if not self.room:
-                self.number += 1
-                self.room = min(self.FILE_TOKENS, self.tokens - self.written)
-            part, ids = ids[: self.room], ids[self.room :]
-            with (self.folder / f"{self.split}_{self.number:06d}.bin").open(mode) as file:
-                if mode == "xb":
-                    file.write(self._header().data)
-                file.write(part.data)
-            self.written += len(part)
-            self.room -= len(part)
-
-    def _header(self) -> np.ndarray:
-        header = np.zeros(256, np.int32)
-        magic, version = (20240520, 1) if self.dtype == np.uint16 else (20240801, 7)
-        header[:3] = magic, version, self.room
-        return header
-
-
-class _Olmo(_Ids):
-    """`.npy` without a header, and a `.csv.gz` with start, end, row, source and record."""
-
-    ending = ".npy"
-
-    def begin(self) -> None:
-        super().begin()
-        sources = read_checked(self.store, self.manifest.sources).splitlines()
-        paths = (json.loads(line)["path"] for line in sources)
-        self.names = pa.array([path.encode(errors="backslashreplace").decode() for path in paths])
-        sink = pa.CompressedOutputStream(self.folder / f"{self.split}.csv.gz", "gzip")
-        self.sink = self.files.enter_context(sink)
-        self.end = self.row = 0
-
-    def append(self, rows: Rows) -> None:
-        super().append(rows)
-        ends = self.end + np.cumsum(rows.lengths)
-        columns = {
-            "start": ends - rows.lengths,
-            "end": ends,
-            "id": np.arange(self.row, self.row + len(rows)),
-            "src": self.names.take(pa.array(rows.per_row[ORIGIN_FILE])),
-            "loc": rows.per_row[ORIGIN_RECORD],
-        }
-        csv.write_csv(pa.table(columns), self.sink, csv.WriteOptions(include_header=False))
-        self.end, self.row = int(ends[-1]), self.row + len(rows)
-
-
-class _Parquet(_Writer):
-    """One file for each split, with all columns."""
-
-    keeps_columns = True
-
-    def begin(self) -> None:
-        self.schema = shard_schema(self.vocabulary_size, self.manifest.columns)
-        file = parquet.ParquetWriter(
-            self.folder / f"{self.split}.parquet", self.schema, compression="zstd"
+def _nanogpt(split: _Split) -> None:
+    """Write `train.bin` and `val.bin`: uint16 ids, one row after the other."""
+    if split.dtype != np.uint16:
+        raise ConfigError(
+            f"{split.store.name}: nanoGPT reads ids of two bytes, and the tokenizer has "
+            f"{split.vocabulary_size:,} ids. Use `--to llm.c` or `--to megatron`."
         )
-        self.file = self.files.enter_context(file)
-
-    def append(self, rows: Rows) -> None:
-        self.file.write_batch(record_batch(rows, self.schema)[0])
+    is_val = split.name == "validation" and "val" not in split.manifest.splits
+    split.write_ids(split.folder / "val.bin" if is_val else split.file(".bin"), split.dtype)
 
 
-FORMATS: dict[Format, type[_Writer]] = {
-    "megatron": _Megatron,
-    "nanogpt": _NanoGpt,
-    "llm.c": _LlmC,
-    "olmo": _Olmo,
-    "parquet": _Parquet,
+LLM_C_TOKENS = 100_000_000
+"""Most ids in a file for llm.c."""
+
+
+def _llm_c(split: _Split) -> None:
+    """Write `SPLIT_000001.bin` and so on, each with a header of 256 int32."""
+    tokens, written = split.manifest.splits[split.name].tokens, 0
+    header = np.zeros(256, np.int32)
+    header[:2] = (20240520, 1) if split.dtype == np.uint16 else (20240801, 7)
+    for rows in split.rows():
+        ids = np.ascontiguousarray(rows.ids, split.dtype)
+        while len(ids):
+            number, place = divmod(written, LLM_C_TOKENS)
+            part, ids = ids[: LLM_C_TOKENS - place], ids[LLM_C_TOKENS - place :]
+            with split.file(f"_{number + 1:06d}.bin").open("ab") as file:
+                if not place:
+                    header[2] = min(LLM_C_TOKENS, tokens - written)
+                    file.write(header.data)
+                file.write(part.data)
+            written += len(part)
+
+
+def _olmo(split: _Split) -> None:
+    """Write `.npy` without a header, and `.csv.gz` with start, end, row, source and record."""
+    sources = read_checked(split.store, split.manifest.sources).splitlines()
+    paths = (json.loads(line)["path"] for line in sources)
+    names = pa.array([path.encode(errors="backslashreplace").decode() for path in paths])
+    end = row = 0
+    table = pa.CompressedOutputStream(split.file(".csv.gz"), "gzip")
+    with split.file(".npy").open("wb") as file, table as sink:
+        for rows in split.rows():
+            file.write(np.ascontiguousarray(rows.ids, split.dtype).data)
+            ends = end + np.cumsum(rows.lengths)
+            columns = {
+                "start": ends - rows.lengths,
+                "end": ends,
+                "id": np.arange(row, row + len(rows)),
+                "src": names.take(pa.array(rows.per_row[ORIGIN_FILE])),
+                "loc": rows.per_row[ORIGIN_RECORD],
+            }
+            csv.write_csv(pa.table(columns), sink, csv.WriteOptions(include_header=False))
+            end, row = int(ends[-1]), row + len(rows)
+
+
+def _parquet(split: _Split) -> None:
+    """Write one file with all columns."""
+    schema = shard_schema(split.vocabulary_size, split.manifest.columns)
+    with parquet.ParquetWriter(split.file(".parquet"), schema, compression="zstd") as file:
+        for rows in split.rows():
+            file.write_batch(record_batch(rows, schema)[0])
+
+
+FORMATS: dict[Format, Callable[[_Split], None]] = {
+    "megatron": _megatron,
+    "nanogpt": _nanogpt,
+    "llm.c": _llm_c,
+    "olmo": _olmo,
+    "parquet": _parquet,
 }
 """By the value of `--to`."""

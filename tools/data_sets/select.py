@@ -3,11 +3,13 @@
 Every shard is read once. A shard that loses no row becomes a hard link. The others are written
 again without the rows that were not selected. Nothing of these rows stays in the
 new folder: input files without rows lose their names in sources.jsonl, and lines of rejects.jsonl
-go with their records. The manifest counts what was removed.
+go with their records. The manifest counts what was removed. All files are written into a temporary
+folder, which gets its name when they are complete.
 """
 
 import fnmatch
 import json
+import os
 import time
 from collections import Counter
 from contextlib import suppress
@@ -21,6 +23,7 @@ import numpy as np
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.kinds import Kind, kinds_of
 from tokenfeed.pipeline.format.manifest import (
+    MANIFEST_FILE,
     REJECTS_FILE,
     SOURCES_FILE,
     Manifest,
@@ -34,13 +37,13 @@ from tokenfeed.pipeline.format.manifest import (
 from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS, ORIGIN_FILE, ORIGIN_RECORD, Rows
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.shard_writer import ShardWriter
-from tokenfeed.pipeline.format.store import Store, open_store
+from tokenfeed.pipeline.format.storage import atomic_folder
+from tokenfeed.pipeline.format.store import LocalStore, Store, open_place, open_store
 from tokenfeed.pipeline.planning.permutation import GOLDEN, mix64
 from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.tools.data_sets.cat import DataSet
-from tokenfeed.tools.data_sets.copy import AT_ONCE
-from tokenfeed.tools.data_sets.derived import NewDataSet, new_data_set, shards_of
+from tokenfeed.tools.data_sets.copy import AT_ONCE, fetch
 from tokenfeed.tools.encoding.fim import FIM_ROWS
 from tokenfeed.tools.jobs.crew import Done
 from tokenfeed.tools.jobs.progress_bar import Bar
@@ -203,21 +206,44 @@ def select(path: str, to: str, selection: Selection) -> Selected:
     store = open_store(path)
     manifest = Manifest.read(store)
     chosen = _Chosen(store, _lines(store, manifest), selection)
-    with new_data_set(to, store, manifest) as new:
-        left = _left_of(chosen, new)
+    folder = _new_folder(to)
+    with atomic_folder(folder) as work:
+        left = _left_of(chosen, store, manifest, work)
         made, files = _described(store, manifest, chosen, left)
-        linked = new.finish(made, files)
+        for name, content in files.items():
+            (work / name).write_bytes(content)
     return Selected(
-        to=new.folder.name,
+        to=str(folder),
         fingerprint=made.fingerprint,
         rows=sum(split.rows for split in made.splits.values()),
         tokens=sum(split.tokens for split in made.splits.values()),
-        shards=len(shards_of(made)),
-        linked=linked,
+        shards=sum(len(split.shards) for split in made.splits.values()),
+        linked=sum(shard.is_linked for shards in left.values() for shard in shards),
         seconds=round(time.perf_counter() - started, 3),
         removed=(made.ledger.removed or 0) - (manifest.ledger.removed or 0),
         not_found=chosen.not_found,
     )
+
+
+def _new_folder(to: str) -> Path:
+    """Return the folder of a new data set.
+
+    Raises:
+        ConfigError: The folder holds something, or is in a store or in a data set.
+    """
+    place = open_place(to)
+    if not isinstance(place, LocalStore):
+        raise ConfigError(
+            f"{to}: is not a folder of this machine. Give a folder, then run `shards copy`."
+        )
+    if others := sorted(place.names()):
+        raise ConfigError(
+            f"{to}: already holds other data ({others[0]}). Give a new or empty folder."
+        )
+    for parent in place.folder.resolve().parents:
+        if all((parent / name).exists() for name in (MANIFEST_FILE, SOURCES_FILE)):
+            raise ConfigError(f"{to}: lies in the data set {parent}. Give a folder outside of it.")
+    return place.folder
 
 
 def _lines(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
@@ -301,6 +327,8 @@ class _Left(NamedTuple):
 
     info: ShardInfo | None
     """The shard with the kept rows: the same if all are kept, None if none is."""
+    is_linked: bool
+    """Whether it shares its bytes with the shard that it was made of."""
     files: np.ndarray
     """Input files of the kept rows, ascending."""
     rows: np.ndarray
@@ -311,16 +339,17 @@ class _Left(NamedTuple):
     """Tokens of removed rows by kind, int64."""
 
 
-def _left_of(chosen: _Chosen, new: NewDataSet) -> dict[str, list[_Left]]:
-    """Return what is left of the shards of each split. Shards that lose rows are written into the
-    work folder."""
-    splits = new.manifest.splits
+def _left_of(
+    chosen: _Chosen, store: Store, manifest: Manifest, work: Path
+) -> dict[str, list[_Left]]:
+    """Put what is left of the shards of each split into a folder, and return it."""
+    splits = manifest.splits
     shards = [(name, info) for name, split in splits.items() for info in split.shards]
     left: dict[str, list[_Left]] = {name: [] for name in splits}
     with Bar([info.bytes for _, info in shards]) as bar:
 
         def do(shard: tuple[str, ShardInfo]) -> _Left:
-            of_shard = _left(chosen, new, shard[1])
+            of_shard = _left(chosen, store, manifest, work, shard[1])
             bar.advance(Done(shard[1].bytes, shard[1].tokens))
             bar.count_unit()
             return of_shard
@@ -330,9 +359,8 @@ def _left_of(chosen: _Chosen, new: NewDataSet) -> dict[str, list[_Left]]:
     return left
 
 
-def _left(chosen: _Chosen, new: NewDataSet, info: ShardInfo) -> _Left:
-    """Read a shard, and write it again if it keeps some of its rows."""
-    store, manifest = new.source, new.manifest
+def _left(chosen: _Chosen, store: Store, manifest: Manifest, work: Path, info: ShardInfo) -> _Left:
+    """Read a shard. Link it if it keeps all of its rows, and write it again if it keeps some."""
     only = (INPUT_IDS, KINDS, ORIGIN_FILE, ORIGIN_RECORD)
     reader = ShardReader.open(store, manifest, info, only=only)
     masks: list[np.ndarray] = []
@@ -348,18 +376,30 @@ def _left(chosen: _Chosen, new: NewDataSet, info: ShardInfo) -> _Left:
             removed_lengths, removed_kinds = _counted(rows.where(~mask))
             lengths, kinds = lengths + removed_lengths, kinds + removed_kinds
     kept_files, kept_rows = np.unique(np.concatenate(files), return_counts=True)
-    made: ShardInfo | None = info
-    if not all(mask.all() for mask in masks):
-        made = None
-        if len(kept_files):
-            size = manifest.tokenizer.vocabulary_size
-            reader = ShardReader.open(store, manifest, info)
-            with ShardWriter(new.work, info.file, size, manifest.columns) as writer:
-                for batch, mask in enumerate(masks):
-                    rows, _ = reader.read(batch)
-                    writer.append(rows.where(mask))
-            made = writer.info
-    return _Left(made, kept_files, kept_rows, lengths, kinds)
+    made: ShardInfo | None = None
+    is_linked = False
+    if all(mask.all() for mask in masks):
+        made, is_linked = info, _link(info, store, work / info.file)
+    elif len(kept_files):
+        size = manifest.tokenizer.vocabulary_size
+        reader = ShardReader.open(store, manifest, info)
+        with ShardWriter(work, info.file, size, manifest.columns) as writer:
+            for batch, mask in enumerate(masks):
+                rows, _ = reader.read(batch)
+                writer.append(rows.where(mask))
+        made = writer.info
+    return _Left(made, is_linked, kept_files, kept_rows, lengths, kinds)
+
+
+def _link(info: ShardInfo, store: Store, path: Path) -> bool:
+    """Make a hard link to a shard, or a copy if that is impossible. Return whether it is a link."""
+    path.parent.mkdir(exist_ok=True)
+    if isinstance(store, LocalStore):
+        with suppress(OSError):  # another disk, or a file system without links
+            os.link((store.folder / info.file).resolve(), path)
+            return True
+    fetch(info, store, path)
+    return False
 
 
 def _counted(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
@@ -371,7 +411,7 @@ def _counted(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
 def _described(
     store: Store, manifest: Manifest, chosen: _Chosen, left: dict[str, list[_Left]]
 ) -> tuple[Manifest, dict[str, bytes]]:
-    """Return the manifest and the files beside the shards, by name.
+    """Return the manifest, and the files beside the shards by name.
 
     Raises:
         ConfigError: No row is left.
@@ -403,7 +443,8 @@ def _described(
         rejects=file_info(REJECTS_FILE, rejects),
         counts=_counts(manifest.counts, np.sum([shard.removed_kinds for shard in every], axis=0)),
     )
-    return made, {**files, SOURCES_FILE: sources, REJECTS_FILE: rejects}
+    files |= {SOURCES_FILE: sources, REJECTS_FILE: rejects, MANIFEST_FILE: made.encoded()}
+    return made, files
 
 
 def _rejects(content: bytes, chosen: _Chosen, is_gone: np.ndarray) -> tuple[bytes, Counter[str]]:

@@ -128,7 +128,7 @@ def test_exported_rows_are_those_of_the_data_set(
 
 
 def test_large_splits_become_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FORMATS["llm.c"], "FILE_TOKENS", 1000)
+    monkeypatch.setattr("tokenfeed.tools.data_sets.export.LLM_C_TOKENS", 1000)
     rows = random_rows(np.full(700, 300), vocabulary_size=50_000)
     data = write_rows(tmp_path / "narrow", {"train": rows}, 50_000, 3)
     export_data_set(str(data), tmp_path / "c", "llm.c")
