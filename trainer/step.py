@@ -27,7 +27,7 @@ from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.devices import cuda
 from tokenfeed.pipeline.planning.permutation import derive_key
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.distributed.world import is_sharded_tensor
+from tokenfeed.trainer.distributed.world import World, is_sharded_tensor
 from tokenfeed.trainer.models.build import outside_graphs
 from tokenfeed.trainer.optim.optimizer import set_learning_rate
 from tokenfeed.trainer.optim.precision import Precision
@@ -69,6 +69,12 @@ class Tally:
         """Add the loss of a micro-batch and its targets."""
         self.loss += loss.sum.detach()
         self.targets += loss.targets
+
+    def sum_over(self, world: World) -> None:
+        """Sum loss and targets over the ranks by one message. In fp64, no target is lost."""
+        both = torch.stack((self.loss.double(), self.targets.double()))
+        world.all_reduce([both])
+        self.loss, self.targets = both[0].float(), both[1].long()
 
     def count(self, batch: Batch, micro_batch: MicroBatch) -> None:
         """Add the tokens, slots and rows of a micro-batch."""
@@ -124,7 +130,7 @@ def train_steps(
             number += world.size
         if world.size > 1:  # gradients are summed already
             with charge("communication"):
-                world.all_reduce([tally.loss, tally.targets])
+                tally.sum_over(world)
         before_update()
         norm = update(learner, step, tally.loss, tally.targets)
         yield Trained(step, tally, norm)

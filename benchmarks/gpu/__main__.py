@@ -57,8 +57,8 @@ SPEEDS: dict[str, Entry] = {
     "of tiny, eager": {"model": "tiny", "compile": False, "traced": False},
 }
 """Settings of the steps that stand beside the plain one."""
-SPEED_SECONDS = 480
-"""When no more of them begins."""
+SPEED_SECONDS, LEAST_SECONDS = 480, 20
+"""Seconds in which all of them end, and with fewer left none begins."""
 TESTS = Path(__file__).parents[2] / "tests"
 CHECKS = ("tests", "races", "waits")
 """What measures no time."""
@@ -103,14 +103,16 @@ def run_parts(data: Path, options: argparse.Namespace) -> Iterator[Entry]:
     with ThreadPoolExecutor(at_once) as pool:
         yield from pool.map(lambda name: run_part(name, data, options), checks)
     measured: dict[str, Entry] = {}
-    began_s = None
+    speeds_end_s = None
     for name in options.only:
-        is_speed = name.startswith("speed")
-        began_s = (began_s or time.monotonic()) if is_speed else None
-        if began_s and time.monotonic() - began_s > SPEED_SECONDS * 0.8:  # one more takes the rest
+        left_s = float(PATIENCE_SECONDS)
+        if name.startswith("speed"):
+            speeds_end_s = speeds_end_s or time.monotonic() + SPEED_SECONDS
+            left_s = speeds_end_s - time.monotonic()
+        if left_s < LEAST_SECONDS:
             yield {"part": name, "outcome": f"skipped: {SPEED_SECONDS} s are over"}
         elif name not in checks:
-            measured[name] = found = run_part(name, data, options)
+            measured[name] = found = run_part(name, data, options, left_s)
             if name.startswith("stall ") and "tokens_per_s" in found:
                 mended = measured.get("stall none", {})
                 found["measured_gain"] = gain(found, mended)
@@ -124,8 +126,10 @@ def gain(faulty: Entry, mended: Entry) -> float | None:
     return float(mended["tokens_per_s"] / faulty["tokens_per_s"])
 
 
-def run_part(name: str, data: Path, options: argparse.Namespace) -> Entry:
-    """One part: what it measured and `passed`, or why it did not."""
+def run_part(
+    name: str, data: Path, options: argparse.Namespace, seconds: float = PATIENCE_SECONDS
+) -> Entry:
+    """One part: what it measured and `passed`, or why it did not within some seconds."""
     what, _, case = name.partition(" ")
     if options.device == "cpu" and (what in NEEDS_CUDA or case in COMPILED):
         return {"part": name, "outcome": "skipped: no CUDA"}
@@ -135,9 +139,9 @@ def run_part(name: str, data: Path, options: argparse.Namespace) -> Entry:
         of_case = SPEEDS if what == "speed" else RUNS | COMPILED
         command += ["--settings", json.dumps(of_case.get(case, {}))]
     try:
-        said = run(command, ENVIRONMENTS.get(name, {}))
+        said = run(command, ENVIRONMENTS.get(name, {}), seconds)
     except subprocess.TimeoutExpired:
-        return {"part": name, "outcome": f"failed: took more than {PATIENCE_SECONDS} s"}
+        return {"part": name, "outcome": f"failed: took more than {seconds:.0f} s"}
     last = last_line(said.stdout)
     if said.returncode:
         print(said.stdout if what == "tests" else said.stderr, file=sys.stderr, flush=True)
@@ -147,15 +151,17 @@ def run_part(name: str, data: Path, options: argparse.Namespace) -> Entry:
     return {"part": name, "outcome": "passed"} | found
 
 
-def run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process of its own."""
+def run(
+    command: list[str], environment: dict[str, str], seconds: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own, which is killed after some seconds."""
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
         cwd=RESULTS.parents[1],
         env=os.environ | environment,
-        timeout=PATIENCE_SECONDS,
+        timeout=seconds,
         check=False,
     )
 
@@ -226,20 +232,21 @@ def main() -> None:
         data = options.data or Path(folder)
         if any(name.split()[0] not in NEEDS_NO_DATA for name in options.only):
             make_data(data, small=options.small)
-        results = []
+        results: list[Entry] = []
+        about, path = machine(options.device), None
         for found in run_parts(data, options):
             results.append(found)
             print(json.dumps(found), flush=True)
+            if options.results is not None:  # part by part: a GPU may be lent for minutes
+                name = slug(options.name or about["device"])
+                path = write_result(f"gpu-{name}", results, options.results, **about)
     speeds = [entry for entry in results if entry["part"].startswith("speed")]
     if len(speeds) > 1:
         print(as_text(speed_table(speeds)), flush=True)
     loops = [entry for entry in results if "trace_idle" in entry]
     if loops:
         print(as_text(stall_table(loops)), flush=True)
-    about = machine(options.device)
-    if options.results is not None:
-        name = slug(options.name or about["device"])
-        path = write_result(f"gpu-{name}", results, options.results, **about)
+    if path is not None:
         print(f"{path}: all figures in one file, which you can attach to an issue")
     failed = [entry["part"] for entry in results if entry["outcome"].startswith("failed")]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)

@@ -91,7 +91,9 @@ def test_only_stall_runs_checks_and_loops_and_writes_one_file(
 ) -> None:
     ran: dict[str, dict[str, str]] = {}
 
-    def run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    def run(
+        command: list[str], environment: dict[str, str], seconds: float
+    ) -> subprocess.CompletedProcess[str]:
         ran[f"{command[3]} {environment}"] = environment
         if command[3] == "query":
             return subprocess.CompletedProcess(command, 1, "", "RuntimeError: no GPU")

@@ -80,7 +80,6 @@ class Reporter:
             device=device_name(run.device),
             precision=run.learner.precision.name,
             versions=versions(),
-            stages=run.planned_stages(sum(delivered.values())),
             delivered=delivered,
             rows_by_length=list(manifest.split("train").length_histogram),
             steps_per_s=speed,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
-from tokenfeed.pipeline.format.store import reading_once
+from tokenfeed.pipeline.format.store import open_store, reading_once
 from tokenfeed.pipeline.text import count_of
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoints
 from tokenfeed.trainer.config.allocator import allocator
@@ -104,11 +104,19 @@ def announce(config: TrainConfig, world: World, settle: Settle | None = None) ->
 
 def _stages(trainer: Trainer) -> Iterator[str]:
     """Yield what each stage of the data reads until the last step."""
-    tokens = round(trainer.epoch.tokens / trainer.epoch.steps * trainer.config.steps)
-    for number, stage in enumerate(trainer.planned_stages(tokens), 1):
-        end = "the last step" if stage.until is None else f"{stage.until:,} tokens"
-        read = ", ".join(f"{count:,.0f} of {name}" for name, count in stage.planned.items())
-        yield f"stage {number}, to {end}: tokens {read}"
+    last = round(trainer.epoch.tokens / trainer.epoch.steps * trainer.config.steps)
+    begin = 0
+    for number, stage in enumerate(trainer.loader.stages, 1):
+        until, weights = stage.until_tokens, stage.weights
+        end = last if until is None else min(last, until)
+        if end <= begin:
+            return
+        of_one = (end - begin) / sum(weights.values())
+        named = [(open_store(path).name, of_one * weight) for path, weight in weights.items()]
+        read = ", ".join(f"{tokens:,.0f} of {name}" for name, tokens in named)
+        to = "the last step" if until is None else f"{until:,} tokens"
+        yield f"stage {number}, to {to}: tokens {read}"
+        begin = end
 
 
 def _times(trainer: Trainer, seconds: list[float]) -> Iterator[str]:

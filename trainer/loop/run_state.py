@@ -3,10 +3,9 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Literal, cast
 
-from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.trainer.checkpoints.checkpoint_files import Checkpoint, Checkpoints
 from tokenfeed.trainer.config.run_config import Settle, TrainConfig
 from tokenfeed.trainer.data.attention import separation
@@ -17,7 +16,7 @@ from tokenfeed.trainer.loop.loaders import SplitLoaders, choose_micro_batch, fil
 from tokenfeed.trainer.loop.memory import keep_freed_memory
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.progress_lines import ProgressLog
-from tokenfeed.trainer.report.run_files import MetricsFile, StageTokens, planned_tokens
+from tokenfeed.trainer.report.run_files import MetricsFile
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.tasks.registry import task_of
 from tokenfeed.trainer.tasks.task import Metrics
@@ -113,16 +112,6 @@ class Run:
         return self.world.from_rank_0(
             lambda: self.metrics.evaluation(self.step, split) if self.metrics else {}
         )
-
-    def planned_stages(self, tokens: int) -> list[StageTokens]:
-        """Return what the stages of the data read in this many tokens of the run."""
-
-        def shares(weights: Mapping[StorePath, float]) -> dict[str, float]:
-            whole = sum(weights.values())
-            return {open_store(path).name: weight / whole for path, weight in weights.items()}
-
-        stages = [(each.until_tokens, shares(each.weights)) for each in self.loader.stages]
-        return planned_tokens(stages, tokens)
 
     def open_checkpoint(self, step: int | None = None) -> Checkpoint:
         """Open the checkpoint of a step, or the latest one. Rank 0 verifies it."""

@@ -18,7 +18,7 @@ import math
 import os
 import platform
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -57,15 +57,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 RowsByLength = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageTokens:
-    """The tokens of a stage so far, by data set, as its weights plan them."""
-
-    until: int | None
-    """Tokens of the run at which the stage ends; None for the last one."""
-    planned: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,10 +110,8 @@ class Report:
     device: str
     precision: str
     versions: dict[str, str]
-    stages: list[StageTokens] = field(default_factory=list)
-    """The stages of `mixing` that the run has reached; empty without `mixing`."""
     delivered: dict[str, int] = field(default_factory=dict)
-    """Tokens of each data set in all stages so far."""
+    """Tokens of each data set in all stages of `mixing` so far; empty without `mixing`."""
     rows_by_length: RowsByLength = field(default_factory=list)
     """Rows of the split `train` by length in tokens: entry k counts those of 2**k up to
     2**(k+1) - 1."""
@@ -174,11 +163,6 @@ class Report:
             state_bytes=self.state_bytes,
             peak_gpu_bytes=self.peak_gpu_bytes,
         )
-
-    @property
-    def planned(self) -> Mapping[str, float]:
-        """Tokens of each data set in all stages so far, as the weights plan them."""
-        return {n: sum(s.planned.get(n, 0.0) for s in self.stages) for n in self.delivered}
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "Report | None":
@@ -282,28 +266,6 @@ def _store(found: RemoteStats | None) -> str:
         f"cache, {found.retries:,} retries, {found.outage_s:.1f} s of outage, windows at hand "
         f"after {found.wait_s.p99:.3f} s (p99)"
     )
-
-
-Shares = Mapping[str, float]
-"""Shares of the tokens by data set. Their sum is 1."""
-
-
-def planned_tokens(stages: Sequence[tuple[int | None, Shares]], tokens: int) -> list[StageTokens]:
-    """Return the planned tokens of the stages that a run has reached.
-
-    Args:
-        stages: Of each stage the tokens of the run at its end, and the shares.
-        tokens: The tokens of the run so far.
-    """
-    found, begin = [], 0
-    for until, shares in stages:
-        end = tokens if until is None else min(tokens, until)
-        if end <= begin:
-            break
-        planned = {name: (end - begin) * share for name, share in shares.items()}
-        found.append(StageTokens(until=until, planned=planned))
-        begin = end
-    return found
 
 
 def shown_metrics(metrics: Mapping[str, float | None]) -> list[str]:
