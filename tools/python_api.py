@@ -87,8 +87,8 @@ def pretokenize(
     engine: Literal["auto", "tokenizers"] = "auto",
     runner: Runner = "local",
     special_tokens_in_text: Literal["plain", "split"] = "plain",
-    shard_size: str = "auto",
-    max_record: str = "64MB",
+    shard_size: int | str = "auto",
+    max_record: int | str = "64MB",
     seed: int = 0,
 ) -> Pretokenized:
     """Tokenize a corpus once, into checksummed shards, like the command `pretokenize`.

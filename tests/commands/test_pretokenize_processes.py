@@ -59,7 +59,7 @@ def line_of(result: subprocess.CompletedProcess[str], code: int) -> str:
 @contextlib.contextmanager
 def crew_of_two(corpus: Path, out: Path, tokenizer: Path, executor: ForkExecutor) -> Iterator[Crew]:
     """Have two workers of `executor` encode every unit of a corpus."""
-    options = Options(paths=(str(corpus), str(out)), tokenizer=str(tokenizer), shard_size="30KB")
+    options = Options(paths=(str(corpus), str(out)), tokenizer=str(tokenizer), shard_size=30_000)
     made = prepare(find_inputs(options))
     out.mkdir()
     (out / "tokenizer.json").write_bytes(tokenizer.read_bytes())

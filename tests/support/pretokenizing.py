@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +15,9 @@ from tokenfeed.tools.pretokenizing import prepare, runner
 from tokenfeed.tools.pretokenizing.make import make_dataset, make_part
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.summary import PartSummary, Summary
+from tokenfeed.trainer.config.values import setting_of
+
+_SIZE = get_type_hints(Options, include_extras=True)["shard_size"]
 
 
 def make(corpus: Path | str, out: Path | str, tokenizer: Path | None, **options: Any) -> Summary:
@@ -32,9 +35,9 @@ def part(
 def _options(
     corpus: Path | str, out: Path | str, tokenizer: Path | None, **options: Any
 ) -> Options:
-    given = {"shard_size": "30KB", **options}
+    options["shard_size"] = setting_of(_SIZE, options.get("shard_size", "30KB"), "")
     named = str(tokenizer) if tokenizer else None
-    return Options(paths=(str(corpus), str(out)), tokenizer=named, **given)
+    return Options(paths=(str(corpus), str(out)), tokenizer=named, **options)
 
 
 def interrupt(corpus: Path | str, out: Path | str, tokenizer: Path | None, **options: Any) -> None:

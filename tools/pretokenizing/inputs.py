@@ -115,7 +115,7 @@ def find_inputs(options: Options, spool: Spool = tuple) -> Inputs:
         field=next(iter(possible_columns(task.fields))),
         exclude=options.exclude,
         splits=options.splits,
-        max_record_bytes=options.max_record_bytes,
+        max_record_bytes=options.max_record,
         encoding=options.encoding,
         known=[Known(*file) for file in plan["files"]] if plan else (),
         spooled=spooled,
@@ -125,7 +125,9 @@ def find_inputs(options: Options, spool: Spool = tuple) -> Inputs:
     if isinstance(task, ChatEncoder):
         assert tokenizer, "`Options` asks for one"
         task = dataclasses.replace(task, chat_template=chat_template_of(options, tokenizer, files))
-    shard_bytes = options.shard_bytes or auto_shard_bytes(corpus.sources)
+    shard_bytes = options.shard_size
+    if shard_bytes == "auto":
+        shard_bytes = auto_shard_bytes(corpus.sources)
     return Inputs(
         options=options,
         state=state,
@@ -212,7 +214,7 @@ def _recipe(
         "--limit": options.limit,
         "--shard-size": shard_bytes,
         "--encoding": options.encoding,
-        "--max-record": options.max_record_bytes,
+        "--max-record": options.max_record,
         "--tokenizer": options.tokenizer and public(options.tokenizer),
         "--vocab-size and --seed": (
             None if options.tokenizer else [options.vocab_size, options.seed]

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, ValidationError, convert
 
-from tokenfeed.pipeline.checks import bytes_of
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.format.schema import RESERVED_NAMES, Column
@@ -26,7 +25,7 @@ from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 from tokenfeed.tools.jobs.executors import Runner, check_installed
 from tokenfeed.tools.jobs.run_records import JobPart
 from tokenfeed.tools.shell.command_line import Page, parse_command, text
-from tokenfeed.trainer.config.values import NotNegative, Positive, flag_of
+from tokenfeed.trainer.config.values import NotNegative, Positive, Size, flag_of
 
 _OTHER_NAMES = {"--append": "another OUT (`train --shards A B` reads both as one)"}
 _COMMON = ("task", "field", "tokenizer", "validation", "workers")
@@ -151,10 +150,10 @@ class Options:
     """Make the data set from the output of all parts. Encode what the parts did not finish."""
     special_tokens_in_text: Literal["plain", "split"] = "plain"
     """How to encode the text of a special token inside a document: as plain text, or as its id."""
-    shard_size: Annotated[str, text("SIZE|auto")] = "auto"
+    shard_size: Size | Literal["auto"] = "auto"
     """Bytes of text per shard, like 256MB. auto: a 64th of the input, 8MB to 256MB."""
-    max_record: Annotated[str, text("SIZE")] = f"{MAX_RECORD_BYTES // 10**6}MB"
-    """Largest size of a record, decompressed. A larger record is rejected."""
+    max_record: Size = MAX_RECORD_BYTES
+    """Largest size of a record, decompressed. A larger record is rejected. Default: 64MB."""
     seed: NotNegative = 0
     """Seed of the sample that trains a tokenizer, and of --fim-rate."""
 
@@ -164,26 +163,9 @@ class Options:
         return tuple(p if "://" in p else str(Path(p)) for p in map(str, self.paths[:-1]))
 
     @property
-    def out(self) -> Path:
-        """The output folder: the last path, if it is not an address."""
-        return Path(self.paths[-1])
-
-    @property
     def output(self) -> Place:
         """The folder or store that the last path names."""
         return open_place(self.paths[-1])
-
-    @property
-    def shard_bytes(self) -> int | None:
-        """`shard_size` in bytes; None for auto."""
-        if self.shard_size == "auto":
-            return None
-        return bytes_of(self.shard_size, flag="--shard-size", otherwise="auto")
-
-    @property
-    def max_record_bytes(self) -> int:
-        """`max_record` in bytes."""
-        return bytes_of(self.max_record, flag="--max-record")
 
     @property
     def num_workers(self) -> int:
@@ -257,7 +239,7 @@ class Options:
                 )
         if self.encoding is not None:
             _check_encoding(self.encoding)
-        _ = self.shard_bytes, self.max_record_bytes, self.template_arguments  # raise if wrong
+        _ = self.template_arguments  # raises if wrong
 
     def _check_fields(self) -> None:
         """Reject fields that the task does not read, or that are named twice or not at all."""

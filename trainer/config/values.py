@@ -29,7 +29,8 @@ AboveZero = Annotated[
     float, Meta(gt=0, le=sys.float_info.max, title="X", description="a number above 0")
 ]
 Bytes = Annotated[int, Meta(ge=0, title="SIZE", description="a size like 50GB, or 0")]
-"""A number of bytes, which people may write with a unit."""
+Size = Annotated[int, Meta(ge=1, title="SIZE", description="a size like 256MB")]
+"""Numbers of bytes, which people may write with a unit."""
 Tokens = Annotated[int, Meta(ge=1, title="N", description="a number of tokens like 500M or 10B")]
 """A number of tokens, which people may write with K, M, B or T for powers of a thousand."""
 Shards = Annotated[
@@ -108,8 +109,9 @@ def setting_of(kind: Any, value: Any, where: str) -> Any:
     is_empty = value == "" or (value == {} and Shards in kinds)  # `skip: {}` skips no rows
     if is_empty and expected(kind) != "text":  # the path "" is the working directory
         raise empty(kind, where)
-    if isinstance(value, str) and Bytes in kinds and (size := bytes_meant(value)) is not None:
-        value = size
+    if isinstance(value, str) and (Bytes in kinds or Size in kinds):
+        size = bytes_meant(value)
+        value = value if size is None else size
     number = re.fullmatch(r"(\d+\.?\d*)([KMBT])", str(value).strip().upper())
     if number and Tokens in kinds:  # like 1.5B
         value = round(float(number[1]) * _THOUSANDS[number[2]])

@@ -66,11 +66,6 @@ def test_a_wrong_phase_is_named_before_any_phase_runs(
     assert not (tmp_path / "run").exists()
 
 
-def test_phase_without_phases_is_refused(shards: Path) -> None:
-    errors = call(train.main, "--shards", shards, "--phase", 1, expect=2).stderr
-    assert "`--phase`=1: needs a file with a list `phases`" in errors
-
-
 def test_print_config_of_phases_is_read_again(shards: Path, tmp_path: Path) -> None:
     path = written(tmp_path, shards, [*TWO, {"name": "more", "epochs": 2}])
     printed = call(train.main, "--config", path, "--print-config").stdout

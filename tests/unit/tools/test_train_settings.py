@@ -158,8 +158,6 @@ def test_a_switch_of_a_file_can_be_turned_off(shards: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("stepps: 3", r"unknown setting stepps\. Did you mean steps\?"),
-        ("steps: many", r"steps: expected a whole number of at least 1, got many\."),
         ("dropout: 1", r"dropout: expected a number of at least 0 and below 1, got 1\."),
         ("compile: perhaps", r"compile: expected true or false or one of reduce-.*, got perhaps\."),
         ("schedule: step", r"schedule: expected one of cosine, linear, wsd, constant, got step\."),
@@ -171,7 +169,6 @@ def test_a_switch_of_a_file_can_be_turned_off(shards: Path, tmp_path: Path) -> N
         ("steps: 2\nepochs: 1", "`epochs` and steps both say how long to train. Leave one out."),
         ("step-tokens: 64\nstep_rows: 4", "`step_rows` and step_tokens both say what a step is"),
         ("config: other.yaml", "unknown setting config"),
-        ("- steps", "expected settings, one a line, like `steps: 200`"),
         ("steps: [1", "invalid YAML"),
         (f"shards: {'[' * 1200}", "invalid YAML"),
     ],
@@ -189,8 +186,6 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--stepps", "3"], r"Unknown option `--stepps`\. Did you mean --steps\?"),
-        (["out/"], r"`out/`: unexpected word\. Did you mean --shards out/\? See train --help"),
         (["--batch-size", "8"], "Did you mean --step-rows"),
         (["--mixed-precision", "bf16"], r"Did you mean --precision\?"),
         (["--gradient-accumulation-steps=4"], "Did you mean --step-tokens or --step-rows"),
@@ -200,29 +195,13 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
         ),
         (["--steps"], r"`--steps`: expected a value: N\. See train --help"),
         (["--shards", "a", "--track", "wandb", "x"], r"`x`: unexpected word\. See train --help"),
-        (["--steps", "1.5"], r"`--steps`: expected a whole number of at least 1, got 1\.5"),
-        (
-            ["--precision", "int8"],
-            "`--precision`: expected one of auto, bf16, fp16, fp32, got int8",
-        ),
         (
             ["--preset", "t4,H100"],
             r"`--preset`: expected auto, t4, .* or several like t4,production, got H100\. Did",
         ),
-        (
-            ["--config", "nowhere.yaml"],
-            "nowhere.yaml: No such file or directory. Give a YAML",
-        ),
         (["--preset", "t4,"], r"`--preset`: expected auto, t4, .*, got an empty name\."),
         (["--export", ""], r"`--export` is empty: expected a path\. Is a shell variable unset"),
-        (["--recompute=yes"], r"`--recompute`: takes no value\. See train --help"),
         (["--resume", "perhaps"], "`--resume`: expected true or false or auto, got perhaps"),
-        (["--shards"], "`--shards` is empty"),
-        (
-            ["--track", "x"],
-            r"`--track`: expected one or several of wandb, trackio, tensorboard, got x\.",
-        ),
-        ([], "`--shards` is needed"),
     ],
 )
 def test_words_that_cannot_be_meant_are_refused_in_one_line(words: list[str], message: str) -> None:
@@ -258,9 +237,6 @@ ORDERED = ("--order", "file", "--step-tokens", 2048)
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--model", "tiny", "--layers", 4), "--layers.*is for --model qwen3"),
-        (("--width", 100, "--heads", 3), "--width.*=100: expected a multiple of 6"),
-        (("--heads", 4, "--kv-heads", 3), "--heads.*=4: expected a multiple of 3"),
         ((*ORDERED, "--epochs", 1), "`--order`=file: .* Give --steps, or --step-rows"),
         (ORDERED, "`--order`=file: .* Give --steps"),
         ((*ORDERED, "--tokens", 1000), "`--order`=file: .* Give --steps"),
@@ -390,8 +366,6 @@ def test_help_shows_every_option_with_its_default(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--scale-learning-rate", "sqrt"), "needs the size of the step that the rate is for"),
-        (("--reference-step-rows", 8), "`--reference-step-rows`=8: needs --scale-learning-rate"),
         (
             ("--scale-learning-rate", "sqrt", "--reference-step-tokens", 8, "--learning-rate", 1),
             "the step is a number of rows, .* Give --reference-step-rows",
