@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from random import SystemRandom
 from typing import Any
 
 import xxhash
@@ -36,8 +38,10 @@ from tokenfeed.tools.encoding.chat_parts import (
     marked,
     read_marks,
 )
+from tokenfeed.tools.encoding.chat_places import KnownText, contents_of
 from tokenfeed.tools.encoding.chat_renderer import (
     Renderer,
+    copied,
     rendered_by_transformers,
     renderer,
     unusable,
@@ -46,6 +50,11 @@ from tokenfeed.tools.encoding.chat_renderer import (
 _MOST_WORK = 1_000_000_000
 """Characters to render of one conversation up to each message. A message costs `_MESSAGE_COST`."""
 _MESSAGE_COST = 500
+_UNUSED = [chr(code) for code in (*range(1, 9), *range(14, 27))]
+_NONCE = "".join(SystemRandom().choices(_UNUSED, k=14))
+_SAID = f"{_NONCE}[", f"{_NONCE}]"
+"""What stands around what {% generation %} encloses. No text has it: another process has others."""
+_SAID_MARKS = re.compile(rf"{re.escape(_NONCE)}([\[\]])")
 _SHOWN = 40
 """Characters of two texts that differ, in a message."""
 _TRAINING = dict(
@@ -140,7 +149,7 @@ class ChatTemplate:
         joins = self._joins_parts.get(roles)
         if joins is None:
             with suppress(Unusable):
-                text = self._text(conversation)
+                text = self._text(conversation.copied())
                 joins = not any(str(messages[n]["content"]) in text for n in listed)
                 self._joins_parts[roles] = joins
         if joins:
@@ -170,25 +179,34 @@ class ChatTemplate:
         """Return the fields, without what other processes find out for themselves."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
-    def render(self, conversation: Conversation) -> Rendered:
+    def render(self, conversation: Conversation, known: KnownText | None = None) -> Rendered:
         """Render a conversation and find its parts.
+
+        Args:
+            conversation: The messages and other variables.
+            known: What the template writes between contents of other conversations; it learns from
+                this one. None: nothing is known.
 
         Raises:
             Unusable: The template fails, or it is not certain what the assistant says.
         """
-        messages = conversation.messages
-        text = self._text(conversation)
+        own = conversation.copied()
+        text, generated = self._written(own)
+        _check_unchanged(own, conversation)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise unusable("the template fails", error) from None
-        found = self._contents(conversation, text)
+        found = self._contents(own, text, known or KnownText())
         if self._renderer.has_generation:
-            generated = found[1] if found else self._generated(conversation, text)
+            if generated is None:
+                generated = found[1] if found else self._generated(own, text)
             said = [(start, end) for start, end in generated if end > start]
         else:
-            said = self._by_prefix(conversation, text)
+            said = self._by_prefix(own, text)
+        _check_unchanged(own, conversation)
         parts, _, removed = found or ([], [], (0, 0))
+        messages = conversation.messages
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         unlearnt = {n for n in turns if not is_learnt(messages[n])}
         missing = (int(found is None), *removed)
@@ -203,7 +221,7 @@ class ChatTemplate:
         if "strftime_now" in self._renderer.unset:
             return  # `transformers` writes the day
         try:
-            ours = self._text(conversation)
+            ours = self._text(conversation.copied())
         except Unusable:
             return
         theirs = rendered_by_transformers(self.source, self._variables(conversation))
@@ -242,10 +260,16 @@ class ChatTemplate:
         most = max(map(len, begins), default=0)
         return any(text[-n:] in begins or text[:n] in ends for n in range(2, most + 1))
 
+    @functools.cached_property
+    def _has_plain_variables(self) -> bool:
+        """Whether a template can change none of the variables."""
+        return all(isinstance(each, str | bool | None) for each in self.variables.values())
+
     def _variables(self, conversation: Conversation, *, prompt: bool = False) -> dict[str, Any]:
+        own = self.variables if self._has_plain_variables else copied(self.variables)
         return {
             "documents": None,
-            **self.variables,
+            **own,
             **conversation.arguments,
             "messages": conversation.messages,
             "tools": conversation.tools,
@@ -255,11 +279,42 @@ class ChatTemplate:
     def _text(self, conversation: Conversation, *, prompt: bool = False) -> str:
         return self._renderer.render(self._variables(conversation, prompt=prompt))
 
+    def _written(self, conversation: Conversation) -> tuple[str, list[Range] | None]:
+        """Render a conversation. Return the text and what {% generation %} encloses; None if
+        another rendering must show it.
+
+        Raises:
+            Unusable: The template fails, or has a tag {% generation %} inside another one.
+        """
+        if not (self._renderer.has_generation and self._renderer.writes_in_order):
+            return self._text(conversation), None
+        rendered = self._renderer.render(self._variables(conversation), *_SAID)
+        begin, *rest = _SAID_MARKS.split(rendered)
+        places = [*accumulate(map(len, rest[1::2]), initial=len(begin))][:-1]
+        if "".join(rest[::2]) != "[]" * (len(places) // 2):
+            raise _not_certain()
+        return "".join([begin, *rest[1::2]]), [*zip(places[::2], places[1::2], strict=True)]
+
     def _contents(
+        self, conversation: Conversation, text: str, known: KnownText
+    ) -> tuple[list[Part], list[Range], tuple[int, int]] | None:
+        """Find the contents in the text, and what {% generation %} encloses, if it is not known.
+        Count the messages whose thinking, and whose text, is missing.
+        """
+        contents = contents_of(conversation) if known.is_useful else None
+        has_tools = bool(conversation.tools)
+        if contents and (parts := known.fit(text, contents, has_tools=has_tools)):
+            needs_said = self._renderer.has_generation and not self._renderer.writes_in_order
+            return parts, self._generated(conversation, text) if needs_said else [], (0, 0)
+        found = self._marked(conversation, text)
+        if contents and found:
+            known.learn(text, contents, found[0], has_tools=has_tools)
+        return found
+
+    def _marked(
         self, conversation: Conversation, text: str
     ) -> tuple[list[Part], list[Range], tuple[int, int]] | None:
-        """Find the contents in the text, and what {% generation %} encloses. Count the messages
-        whose thinking, and whose text, is missing.
+        """Find what `_contents` returns by marks.
 
         Marks stand around a content, or inside its outer white space for templates that trim. If
         the marks change the text, fewer contents are marked. In a text that has all characters of
@@ -295,10 +350,7 @@ class ChatTemplate:
             rendered = self._renderer.render(given, *generation_marks(mark))
             found = read_marks(rendered, text, [], mark)
         if found is None:
-            raise Unusable(
-                "it is not certain what {% generation %} encloses. Move the tag out of other tags "
-                "{% generation %}, and out of macros, {% set %} and {% filter %}"
-            )
+            raise _not_certain()
         return found[1]
 
     def _by_prefix(self, conversation: Conversation, text: str) -> list[Range]:
@@ -341,6 +393,18 @@ class ChatTemplate:
         name = _TRAINING.get(xxhash.xxh3_64_hexdigest(self.source.strip().encode())[:8])
         of_trl = f": {name}_training.jinja of TRL" if name else ""
         return f"Use a template with {{% generation %}}{of_trl}"
+
+
+def _check_unchanged(own: Conversation, conversation: Conversation) -> None:
+    if own != conversation:
+        raise Unusable("the template fails: it must not change messages, tools or arguments")
+
+
+def _not_certain() -> Unusable:
+    return Unusable(
+        "it is not certain what {% generation %} encloses. Move the tag out of other tags "
+        "{% generation %}, and out of macros, {% set %} and {% filter %}"
+    )
 
 
 def _lacking(text: str) -> str | None:

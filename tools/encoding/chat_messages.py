@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from tokenfeed.pipeline.format.kinds import Kind
 from tokenfeed.tools.corpus.records import Unusable
+from tokenfeed.tools.encoding.chat_renderer import copied
 
 Message = dict[str, Any]
 
-_ROLES: dict[str, Kind] = {
+ROLES: dict[str, Kind] = {
     "system": Kind.SYSTEM,
     "developer": Kind.SYSTEM,
     "user": Kind.USER,
@@ -47,6 +48,10 @@ class Conversation:
     tools: list[Any] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     """Variables of the template, such as `enable_thinking`."""
+
+    def copied(self) -> "Conversation":
+        """Return a copy that templates may read and change; see `chat_renderer.copied`."""
+        return Conversation(*(copied(getattr(self, each.name)) for each in fields(self)))
 
     def until(self, stop: int) -> "Conversation":
         """Return the conversation with its first messages only."""
@@ -106,14 +111,14 @@ def _message(raw: Any, name: str) -> Message:
     message = raw
     if len(raw) == 2 and isinstance(raw.get("content"), str):  # most of them
         role = raw.get("role")
-        if isinstance(role, str) and role in _ROLES:
+        if isinstance(role, str) and role in ROLES:
             return message
     if None in raw.values():  # as in transformers
         message = {key: value for key, value in raw.items() if value is not None}
     if "role" not in message and "from" in message:
         message = _from_share_gpt(message, name)
     role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         expected = "system, user, assistant or tool"
         raise Unusable(f"has {name} with the role {role!r:.40}, expected {expected}")
     if "function_call" in message:  # the older layout of OpenAI
@@ -191,7 +196,7 @@ def replaced(message: Message, number: int, write: Write, *, details: bool) -> M
     """
     plain = message.get("content")
     if len(message) == 2 and isinstance(plain, str) and "</think>" not in plain:  # most of them
-        return {**message, "content": write(plain, number, _ROLES[message["role"]])}
+        return {**message, "content": write(plain, number, ROLES[message["role"]])}
 
     def content(text: str) -> str:
         before, _, after = text.partition("<think>")
@@ -229,7 +234,7 @@ def replaced(message: Message, number: int, write: Write, *, details: bool) -> M
             return {**given, key: write(id_, -1, Kind.TEMPLATE)}
         return dict(given)
 
-    new, kind = dict(message), _ROLES[message["role"]]
+    new, kind = dict(message), ROLES[message["role"]]
     if kind is Kind.TEXT and isinstance(thinking := message.get("reasoning_content"), str):
         new["reasoning_content"] = write(thinking, number, Kind.THINKING)
         if message["thinking"] == thinking:

@@ -226,7 +226,7 @@ class TokensOfTexts:
         """
         starts, num_rows = self._starts, len(self._rendered)
         begins = self._bytes_of([each.starts for each in self._rendered])
-        values = np.array([*chain.from_iterable(each.kinds for each in self._rendered)], np.uint8)
+        values = np.frombuffer(b"".join(bytes(each.kinds) for each in self._rendered), np.uint8)
         first_token = np.searchsorted(starts, begins)
         kinds = np.repeat(values, np.diff(np.append(first_token, len(starts))))
         rows = np.repeat(np.arange(num_rows), lengths)
@@ -340,9 +340,9 @@ def laid_out(
     Raises:
         Unusable: It is not certain where these are.
     """
-    blank = blanked(text, parts)
+    own = [part for part in first_said(parts) if part[3] is not _TEMPLATE]
+    blank = text if len(own) == len(parts) else blanked(text, parts)
     has_thoughts = _END_OF_THOUGHT in blank
-    own = [part for part in first_said(parts) if part.kind is not _TEMPLATE]
     spans: list[Range] = []
     owners: list[int] = []
     if len(turns) != len(said):
@@ -355,22 +355,22 @@ def laid_out(
     shown = -1
     own.append(Part(len(text) + 1, 0, -1, _TEMPLATE, -1))
     for turn, (start, end) in zip([*turns, -1], [*said, (len(text), len(text))], strict=True):
-        while (part := own[at]).start < start:
+        while own[at][0] < start:
+            begin, stop, message, kind, _ = own[at]
             at += 1
-            if part.kind >= _TEXT:
+            if kind >= _TEXT:
                 unmarked += 1
                 continue
-            span = part[:2]
-            begins += (part.start, part.kind), (part.end, _TEMPLATE)
-            spans.append(span)
-            owners.append(part.message)
-            if part.message != shown:
-                messages.append(span)
-            shown = part.message
+            begins += (begin, kind), (stop, _TEMPLATE)
+            spans.append((begin, stop))
+            owners.append(message)
+            if message != shown:
+                messages.append((begin, stop))
+            shown = message
         if start == end:
             continue
         first = at
-        while own[at].start < end:
+        while own[at][0] < end:
             at += 1
         if turn not in unlearnt:
             found = _kinds_of(blank, own[first:at], (start, end), special, has_thoughts)

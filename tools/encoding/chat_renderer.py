@@ -16,6 +16,10 @@ from tokenfeed.tools.corpus.records import Unusable
 _BEGIN, _END = "tokenfeed_begin", "tokenfeed_end"
 """Variables that a template writes in place of {% generation %} and {% endgeneration %}."""
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_CAPTURES = re.compile(
+    r"\{%[-+]?\s*(?:macro|call|filter|block|set\b[^=]*?%\})|\brecursive\b|\bimport\b|\binclude\b"
+)
+"""Matches tags that may keep what other tags write."""
 _FUEL = 20_000_000
 """Operations of a rendering, and a tenth of the characters that it makes. A message takes about a
 hundred; loops that do not end take seconds."""
@@ -54,6 +58,8 @@ class Renderer:
 
         self._source = source
         self.has_generation = _GENERATION.search(source) is not None
+        self.writes_in_order = _CAPTURES.search(source) is None
+        """Whether all that the template writes is its text: it keeps nothing in a variable."""
         self._environment = made = minijinja.Environment(
             pycompat=True, trim_blocks=True, lstrip_blocks=True, debug=False, fuel=_FUEL
         )
@@ -72,18 +78,17 @@ class Renderer:
     def render(self, variables: dict[str, Any], begin: str = "", end: str = "") -> str:
         """Return the text. `begin` and `end` stand around what {% generation %} encloses.
 
+        The variables are values of `copied`. A template can change them, because minijinja calls
+        the methods of Python's lists and dicts.
+
         Raises:
             Unusable: The template fails, takes too long, or makes too much text.
         """
-        given = {name: _copied(value) for name, value in variables.items()}
         marks = {_BEGIN: begin, _END: end}
         try:
-            text = self._environment.render_template("text", **given, **marks)
-            if given != variables:  # minijinja calls the methods of Python's lists and dicts
-                raise Unusable("it must not change messages, tools or arguments")
+            return self._environment.render_template("text", **variables, **marks)
         except BaseException as error:
             raise unusable("the template fails", error) from None
-        return text
 
     @functools.cached_property
     def unset(self) -> set[str]:
@@ -172,12 +177,16 @@ class _Number:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _copied(value: Any) -> Any:
+_UNCHANGED = {str, bool, type(None)}
+"""Types of values that need no copy."""
+
+
+def copied(value: Any) -> Any:
     """Return a copy of a value of JSON."""
     if isinstance(value, dict):
-        return {k: v if isinstance(v, str) else _copied(v) for k, v in value.items()}
+        return {k: v if type(v) in _UNCHANGED else copied(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [*map(_copied, value)]
+        return [each if type(each) in _UNCHANGED else copied(each) for each in value]
     if isinstance(value, int):
         return value if value.bit_length() < _INTEGER_BITS else _Number(value)
     return _Number(value) if isinstance(value, float) else value

@@ -56,6 +56,7 @@ from tokenfeed.tools.encoding.chat_messages import (
     read_messages,
 )
 from tokenfeed.tools.encoding.chat_parts import COUNTS, Rendered, TokensOfTexts
+from tokenfeed.tools.encoding.chat_places import KnownText
 from tokenfeed.tools.encoding.chat_renderer import UNLIKE_SPACE, to_json
 from tokenfeed.tools.encoding.fim import FIM_ROWS, FillInMiddle
 from tokenfeed.tools.encoding.labels import Labels
@@ -901,6 +902,7 @@ class ChatEncoder(TaskEncoder):
         of_rows = {"unread_arguments": np.zeros(num_rows, np.int64)}
         unusable: dict[int, str] = {}
         reads = functools.cache(self.chat_template.reads)
+        known = KnownText()
         for row in range(num_rows):
             rendered.append(Rendered())
             numbers.append({})
@@ -909,7 +911,7 @@ class ChatEncoder(TaskEncoder):
                 self._check_special(conversation)
                 of_messages = self._numbers(conversation)
                 conversation, num_joined = self.chat_template.with_texts(conversation)
-                made = self.chat_template.render(conversation)
+                made = self.chat_template.render(conversation, known)
                 is_proved = not made.counts[COUNTS.index("unproved")]
                 if not (is_proved or self.splits_special):
                     self._check_joined(conversation)

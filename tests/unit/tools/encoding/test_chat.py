@@ -917,16 +917,40 @@ def test_special_text_in_arguments_is_part_of_the_call() -> None:
 @pytest.mark.parametrize("source", [GENERATING, QWEN, JOINING])
 @pytest.mark.parametrize("mark", ["\x7f", "\U00100000", "\x7f\U00100000"])
 def test_texts_with_the_characters_of_marks_are_texts(source: str, mark: str) -> None:
-    """With one of the characters, the other is used. With both, contents are not found."""
+    """With one of the characters, the other is used. With both, contents are not found, but what
+    {% generation %} encloses is."""
     messages = dialogue(f"q{mark}0( \x7f", f"write {mark}0) </think> {mark}[ here {mark}]")
     plain = [{**m, "content": m["content"].replace(mark, "x")} for m in messages]
     made = [Conversation(each) for each in (plain, messages)]
     assert_rendered_as_by_transformers(source, made)
-    if source == GENERATING and "\U00100000" in mark:
-        assert "it is not certain what" in encode(source, [messages]).unusable[0]
-        return
+    if source == GENERATING:
+        kinds = ("text", "thinking", "stop")
+        learnt = [text for kind, text in pieces_of(source, messages) if kind in kinds]
+        assert "".join(learnt) == messages[-1]["content"] + "<|im_end|>"
     is_unproved = rendered(source, messages).counts[COUNTS.index("unproved")]
     assert is_unproved == ("\U00100000" in mark)
+
+
+@given(
+    st.sampled_from([*TEMPLATES]),
+    st.lists(conversations(plain=True) | conversations(), min_size=2, max_size=6),
+    st.booleans(),
+    st.booleans(),
+)
+def test_batches_are_encoded_as_conversations_alone(
+    name: str, batch: list[list[Message]], has_tools: bool, splits: bool
+) -> None:
+    """A batch learns what a template writes between contents, and needs fewer marks."""
+    source, tools = TEMPLATES[name], TOOLS if has_tools else None
+    together = encode(source, batch, tools, splits=splits)
+    for row, messages in enumerate(batch):
+        alone = encode(source, [messages], tools, splits=splits)
+        assert together.unusable.get(row) == alone.unusable.get(0)
+        for column in together.per_token:
+            (expected,) = alone.per_token[column].rows()
+            assert together.per_token[column].rows()[row].tolist() == expected.tolist()
+        for count in alone.counts:
+            assert together.counts[count][row] == alone.counts[count][0]
 
 
 def test_null_contents_are_those_of_transformers() -> None:
