@@ -311,26 +311,6 @@ def planned_idle_table(results: list[Entry]) -> list[list[str]]:
     ]
 
 
-def packing_table(results: list[Entry]) -> list[list[str]]:
-    """Speed and fill of every packer on every kind of lengths."""
-    header = ["lengths", "packer", "rows", "seconds", "M rows/s", "full"]
-    return [
-        header,
-        *(
-            [
-                entry["lengths"],
-                entry["packer"],
-                f"{entry['rows']:,}",
-                "{median:.2f} [{min:.2f}, {max:.2f}]".format(**entry["seconds"]),
-                significant(entry["m_rows_s"]),
-                f"{entry['full']:.3%}",
-            ]
-            for entry in results
-            if entry["lengths"] != "instructions"  # as the others
-        ),
-    ]
-
-
 def ratios_table(results: list[Entry], times: str) -> list[list[str]]:
     """Speeds, and the median of the ratios to a peer in the same repeat."""
     return [
@@ -362,7 +342,6 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "text_loaders/mixture": mixture_table,
     "ranks": ranks_table,
     "ranks/planned": planned_idle_table,
-    "packing": packing_table,
     "families": partial(ratios_table, times="times_datasets_map"),
     "tokens": partial(ratios_table, times="times_zstd"),
     "chat": chat_table,

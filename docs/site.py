@@ -27,7 +27,6 @@ PAGES = (
     "recipes/README.md",
 )
 SHOWN_AS_THEY_ARE = (
-    "benchmarks/packing.py",
     "benchmarks/resume.py",
     "benchmarks/results/*",
     "examples/*.ipynb",
