@@ -1,4 +1,4 @@
-"""What torch's compiler makes of the loss, of Muon and of fp16."""
+"""What torch's compiler makes of the loss, of Muon and of fp16: half a minute of a core."""
 
 import re
 from pathlib import Path
@@ -15,6 +15,8 @@ from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.trainer.models.gpt import ModelSize, Transformer
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.tasks import vocabulary_loss as chunked
+
+pytestmark = pytest.mark.long
 
 
 class Traffic(TorchDispatchMode):
@@ -35,7 +37,6 @@ class Traffic(TorchDispatchMode):
         return out
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_error_takes_a_quarter_of_the_eager_traffic() -> None:
     """Bytes per logit. Softmax of the CPU reads logits twice, and of a GPU once."""
@@ -62,7 +63,6 @@ def test_compiled_error_takes_a_quarter_of_the_eager_traffic() -> None:
     assert 2 * (read + written) <= 8
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_muon_steps_as_the_eager_one() -> None:
     size = ModelSize(layers=2, width=16, heads=2)
@@ -82,8 +82,6 @@ def test_compiled_muon_steps_as_the_eager_one() -> None:
         torch.testing.assert_close(other, eager, rtol=0, atol=0.03 * eager.abs().max().item())
 
 
-@pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
 def test_compiled_fp16_trains_as_eager_fp16(tmp_path: Path) -> None:
     folder, found = write_labelled(tmp_path / "shards", "lm", count=100), []

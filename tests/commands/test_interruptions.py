@@ -205,7 +205,7 @@ begun.wait()
 """
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_daemon_thread_between_two_batches_ends_quietly_with_the_interpreter(
     folder: Path, num_workers: int
 ) -> None:

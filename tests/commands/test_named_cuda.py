@@ -25,6 +25,7 @@ LIKE_OTHERS = {
     *("complete padded", "chat packed", "chat padded", "pairs padded", "tag packed"),
     *("lm padded", "score padded", "tag padded"),
     "hub Gemma3Text",
+    *("t4 complete packed", "t4 classify padded", "t4 muon"),
 }
 """Attention, head and dtypes of each are those of other runs: `make test-long` has them."""
 
@@ -164,7 +165,7 @@ def test_a_gpu_of_today_computes_in_bf16_and_the_rest_of_fp32_as_tf32(
     assert dtypes(seen["fp32"], "mm", "addmm", "bmm") == {"float32"}
 
 
-@pytest.mark.parametrize("case", T4)
+@pytest.mark.parametrize("case", cases(T4))
 def test_a_t4_computes_in_fp16_and_adds_layers_in_fp32(seen: dict[str, Seen], case: str) -> None:
     found = seen[case]
     assert found["precision"] == "fp16"

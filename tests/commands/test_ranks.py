@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import PROGRAMS, warm
 from support.programs.ranked_training import BEGINS
-from support.training import RUNS, load_weights, read_metrics, write_labelled
+from support.training import RUNS, load_weights, read_metrics
 
 PROGRAM = PROGRAMS / "ranked_training.py"
 SETTINGS: dict[str, Any] = {
@@ -92,7 +92,6 @@ def runs_in(folder: Path, every_task: Path) -> dict[str, Run]:
         "2": (2, of("2", late=(1, LATE_S))),
         "classes 1": (1, of("classes 1", "classify padded")),
         "classes 3": (3, of("classes 3", "classify padded")),
-        "classes shares": (2, of("classes shares", "classify padded", **SHARES)),
         "shares": (2, of("shares", late=(1, LATE_S), **SHARES)),
         "other shares, stopped": (2, of("other shares", ends=("stop", 1, 2), **SHARES, **small)),
         "other shares, whole": (1, of("other shares", ends=("stop", 0, 1), **resumed)),
@@ -108,7 +107,6 @@ def runs_in(folder: Path, every_task: Path) -> dict[str, Run]:
         "after kills": (2, of("killed", **often, **resumed)),
         "first": (2, of("first", model="shallow", steps=2, **SHARES)),
         "begun": (1, of("begun", **begun)),
-        "begun on two": (2, of("begun on two", **begun)),
         "begun shares": (2, of("begun shares", **begun, **SHARES)),
         "fading 1": (1, of("fading 1", model="support.training:fading_model")),
         "fading 2": (2, of("fading 2", model="support.training:fading_model")),
@@ -121,12 +119,6 @@ def runs_in(folder: Path, every_task: Path) -> dict[str, Run]:
     for data, (size, more) in SHARDED.items():
         runs[f"{data} whole"] = 1, of(f"{data} whole", data, **more)
         runs[f"{data} shares"] = size, of(f"{data} shares", data, **more, **SHARES)
-    both = {str(every_task / "lm"): 0.5, str(folder / "more"): 0.5}
-    mixed = SETTINGS | {"shards": both}
-    going = mixed | {"run_dir": folder / "mixed going"}
-    runs["mixed"] = 1, mixed | {"run_dir": folder / "mixed"}
-    runs["mixed, stopped"] = 2, going | {"ends": ("stop", 1, 3)}
-    runs["mixed going"] = 1, going | resumed
     return runs
 
 
@@ -140,7 +132,6 @@ class Trained(NamedTuple):
 @pytest.fixture(scope="module")
 def trained(every_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("runs")
-    write_labelled(folder / "more", "lm", count=120)
     runs = runs_in(folder, every_task)
     return Trained(folder, dict(zip(runs, train([*runs.values()]), strict=True)))
 
@@ -160,9 +151,6 @@ def assert_like(trained: Trained, name: str, other: str) -> None:
         pytest.param("changing", "dropping", id="two, three and one, with dropout"),
         pytest.param("shares", "1", id="shares"),
         pytest.param("other shares", "1", id="shares, whole weights and other shares"),
-        pytest.param("mixed going", "mixed", id="mixed on two and one"),
-        pytest.param("classes shares", "classes 1", id="shares of classes"),
-        pytest.param("begun on two", "begun", id="part of the weights of another run"),
         pytest.param("begun shares", "begun", id="shares of part of the weights of another run"),
         *(
             pytest.param(f"{data} shares", f"{data} whole", id=f"shares of {data}")
@@ -203,7 +191,7 @@ def test_more_ranks_than_micro_batches_are_refused_in_one_line(trained: Trained)
     assert "`--micro-batch-tokens`: 2 ranks share 1 micro-batches of a step" in errors
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_shares_of_a_step_take_16_bytes_per_parameter_and_no_whole_weight_stays(
     size: int, every_task: Path, tmp_path: Path
 ) -> None:

@@ -42,8 +42,9 @@ OTHERS = [
         for name in ("lightning_module", "accelerate_loop")
     ),
 ]
-RESUMABLE = ["own_loop", *OTHERS]
 DISTRIBUTED = [ONE_OF_OTHERS, "lightning_module", "accelerate_loop"]
+RESUMABLE = ["own_loop", *OTHERS]
+RESUMED = ["own_loop", *(pytest.param(name, marks=pytest.mark.long) for name in DISTRIBUTED)]
 NEEDS = {
     "transformers_trainer": ["accelerate"],
     "lightning_module": ["lightning"],
@@ -211,15 +212,16 @@ def test_the_plain_dataloader_trains_on_every_row_once(data: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("example", RESUMABLE)
-def test_an_epoch_is_every_row_once_and_a_stop_changes_nothing(
-    example: str, data: Path, whole: Whole, tmp_path: Path
-) -> None:
+def test_an_epoch_is_every_row_once(example: str, data: Path, whole: Whole) -> None:
     skip_unless_installed(example)
-    steps = num_steps(example, data)
-    assert sorted(whole(example).losses) == list(range(1, steps + 1))
+    assert sorted(whole(example).losses) == list(range(1, num_steps(example, data) + 1))
     assert Counter(whole(example).rows) == expected_rows(data)
 
-    options = settings(data, tmp_path)
+
+@pytest.mark.parametrize("example", RESUMED)
+def test_a_stop_changes_nothing(example: str, data: Path, whole: Whole, tmp_path: Path) -> None:
+    skip_unless_installed(example)
+    options, steps = settings(data, tmp_path), num_steps(example, data)
     first = Run(example, tmp_path / "first", *options, "--steps", 5, "--save-every", 4)
     rest = Run(example, tmp_path / "rest", *options, "--steps", steps, "--resume")
     assert sorted(first.losses) == [1, 2, 3, 4, 5]

@@ -54,6 +54,16 @@ EVERY = [
 ]
 
 
+SELDOM = ("mixture on 1", "mixture on 4", "stages on 1", "stages on 2")
+"""Ways on numbers of ranks that only `make test-long` delivers: of the others, each way is on one
+number of ranks at least, and each number has some way."""
+
+
+def marks_of(case: str) -> list[pytest.MarkDecorator]:
+    """Which of the suites deliver a case."""
+    return [pytest.mark.long] if case.endswith(SELDOM) else []
+
+
 def roll(row: Mapping[str, Any], generator: np.random.Generator) -> Mapping[str, Any]:
     """A `map`: the tokens of a row in a circle."""
     return {**row, "input_ids": np.roll(row["input_ids"], generator.integers(100))}
@@ -176,7 +186,7 @@ def test_shards_are_the_same(case: str, golden: Any, folders: Folders) -> None:
     assert made == golden.expected(case, made)
 
 
-@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks_of(case)) for case in EVERY])
 def test_loader_delivers_the_same_rows_and_tensors(
     case: str, golden: Any, folders: Folders, forked_workers: None
 ) -> None:

@@ -31,8 +31,8 @@ def losses_of(run_dir: Path) -> dict[int, float]:
 
 @pytest.mark.slow
 def test_m31_several_ranks(tmp_path: Path, write_dataset: WriteDataset) -> None:
-    # 61 rows of 4 to 39 tokens, which two ranks cannot share evenly.
-    shards = write_counting(write_dataset, tmp_path / "shards", rows=61, validation_rows=9)
+    # 31 rows of 4 to 39 tokens, which two ranks cannot share evenly.
+    shards = write_counting(write_dataset, tmp_path / "shards", rows=31, validation_rows=9)
     words: list[object] = [
         *("--shards", shards, "--model", "support.training:double_model", "--device", "cpu"),
         *("--epochs", 2, "--batching", "padded", "--sequence-length", 40, "--log-every", 1),

@@ -33,9 +33,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def tiny_bert(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
     options = {"vocab_size": 64, "intermediate_size": 1024, **small}
     monkeypatch.setattr("transformers.BertConfig", partial(transformers.BertConfig, **options))
+    monkeypatch.setattr(counted, "BATCHES", (128, 256))
 
 
 def test_m34_one_command_measures_each_optimization_before_and_after(
