@@ -46,7 +46,7 @@ class Ended(NamedTuple):
 def train(runs: list[Run]) -> list[Ended]:
     """Train the runs one after the other, in forks of one process."""
     given = json.dumps(runs, default=str)
-    result = warm.run([PROGRAM, given], timeout=400)
+    result = warm.run([PROGRAM, given], timeout=900)
     assert result.returncode == 0, result.stderr
     codes = json.loads(result.stdout.splitlines()[-1])
     errors = result.stderr.split(BEGINS)[1:]

@@ -283,6 +283,8 @@ CHAT_TEMPLATE = (
     "{%- for m in messages %}{{ m.role + ': ' + m.content + '<|endoftext|>' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
+RUN_STDIN = "import sys; exec(compile(sys.stdin.read(), '-', 'exec'), {'__name__': '__main__'})"
+"""What `python -` does."""
 SBATCH = """#!/bin/bash
 # Runs the jobs of an array one after the other, at once.
 tasks=none
@@ -381,7 +383,7 @@ def test_script_of_a_job_runs_on_small_data(job: str, place: Path, tmp_path: Pat
     variables, printed = JOBS[job]
     folder = tmp_path / "job"
     shutil.copytree(place, folder, ignore=shutil.ignore_patterns("made"))
-    with warm.serve_commands(tmp_path / "bin", SMALL):
+    with warm.serve_commands(tmp_path / "bin", SMALL, python=RUN_STDIN):
         (tmp_path / "bin/sbatch").write_text(SBATCH)
         (tmp_path / "bin/sbatch").chmod(0o755)
         path = [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]

@@ -184,7 +184,7 @@ def test_own_sigterm_handler_stays(script: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_caught", [False, True])
+@pytest.mark.parametrize("is_caught", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_interruption_ends_as_with_python(script: Path, is_caught: bool) -> None:
     ending = "print('caught')" if is_caught else "raise"
     wait = "try:\n    print('trained', flush=True)\n    time.sleep(60)\n"
@@ -334,13 +334,21 @@ if rank == 1:
 )
 
 
+def torchrun(script: Path, commands: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script on two ranks under `tokenfeed stall`, which start warm."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python")
+    with warm.serve_commands(commands):
+        return warm.run([*launcher, commands / "tokenfeed", "stall", script], cwd=script.parent)
+
+
 @pytest.mark.slow
-def test_late_rank_under_torchrun_is_named(script: Path, tmp_path: Path) -> None:
+def test_late_rank_under_torchrun_is_named(
+    script: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     text = HEAD + LOADER.format(nap=0.0) + LATE + "train(rank)\nos.write(1, b'rank %d\\n' % rank)\n"
     script.write_text(text)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     began = time.monotonic()
-    ended = warm.run([*launcher, "-m", "tokenfeed.tools.stall", script], cwd=tmp_path)
+    ended = torchrun(script, tmp_path_factory.mktemp("late") / "bin")
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == ["rank 0", "rank 1"]
     assert ended.stderr.count("verdict") == 1
@@ -350,12 +358,17 @@ def test_late_rank_under_torchrun_is_named(script: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["raise ValueError('lost')", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param("raise ValueError('lost')", marks=pytest.mark.long),
+        "os.kill(os.getpid(), 9)",
+    ],
+)
 def test_rank_that_dies_leaves_the_report_of_rank_0(script: Path, tmp_path: Path, end: str) -> None:
     ending = f"train(rank)\nif rank == 1:\n    {end}\ntime.sleep(60)\n"
     script.write_text(HEAD + LOADER.format(nap=0.0) + LATE + ending)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    ended = warm.run([*launcher, "-m", "tokenfeed.tools.stall", script])
+    ended = torchrun(script, tmp_path / "bin")
     assert ended.returncode == 1
     assert ended.stderr.count("verdict") == 1
     assert "end      SIGTERM" in ended.stderr

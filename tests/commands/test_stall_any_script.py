@@ -60,10 +60,11 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     ("fault", "cause", "faults"),
     [
         ("none", "data", [[FETCH, 0.06, False], [NEXT, 0.0, True]]),
-        (
+        pytest.param(
             "evaluation",
             "evaluation",
             [["torch.randn", 0.04, False], ["__main__.evaluate", 0.0, True]],
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -75,6 +76,7 @@ def test_share_is_that_of_a_stopwatch_in_the_process(
     assert found["truth"] > 0.05
 
 
+@pytest.mark.long  # `test_stall.py` has such a script
 def test_share_of_the_batches_of_a_generator_is_that_of_a_stopwatch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(OWN)

@@ -287,17 +287,19 @@ with socket.socket(socket.AF_UNIX) as server:
 
 
 @contextlib.contextmanager
-def serve_commands(folder: Path, before: str = "") -> Iterator[None]:
+def serve_commands(folder: Path, before: str = "", **others: str) -> Iterator[None]:
     """Write the commands into `folder`, which is to be the first in PATH, and serve them.
 
     Args:
         before: Python code that each of them runs first.
+        others: Code of other programs, by their names.
     """
     address = f"\0tokenfeed-{uuid.uuid4()}"  # of no file, whose name would have to be short
     folder.mkdir()
-    for command, module in _COMMANDS.items():
+    runs = "import sys\nfrom tokenfeed.tools.{} import main\nsys.exit(main())"
+    codes = {command: f"{before}\n{runs.format(module)}" for command, module in _COMMANDS.items()}
+    for command, code in (codes | others).items():
         program = folder / command
-        code = f"{before}\nimport sys\nfrom tokenfeed.tools.{module} import main\nsys.exit(main())"
         program.write_text(_PROGRAM.format(python=sys.executable, address=address, code=code))
         program.chmod(0o755)
     with socket.socket(socket.AF_UNIX) as server:
