@@ -110,7 +110,7 @@ def seen(
         [*program, str(library), json.dumps(cases)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,  # on a machine in use
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

@@ -111,7 +111,7 @@ def dues_of(stages: Sequence[PlannedStage]) -> Iterator[dict[str, Fraction]]:
             yield given
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
 def test_stages_that_were_edited_and_resumed_three_times(part: int) -> None:
     """1,000 lists in all. The past stays as it was delivered, and rows and shares are right."""
     for case in range(250 * part, 250 * part + 250):
