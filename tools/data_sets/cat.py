@@ -176,23 +176,15 @@ def _stored_tokenizer(store: Store, manifest: Manifest) -> TextTokenizer:
 
 def _wanted_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[tuple[int, Rows]]:
     """Yield rows from `wanted.start` on, each with its number in the split."""
-    start, stop = wanted.start, wanted.start + wanted.rows
+    begin, end, first = wanted.start, wanted.start + wanted.rows, 0
     for shard in manifest.split(wanted.split).shards:
-        if start < shard.rows and stop > 0:
+        if first < end and begin < first + shard.rows:
             reader = ShardReader.open(store, manifest, shard)
-            first = wanted.start - start
-            for row, rows in _rows_of_shard(reader, shard.batches, max(start, 0), stop):
-                yield first + row, rows
-        start, stop = start - shard.rows, stop - shard.rows
-
-
-def _rows_of_shard(
-    reader: ShardReader, num_batches: int, start: int, stop: int
-) -> Iterator[tuple[int, Rows]]:
-    """Yield the rows `start` up to `stop` of a shard."""
-    for index in range(num_batches):
-        batch, first = reader.read(index)
-        if first >= stop:
-            return
-        for row in range(max(start - first, 0), min(stop - first, len(batch))):
-            yield first + row, batch.slice(row, row + 1)
+            for index in range(shard.batches):
+                batch, before = reader.read(index)
+                place = first + before  # of the first row of the batch in the split
+                if place >= end:
+                    return
+                for row in range(max(begin - place, 0), min(end - place, len(batch))):
+                    yield place + row, batch.slice(row, row + 1)
+        first += shard.rows

@@ -121,8 +121,12 @@ class Summary:
             inputs: The input of the run.
             tokenizer: The tokenizer that was given or trained.
             manifest: The data set.
-            units: This and all that is not named here: see the fields of the class.
+            units: All units of the run.
+            resumed_units: Units that an earlier, interrupted run had finished.
+            seconds: Time of the whole run.
+            already_finished: Whether the data set was already finished.
             new_bytes: Bytes of text that this run encoded.
+            tokenizer_seconds: Time for training a tokenizer, included in `seconds`.
             unread_fields: Fields of the records that were not read, each with its share.
         """
         options, corpus = inputs.options, inputs.corpus
