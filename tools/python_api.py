@@ -156,26 +156,20 @@ def _pretokenized(
     from tokenfeed.tools.pretokenizing.options import Options
     from tokenfeed.trainer.config.values import setting_of
 
-    given = dict(words)
+    words = dict(words)
     for name in ("field", "split", "template_argument"):
-        if not isinstance(given[name] or {}, Mapping):
-            raise ConfigError(f"`{name}`: expected a dict, got {type(given[name]).__name__}.")
-    keep = given["keep"] if isinstance(given["keep"], Mapping) else _texts(given["keep"])
-    words["field"] = tuple(f"{own}={name}" for own, name in (given["field"] or {}).items())
-    if isinstance(keep, Mapping):
-        keep = tuple(f"{name}={dtype}" for name, dtype in keep.items())
-    words["keep"] = keep
-    words["split"] = tuple(f"{name}={pattern}" for name, pattern in (given["split"] or {}).items())
-    words["exclude"] = _texts(given["exclude"])
-    for name in ("tokenizer", "chat_template"):
-        words[name] = None if given[name] is None else _path(name, given[name])
+        if not isinstance(words[name] or {}, Mapping):
+            raise ConfigError(f"`{name}`: expected a dict, got {type(words[name]).__name__}.")
+        words[name] = words[name] or {}
     try:
-        words["template_argument"] = tuple(
-            f"{name}={json.dumps(value)}"
-            for name, value in (given["template_argument"] or {}).items()
-        )
+        arguments = {name: json.dumps(value) for name, value in words["template_argument"].items()}
     except (TypeError, ValueError) as error:
         raise ConfigError(f"`template_argument`: cannot be written as JSON: {error}.") from None
+    words["template_argument"] = arguments
+    for name in ("field", "split", "template_argument", "keep", "exclude"):
+        words[name] = _texts(words[name])
+    for name in ("tokenizer", "chat_template"):
+        words[name] = None if words[name] is None else _path(name, words[name])
     place = _path("out", out)
     paths = _paths(source)
     by_split = None if paths else _by_split(source)
@@ -204,9 +198,12 @@ def _pretokenized(
 
 
 def _texts(given: Any) -> Any:
-    """Return one text or several as a tuple; another value as it is, to be rejected."""
+    """Return one text or several as a tuple, as on a command line; another value as it is, to be
+    rejected."""
     if isinstance(given, str):
         return (given,)
+    if isinstance(given, Mapping):
+        return tuple(f"{name}={value}" for name, value in given.items())
     return tuple(given) if isinstance(given, Iterable) else given
 
 

@@ -1,6 +1,5 @@
-"""Every option of `train` does what its help says: said on a command line, seen in the run."""
+"""Options of `train` do what their help says: said on a command line, seen in the run."""
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import torch
 from support.commands import call
 
 from tokenfeed.tools import train as command
-from tokenfeed.tools.train_settings import Command
 from tokenfeed.trainer import step as training_step
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop import run as outside
@@ -31,50 +29,6 @@ SETTINGS: dict[str, Any] = {
     "save_every": 4,
     "log_every": 1,
     "device": "cpu",
-}
-PROVED_ELSEWHERE = {
-    "compress_checkpoints": "test_e_keep.py",
-    "upload": "test_e_keep.py",
-    "from_scratch": "test_hf_model.py",
-    "balance_attention": "test_batch_policy.py",
-    "cache_dir": "test_node_cache.py",  # of shards in a store
-    "cache_bytes": "test_node_cache.py",
-    "lora": "test_hf_runs.py",
-    "lora_alpha": "test_hf_runs.py",
-    "lora_target": "test_hf_runs.py",
-    "trainable": "test_trainable.py",
-    "init_from": "test_initial_weights.py",
-    "phase": "test_phases.py",
-    "phases": "test_phases.py",
-    "layers": "test_hf_runs.py",
-    "width": "test_hf_runs.py",
-    "heads": "test_hf_runs.py",
-    "kv_heads": "test_hf_runs.py",
-    "patience": "test_run.py",
-    "recompute": "test_activation_checkpointing.py",
-    "samples": "test_samples.py",
-    "mixing": "test_mixing.py",  # of a file
-    "skip": "test_mixing.py",
-    "compile": "test_compile.py",
-    "export": "test_export.py",
-    "track": "test_trackers.py",
-    "profile": "test_profile.py",
-    "resume": "test_run.py",
-    "targets": "test_run.py",
-    "epochs": "test_recommended.py",
-    "tokens": "test_recommended.py",
-    "config": "test_train_settings.py",
-    "preset": "test_train_settings.py",
-    "eval_micro_batch_tokens": "test_evaluation_size.py",
-    "scale_learning_rate": "test_train_settings.py",
-    "reference_step_tokens": "test_train_settings.py",
-    "reference_step_rows": "test_train_settings.py",
-    "print_config": "test_train_settings.py",
-    "dry_run": "test_micro_batch_size.py",
-    "monitor_only": "test_monitor.py",
-    "num_workers": "test_train.py",  # of tests/commands: it starts processes
-    "prefetch": "test_b_feed.py",  # of tests/mission
-    "shard_model": "test_ranks.py",  # likewise
 }
 
 
@@ -253,15 +207,3 @@ def test_a_seed_decides_weights_and_order(run_of: Callable[..., Seen]) -> None:
     assert torch.equal(ids[0], ids[1])
     assert not torch.equal(one.initial, other.initial)
     assert not torch.equal(ids[0], ids[2])
-
-
-def test_every_option_is_proved_here_or_there() -> None:
-    here = Path(__file__)
-    proved = {name for run in RUNS for name in run} | {"step_rows", "dropout", "seed", "json"}
-    assert proved.isdisjoint(PROVED_ELSEWHERE)
-    assert {f.name for f in dataclasses.fields(Command)} == proved | PROVED_ELSEWHERE.keys()
-    for name, file in PROVED_ELSEWHERE.items():
-        found = [*here.parents[2].rglob(file)]
-        texts = [path.read_text(encoding="utf-8") for path in found]
-        said = (name, f"--{name.replace('_', '-')}")
-        assert any(word in text for word, text in itertools.product(said, texts)), name

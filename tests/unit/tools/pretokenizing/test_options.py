@@ -1,31 +1,20 @@
 """Options of `pretokenize`: their help and their errors."""
 
 import re
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from support.commands import call
 
-from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.tools import report, shards, train
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
-from tokenfeed.tools.corpus.records import FieldKind, Fields
-from tokenfeed.tools.encoding.tasks import TASK_CLASSES, LmEncoder
+from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 from tokenfeed.tools.pretokenizing.options import (
     fields_of_tasks,
     input_formats,
     parse_options,
     records_of_tasks,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Titled(LmEncoder):
-    name: ClassVar[Task] = "titled"  # type: ignore[assignment]
-    record: ClassVar[str] = "a document with a title"
-    kinds: ClassVar[Fields] = {"text": FieldKind.TEXT, "title": FieldKind.TEXT}
-    title: str | None = None
 
 
 def test_the_help_names_every_format_and_every_field_of_every_task(
@@ -44,15 +33,6 @@ def test_the_help_names_every_format_and_every_field_of_every_task(
         fields = re.search(rf"{name}: ([\w\[\], ]+)[;.]", fields_of_tasks())
         assert fields
         assert re.findall(r"\w+", fields[1]) == list(task.kinds)
-
-
-def test_what_was_just_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks: dict[Any, Any] = TASK_CLASSES
-    monkeypatch.setitem(tasks, "titled", Titled)
-    monkeypatch.setitem(FORMATS, "epub", replace(FALLBACK, name="epub", endings=(".epub",)))
-    assert fields_of_tasks().endswith("; titled: text, [title].")
-    assert records_of_tasks().endswith("; titled: a document with a title.")
-    assert ", .epub, each also .gz" in input_formats()
 
 
 @pytest.mark.parametrize(
