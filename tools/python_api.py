@@ -88,7 +88,7 @@ def pretokenize(
     runner: Runner = "local",
     special_tokens_in_text: Literal["plain", "split"] = "plain",
     shard_size: int | str = "auto",
-    max_record: int | str = "64MB",
+    max_record: int | str = 64_000_000,
     seed: int = 0,
 ) -> Pretokenized:
     """Tokenize a corpus once, into checksummed shards, like the command `pretokenize`.
