@@ -101,7 +101,7 @@ OF_OTHERS = {
         "--traceml",
     ),  # benchmarks
     *("--minutes", "--parser", "--first"),  # the fuzzer
-    *("--help", "--stat", "--strict"),
+    *("--help", "--help-all", "--stat", "--strict"),
     *("--append", "--html"),  # withdrawn
     *("--index-url", "--no-deps"),  # pip
     *("--nproc-per-node", "--standalone", "--max-restarts", "--nnodes"),  # torchrun
