@@ -3,11 +3,18 @@
 Blocks of steps with and without the hooks follow each other, in turn first. Only the calls that the
 hooks watch are timed: fetch, forward, backward, optimizer. Work between them takes the rest of the
 step, and leaves nothing of the hooks in the caches. The thread that reads stacks is counted apart.
+
+The times need a quiet machine. The counts of calls and instructions of Python do not.
+
+usage: python -m benchmarks.stall_tools.overhead    # a minute
 """
 
 import contextlib
 import io
+import json
+import sys
 import time
+from collections import Counter
 from statistics import median
 from typing import Any
 
@@ -17,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 import tokenfeed
 from benchmarks.protocol import summary
 
-__all__ = ["STEP_MS", "overhead"]
+__all__ = ["STEP_MS", "counts", "overhead"]
 
 STEP_MS = (15, 45)
 STEPS, WARM_STEPS, PAIRS = 40, 8, 8
@@ -44,6 +51,13 @@ class _Loop:
         for _ in range(units):
             self._matrix @ self._matrix
             self._long.mul_(1.0)
+
+    def train(self, rows: Any, steps: int) -> None:
+        """Train steps of the calls that hooks watch, and of nothing else."""
+        for _ in range(steps):
+            self._model(next(rows)).sum().backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
 
     def run(self, steps: int) -> float:
         """Return the CPU seconds of a step in the calls that hooks watch."""
@@ -87,3 +101,39 @@ def overhead(step_ms: float, *, steps: int = STEPS, pairs: int = PAIRS) -> dict[
         "percent_of_a_step": summary([1e5 * each / step_ms for each in more], 2),
         "percent_of_a_core_in_other_threads": summary(others, 2),
     }
+
+
+def counts(steps: int = 64) -> dict[str, float]:
+    """Return calls and instructions of Python that the hooks add to a step."""
+    found = {}
+    for is_watched in (False, True):
+        counter = Counter[str]()
+
+        def trace(frame: Any, event: str, _: Any, counter: Counter[str] = counter) -> Any:
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            counter[event] += event in ("call", "opcode")
+            return trace
+
+        def profile(_: Any, event: str, __: Any, counter: Counter[str] = counter) -> None:
+            counter[event] += event == "c_call"
+
+        loop, watch = _Loop(0.0), tokenfeed.watch() if is_watched else contextlib.nullcontext()
+        with contextlib.redirect_stderr(io.StringIO()), watch:
+            rows = iter(DataLoader(_Rows(), batch_size=4))
+            loop.train(rows, 3 * steps)
+            for start in (sys.settrace, sys.setprofile):
+                start(trace if start is sys.settrace else profile)
+                loop.train(rows, steps)
+                start(None)
+        found[is_watched] = counter
+    more = {event: (found[True][event] - found[False][event]) / steps for event in found[True]}
+    return {
+        "calls_a_step": round(more["call"] + more["c_call"], 1),
+        "instructions_a_step": round(more["opcode"], 1),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(counts()))
+    for step_ms in STEP_MS:
+        print(json.dumps(overhead(step_ms)), flush=True)

@@ -273,7 +273,7 @@ def test_slow_loader_meter_agrees_with_stopwatch(
         for pattern in (r"^ +data +([\d.]+)%", r"^stopwatch ([\d.]+)%")
     ]
     assert shares == pytest.approx([25.0, 25.0], abs=0.1)  # 8 of 32 ms
-    assert "num_workers=0" in printed
+    assert "set `num_workers=1` in your DataLoader" in printed
 
 
 # ---------- scripts for jobs ----------

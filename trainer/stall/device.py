@@ -1,10 +1,7 @@
-"""The device that a meter measures: its clock, its name, and its peak rate."""
+"""The clock of the device that a meter measures, and its peak rate."""
 
-import platform
 import re
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenfeed.trainer.stall.marks import Clock, EventClock
 
@@ -12,55 +9,24 @@ if TYPE_CHECKING:
     import torch
 
 
-class MeteredDevice:
-    """The device that a meter measures.
+def clock_of(device: "torch.device | str | None") -> Clock:
+    """Return the clock of a device. None: the first accelerator, or the CPU without one."""
+    from tokenfeed.pipeline.feeding.devices import default_device, resolve_device
 
-    Args:
-        device: None for the first accelerator, or the CPU without one.
-        operations_per_token: Floating-point operations per token, for the MFU.
-        devices: Number of devices that share the tokens of the loop.
-        clock: A clock that belongs to no device of torch. Then `device` is ignored.
-    """
+    found = default_device() if device is None else resolve_device(device)
+    return Clock() if found.type == "cpu" else EventClock(found)
 
-    def __init__(
-        self,
-        device: "torch.device | str | None",
-        operations_per_token: float | None,
-        devices: int,
-        clock: Clock | None,
-    ) -> None:
-        self.operations_per_token = operations_per_token and operations_per_token / devices
-        self.on_gpu = False
-        """Whether the device is an accelerator of torch."""
-        self.name = f"CPU, {platform.machine()}"
-        """The product name."""
-        self.clock = clock or Clock()
-        self.allocator_statistics: Callable[[], dict[str, Any]] | None = None
-        """Returns the statistics of torch's allocator; None without one."""
-        if clock is None:
-            self._find(device)
 
-    def _find(self, device: "torch.device | str | None") -> None:
-        from tokenfeed.pipeline.feeding.devices import cuda, default_device, resolve_device
-
-        found = default_device() if device is None else resolve_device(device)
-        if found.type == "cpu":
-            return
-        self.on_gpu, self.clock = True, EventClock(found)
-        self.name = cuda.get_device_name(found)
-        self.allocator_statistics = partial(cuda.memory_stats_as_nested_dict, found)
-
-    def mfu(self, tokens_per_s: float) -> tuple[float | None, str | None]:
-        """Return the MFU at a speed, and its formula; None if the peak rate is unknown."""
-        peak = peak_tflops(self.name) if self.on_gpu else None
-        operations = self.operations_per_token
-        if peak is None or operations is None or not tokens_per_s:
-            return None, None
-        formula = (
-            f"{operations:.4g} operations per token x {tokens_per_s:,.0f} real tok/s / {peak:g} "
-            f"TFLOP/s, dense half precision of {self.name}"
-        )
-        return operations * tokens_per_s / (peak * 1e12), formula
+def mfu(name: str, operations_per_token: float, tokens_per_s: float) -> tuple[float, str] | None:
+    """Return the MFU of a device, and its formula; None if the peak rate is unknown."""
+    peak = peak_tflops(name)
+    if peak is None or not tokens_per_s:
+        return None
+    formula = (
+        f"{operations_per_token:.4g} operations per token x {tokens_per_s:,.0f} real tok/s / "
+        f"{peak:g} TFLOP/s, dense half precision of {name}"
+    )
+    return operations_per_token * tokens_per_s / (peak * 1e12), formula
 
 
 PEAK_TFLOPS = {

@@ -8,13 +8,13 @@ not passed that mark yet, all of the segment was queued before the device began 
 late nowhere in the segment. This holds for any order of a loop, and for any name of a bracket.
 """
 
+import platform
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.idle import UNUSUAL, Step
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Clock:
     """One sentence for the report: what is measured, and how."""
     is_beside_host = False
     """Whether the device works in parallel with the host."""
+    name = f"CPU, {platform.machine()}"
+    """The product name of the device."""
 
     def mark(self) -> Any:
         """Queue a mark behind all work queued so far."""
@@ -69,6 +71,10 @@ class Clock:
         """Return the tracer of the device; None if it has none."""
         return None
 
+    def memory_statistics(self) -> dict[str, Any] | None:
+        """Return the statistics of torch's allocator for the device; None without one."""
+        return None
+
 
 class EventClock(Clock):
     """The clock of a GPU. Events are pooled, and polled with `query`; nothing waits for them.
@@ -90,6 +96,7 @@ class EventClock(Clock):
         self._device = device
         """The device of the events. Loops may use several devices and switch the current one."""
         self._cuda = cuda
+        self.name = cuda.get_device_name(device)
         self._new_event = partial(cuda.Event, enable_timing=True)
         self._pool: list[torch.Event] = []
 
@@ -123,69 +130,53 @@ class EventClock(Clock):
 
         return KinetoTracer(self._device)
 
+    def memory_statistics(self) -> dict[str, Any] | None:
+        """Return the statistics of torch's allocator for the GPU."""
+        statistics: dict[str, Any] = self._cuda.memory_stats_as_nested_dict(self._device)
+        return statistics
+
 
 _LATE_SECONDS = 50e-6
 """If a gap is longer than its bracket by more than this, the rest was a copy. It is about the time
 between two launches of kernels."""
 
 
-class StepEnd(NamedTuple):
-    """What `StallMeter.step` records about a step."""
-
-    number: int
-    size: float
-    tokens: int = 0
-    slots: int = 0
-    is_warmup: bool = False
-    is_usable: bool = True
-    """False for a step that a trace has slowed down."""
-    is_seen: bool = True
-    """Whether a forward pass ended the time `before`. On a GPU always."""
-    work_before: float = 0.0
-    """Seconds of work in the time `before`."""
-    blamed: Cause | None = None
-    """An event that happened during the step, at an unknown time, and stops the device."""
-
-
 class MarkChain:
     """The chain of marks in the device's queue. Two neighbouring marks enclose a segment.
 
-    A step is added to the accounts once the device has passed its last mark. Not safe for threads,
-    nor for callbacks during `resolve`.
+    A step is complete once the device has passed its last mark. The collector may interrupt any
+    method here, and add marks of its own. Not safe for threads.
 
     Args:
         clock: The clock of the device.
-        add: Takes each step whose marks the device has passed, and how it ended.
+        done: Takes each step that is complete.
     """
 
-    def __init__(self, clock: Clock, add: Callable[[Step, StepEnd], object]) -> None:
-        self._clock, self._add_step = clock, add
+    def __init__(self, clock: Clock, done: Callable[[Step], object]) -> None:
+        self._clock, self._done = clock, done
         is_host = type(clock) is Clock  # then a mark is a single call of C
         self._mark = time.perf_counter if is_host else clock.mark
-        self._passed, self._now = clock.passed, clock.now
+        self._passed, self.now = clock.passed, clock.now
         self._is_beside_host = clock.is_beside_host
-        self._links: deque[tuple[Any, float, Phase, bool, StepEnd | None]] = deque()
+        self._links: deque[tuple[Any, float, Phase, bool, Step | None]] = deque()
         """Each mark, the host time, the phase of its segment, whether the segment is proven ahead,
         and the step that it ends."""
         self._queued = self._resolved = self._mark()
-        self._resolved_at = self._now()
+        self._resolved_at = self.now()
         self._rates = deque[float](maxlen=16)
         """Seconds of work by size, of the latest steps."""
         self._device = self._latest = 0.0
         """Device time of the latest resolved mark, and the latest of all."""
         self._open()
 
-    def __len__(self) -> int:
-        return len(self._links)
-
-    def add(self, phase: Phase, end: StepEnd | None = None) -> None:
-        """End a segment of this phase with a mark."""
+    def add(self, phase: Phase, step: Step | None = None) -> None:
+        """End a segment of this phase with a mark; perhaps it ends a step."""
         mark = self._mark()
         if self._is_beside_host:
-            is_ahead, at = not self._passed(self._queued), self._now()
+            is_ahead, at = not self._passed(self._queued), self.now()
         else:
             is_ahead, at = False, mark
-        self._links.append((mark, at, phase, is_ahead, end))
+        self._links.append((mark, at, phase, is_ahead, step))
         self._queued = mark
 
     def is_queue_empty(self) -> bool:
@@ -193,60 +184,56 @@ class MarkChain:
         return self._passed(self._queued)
 
     def resolve(self) -> None:
-        """Add the steps whose marks the device has passed to the accounts."""
-        links, clock, earlier = self._links, self._clock, self._resolved
-        queued_at, gaps = self._resolved_at, self._gaps
+        """Complete the steps whose marks the device has passed."""
+        links, clock = self._links, self._clock
         while links and clock.passed(links[0][0]):
-            mark, at, phase, is_ahead, end = links.popleft()
-            self._device += clock.seconds(earlier, mark)
+            mark, at, phase, is_ahead, step = links.popleft()
+            self._device += clock.seconds(self._resolved, mark)
             # Marks on two streams may pass out of order. Device time then stays at the later value.
             seconds = max(0.0, self._device - self._latest)
             self._latest += seconds
-            clock.recycle(earlier)
+            clock.recycle(self._resolved)
             self._marks += 1
             if phase == "work":
                 self._work += seconds
-                if is_ahead:
-                    self._ahead += seconds
+                self._ahead += seconds * is_ahead
             elif phase == "before":
                 self._before += seconds
             elif phase != "tracer":
-                late = seconds - (at - queued_at)
-                if phase == "data" and clock.is_beside_host and late > _LATE_SECONDS:
-                    gaps["copy"] = gaps.get("copy", 0.0) + late
+                late = seconds - (at - self._resolved_at)
+                if phase == "data" and self._is_beside_host and late > _LATE_SECONDS:
+                    self._gaps["copy"] = self._gaps.get("copy", 0.0) + late
                     seconds -= late
-                gaps[phase] = gaps.get(phase, 0.0) + seconds
-            earlier, queued_at = mark, at
-            if end is not None:
-                self._end(end)
-                gaps = self._gaps
-        self._resolved, self._resolved_at = earlier, queued_at
+                self._gaps[phase] = self._gaps.get(phase, 0.0) + seconds
+            self._resolved, self._resolved_at = mark, at
+            if step is not None:
+                self._complete(step, is_seen=phase != "before")
 
     def _open(self) -> None:
         self._work = self._ahead = self._before = 0.0
         self._marks, self._gaps = 0, dict[str, float]()
 
-    def _end(self, end: StepEnd) -> None:
-        gaps, work, ahead = self._gaps, self._work, self._ahead
-        if not self._is_beside_host:  # the host itself does the work
-            is_work = end.work_before if end.is_seen else self._before
-            work += is_work
-            if self._before > is_work:
-                gaps["other"] = gaps.get("other", 0.0) + self._before - is_work
-            ahead = work
-        else:
-            self._blame(end)
-            work, ahead = self._work, self._ahead
-        step = Step(end.number, end.size, work, ahead, gaps, self._marks, end.is_usable)
+    def _complete(self, step: Step, *, is_seen: bool) -> None:
+        """Fill in a step. `is_seen`: a forward pass ended the time `before`."""
+        if self._is_beside_host:
+            self._blame(step)
+        else:  # the host itself does the work
+            if not is_seen:
+                self._work += self._before
+            elif self._before:
+                self._gaps["other"] = self._gaps.get("other", 0.0) + self._before
+            self._ahead = self._work
+        step.work, step.ahead, step.gaps = self._work, self._ahead, self._gaps
+        step.marks, step.is_seen = self._marks, is_seen
         self._open()
-        self._add_step(step, end)
+        self._done(step)
 
-    def _blame(self, end: StepEnd) -> None:
+    def _blame(self, step: Step) -> None:
         """Charge what a step takes longer than usual to an event that stops the device."""
         rates = sorted(self._rates)
-        usual = rates[len(rates) // 2] * end.size if rates else self._work
-        if end.is_usable:
-            self._rates.append(self._work / end.size)
-        if end.blamed is not None and self._work > UNUSUAL * usual:
-            self._gaps[end.blamed] = self._gaps.get(end.blamed, 0.0) + self._work - usual
+        usual = rates[len(rates) // 2] * step.size if rates else self._work
+        if step.is_usable:
+            self._rates.append(self._work / step.size)
+        if step.blamed and self._work > UNUSUAL * usual:
+            self._gaps[step.blamed] = self._gaps.get(step.blamed, 0.0) + self._work - usual
             self._work, self._ahead = usual, min(self._ahead, usual)

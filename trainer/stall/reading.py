@@ -1,6 +1,5 @@
 """Readings of a meter: the time of the measured steps, and the part of it that was stall."""
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from tokenfeed.trainer.stall.causes import CAUSES, Cause
@@ -83,30 +82,9 @@ def numbers_of(reading: StallReading) -> list[float]:
     return [reading.steps, reading.seconds, *(causes[cause] for cause in CAUSES)]
 
 
-_LATEST = 4096
-"""Most steps whose seconds are kept."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
     """Median and maximum of the seconds of some steps."""
 
     p50: float
     max: float
-
-
-class StepTimes:
-    """Seconds per step."""
-
-    def __init__(self) -> None:
-        self._latest: deque[float] = deque(maxlen=_LATEST)
-
-    def add(self, seconds: float) -> None:
-        """Add a step."""
-        self._latest.append(seconds)
-
-    def take(self) -> StepSeconds | None:
-        """Return figures of the steps since the last call, at most the latest 4,096; None without
-        steps."""
-        seconds, self._latest = sorted(self._latest), deque(maxlen=_LATEST)
-        return StepSeconds(seconds[len(seconds) // 2], seconds[-1]) if seconds else None

@@ -198,8 +198,6 @@ _SHOWN_FROM = 5e-5
 """Smallest share that gets a line. A smaller share would print as 0.00 %."""
 _MOST_RANKS = 8
 """Most ranks in the table of the text. The page has all."""
-_LEAST_UNSEEN = 0.001
-"""The stall is a lower bound if more than this share of the time may be idle unseen."""
 
 
 def verdict_facts(report: StallReport) -> dict[str, str]:
@@ -278,8 +276,6 @@ def headline(report: StallReport) -> str:
     evaluation = report.causes.get("evaluation")
     if evaluation and evaluation.fraction >= _SHOWN_FROM:  # the device computes meanwhile
         line += f"; without evaluation {max(0.0, report.stall - evaluation.fraction):.2%}"
-    if is_lower_bound(report) and not report.unmeasured:
-        line += f"; at most {report.at_most:.2%} with idle time that cannot be seen"
     return line
 
 
@@ -292,17 +288,9 @@ def not_measured(report: StallReport) -> str:
     return f"not measured: {count_of(report.queued_steps, 'step')} so far, all of them warm-up"
 
 
-def is_lower_bound(report: StallReport) -> bool:
-    """Return whether there may be more idle time than was measured."""
-    least, most = report.stall, report.at_most
-    return bool(report.unmeasured) or (
-        least is not None and most is not None and most > least + _LEAST_UNSEEN
-    )
-
-
 def stall_share(report: StallReport) -> str:
     """Return the stall in percent; empty if it was not measured."""
-    return f"{'at least ' * is_lower_bound(report)}{share_of(report.stall)}"
+    return f"{'at least ' * bool(report.unmeasured)}{share_of(report.stall)}"
 
 
 def share_of(value: float | None) -> str:

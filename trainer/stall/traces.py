@@ -8,7 +8,6 @@ queue is full. This pause counts as busy: idle is what a full queue would have s
 
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -17,8 +16,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenfeed.trainer.stall.idle import PROVEN, UNUSUAL, Step, TracedStep
-from tokenfeed.trainer.stall.marks import Phase
+from tokenfeed.trainer.stall.idle import PROVEN, UNUSUAL, Accounts, Step, TracedStep
+from tokenfeed.trainer.stall.marks import MarkChain, Phase
 
 Array = npt.NDArray[np.float64]
 
@@ -235,33 +234,39 @@ _STEPS_TO_COMPARE = 48
 """Steps from the first to the second trace, of which enough can be compared."""
 _AIM_EVERY = 4
 """One of this many traces may be moved to an unusual step."""
+_RECOVERY_STEPS = 20
+"""Steps that are left out after a trace. In these, a host that was ahead gets ahead again."""
 
 
 class Tracing:
-    """Takes traces of a meter's steps, and reads them.
+    """Takes traces between the steps of a loop, and adds them to the accounts.
 
     Args:
         tracer: The tracer.
+        chain: The marks of the loop.
+        accounts: Takes what the traces show.
         warmup: Steps that are not measured.
         is_alone: Whether this is the only rank. Ranks have to trace the same steps, so only a
             single rank aims at unusual steps.
-        now: Returns the host time.
     """
 
     def __init__(
-        self, tracer: Tracer, warmup: int, *, is_alone: bool, now: Callable[[], float]
+        self, tracer: Tracer, chain: MarkChain, accounts: Accounts, warmup: int, *, is_alone: bool
     ) -> None:
-        self._tracer, self._is_alone, self._now = tracer, is_alone, now
+        self._tracer, self._chain, self._accounts = tracer, chain, accounts
+        self._warmup, self._is_alone, self._now = warmup, is_alone, chain.now
         first = warmup + _STEPS_BEFORE
         self.schedule = Schedule(first, tracer.least_seconds, tracer.usual_seconds)
+        self.is_on = False
+        self._recovering, self._lead = 0, 0.0
+        """Steps that are still left out, and the share of steps after which the host had lead."""
         self._why_ended: str | None = None
-        self.slower = 0.0
-        """Share by which steps were slower after the first trace."""
         self._cost = 0.0
         """Host seconds of the present trace."""
         self._count = self._void = self._left = 0
         self._why_void = ""
         self._labels: list[tuple[Phase, int | None]] = []
+        """The phase that each border ends, and the step that it ends."""
         self._steps: dict[int, Step] = {}
         """The steps of the present trace, by the marks."""
         self._pauses: list[float] = []
@@ -281,80 +286,35 @@ class Tracing:
             return None
         return self._why_ended or self._why_void or "no trace has been taken yet"
 
-    def is_due(self, number: int) -> bool:
-        """Return whether a trace should begin after a step."""
-        if number < self.schedule.next:
-            return False
-        began = self._now()
-        why_not = self._tracer.why_not()
-        self._cost = self._now() - began
-        if why_not is not None:  # perhaps later
-            self._why_void = why_not
-            self.schedule.plan(number)
-        return why_not is None
-
-    def start(self) -> bool:
-        """Start a trace; return whether this was possible. Then a border has to follow."""
-        began = self._now()
-        try:
-            self._tracer.start()
-        except Exception as error:  # whatever a tracer raises: no training fails by its meter
-            self._end(f"the tracer failed: {error}")
-            return False
-        self._cost += self._now() - began
-        self._left = TRACED_STEPS + 1
-        self._labels, self._steps = [], {}
-        return True
-
-    def border(self) -> None:
-        """Queue the first border."""
-        self._tracer.border()
-
     @property
-    def is_complete(self) -> bool:
-        """Whether the trace should end."""
-        return self._left <= 0
+    def is_usable(self) -> bool:
+        """Whether no trace slows down the present step."""
+        return not self.is_on and not self._recovering
 
-    def add(self, phase: Phase, number: int | None) -> None:
-        """Queue a border behind a mark.
+    def mark(self, phase: Phase, step: Step | None = None) -> None:
+        """End a segment as `MarkChain.add` does, with a border if a trace is on."""
+        self._chain.add(phase, step)
+        if self.is_on:
+            self._tracer.border()
+            self._labels.append((phase, None if step is None else step.number))
+            self._left -= step is not None
 
-        Args:
-            phase: The phase of the segment that ends.
-            number: The step that ends; None within a step.
-        """
-        self._tracer.border()
-        self._labels.append((phase, number))
-        self._left -= number is not None
-
-    def stop(self) -> Trace | None:
-        """End the trace, and wait for the device."""
-        began = self._now()
-        trace: Trace | None
-        try:
-            trace = self._tracer.stop()
-        except Exception as error:
-            self._end(f"the tracer failed: {error}")
-            trace = None
-        self._cost += self._now() - began
-        return trace
-
-    def read(self, trace: Trace) -> list[TracedStep]:
-        """Return the valid steps of a trace, once `watch` has got its steps."""
-        began = self._now()
-        self._count += 1
-        if trace.pause is not None:
-            self._pauses.append(trace.pause)
-        valid = self._valid(trace)
-        self._void = 0 if valid else self._void + 1
-        if self._void == _MOST_VOID:
-            self._end(f"{_MOST_VOID} traces in a row were void: {self._why_void}")
-        self._numbers += [step.number for step in valid]
-        self._cost += self._now() - began
-        number = next(number for _, number in reversed(self._labels) if number is not None)
-        if self._why_ended is None:
-            self.schedule.traced(number, self._step_seconds(), self._cost)
-            self._aim(number)
-        return valid
+    def end_step(self, number: int, *, may_start: bool) -> None:
+        """Start or end a trace after a step, if it is time."""
+        is_usable = self.is_usable and number >= self._warmup
+        if self._recovering:
+            self._recovering -= 1
+        if self.is_on:
+            if self._left <= 0:
+                self.stop()
+            return
+        if is_usable:
+            is_ahead = not self._chain.is_queue_empty()
+            self._lead += (is_ahead - self._lead) / min(16, max(1, number - self._warmup))
+        if may_start and number >= self.schedule.next:
+            self._chain.resolve()
+            if self._is_possible(number):
+                self._start()
 
     def align(self, number: int, distance: int) -> None:
         """Trace the same steps as the other ranks, of which the largest distance counts."""
@@ -363,7 +323,7 @@ class Tracing:
             self.schedule.plan(number)
 
     def watch(self, step: Step) -> None:
-        """Look at a step after the warm-up: learn when to trace, and what traces change."""
+        """Look at a complete step: learn when to trace, and what traces change."""
         if not step.is_usable:
             self._steps[step.number] = step
             return
@@ -372,50 +332,104 @@ class Tracing:
         self._rates = [*self._rates[-15:], rate]
         if len(recent) >= 8 and rate > UNUSUAL * recent[len(recent) // 2]:
             self._odd = [*self._odd[-2:], step.number]
-        if len(self._after) < (1 + _MORE_BLOCKS) * _STEPS_AFTER:
-            self._compare(step, rate)
-
-    def _compare(self, step: Step, rate: float) -> None:
-        """Find out whether the tracer slows down later steps for good, as CUPTI may."""
         if not self._count:
             self._before = [*self._before[1 - _STEPS_AFTER :], rate]
+        elif len(self._after) < (1 + _MORE_BLOCKS) * _STEPS_AFTER:
+            self._behind += len(self._after) < _STEPS_AFTER and step.ahead < PROVEN * step.work
+            self._after.append(rate)
+            if len(self._after) == (1 + _MORE_BLOCKS) * _STEPS_AFTER:
+                self._accounts.slower = self._slower()
+
+    def stop(self) -> None:
+        """End a trace: wait for the device, and read it."""
+        if not self.is_on:
             return
-        self._after.append(rate)
-        self._behind += step.ahead < PROVEN * step.work and len(self._after) <= _STEPS_AFTER
-        if len(self._after) < (1 + _MORE_BLOCKS) * _STEPS_AFTER or self._behind < _STEPS_AFTER // 2:
+        self.is_on, began = False, self._now()
+        try:
+            trace = self._tracer.stop()
+        except Exception as error:  # whatever a tracer raises: no training fails by its meter
+            self._end(f"the tracer failed: {error}")
+        else:
+            self._chain.resolve()  # the device has passed all marks
+            self._accounts.add_trace(self._read(trace))
+            self._cost += self._now() - began
+            self._plan()
+        self._chain.add("tracer")
+        self._recovering = _RECOVERY_STEPS if self._lead > 0.5 else 1
+
+    def _is_possible(self, number: int) -> bool:
+        """Return whether a trace can be taken now."""
+        began = self._now()
+        why_not = self._tracer.why_not()
+        self._cost = self._now() - began
+        if why_not is not None:  # perhaps later
+            self._why_void = why_not
+            self.schedule.plan(number)
+        return why_not is None
+
+    def _start(self) -> None:
+        began = self._now()
+        try:
+            self._tracer.start()
+        except Exception as error:
+            self._end(f"the tracer failed: {error}")
+        else:
+            self.is_on, self._left = True, TRACED_STEPS + 1
+            self._labels, self._steps = [], {}
+        self._cost += self._now() - began
+        self._chain.add("tracer")
+        if self.is_on:
+            self._tracer.border()
+
+    def _read(self, trace: Trace) -> list[TracedStep]:
+        """Return the valid steps of a trace."""
+        self._count += 1
+        if trace.pause is not None:
+            self._pauses.append(trace.pause)
+        valid = self._valid(trace)
+        self._void = 0 if valid else self._void + 1
+        if self._void == _MOST_VOID:
+            self._end(f"{_MOST_VOID} traces in a row were void: {self._why_void}")
+        self._numbers += [step.number for step in valid]
+        return valid
+
+    def _plan(self) -> None:
+        """Plan the next trace, perhaps at a step that is unusual, if such steps come at equal
+        distances."""
+        if self._why_ended is not None:
             return
+        number = next(number for _, number in reversed(self._labels) if number is not None)
+        steps = self._steps.values()
+        seconds = [step.work + sum(step.gaps.values()) for step in steps]
+        self.schedule.traced(number, median(seconds or [1.0]), self._cost)
+        if len(self._odd) < 3 or not self._is_alone:
+            return
+        every = self._odd[2] - self._odd[1]
+        is_regular = every > 2 and self._odd[1] - self._odd[0] == every <= self.schedule.distance
+        latest = self._numbers[-_AIM_EVERY * TRACED_STEPS :]
+        if is_regular and not any((each - self._odd[2]) % every == 0 for each in latest):
+            self.schedule.plan(number, (every, self._odd[2] % every))
+
+    def _slower(self) -> float:
+        """Return the share by which steps are slower since the first trace: CUPTI stays attached,
+        and may slow down each launch by up to a fifth. To take no more traces would not undo it."""
         before = median(self._before)
+        if not before or self._behind < _STEPS_AFTER // 2:
+            return 0.0
         blocks = [
             self._after[at : at + _STEPS_AFTER] for at in range(0, len(self._after), _STEPS_AFTER)
         ]
-        noise = (
-            sum(_deviation(rates) ** 2 / len(rates) for rates in (self._before, blocks[0])) ** 0.5
-        )
+        noise = sum(_deviation(rates) ** 2 / len(rates) for rates in (self._before, blocks[0]))
         levels = [median(block) for block in blocks]
         moves = [abs(later / earlier - 1) for earlier, later in pairwise(levels) if earlier]
-        slower = levels[0] / before - 1 if before else 0.0
-        # CUPTI slows down by up to a fifth. The host's own ups and downs can be larger.
-        if before and max(0.01, 3 * noise / before, 2 * max(moves)) < slower < _MOST_SLOWER:
-            self.slower = slower  # CUPTI stays: to take no more traces would not undo it
+        slower = levels[0] / before - 1
+        # The host's own ups and downs can be larger.
+        least = max(0.01, 3 * noise**0.5 / before, 2 * max(moves))
+        return slower if least < slower < _MOST_SLOWER else 0.0
 
     def _end(self, reason: str) -> None:
         """Take no more traces."""
         self._why_ended, self.schedule.next = reason, sys.maxsize
-
-    def _step_seconds(self) -> float:
-        steps = self._steps.values()
-        return median([step.work + sum(step.gaps.values()) for step in steps]) if steps else 1.0
-
-    def _aim(self, number: int) -> None:
-        """Move the next trace to a step that is unusual, if such steps come at equal distances."""
-        if len(self._odd) < 3 or not self._is_alone:
-            return
-        every = self._odd[2] - self._odd[1]
-        place = self._odd[2] % every if every else 0
-        latest = self._numbers[-_AIM_EVERY * TRACED_STEPS :]
-        is_regular = every > 2 and self._odd[1] - self._odd[0] == every <= self.schedule.distance
-        if is_regular and not any(each % every == place for each in latest):
-            self.schedule.plan(number, (every, place))
 
     def _valid(self, trace: Trace) -> list[TracedStep]:
         if len(trace.borders) != len(self._labels) + 1:

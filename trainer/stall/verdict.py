@@ -18,7 +18,7 @@ from tokenfeed.trainer.stall.stall_report import (
     shown_causes,
     slowest_line,
 )
-from tokenfeed.trainer.stall.watchers import LoaderUse
+from tokenfeed.trainer.stall.watchers import Loader
 
 _MUCH_STALL = 0.10
 """If the stall is larger, the verdict names its largest cause, however small that is."""
@@ -33,8 +33,6 @@ _MUCH_PADDING = 0.10
 _LOW_MFU = 0.30
 """MFU below which there is advice on kernels, if the stall is below `_LITTLE_STALL`."""
 _LITTLE_STALL = 0.02
-_MUCH_UNSEEN = 0.05
-"""Share of the time from which there is advice on idle time that may be unseen."""
 _SPARE = 1.1
 """Workers that are advised, divided by the workers that would just keep up."""
 
@@ -42,7 +40,7 @@ _SPARE = 1.1
 def conclude(
     report: StallReport,
     remedies: Mapping[str, str] | None = None,
-    loader: LoaderUse | None = None,
+    loader: Loader | None = None,
 ) -> StallReport:
     """Return a report with its verdict, its reason, the next step, and advice.
 
@@ -159,7 +157,7 @@ def _core_words(wait: float) -> str:
 def advise(
     report: StallReport,
     remedies: Mapping[str, str] = REMEDIES,
-    loader: LoaderUse | None = None,
+    loader: Loader | None = None,
 ) -> list[Advice]:
     """Return advice on a report, largest gain first.
 
@@ -181,7 +179,7 @@ def _gain(share: float) -> float:
 
 
 def _on_causes(
-    report: StallReport, remedies: Mapping[str, str], loader: LoaderUse | None
+    report: StallReport, remedies: Mapping[str, str], loader: Loader | None
 ) -> Iterator[Advice]:
     main = main_causes(report)
     for cause, about in ABOUT.items():
@@ -190,7 +188,9 @@ def _on_causes(
             continue  # too small, or not distinguishable from no stall
         change = remedies[cause]
         if cause == "data" and loader is not None and loader.num_workers is not None:
-            change = _loader_remedy(loader, loader.num_workers, fraction)
+            needed = workers_needed(loader.num_workers, fraction)
+            setting = f"set `num_workers={needed}` in your {loader.name}"
+            change = workers_remedy(setting, needed, loader.place)
         elif cause == "wait" and (lines := _lines(report)):
             change = f"read these values a step later, or only when you log: {lines}"
         elif cause == "communication" and report.slowest_rank:
@@ -213,33 +213,31 @@ def _waited_for(report: StallReport) -> SlowestRank | None:
     return late if late and late.rank != report.rank else None
 
 
-def workers_needed(workers: int, waiting: float, busy: float | None = None) -> int:
+def workers_needed(workers: int, waiting: float) -> int:
     """Return how many loader workers would keep up.
 
     Args:
         workers: Workers that the loader has.
         waiting: Share of the time in which the loop waits for batches.
-        busy: Without workers, the share of the time in which the loop makes batches. Default: the
-            time in which it waits for them.
 
-    Example: without workers, a loader takes 91 % of a loop's time. Each batch then trains for the
-    other 9 %, so 91 / 9 = 10.1 workers would just keep up, and 12 are advised.
+    Example: without workers, a loop waits for batches for 91 % of its time. Each batch then trains
+    for the other 9 %, so 91 / 9 = 10.1 workers would just keep up, and 12 are advised.
     """
-    busy = workers or (waiting if busy is None else busy)
+    busy = workers or waiting
     return max(workers + 1, math.ceil(_SPARE * busy / max(1e-9, 1 - waiting) - 1e-9))
 
 
-def _loader_remedy(loader: LoaderUse, num_workers: int, waiting: float) -> str:
-    """Return advice on the number of workers that would keep up."""
-    needed = workers_needed(num_workers, waiting, loader.share)
-    text = f"your {loader.name} has num_workers={num_workers}; set it to {needed:,}"
-    if not num_workers:
-        items = loader.batch_size or 1
-        of = "an item" if loader.batch_size else "a batch"
-        text += f", since {of} costs {loader.batch_seconds / items * 1e3:.1f} ms"
-    if needed > (cores := usable_cores()):
-        text += f", but this process has {cores} cores: also make items cheaper"
-    return text
+def workers_remedy(setting: str, needed: int, place: str = "") -> str:
+    """Return advice on the number of workers.
+
+    Args:
+        setting: What to do: "set `num_workers=4` in your DataLoader".
+        needed: Workers that would keep up.
+        place: The line to change, if it is known.
+    """
+    cores = usable_cores()
+    more = f", and make items cheaper: there are {cores} cores" if needed > cores else ""
+    return setting + f" ({place})" * bool(place) + more
 
 
 def _saved(cause: Cause, report: StallReport) -> float:
@@ -283,13 +281,6 @@ def _beside_stall(
             change=remedies["padding"],
             gain=_gain(report.padding),
         )
-    unseen = 0.0 if report.at_most is None else report.at_most - stall
-    if unseen >= _MUCH_UNSEEN and not report.unmeasured:
-        change = "run more steps"
-        if lines := _lines(report):
-            change = f"the host waits for the device inside the work, at {lines}: remove the wait"
-        text = f"{unseen:.0%} may be idle inside the work: {change}"
-        yield Advice(cause="unseen", text=text, change=change, gain=None)
     if report.mfu is not None and report.mfu < _LOW_MFU and stall < _LITTLE_STALL:
         change = "look at kernels, precision and the size of micro-batches"
         yield Advice(

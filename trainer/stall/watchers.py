@@ -11,9 +11,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.marks import Phase
@@ -55,7 +54,7 @@ class _Interruptions:
         """The event ends."""
         meter = self._meter()
         if meter is not None and self._outer is not None:
-            meter.resume(self._outer)
+            meter.leave(self._outer)
             self._outer = None
 
 
@@ -117,9 +116,9 @@ class CompilerWatch(_Interruptions):
 class AllocatorWatch:
     """Polls whether torch asked the driver for memory, which may wait for all work to end."""
 
-    def __init__(self, read: Callable[[], dict[str, Any]] | None) -> None:
-        """Args: `read` returns the statistics of torch's allocator. None: nothing to watch."""
-        self._read, self.is_on = read, read is not None
+    def __init__(self, read: Callable[[], dict[str, Any] | None]) -> None:
+        """Args: `read` returns the statistics of torch's allocator; None if there is none."""
+        self._read, self.is_on = read, read() is not None
         self._last: tuple[int, ...] | None = None
         self._next_poll = 0.0
         self._count = self._retries = 0
@@ -130,10 +129,10 @@ class AllocatorWatch:
 
     def poll(self, now: float) -> bool:
         """Return whether memory was freed since the previous poll, which stops the device."""
-        if self._read is None or now < self._next_poll:
+        if not self.is_on or now < self._next_poll:
             return False
         self._next_poll = now + _SECONDS_BETWEEN_POLLS
-        stats = self._read()
+        stats = self._read() or {}
         reserved = stats.get("reserved_bytes", {}).get("all", {})  # segments that grow count too
         found = (
             int(stats.get("num_device_alloc", 0)),
@@ -180,48 +179,21 @@ watching: ContextVar["StallMeter | None"] = ContextVar("watching", default=None)
 _END: Any = object()
 
 
-@dataclass(slots=True)
-class LoaderUse:
-    """How much of a loop's time a loader takes."""
+class Loader(NamedTuple):
+    """The loader of the training batches."""
 
     name: str
     """The name of its class."""
     num_workers: int | None
     """None if the loader has no such attribute."""
-    batch_size: int | None
-    """Items in a batch; None if the loader has no such attribute."""
-    _count: int = 0
-    _seconds: float = 0.0
-    _began_s: float = 0.0
-    _ended_s: float = 0.0
+    place: str = ""
+    """Where it was made, if that is known: `train.py:20`."""
 
     @classmethod
-    def of_loader(cls, loader: object) -> "LoaderUse":
-        """Return the use of a loader that has not yielded a batch yet."""
-        workers, rows = getattr(loader, "num_workers", None), getattr(loader, "batch_size", None)
-        return cls(
-            type(loader).__name__,
-            workers if isinstance(workers, int) else None,
-            rows if isinstance(rows, int) and rows > 0 else None,
-        )
-
-    @property
-    def batch_seconds(self) -> float:
-        """Mean seconds in `next` per batch. Leaves out the first batch, for which workers start."""
-        return self._seconds / max(1, self._count - 1)
-
-    @property
-    def share(self) -> float:
-        """Share of the time in `next`, from the first to the latest batch."""
-        return self._seconds / max(1e-9, self._ended_s - self._began_s)
-
-    def add(self, began_s: float, ended_s: float) -> None:
-        """Add a batch, with the host time before and after `next`."""
-        if self._count:
-            self._seconds += ended_s - began_s
-        else:
-            self._began_s = ended_s
-        self._count, self._ended_s = self._count + 1, ended_s
+    def of(cls, loader: object, place: str = "") -> "Loader":
+        """Describe a loader."""
+        workers = getattr(loader, "num_workers", None)
+        return cls(type(loader).__name__, workers if isinstance(workers, int) else None, place)
 
 
 class WatchedLoader(Generic[Batch]):
@@ -229,7 +201,6 @@ class WatchedLoader(Generic[Batch]):
 
     def __init__(self, meter: "StallMeter", batches: Iterable[Batch]) -> None:
         self._meter, self._batches = meter, batches
-        self.use = LoaderUse.of_loader(batches)
 
     def __iter__(self) -> Iterator[Batch]:
         meter = self._meter
@@ -239,8 +210,7 @@ class WatchedLoader(Generic[Batch]):
         finally:
             meter.leave(outer)
         while True:
-            outer, began_s = meter.enter("data"), time.perf_counter()
-            before = watching.set(meter)
+            outer, before = meter.enter("data"), watching.set(meter)
             try:
                 batch = next(iterator, _END)
             finally:
@@ -248,7 +218,6 @@ class WatchedLoader(Generic[Batch]):
                 meter.leave(outer)
             if batch is _END:
                 return
-            self.use.add(began_s, time.perf_counter())
             yield batch
 
     def __len__(self) -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenfeed.pipeline.feeding.placement import usable_cores
 from tokenfeed.pipeline.text import count_of, facts
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.stall_report import (
@@ -23,7 +22,8 @@ from tokenfeed.trainer.stall.stall_report import (
     stall_facts,
     verdict_facts,
 )
-from tokenfeed.trainer.stall.verdict import conclude, workers_needed
+from tokenfeed.trainer.stall.verdict import conclude, workers_needed, workers_remedy
+from tokenfeed.trainer.stall.watchers import Loader
 from tokenfeed.trainer.watch.lines import Line
 from tokenfeed.trainer.watch.places import FRAMEWORKS, Place, Site, interval_of
 from tokenfeed.trainer.watch.ranks import RankFiles
@@ -31,16 +31,6 @@ from tokenfeed.trainer.watch.ranks import RankFiles
 _WAIT_S, _WAIT_AFTER_ERROR_S = 5.0, 1.0
 """Seconds that the first rank of a node waits for the readings of the others, at the end of the
 script and after an error."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loader:
-    """A DataLoader of the script, and where it was made."""
-
-    site: Site
-    name: str
-    num_workers: int
-    batch_size: int | None
 
 
 @dataclass(slots=True)
@@ -65,17 +55,19 @@ class Run:
     optimizers: list[str] = field(default_factory=list)
     leader: int = 0
     """Index of the optimizer whose steps count."""
-    loaders: dict[int, Loader] = field(default_factory=dict)
-    """The loaders of the script, by the id of their data set."""
-    loader: Loader | None = None
-    """The loader of the training batches."""
+    loaders: dict[int, tuple[Loader, str]] = field(default_factory=dict)
+    """The loaders of the script and the trainers that made them, by the id of their data set."""
+    loader: tuple[Loader, str] | None = None
+    """The loader of the training batches, and the trainer that made it."""
     children: int = 0
     """Processes that `mp.spawn` started."""
     parts: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds by cause since the latest step."""
+    """Seconds by cause since the latest step, without data."""
     sites: dict[Cause, defaultdict[Site, float]] = field(default_factory=dict)
     """Seconds by cause and by source line, since the first step."""
     data_seconds: float = 0.0
+    data_before: float = 0.0
+    """The same at the latest step."""
     lines: list[Line] = field(default_factory=list)
     ideal_marks: list[tuple[float, float, float]] = field(default_factory=list)
     ideal_steps: int = 0
@@ -87,8 +79,10 @@ class Run:
 
     def spent(self, cause: Cause, seconds: float, site: Site | None) -> None:
         """Count a block of time."""
-        self.parts[cause] += seconds
-        self.data_seconds += seconds if cause == "data" else 0.0
+        if cause == "data":
+            self.data_seconds += seconds
+        else:
+            self.parts[cause] += seconds
         if site is not None and site.places:
             self.sites.setdefault(cause, defaultdict(float))[site] += seconds
 
@@ -99,7 +93,9 @@ class Run:
         if self.steps == 1:
             self.first = now
             self.sites.clear()
-        self.parts.clear()
+        self.data_before = self.data_seconds
+        if self.parts:
+            self.parts.clear()
 
     def restart(self) -> None:
         """Count steps anew."""
@@ -114,7 +110,7 @@ class Run:
             before=before,
             warmup=max(0.0, steps - measured),
             after=now - self.last,
-            after_by_cause=dict(self.parts),
+            after_by_cause={**self.parts, "data": self.data_seconds - self.data_before},
             finished=bool(self.ended),
         )
 
@@ -200,8 +196,13 @@ class Run:
                 site = max(sites, key=sites.__getitem__)
                 found[cause] = _remedy(cause, verb, site)
         if self.loader is not None and report.steps:
-            waiting = report.causes["data"].fraction
-            found["data"] = _loader_remedy(self.loader, waiting)
+            loader, trainer = self.loader
+            setting = FRAMEWORKS.get(trainer, {}).get("data", "")
+            needed = workers_needed(loader.num_workers or 0, report.causes["data"].fraction)
+            text = f"set `num_workers={needed}` in your {loader.name}"
+            if setting:
+                text = f"{setting.replace('raise', 'set')} to {needed}"
+            found["data"] = workers_remedy(text, needed, loader.place)
         if self.lines:
             first = Place(self.lines[0].file, self.lines[0].line)
             found["other"] = f"look at {first}, or let a worker do what it does"
@@ -226,19 +227,6 @@ def _remedy(cause: Cause, verb: str, site: Site) -> str:
     if setting.isdigit():
         return f"{verb} than every {setting} steps ({line})" if verb.endswith("often") else ""
     return f"raise `{setting}` ({line})"
-
-
-def _loader_remedy(loader: Loader, waiting: float) -> str:
-    """Return how many workers would keep up, in the words of the script's loader."""
-    needed, cores = workers_needed(loader.num_workers, waiting), usable_cores()
-    if loader.site.framework and "data" in FRAMEWORKS[loader.site.framework]:
-        text = FRAMEWORKS[loader.site.framework]["data"].replace("raise", "set")
-        text += f" to {needed}"
-    else:
-        text = f"set `num_workers={needed}`"
-    place = f" ({loader.site.places[0]})" if loader.site.places else ""
-    text += f" in your {loader.name}{place}" if not loader.site.framework else place
-    return text + f", and make items cheaper: there are {cores} cores" * (needed > cores)
 
 
 class Summary:

@@ -7,6 +7,7 @@ end, everything is restored.
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import time
@@ -20,11 +21,12 @@ from typing import Any, TypeVar
 
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.meter import WARMUP_STEPS, StallMeter
+from tokenfeed.trainer.stall.watchers import Loader
 from tokenfeed.trainer.watch.children import Child
 from tokenfeed.trainer.watch.lines import HostLines
 from tokenfeed.trainer.watch.patches import CALLS, Finder, Patches
 from tokenfeed.trainer.watch.places import Site, site_of
-from tokenfeed.trainer.watch.summary import Loader, Run, Summary
+from tokenfeed.trainer.watch.summary import Run, Summary
 from tokenfeed.trainer.watch.termination import Termination
 
 _BACKWARDS = 16
@@ -79,9 +81,9 @@ class _Block:
     """A block of time that belongs to a cause."""
 
     cause: Cause
-    meter: Any
-    outer: Any
-    began: float
+    meter: Any = None
+    outer: Any = None
+    began: float = 0.0
     site: Site | None = None
     is_pause: bool = False
     """Whether the evaluation goes on behind the block."""
@@ -133,9 +135,10 @@ class Watch:
         self._patches, self._is_finished = Patches(), False
         self._termination: Termination | None = None
         self._meter: Any = None
-        self._is_beside_host = False
         self._inside: _Block | None = None
         self._evaluation: _Block | None = None
+        self._fetch = _Block("data")
+        """The block of the batch that is fetched. There is one at a time, and one in each step."""
         self._known = 0.0
         """Seconds in blocks so far."""
         self._in_mode = False
@@ -249,14 +252,14 @@ class Watch:
             is_special = watch._inside is not None or watch._ideal  # a call takes microseconds
             if is_special and (kept := watch._before_fetch(iterator)) is not None:
                 return kept
-            block = watch._begin_fetch()
+            if watch._inside is not None or not watch._begin_fetch():
+                return fetch(iterator)
             try:
                 batch = fetch(iterator)
             except BaseException:
-                watch.leave(block)
+                watch.leave(watch._fetch)
                 raise
-            if block is not None:
-                watch._fetched(block, iterator, batch)
+            watch._fetched(iterator, batch)
             return batch
 
         @functools.wraps(make)
@@ -276,14 +279,14 @@ class Watch:
 
         @functools.wraps(zero_grad)
         def zero(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            meter = watch._meter
-            is_known = watch._is_beside_host or watch.is_compiling()
-            if meter is None or is_known or watch.thread != get_ident():
+            meter, outer = watch._meter, None
+            if meter is not None and meter.phase == "before" and watch.thread == get_ident():
+                outer = meter.begin("work")  # time on a CPU shows nothing about its use
+            try:
                 zero_grad(optimizer, *args, **kwargs)
-            else:  # time on a CPU shows nothing about its use
-                began = time.perf_counter()
-                zero_grad(optimizer, *args, **kwargs)
-                meter.add_work(time.perf_counter() - began)
+            finally:
+                if outer is not None:
+                    meter.leave(outer)
 
         @functools.wraps(update)
         def update_scale(scaler: Any, *args: Any, **kwargs: Any) -> None:
@@ -385,11 +388,12 @@ class Watch:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         if not weights:
             return None
-        steps = [each for each in type(optimizer).__mro__ if "step" in vars(each)]
+        steps = [vars(each).get("step") for each in type(optimizer).__mro__]
         known = _Optimizer(
             number=len(self.run.optimizers),
             weights=frozenset(map(id, weights)),
-            is_subclass=len(steps) > 2,  # its own, and that of torch.optim.Optimizer
+            # Its own, and that of torch.optim.Optimizer. Torch wraps a method that is inherited.
+            is_subclass=len({id(inspect.unwrap(each)) for each in steps if each}) > 2,
         )
         self._trained[optimizer] = known
         self.run.optimizers.append(type(optimizer).__name__)
@@ -434,9 +438,8 @@ class Watch:
     @_guarded
     def _made_loader(self, loader: Any) -> None:
         site = site_of(sys._getframe(2))
-        self.run.loaders[id(loader.dataset)] = Loader(
-            site, type(loader).__name__, loader.num_workers, loader.batch_size
-        )
+        place = str(site.places[0]) if site.places else ""
+        self.run.loaders[id(loader.dataset)] = Loader.of(loader, place), site.framework
 
     @_guarded
     def _before_fetch(self, iterator: Any) -> Any:
@@ -452,27 +455,27 @@ class Watch:
             return None
         return self._kept[self.run.steps % len(self._kept)]
 
-    def _begin_fetch(self) -> "_Block | None":
+    def _begin_fetch(self) -> bool:
         """Begin a block of data. It runs in each step, so it has no further calls for the guard."""
-        if self.is_compiling() or self._inside is not None or not self.is_on:
-            return None
-        if self.thread != get_ident() and self.thread is not None:
-            return None
+        if not self.is_on or (self.thread != get_ident() and self.thread is not None):
+            return False
         try:
-            meter = self._meter
-            outer = meter.enter("data") if meter is not None else None
-            self._inside = _Block("data", meter, outer, time.perf_counter())
-            return self._inside
+            block = self._fetch
+            block.meter = meter = self._meter
+            if meter is not None:
+                block.outer = meter.begin("data")
+            block.began = time.perf_counter()
+            self._inside = block
         except Exception as error:
             self._failed(error)
-            return None
+        return self.is_on
 
-    def _fetched(self, block: _Block, iterator: Any, batch: Any) -> None:
+    def _fetched(self, iterator: Any, batch: Any) -> None:
         """End it, and look at a batch that is not like the one before."""
         if not self.is_on:
             return
         try:
-            self._leave(block)
+            self._leave(self._fetch)
             is_known = type(batch) is self._plain and self._fetching() is iterator
             if self._meter is not None and not (is_known and not self._ideal):
                 self._look_at(iterator, batch)
@@ -510,7 +513,6 @@ class Watch:
             self.run.restart()
         self.thread = get_ident()
         self._meter = StallMeter(device, skipped_steps=self._warmup)
-        self._is_beside_host = device.type != "cpu"
         self._summary.begin(self.torch)
         if self._lines is not None:
             self._lines.close()

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.causes import Cause
-from tokenfeed.trainer.stall.reading import StepSeconds, StepTimes
 from tokenfeed.trainer.stall.traces import Trace
 
 
@@ -692,7 +691,7 @@ def test_meter_marks_one_gpu_while_another_is_current(monkeypatch: pytest.Monkey
     loop.cuda.capturing = 0
     outer = meter.interrupt("garbage collection")
     assert outer is not None
-    meter.resume(outer)
+    meter.leave(outer)
     loop.cuda.capturing = 1
     assert not meter.interrupt("garbage collection")
     meter.close()
@@ -725,15 +724,17 @@ def test_report_counts_retries_and_allocations_since_the_first_step(
     assert report.causes["allocator"].seconds == pytest.approx(3 * 30e-3, rel=0.1)
 
 
-def test_steps_are_timed_since_somebody_asked() -> None:
-    times = StepTimes()
-    assert times.take() is None
+def test_steps_are_timed_since_somebody_asked(clock: SimulatedClock) -> None:
+    meter = StallMeter("cpu", skipped_steps=0)
+    assert meter.latest_steps() is None
     for seconds in (3.0, 1.0, 2.0):
-        times.add(seconds)
-    assert times.take() == StepSeconds(2.0, 3.0)
-    times.add(5.0)
-    assert times.take() == StepSeconds(5.0, 5.0)
-    assert times.take() is None
+        clock.sleep(seconds)
+        meter.step()
+    found = meter.latest_steps()
+    assert found is not None
+    assert (found.p50, found.max) == pytest.approx((2.0, 3.0), abs=1e-3)
+    assert meter.latest_steps() is None
+    meter.close()
 
 
 @pytest.mark.parametrize(

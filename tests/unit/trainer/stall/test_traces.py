@@ -196,7 +196,7 @@ def test_traces_are_seconds_apart_and_rarer_in_a_long_run() -> None:
     assert len(taken) * 0.1 < 0.003 * 6 * 3600
     rest = apart[5:] / np.array(taken[5:-1])
     assert rest.max() < 0.6, "the time after the latest trace is a part of any run"
-    assert len(taken) < 200, "the accounts keep 64"
+    assert len(taken) < 200, "the accounts keep all"
 
 
 @pytest.mark.parametrize("every", [7, 16])
