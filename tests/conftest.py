@@ -232,7 +232,7 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loader workers are forks. In `test_workers.py` and others they are programs."""
     from support.processes import FORKING
 
-    monkeypatch.setattr("tokenfeed.pipeline.feeding.worker_process.subprocess", FORKING)
+    monkeypatch.setattr("tokenfeed.pipeline.processes.subprocess", FORKING)
 
 
 @pytest.fixture

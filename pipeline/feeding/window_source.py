@@ -17,16 +17,17 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Protocol
 
-from tokenfeed.pipeline.errors import LoaderError
+from tokenfeed.pipeline.errors import LoaderError, TokenfeedError
 from tokenfeed.pipeline.feeding.worker import Reply
 from tokenfeed.pipeline.feeding.worker_process import (
     END_S,
+    NEEDS_NONE,
     Pending,
     Register,
     WorkerProcess,
-    start_undisturbed,
 )
 from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.processes import undisturbed
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
@@ -147,7 +148,7 @@ class WorkerPool:
         """
         with self._while_open():
             if len(self._workers) < self._num_workers:
-                start_undisturbed(self._start)
+                self._start()
             self._assign()
             head = self._pending[0]
             made = self._answer_of(head)
@@ -195,10 +196,23 @@ class WorkerPool:
         ) from None
 
     def _start(self) -> None:
-        """Start the workers that are missing."""
-        with self._changing:
-            while not self._closed and len(self._workers) < self._num_workers:
-                self._workers.append(WorkerProcess(len(self._workers), self._maker))
+        """Start the workers that are missing.
+
+        Raises:
+            LoaderError: The system refuses something that a worker needs.
+        """
+
+        def start() -> None:
+            with self._changing:
+                while not self._closed and len(self._workers) < self._num_workers:
+                    self._workers.append(WorkerProcess(len(self._workers), self._maker))
+
+        try:
+            undisturbed(start)
+        except RuntimeError as error:
+            if isinstance(error, LoaderError):
+                raise
+            raise LoaderError(f"loader workers cannot be started: {error}. {NEEDS_NONE}") from error
 
     def _assign(self) -> None:
         """Assign a window to every free buffer, starting with the worker with most free buffers."""
@@ -224,15 +238,17 @@ class WorkerPool:
                 )
         if isinstance(head.answer, Reply):
             return head.answer
-        if head.answer.error:
-            raise head.answer.error
-        raise RuntimeError(f"{head} failed:\n{head.answer.traceback}")
+        error = head.answer.error
+        if isinstance(error, TokenfeedError):
+            raise error
+        notes = "\n".join(getattr(error, "__notes__", []))
+        raise RuntimeError(f"{head} failed:\n{notes}") from error
 
     def _drain(self, timeout: float) -> None:
         """Collect all answers of workers; wait at most `timeout` seconds for the first."""
-        busy = {worker.socket: worker for worker in self._workers if worker.tasks}
-        for connection in wait(list(busy), min(timeout, _LONGEST_WAIT_S)):
-            busy[connection].collect()  # type: ignore[index]
+        busy = {worker.child.fileno(): worker for worker in self._workers if worker.tasks}
+        for ready in wait(list(busy), min(timeout, _LONGEST_WAIT_S)):
+            busy[ready].collect()  # type: ignore[index]
 
     def _release(self, pending: Pending) -> None:
         pending.worker.free.append(pending.buffer)

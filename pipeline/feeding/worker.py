@@ -1,10 +1,7 @@
-"""A loader worker: a process that makes windows for a training process, in shared memory.
+"""A loader worker: a child process that makes windows for a training process, in shared memory.
 
-It is a separate program, not a fork: it inherits no CUDA handle, no lock and no copy of the model,
-and it does not import torch. It ends when its socket closes or its parent has ended, so no worker
-outlives a killed parent. The files of its memory have no names, so nothing stays behind. Terminals
-and schedulers send signals to workers too, but only the parent decides when the run ends: a worker
-keeps all signals blocked except those of a crash. Torch-free.
+`pipeline.processes` starts and ends it. The files of its memory have no names, so nothing stays
+behind. Torch-free.
 """
 
 import contextlib
@@ -12,61 +9,28 @@ import errno
 import mmap
 import os
 import pickle
-import sys
 import time
-import traceback
-from collections.abc import Iterator
-from multiprocessing.connection import Connection, wait
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tokenfeed.pipeline.arithmetic import round_up
-from tokenfeed.pipeline.errors import LoaderError, TokenfeedError
+from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.remote.client import own_process
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import Header
-from tokenfeed.pipeline.windows.reader import WindowReader
 
 if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.node import Fetched
 
 
-_DEFAULTS = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
-_ENVIRONMENT = {
-    "MALLOC_ARENA_MAX": "2",  # memory freed by fetching threads is reused for the next window
-    "MALLOC_MMAP_THRESHOLD_": "1073741824",
-    "MALLOC_TRIM_THRESHOLD_": "1073741824",
-    "OMP_NUM_THREADS": "1",  # else importing numpy starts a thread per core in every worker
-    "OPENBLAS_NUM_THREADS": "1",
-}
-"""Keeps freed memory in the process. The arrays of a window are about as large as those of the last
-window, so the kernel need not map new pages: 17 page faults per window instead of 4,646."""
-
 _GROWTH = 1.25  # factor by which a buffer grows beyond the required size
 _PAGE = 1 << 21
-_LONGEST_TRACEBACK = 1 << 14
-_PARENT_CHECK_S = 1.0  # a socket stays open while any fork of the parent lives
 _SCHEDULING = Path("/proc/self/schedstat")
 
 _REFUSALS = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG)
 _USE_LESS = "Use fewer workers (`num_workers`), or raise the limits that `ulimit -a` names."
-
-
-class Orders(NamedTuple):
-    """What a worker receives at its start."""
-
-    parent: int
-    maker: WindowMaker
-    buffers: list[int]
-    """File descriptors of the buffers."""
-
-
-class Request(NamedTuple):
-    """Make a rank's slice of a window in one of the worker's buffers."""
-
-    position: Position
-    buffer: int
 
 
 class Reply(NamedTuple):
@@ -79,32 +43,6 @@ class Reply(NamedTuple):
     """Seconds it took, without waiting for a core."""
     fetched: "Fetched | None"
     """Counts of reads from stores since the last reply; None for local data."""
-
-
-class Failure(NamedTuple):
-    """The window could not be made."""
-
-    error: TokenfeedError | None
-    """The error for the user; None for a bug in tokenfeed."""
-    traceback: str
-
-
-def command(socket_fd: int, orders_fd: int) -> list[str]:
-    """Return the command line of a worker.
-
-    The file `orders_fd` contains the module search path, and then the orders of the worker. Only
-    built-in modules are imported before the path is set.
-    """
-    code = (
-        f"import sys, marshal; file = open({orders_fd}, 'rb'); sys.path[:] = marshal.load(file); "
-        f"from tokenfeed.pipeline.feeding.worker import main; main({socket_fd}, file)"
-    )
-    return [sys.executable, "-c", code]
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of a worker: one thread per library, and freed memory is kept."""
-    return _DEFAULTS | os.environ | _ENVIRONMENT
 
 
 def map_buffer(fd: int, size: int) -> mmap.mmap:
@@ -138,59 +76,57 @@ def not_importable(error: Exception) -> LoaderError:
     )
 
 
-def main(socket_fd: int, file: BinaryIO) -> None:
-    """Make windows until the parent closes the socket or ends."""
-    connection = Connection(socket_fd)
-    own_process()
-    try:
-        orders = _read_orders(file, connection)
-        buffers = [_Buffer(fd) for fd in orders.buffers]
-        counter = _Counter(orders.maker.reader)
-        while True:
-            task = _next_task(connection, orders.parent)
-            connection.send(_serve(orders.maker, task, buffers[task.buffer], counter))
-    except (EOFError, ConnectionError):
-        os._exit(os.EX_OK)  # the parent has ended or closed the socket
+class Worker:
+    """Makes windows in buffers that another process has mapped, too."""
 
+    def __init__(self, maker: WindowMaker, buffers: Sequence[int]) -> None:
+        """`buffers`: their file descriptors."""
+        self._maker = maker
+        self._buffers = [_Buffer(fd) for fd in buffers]
+        self._fetched = maker.reader.fetched
 
-def _read_orders(file: BinaryIO, connection: Connection) -> Orders:
-    """Read the orders. If a class cannot be imported, answer every request with that error."""
-    try:
-        with file:
-            orders: Orders = pickle.load(file)
-    except (AttributeError, ImportError) as error:
-        failure = Failure(not_importable(error), "")
-        while True:  # until the parent closes the socket
-            connection.recv()
-            connection.send(failure)
-    return orders
+    def make(self, position: Position, buffer: int) -> Reply:
+        """Make a rank's slice of a window in a buffer.
 
-
-def _next_task(connection: Connection, parent: int) -> Request:
-    """Wait for a request. Raise EOFError if there will be no more."""
-    while not wait([connection], _PARENT_CHECK_S):
-        if os.getppid() not in (parent, 0):  # 0: it lives in an outer PID namespace
-            raise EOFError
-    task: Request = connection.recv()
-    return task
-
-
-def _serve(
-    maker: WindowMaker, task: Request, buffer: "_Buffer", counter: "_Counter"
-) -> Reply | Failure:
-    started, waited_s = time.perf_counter(), _waited_for_core_s()
-    try:
-        rank_slice = maker.make(task.position)
-        header = rank_slice.write(buffer.at_least(rank_slice.num_bytes))
+        Raises:
+            TokenfeedError: The window cannot be made, or there is too little memory.
+        """
+        started, waited_s, memory = time.perf_counter(), _waited_for_core_s(), self._buffers[buffer]
+        try:
+            rank_slice = self._maker.make(position)
+            header = rank_slice.write(memory.at_least(rank_slice.num_bytes))
+        except MemoryError:
+            raise LoaderError(f"a loader worker ran out of memory. {_USE_LESS}") from None
         waited_s = _waited_for_core_s() - waited_s
         seconds = max(0.0, time.perf_counter() - started - waited_s)
-        return Reply(header, buffer.size, seconds, counter.new())
-    except TokenfeedError as error:
-        return Failure(error, "")
-    except MemoryError:
-        return Failure(LoaderError(f"a loader worker ran out of memory. {_USE_LESS}"), "")
-    except Exception:  # a bug: the parent raises it with this worker's traceback
-        return Failure(None, traceback.format_exc()[-_LONGEST_TRACEBACK:])
+        before, self._fetched = self._fetched, self._maker.reader.fetched
+        fetched = self._fetched.since(before) if self._fetched and before else None
+        return Reply(header, memory.size, seconds, fetched)
+
+
+_worker: Worker | None = None
+
+
+def begin(orders: int, buffers: Sequence[int]) -> None:
+    """Make the worker of this process. The file `orders` has the pickled maker of windows.
+
+    Raises:
+        LoaderError: The class of a store or a function cannot be imported.
+    """
+    global _worker
+    own_process()
+    try:
+        with open(orders, "rb") as file:
+            maker = pickle.load(file)
+    except (AttributeError, ImportError) as error:
+        raise not_importable(error) from error
+    _worker = Worker(maker, buffers)
+
+
+def make(position: Position, buffer: int) -> Reply:
+    """See `Worker.make`."""
+    assert _worker, "it has begun"
+    return _worker.make(position, buffer)
 
 
 def _waited_for_core_s() -> float:
@@ -202,19 +138,6 @@ def _waited_for_core_s() -> float:
         return int(_SCHEDULING.read_bytes().split()[1]) / 1e9
     except OSError:
         return 0.0
-
-
-class _Counter:
-    """Counts a reader's reads from stores between two replies."""
-
-    def __init__(self, reader: WindowReader) -> None:
-        self._reader = reader
-        self._last = reader.fetched
-
-    def new(self) -> "Fetched | None":
-        """Return the counts since the last call."""
-        before, self._last = self._last, self._reader.fetched
-        return self._last.since(before) if self._last and before else None
 
 
 class _Buffer:

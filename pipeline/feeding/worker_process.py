@@ -1,38 +1,27 @@
-"""A loader worker as its parent sees it: a process, a socket and buffers.
+"""A loader worker as its parent sees it: a child process and buffers.
 
-If Ctrl-C interrupts a start or an end, calling `end` again completes it. Garbage collection does
-too: a worker whose socket is closed ends.
+If Ctrl-C interrupts an end, calling `end` again completes it. Garbage collection does too: a child
+whose channel is closed ends.
 """
 
 import contextlib
-import marshal
 import mmap
 import os
 import pickle
 import signal
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
+from functools import partial
 from typing import IO
 
 from tokenfeed.pipeline.errors import LoaderError
-from tokenfeed.pipeline.feeding.worker import (
-    Failure,
-    Orders,
-    Reply,
-    Request,
-    command,
-    environment,
-    map_buffer,
-    not_importable,
-)
+from tokenfeed.pipeline.feeding.worker import Reply, begin, make, map_buffer, not_importable
 from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.processes import Child, Ended, Failure
 from tokenfeed.pipeline.windows.maker import WindowMaker
 
 BUFFERS = 3
@@ -43,8 +32,7 @@ END_S = 5.0
 """Seconds to wait for killed workers. A worker that hangs in the kernel ends when its disk answers;
 nothing waits longer for it."""
 
-_NEEDS_NONE = "Use fewer workers; `num_workers`=0 reads in this process."
-_FAULTS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS")
+NEEDS_NONE = "Use fewer workers; `num_workers`=0 reads in this process."
 
 Register = Callable[[mmap.mmap], Callable[[], None]]
 """Page-locks the memory of a buffer for a device; returns the function that unlocks it."""
@@ -67,12 +55,12 @@ class Pending:
 
     def __str__(self) -> str:
         epoch, window, _ = self.position
-        name, pid = self.worker.name, self.worker.process.pid
+        name, pid = self.worker.name, self.worker.child.process.pid
         return f"loader worker {name} (process {pid}), at window {window} of epoch {epoch},"
 
 
 class WorkerProcess:
-    """One process, its socket and its buffers."""
+    """One child process and its buffers."""
 
     def __init__(self, name: int, maker: WindowMaker) -> None:
         """Start the process.
@@ -89,45 +77,33 @@ class WorkerProcess:
         self._parent = os.getpid()
         try:
             with contextlib.ExitStack() as undo:
-                self._buffers = [undo.enter_context(_memory_file()) for _ in range(BUFFERS)]
-                self.socket, theirs = Pipe()
-                undo.enter_context(self.socket)
-                self.process = self._start(maker, theirs)
+                files = [undo.enter_context(_memory_file()) for _ in range(BUFFERS)]
+                self._buffers = [file.fileno() for file in files]
+                with _memory_file() as orders:  # may be more than a socket holds
+                    _write_orders(maker, orders)
+                    handed = orders.fileno(), self._buffers
+                    self.child = Child("loader worker", [handed[0], *handed[1]])
+                self.child.prepare(partial(begin, *handed))
                 self._resources = undo.pop_all()
         except OSError as error:
             raise LoaderError(
-                f"loader worker {name} cannot be started: {error.strerror}. {_NEEDS_NONE}"
+                f"loader worker {name} cannot be started: {error.strerror}. {NEEDS_NONE}"
             ) from error
-
-    def _start(self, maker: WindowMaker, theirs: Connection) -> "subprocess.Popen[bytes]":
-        with theirs, _memory_file() as file:
-            buffers = [buffer.fileno() for buffer in self._buffers]
-            marshal.dump([str(entry) for entry in sys.path if isinstance(entry, str)], file)
-            try:
-                pickle.dump(Orders(self._parent, maker, buffers), file)
-            except (AttributeError, TypeError, pickle.PicklingError) as error:
-                raise not_importable(error) from error
-            file.seek(0)
-            handed = (theirs.fileno(), file.fileno())
-            return subprocess.Popen(
-                command(*handed), pass_fds=(*handed, *buffers), env=environment()
-            )
 
     def begin(self, pending: Pending) -> None:
         """Send a request for a window."""
         self.tasks.append(pending)
-        with contextlib.suppress(ConnectionError):  # it died: `collect` reports it
-            self.socket.send(Request(pending.position, pending.buffer))
+        self.child.call(partial(make, pending.position, pending.buffer))
 
     def collect(self) -> None:
         """Receive an answer, or mark all requests as failed if the worker died."""
         try:
-            answer = self.socket.recv()
+            answer = self.child.answer()
             self.tasks.popleft().answer = answer
-        except (EOFError, OSError):  # it may have died within a message
+        except Ended:
             reason = self._why_it_died()
             for pending in self.tasks:
-                pending.answer = Failure(LoaderError(f"{pending} died {reason}"), "")
+                pending.answer = Failure(LoaderError(f"{pending} died {reason}"))
             self.tasks.clear()
 
     def buffer_memory(self, buffer: int, size: int, register: Register | None) -> mmap.mmap:
@@ -135,7 +111,7 @@ class WorkerProcess:
         memory = self._memory.get(buffer)
         if memory is None or len(memory) != size:
             self._unregister.pop(buffer, _nothing)()
-            memory = self._memory[buffer] = map_buffer(self._buffers[buffer].fileno(), size)
+            memory = self._memory[buffer] = map_buffer(self._buffers[buffer], size)
             if register:
                 self._unregister[buffer] = register(memory)
         return memory
@@ -143,7 +119,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the process. Nothing is lost, because any worker can make its windows again."""
         if self.is_ours():
-            self.process.kill()
+            self.child.kill()
 
     def end(self, deadline: float) -> None:
         """Kill the process, wait for its end until `deadline`, and release the shared memory.
@@ -152,10 +128,10 @@ class WorkerProcess:
         """
         self.kill()
         if self.is_ours():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(max(0.0, deadline - time.monotonic()))
+            self.child.wait(max(0.0, deadline - time.monotonic()))
             while self._unregister:
                 self._unregister.popitem()[1]()
+        self.child.close()
         self._resources.close()
         self.tasks.clear()  # they refer back to this object, which would delay freeing
         self._memory.clear()
@@ -167,7 +143,7 @@ class WorkerProcess:
     def _why_it_died(self) -> str:
         """Return how the process ended, and a remedy."""
         try:
-            code = self.process.wait(timeout=1)
+            code = self.child.process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             return "(it closed its socket). `num_workers`=0 reads in this process."
         if code >= 0:
@@ -189,33 +165,12 @@ def _memory_file() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-def start_undisturbed(work: Callable[[], None]) -> None:
-    """Start workers in a separate thread, and wait for it.
-
-    Ctrl-C interrupts only the main thread, where it could lose a process that was just started. The
-    new processes inherit the signal mask of the thread, which blocks all signals except crashes.
-
-    Raises:
-        LoaderError: The system refuses another thread, or `work` raised it.
-    """
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        faults = {signal.Signals[name] for name in _FAULTS if name in signal.Signals.__members__}
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="tokenfeed starts workers")
+def _write_orders(maker: WindowMaker, file: IO[bytes]) -> None:
     try:
-        thread.start()
-    except RuntimeError as error:
-        raise LoaderError(f"loader workers cannot be started: {error}. {_NEEDS_NONE}") from error
-    thread.join()
-    if failures:
-        raise failures[0]
+        pickle.dump(maker, file)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise not_importable(error) from error
+    file.seek(0)
 
 
 def _nothing() -> None:

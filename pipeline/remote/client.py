@@ -6,8 +6,8 @@ So the training process should not start the client. It does not need to: openin
 whole small files, which a short-lived program fetches (`read_in_child`), and workers read shards.
 The rules:
 
-- A program of tokenfeed (a command, a loader worker, the child) calls `own_process` and sends its
-  requests itself.
+- A program of tokenfeed (a command, a loader worker, the short-lived one) calls `own_process` and
+  sends its requests itself. The program that forks the workers of `pretokenize` does not.
 - In other processes, `read` uses a child until something else has started the client: ranges,
   sizes, lists and writes do. A loader uses these only in its workers.
 - In a fork of a process that has started the client, every use is a ConfigError.
@@ -18,23 +18,21 @@ repeated: no connection, a busy or broken server, a truncated body.
 """
 
 import errno
-import marshal
 import os
-import pickle
 import re
-import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from errno import EIO
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError, TokenfeedError
+from tokenfeed.pipeline.processes import Child, Ended, Failure, undisturbed
 from tokenfeed.pipeline.remote.address import Address
 from tokenfeed.pipeline.remote.retrying import Meter, Timing, Traffic
 from tokenfeed.pipeline.text import without_secrets
@@ -87,58 +85,31 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_forked)
 
 
-_CODE = (
-    "import sys, marshal; sys.path[:] = marshal.load(sys.stdin.buffer); "
-    "from tokenfeed.pipeline.remote.client import main; main()"
-)
-_PARENT_CHECK_S = 1.0
-
-
 def read_in_child(store: Any, name: str) -> tuple[bytes, Traffic]:
     """Return the whole of an object and the child's traffic. The child logs warnings to stderr.
 
     Raises:
         TokenfeedError: What `read` raises in the child.
     """
-    paths = [entry for entry in sys.path if isinstance(entry, str)]
-    orders = marshal.dumps(paths) + pickle.dumps((os.getpid(), store, name))
-    child = subprocess.run(
-        [sys.executable, "-c", _CODE],
-        input=orders,
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C should reach only this process, which then kills the child
-    )
+    child = undisturbed(lambda: Child("reads a store"))
     try:
-        answer: tuple[bytes, Traffic] | TokenfeedError = pickle.loads(child.stdout)
-    except (EOFError, pickle.UnpicklingError):
+        child.call(partial(_read, store, name))
+        answer: tuple[bytes, Traffic] | Failure = child.answer()
+    except Ended:
         reason = "the program that fetches it died; see above"
         raise RemoteError(EIO, reason, store.path(name)) from None
-    if isinstance(answer, TokenfeedError):
-        raise answer
+    finally:
+        child.kill()
+        child.wait()
+        child.close()
+    if isinstance(answer, Failure):
+        raise answer.error
     return answer
 
 
-def main() -> NoReturn:
-    """Read the file that the parent names, send its bytes, and end. End with the parent, too."""
+def _read(store: Any, name: str) -> tuple[bytes, Traffic]:
     own_process()
-    pipe = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of libraries must not mix with the answer
-    parent, store, name = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with, args=[parent], daemon=True).start()
-    answer: tuple[bytes, Traffic] | TokenfeedError
-    try:
-        answer = store.read(name), store.traffic
-    except TokenfeedError as error:
-        answer = error
-    pickle.dump(answer, pipe)
-    pipe.flush()
-    os._exit(os.EX_OK)
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_PARENT_CHECK_S)
-    os._exit(os.EX_OK)
+    return store.read(name), store.traffic
 
 
 _STATUS = re.compile(r"status code: ((\d{3})[\w ]*)")

@@ -77,9 +77,10 @@ def test_killed_spawned_worker_is_an_error_of_one_line() -> None:
         FORGET
         + LIKE_WINDOWS
         + """
-from tokenfeed.tools.jobs.executors import WorkerLost, local_executor
+from tokenfeed.pipeline.processes import Ended
+from tokenfeed.tools.jobs.executors import local_executor
 executor = local_executor()
-executor.fork(os.getpid, 2)
+executor.start(2)
 print(executor.submit(max, 3, 5).result())
 try:
     executor.submit(int, "x").result()
@@ -87,8 +88,8 @@ except ValueError as error:
     print(error)
 try:
     executor.submit(os._exit, 1).result()
-except WorkerLost as error:
-    print(error)
+except Ended:
+    print("a worker process ended")
 executor.shutdown()
 """
     )

@@ -1,36 +1,32 @@
 """Signals, killed processes, limits and odd environments: one line at most, and no traceback."""
 
-import contextlib
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 import psutil
 import pytest
 from support.commands import COMMAND
-from support.corpora import write_ballast, write_long_corpus
+from support.corpora import write_ballast
 from support.data_sets import files_of
 from support.pretokenizing import make
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.jobs import executors
-from tokenfeed.tools.jobs.crew import Crew, Done, WorkerDied, local_crew
-from tokenfeed.tools.jobs.executors import ForkExecutor
+from tokenfeed.tools.jobs.executors import LocalExecutor
 from tokenfeed.tools.jobs.run_records import RunRecords
 from tokenfeed.tools.pretokenize import needs_workers
 from tokenfeed.tools.pretokenizing import make as make_module
-from tokenfeed.tools.pretokenizing.inputs import find_inputs
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.options import Options
-from tokenfeed.tools.pretokenizing.prepare import Prepared, prepare
+from tokenfeed.tools.pretokenizing.prepare import Prepared
 
 Environment = dict[str, str]
 
@@ -56,56 +52,15 @@ def line_of(result: subprocess.CompletedProcess[str], code: int) -> str:
     return line
 
 
-@contextlib.contextmanager
-def crew_of_two(corpus: Path, out: Path, tokenizer: Path, executor: ForkExecutor) -> Iterator[Crew]:
-    """Have two workers of `executor` encode every unit of a corpus."""
-    options = Options(paths=(str(corpus), str(out)), tokenizer=str(tokenizer), shard_size=30_000)
-    made = prepare(find_inputs(options))
-    out.mkdir()
-    (out / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    work = replace(made.encoding, engine="gigatoken")
-    with (
-        patch.object(executors, "local_executor", lambda: executor),
-        local_crew(work, made.units, 2, on_progress=_ignore) as crew,
-    ):
-        yield crew
-
-
-def _ignore(progress: Done) -> None: ...
-
-
-def test_workers_outlive_the_program_they_were_forked_from(
-    corpus: Path, tmp_path: Path, tokenizer: Path
-) -> None:
-    executor = ForkExecutor()
-    with crew_of_two(corpus, tmp_path / "out", tokenizer, executor) as crew:
-        results = iter(crew)
-        units = [next(results).result.unit]
-        os.kill(executor.program_id, signal.SIGKILL)
-        units += [done.result.unit for done in results]
-    assert sorted(units) == list(range(len(units)))
-    assert len(units) > 3
-
-
-def test_a_killed_worker_is_said(corpus: Path, tmp_path: Path, tokenizer: Path) -> None:
-    write_long_corpus(corpus, num_lines=300)
-    executor = ForkExecutor()
-    with crew_of_two(corpus, tmp_path / "out", tokenizer, executor) as crew:
-        results = iter(crew)
-        next(results)
-        children = Path(f"/proc/{executor.program_id}/task/{executor.program_id}/children")
-        os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
-        with pytest.raises(WorkerDied):
-            list(results)
-
-
 def test_a_program_killed_before_it_forked_is_an_error_in_one_line(
     corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     write_ballast(corpus)
     executors.start_early()
     (program,) = (
-        child.pid for child in psutil.Process().children() if "serve(" in " ".join(child.cmdline())
+        child.pid
+        for child in psutil.Process().children()
+        if "'pretokenize'" in " ".join(child.cmdline())
     )
     os.kill(program, signal.SIGKILL)
     options = Options(paths=(str(corpus), str(tmp_path / "out")), tokenizer=str(tokenizer))
@@ -113,12 +68,13 @@ def test_a_program_killed_before_it_forked_is_an_error_in_one_line(
         make_dataset(options)
 
 
-def test_an_engine_that_cannot_be_loaded_when_nobody_waits_any_more_says_nothing(
-    corpus: Path, tmp_path: Path, tokenizer: Path, capfd: pytest.CaptureFixture[str]
+def test_workers_that_cannot_begin_when_nobody_waits_any_more_say_nothing(
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    executor = ForkExecutor()
-    with crew_of_two(corpus, tmp_path / "out", tokenizer, executor):
-        (tmp_path / "out/tokenizer.json").write_text("{}")
+    executor = LocalExecutor()
+    executor.prepare(partial(int, "no number"))
+    executor.start(2)
+    executor.shutdown()
     assert capfd.readouterr().err == ""
 
 

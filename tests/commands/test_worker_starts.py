@@ -17,6 +17,7 @@ from support.processes import children_of, open_files, opened_since, workers_of
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError
 from tokenfeed.pipeline.feeding import worker
+from tokenfeed.pipeline.planning.plan import Position
 
 
 @pytest.fixture
@@ -167,11 +168,9 @@ def test_a_worker_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     def read(position: object) -> None:
         raise MemoryError
 
-    request = worker.Request(None, 0)
-    answer = worker._serve(SimpleNamespace(make=read), request, None, None)  # type: ignore[arg-type]
-    assert isinstance(answer, worker.Failure)
-    assert isinstance(answer.error, LoaderError)
-    assert "ran out of memory. Use fewer workers" in str(answer.error)
+    maker: Any = SimpleNamespace(make=read, reader=SimpleNamespace(fetched=None))
+    with pytest.raises(LoaderError, match=r"ran out of memory\. Use fewer workers"):
+        worker.Worker(maker, [0]).make(Position(0, 0, 0), 0)
 
 
 def test_a_worker_that_ends_by_itself_is_not_said_to_lack_memory(

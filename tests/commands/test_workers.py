@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +39,6 @@ from support.processes import (
 from tokenfeed import Manifest, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError
 from tokenfeed.pipeline.feeding import window_source, worker
-from tokenfeed.pipeline.feeding import worker_process as process
 from tokenfeed.pipeline.planning.plan import Position
 
 forked = pytest.mark.usefixtures("forked_workers")
@@ -60,13 +60,14 @@ def test_a_stopped_worker_is_named_within_the_timeout(folder: Path) -> None:
 
 @pytest.mark.parametrize("label_names", [(), ("label",) * 200_000])
 def test_workers_that_cannot_start_are_an_error_with_their_exit_status(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, label_names: tuple[str, ...]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label_names: tuple[str, ...]
 ) -> None:
     """Also where a worker is told more than a socket holds."""
     replace(Manifest.read(folder), label_names=label_names).write(folder)
-    monkeypatch.setattr(
-        process, "command", lambda *fds: [sys.executable, "-c", "raise SystemExit(3)"]
-    )
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
     with (
         open_loader(folder, num_workers=2, timeout=60) as loader,
         pytest.raises(LoaderError, match=r"worker \d .* died \(exit status 3\)"),
@@ -185,6 +186,8 @@ def spin() -> None:
 class _Busy:
     """A maker that works until it has waited for a core for a tenth of a second."""
 
+    reader = SimpleNamespace(fetched=None)
+
     def make(self, position: object) -> SimpleNamespace:
         before = self._waited()
         while (waited := self._waited() - before) < 0.1:
@@ -198,21 +201,20 @@ class _Busy:
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no count")
 def test_waiting_for_a_core_is_no_work_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    maker, slot = _Busy(), SimpleNamespace(at_least=lambda size: None, size=0)
+    maker = _Busy()
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
         other = multiprocessing.get_context("fork").Process(target=spin)
         other.start()
-        request, counter = worker.Request(Position(0, 0, 0), 0), SimpleNamespace(new=lambda: None)
         began = time.perf_counter()
-        made = worker._serve(maker, request, slot, counter)  # type: ignore[arg-type]
+        with tempfile.TemporaryFile() as buffer:
+            made = worker.Worker(maker, [buffer.fileno()]).make(Position(0, 0, 0), 0)  # type: ignore[arg-type]
         seconds = time.perf_counter() - began
     finally:
         os.sched_setaffinity(0, before)
         os.kill(other.pid or 0, signal.SIGKILL)
         other.join()
-    assert isinstance(made, worker.Reply)
     assert 0 < made.seconds < seconds - maker.waited_s
 
 

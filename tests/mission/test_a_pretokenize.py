@@ -147,7 +147,6 @@ def test_m03_limit_keeps_the_records_with_the_least_hashes(tmp_path: Path, token
             else:  # the same by parts
                 for part in ("1/2", "0/2"):
                     run(rows, out, *options, "--limit", limit, "--part", part)
-                run(rows, out, *options, "--limit", limit, "--finish")
             ledger = Manifest.read(out).ledger
             left_out = ledger.left_out or 0
             assert ledger.read == ledger.written + ledger.empty + ledger.rejected + left_out == 640

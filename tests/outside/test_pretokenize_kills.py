@@ -108,18 +108,23 @@ def test_interruption_while_a_tokenizer_is_trained_does_not_wait_for_it(tmp_path
     assert (process.returncode, stderr) == (130, "interrupted: the same command continues\n")
 
 
+@pytest.mark.parametrize("killed", ["workers", "their program"])
 def test_a_killed_worker_is_an_error_and_no_hang(
-    corpus: Path, tmp_path: Path, tokenizer: Path
+    corpus: Path, tmp_path: Path, tokenizer: Path, killed: str
 ) -> None:
+    """Workers go on without the program that has forked them."""
     write_long_corpus(corpus)
     out = tmp_path / "out"
     words = (corpus, out, "--tokenizer", tokenizer, "--workers", 1)
     process = warm.Popen([*COMMAND[1:], *words], stderr=subprocess.PIPE)
     assert eventually(lambda: any(out.glob("train/*"))), "no worker writes"
     for server in children_of(process.pid):
-        for worker in children_of(server):
+        for worker in children_of(server) if killed == "workers" else [server]:
             os.kill(worker, signal.SIGKILL)
     _, stderr = process.communicate(timeout=60)
+    if killed == "their program":
+        assert process.returncode == 0, stderr
+        return
     assert process.returncode == 1
     (line,) = stderr.splitlines()
     assert line.startswith("error: a worker process was killed")
@@ -287,19 +292,19 @@ def test_parts_do_each_unit_once_and_survive_a_kill(
     units = [part["units"] for part in parts]
     assert sum(units) == whole
     assert max(units) - min(units) <= 1
-    run(corpus, out, *options, "--finish")
+    assert [part["is_complete"] for part in parts] == [False, False, True]
     assert files_of(out) == files_of(tmp_path / "plain")
 
 
 @pytest.mark.long
-def test_a_part_and_the_finish_killed_at_any_write_change_no_byte(
+def test_parts_killed_at_any_write_change_no_byte(
     corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     options = ("--tokenizer", tokenizer, "--shard-size", "60KB", "--validation", "0.1")
     run(corpus, tmp_path / "plain", *options)
     expected = files_of(tmp_path / "plain")
     before, out = tmp_path / "before", tmp_path / "out"
-    steps = ["--part=0/2", "--part=1/2", "--finish"]
+    steps = ["--part=0/2", "--part=1/2"]
     for number, step in enumerate(steps):
         moment, was_killed = 0, True
         while was_killed:

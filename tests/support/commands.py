@@ -19,18 +19,18 @@ from typing import Any
 from unittest import mock
 
 from support import warm
+from tokenfeed.pipeline import processes
 from tokenfeed.tools import pretokenize
-from tokenfeed.tools.jobs import executors
 from tokenfeed.tools.shell import console
 
 COMMAND = [sys.executable, "-m", "tokenfeed.tools.pretokenize"]
 SMALL = """
 from support.processes import FORKING
-from tokenfeed.pipeline.feeding import worker_process
+from tokenfeed.pipeline import processes
 from tokenfeed.tools.encoding import training
 from tokenfeed.trainer.models.gpt import SIZES, ModelSize
 from tokenfeed.trainer.data import recommended
-worker_process.subprocess = FORKING
+processes.subprocess = FORKING
 training._MIN_FREQUENCY = 20
 recommended._LEAST_STEPS = 20
 SIZES["tiny"] = SIZES["shallow"] = ModelSize(layers=1, width=32, heads=2)
@@ -60,15 +60,15 @@ def ended_by(
         options: Of `warm.Popen`.
     """
     code = f"""
-import os, re
-replace, left = os.replace, [{units}]
-def counted(source, target, **options):
-    replace(source, target, **options)
-    left[0] -= bool(re.search(r".parts/[0-9]+\\.json$", os.fspath(target)))
-    if not left[0]:
-        left[0] = -1
+import os
+from tokenfeed.tools.jobs.run_records import RunRecords
+append, left = RunRecords.append, [{units}]
+def counted(records, result):
+    append(records, result)
+    left[0] -= 1
+    if left[0] == 0:
         os.{"killpg" if group else "kill"}(os.getpid(), {int(number)})
-os.replace = counted
+RunRecords.append = counted
 from tokenfeed.tools.pretokenize import main
 main()
 """
@@ -113,7 +113,7 @@ def _undone(words: list[str]) -> Iterator[None]:
     sys.argv, log.handlers = words, []
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        with mock.patch("gc.freeze"), mock.patch.object(executors, "subprocess", warm.PROGRAMS):
+        with mock.patch("gc.freeze"), mock.patch.object(processes, "subprocess", warm.PROGRAMS):
             yield
     finally:
         sys.argv, environment, log.handlers, level = before

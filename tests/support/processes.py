@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import json
-import marshal
 import os
 import subprocess
 import sys
@@ -17,8 +16,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import psutil
-
-from tokenfeed.pipeline.feeding import worker
 
 
 def children_of(pid: int | Literal["self"]) -> list[int]:
@@ -34,19 +31,18 @@ def workers_of(pid: int | Literal["self"] = "self") -> list[int]:
     return [
         child
         for child in children_of(pid)
-        if child in _forked
-        or b"tokenfeed.pipeline.feeding.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+        if child in _forked or b"loader worker" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
 
 
 _forked: set[int] = set()
 
 
-class ForkedWorker(subprocess.Popen[bytes]):
-    """A loader worker that is a fork of this process, which has imported what a worker needs."""
+class ForkedChild(subprocess.Popen[bytes]):
+    """A child that is a fork of this process, which has imported what a loader worker needs."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        handed = rest[3]
+        handed, environment, stdin, stdout = rest[3], rest[5], rest[9], rest[12]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
             self.pid = os.fork()
@@ -54,14 +50,17 @@ class ForkedWorker(subprocess.Popen[bytes]):
         if self.pid == 0:
             try:
                 gc.disable()  # nothing of the parent is freed here
+                os.dup2(stdin, 0)
+                os.dup2(stdout, 1)
                 _close_all_but({0, 1, 2, *handed})
-                with open(handed[1], "rb") as file:
-                    sys.path[:] = marshal.load(file)
-                    worker.main(handed[0], file)
+                os.environ.update(environment)
+                sys.argv = args[2:]
+                exec(args[2], {})
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(1)
+        self._close_pipe_fds(*rest[9:15])  # type: ignore[attr-defined]
         self._child_created = True
 
 
@@ -72,9 +71,9 @@ def _close_all_but(kept: set[int]) -> None:
                 os.close(int(name))
 
 
-FORKING = SimpleNamespace(Popen=ForkedWorker, TimeoutExpired=subprocess.TimeoutExpired)
-"""What `worker_process` takes for `subprocess` to fork loader workers: a program would import for a
-quarter of a second."""
+FORKING = SimpleNamespace(Popen=ForkedChild, TimeoutExpired=subprocess.TimeoutExpired)
+"""What `pipeline.processes` takes for `subprocess` to fork loader workers: a program would import
+for a quarter of a second."""
 
 
 def run_script(

@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -85,8 +86,12 @@ def ensure_running() -> None:
         server._forkserver_address = address
         server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
         server.ensure_running = resource_tracker.ensure_running
-    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # which is read by an import
-        server.ensure_running()
+    blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # it is to hear of ended children
+    try:
+        with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # which is read by an import
+            server.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 _turn = threading.RLock()
@@ -129,13 +134,12 @@ class Popen(subprocess.Popen[str]):
             env: Its environment; None for that of this process.
             cwd: Its folder; None for that of this process.
             start_new_session: It leads a session and a group of its own.
-            pass_fds: Descriptors that it gets. Code in `words` has them as first arguments, `(7,`
-                or `(7)`; it is run with the numbers that they have in the process.
+            pass_fds: Descriptors that it gets: none, for they would have other numbers.
         """
+        assert not pass_fds
         with _turn:  # the environment is empty for a moment when `patch.dict` restores it
             own = dict(env or os.environ)
-        passed = {number: _Inherited(number) for number in pass_fds}
-        self._settings = own, str(cwd or Path.cwd()), start_new_session, passed
+        self._settings = own, str(cwd or Path.cwd()), start_new_session
         command = [sys.executable, *map(str, words)]
         super().__init__(command, stdin=stdin, stdout=stdout, stderr=stderr, text=True)
 
@@ -192,9 +196,9 @@ def _program(words: list[str], **options: Any) -> Popen:
     return Popen(words[1:], **options)
 
 
-PROGRAMS = SimpleNamespace(Popen=_program, DEVNULL=subprocess.DEVNULL)
-"""What `jobs.executors` takes for `subprocess` to start the program of its workers warm: it would
-import for a second."""
+PROGRAMS = SimpleNamespace(Popen=_program, TimeoutExpired=subprocess.TimeoutExpired)
+"""What `pipeline.processes` takes for `subprocess` to start children warm: the workers of
+`pretokenize` would import for a second."""
 
 
 def run(
@@ -225,7 +229,6 @@ def _become(
     env: dict[str, str],
     cwd: str,
     is_leader: bool,
-    passed: dict[int, _Inherited],
 ) -> None:
     # At the exit, the finalizers of torch's operators would take 50 ms.
     weakref.finalize._registry = {}  # type: ignore[attr-defined]
@@ -237,9 +240,6 @@ def _become(
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    for number, inherited in passed.items():
-        for end in ",)":
-            words = [word.replace(f"({number}{end}", f"({inherited.number}{end}") for word in words]
     os.environ.clear()
     os.environ.update(env)
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in env

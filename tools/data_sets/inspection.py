@@ -13,7 +13,7 @@ from tokenfeed.pipeline.format.store import LocalStore, Place, open_store
 from tokenfeed.pipeline.text import count_of, facts, public
 from tokenfeed.tools.data_sets.cat import DataSet
 from tokenfeed.tools.encoding.chat_messages import UNREAD_KEY
-from tokenfeed.tools.jobs.run_records import Progress
+from tokenfeed.tools.jobs.run_records import progress_of
 from tokenfeed.tools.shell.console import print_json
 
 _BAR_WIDTH = 40
@@ -33,7 +33,7 @@ class Inspect:
         """Print the description or the manifest."""
         progress = _progress(self.out)
         if progress and self.json:
-            print_json(_progress_facts(progress))
+            print_json(progress)
             return 0
         if progress:
             print(_described(progress, self.out))
@@ -46,37 +46,20 @@ class Inspect:
         return 0
 
 
-def _progress(out: str) -> Progress | None:
+def _progress(out: str) -> dict[str, Any] | None:
     """Return the progress of the unfinished run in an output; None for all else."""
     try:
         store = open_store(out)
         is_place = isinstance(store, Place) and (
             not isinstance(store, LocalStore) or store.folder.is_dir()
         )
-        return Progress.read(store) if is_place else None  # type: ignore[arg-type]
+        return progress_of(store) if is_place else None  # type: ignore[arg-type]
     except RemoteError:
         return None  # reading the manifest says why
 
 
-def _progress_facts(progress: Progress) -> dict[str, Any]:
-    results, planned = progress.results.values(), progress.planned
-    return {
-        "finished": False,
-        "corpus": progress.corpus,
-        "units_done": len(results),
-        "units_planned": planned,
-        "units_missing": [n for n in range(planned or 0) if n not in progress.results],
-        "rows": sum(shard.rows for result in results for shard in result.shards.values()),
-        "tokens": sum(shard.tokens for result in results for shard in result.shards.values()),
-        "rejected": sum(result.rejected for result in results),
-        "first_reject": progress.first_reject,
-        "failures": progress.failures,
-    }
-
-
-def _described(progress: Progress, out: str) -> str:
+def _described(known: dict[str, Any], out: str) -> str:
     """Return how far an unfinished run is, as text."""
-    known = _progress_facts(progress)
     missing, reject = known["units_missing"], known["first_reject"]
     shown = ", ".join(map(str, missing[:_SHOWN_NAMES]))
     shown += ", ..." if len(missing) > _SHOWN_NAMES else ""
@@ -84,12 +67,12 @@ def _described(progress: Progress, out: str) -> str:
     if reject:
         rejects += f"; first {reject['file']}, record {reject['record']}: {reject['reason']}"
     units = "not planned yet"
-    if progress.planned is not None:
-        units = f"{known['units_done']:,} of {progress.planned:,} done"
-    failures = (f"part {part}: {error}" for part, error in progress.failures.items())
+    if known["units_planned"] is not None:
+        units = f"{known['units_done']:,} of {known['units_planned']:,} done"
+    failures = (f"part {part}: {error}" for part, error in known["failures"].items())
     return facts(
         {
-            "unfinished": f"{public(out)}, of {' '.join(progress.corpus)}",
+            "unfinished": f"{public(out)}, of {' '.join(known['corpus'])}",
             "units": units,
             "missing": f"{shown} (--part I/N has the units whose number divided by N leaves I)"
             if missing
@@ -97,10 +80,8 @@ def _described(progress: Progress, out: str) -> str:
             "rows": f"{known['rows']:,} with {known['tokens']:,} tokens so far",
             "rejects": rejects,
             "failures": "\n".join(failures),
-            "next": "the same command with --finish makes the data set"
-            if progress.planned is not None and not missing
-            else "repeat the command of each part that ended early; when all parts have ended, the "
-            "same command with --finish. A command without --part continues by itself",
+            "next": "repeat the command of each part that ended early, or run --finish "
+            "when all parts have ended. A command without --part continues by itself",
         }
     )
 

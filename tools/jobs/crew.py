@@ -21,15 +21,9 @@ from typing import Any, NamedTuple, Protocol
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, FileInfo, file_info
 from tokenfeed.pipeline.format.store import Place
+from tokenfeed.pipeline.processes import ENVIRONMENT, Ended, Failure, report, sendable
 from tokenfeed.tools.jobs import executors
-from tokenfeed.tools.jobs.executors import (
-    CLUSTERS,
-    ENVIRONMENT,
-    Cluster,
-    Runner,
-    WorkerLost,
-    sendable,
-)
+from tokenfeed.tools.jobs.executors import CLUSTERS, Cluster, Runner
 from tokenfeed.tools.jobs.run_records import versions
 
 logger = logging.getLogger(__name__)
@@ -80,10 +74,6 @@ class WorkerDied(TokenfeedError):
 class _Finished(NamedTuple):
     result: Any
     num_tokens: int
-
-
-class _Failure(NamedTuple):
-    error: BaseException
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,10 +129,10 @@ def _begin(job: bytes) -> None:
 
 def _count(weight_bytes: float, num_tokens: int, at: str = "") -> None:
     _own.tokens += num_tokens
-    executors.report(Done(weight_bytes, num_tokens, at))
+    report(Done(weight_bytes, num_tokens, at))
 
 
-def _do_unit(job: bytes, unit: Any) -> _Finished | _Failure:
+def _do_unit(job: bytes, unit: Any) -> _Finished | Failure:
     """Do a unit. Return an error as the result, because a cluster repeats units that raise.
 
     Raises:
@@ -155,7 +145,7 @@ def _do_unit(job: bytes, unit: Any) -> _Finished | _Failure:
     except OSError:
         raise
     except BaseException as error:  # a panic of a library in Rust is not an Exception
-        return _Failure(sendable(error))
+        return Failure(sendable(error))
 
 
 class Crew:
@@ -170,7 +160,7 @@ class Crew:
     ) -> None:
         self._cluster, self._job, self._on_progress = cluster, job, on_progress
         self._waiting = iter(units)
-        self._given: dict[Future[_Finished | _Failure], Weighed] = {}
+        self._given: dict[Future[_Finished | Failure], Weighed] = {}
         self._is_waited_for = False
         self.reports: SimpleQueue[Done] = SimpleQueue()
         """Reports of progress, from other threads."""
@@ -219,10 +209,10 @@ class Crew:
     def _give(self, unit: Weighed) -> None:
         self._given[self._cluster.executor.submit(_do_unit, self._job, unit)] = unit
 
-    def _result(self, future: "Future[_Finished | _Failure]", unit: Weighed) -> Any:
+    def _result(self, future: "Future[_Finished | Failure]", unit: Weighed) -> Any:
         try:
             answer = future.result()
-        except WorkerLost as lost:
+        except Ended as lost:
             at = getattr(lost.progress, "at", "")
             raise _killed(f", at {unit}" + (f", after {at}" if at else "")) from None
         except OSError:
@@ -231,7 +221,7 @@ class Crew:
             if self._cluster.is_local:  # of the beginning, before any unit
                 raise
             raise WorkerDied(_given_up(unit, error)) from error
-        if isinstance(answer, _Failure):
+        if isinstance(answer, Failure):
             raise answer.error
         if not self._cluster.is_local:
             self._on_progress(Done(unit.weight_bytes, answer.num_tokens))
@@ -253,9 +243,10 @@ def local_crew(
     executor = executors.local_executor()
     try:
         job = pickle.dumps(Job(work=work))
+        executor.prepare(partial(_begin, job))
         try:
-            executor.fork(partial(_begin, job), num_workers)
-        except WorkerLost:
+            executor.start(num_workers)
+        except Ended:
             raise _killed() from None
         cluster = Cluster(executor, lambda: num_workers, is_local=True)
         crew = Crew(cluster, job, units, on_progress)

@@ -214,7 +214,7 @@ class RunRecords:
 
     def _load(self, part: JobPart) -> None:
         """Read the records of a part, and check the files that they name."""
-        names = sorted(name for name in self._output.names(PARTS_FOLDER) if _is_record(name, part))
+        names = recorded_units(self._output, part)
         records = [each for each in results_of(self._record, names, _AT_ONCE) if each]
         self.results = {result.unit: result for result, _ in records}
         self._keep_whole({file: time for _, times in records for file, time in times.items()})
@@ -248,48 +248,38 @@ class RunRecords:
         return bool(damaged)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far an unfinished run is."""
-
-    corpus: list[str]
-    """The input, as the command names it."""
-    planned: int | None
-    """Number of units; None before the run has planned them."""
-    results: dict[int, "UnitResult"]
-    """Finished units by number."""
-    failures: dict[str, str]
-    """The last error of each part that failed, by the part."""
-    first_reject: dict[str, Any] | None
-    """The first rejected record so far."""
-
-    @classmethod
-    def read(cls, output: Place) -> Self | None:
-        """Return the progress of the unfinished run in an output, None if it has none."""
-        if not is_begun(output):
-            return None
-        plan, records = kept_plan(output), RunRecords(output)
-        names = sorted(output.names(PARTS_FOLDER))
-        found = [name for name in names if _is_record(name, JobPart(0, 1))]
-        results = [each[0] for each in results_of(records._record, found, _AT_ONCE) if each]
-        failures: dict[str, str] = {}
-        for name in names:
-            if name.startswith(_FAILED):
-                with contextlib.suppress(*_DAMAGED, FileNotFoundError):
-                    failure = json.loads(output.read(f"{PARTS_FOLDER}/{name}"))
-                    failures[str(failure["part"])] = str(failure["error"])
-        rejects = next((result.reject_file for result in results if result.reject_file), None)
-        first = None
-        if rejects:
+def progress_of(output: Place) -> dict[str, Any] | None:
+    """Return how far the unfinished run in an output is, as `shards inspect --json` prints it; None
+    if it has none."""
+    if not is_begun(output):
+        return None
+    plan, records = kept_plan(output), RunRecords(output)
+    found = results_of(records._record, recorded_units(output), _AT_ONCE)
+    results = {each[0].unit: each[0] for each in found if each}
+    failures: dict[str, str] = {}
+    for name in sorted(output.names(PARTS_FOLDER)):
+        if name.startswith(_FAILED):
             with contextlib.suppress(*_DAMAGED, FileNotFoundError):
-                first = json.loads(output.read(rejects.file).splitlines()[0])
-        return cls(
-            corpus=list(map(str, _job_of(output)["recipe"].get("CORPUS", []))),
-            planned=len(plan["units"]) if plan else None,
-            results={result.unit: result for result in results},
-            failures=failures,
-            first_reject=first,
-        )
+                failure = json.loads(output.read(f"{PARTS_FOLDER}/{name}"))
+                failures[str(failure["part"])] = str(failure["error"])
+    first, planned = None, len(plan["units"]) if plan else None
+    rejects = (result.reject_file for result in results.values() if result.reject_file)
+    if reject_file := next(rejects, None):
+        with contextlib.suppress(*_DAMAGED, FileNotFoundError):
+            first = json.loads(output.read(reject_file.file).splitlines()[0])
+    shards = [shard for result in results.values() for shard in result.shards.values()]
+    return {
+        "finished": False,
+        "corpus": list(map(str, _job_of(output)["recipe"].get("CORPUS", []))),
+        "units_done": len(results),
+        "units_planned": planned,
+        "units_missing": [number for number in range(planned or 0) if number not in results],
+        "rows": sum(shard.rows for shard in shards),
+        "tokens": sum(shard.tokens for shard in shards),
+        "rejected": sum(result.rejected for result in results.values()),
+        "first_reject": first,
+        "failures": failures,
+    }
 
 
 def check_recipe(output: Place, recipe: dict[str, Any], changed: str = "") -> None:
@@ -391,6 +381,12 @@ def kept_plan(output: Place) -> dict[str, Any] | None:
         if xxhash.xxh3_64_hexdigest(json.dumps(plan).encode()) == content["xxh3"]:
             return plan
     return None
+
+
+def recorded_units(output: Place, part: JobPart | None = None) -> list[str]:
+    """Return the names of the records of finished units, of a part or of the whole run."""
+    share = part or JobPart(0, 1)
+    return sorted(name for name in output.names(PARTS_FOLDER) if _is_record(name, share))
 
 
 def is_begun(output: Place) -> bool:

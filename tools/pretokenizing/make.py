@@ -9,17 +9,19 @@ import contextlib
 import json
 import logging
 import time
+from dataclasses import replace
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest, read_checked
 from tokenfeed.tools.corpus.spool import Spool
 from tokenfeed.tools.encoding.chat_messages import UNREAD_KEY
 from tokenfeed.tools.encoding.record_blocks import UnitResult
-from tokenfeed.tools.jobs.claim import recognise, remember, withdraw
+from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
 from tokenfeed.tools.jobs.run_records import (
     JobPart,
     RunRecords,
     planning_alone,
+    recorded_units,
     remove_records,
 )
 from tokenfeed.tools.pretokenizing.commit import commit
@@ -38,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 
 def make_part(options: Options) -> PartSummary:
-    """Make one part of the data set that `options` describe.
+    """Make one part of the data set that `options` describe. The last part to end makes the data
+    set.
 
     Args:
         options: The options of the command. All parts have the same except for `part`.
@@ -51,6 +54,7 @@ def make_part(options: Options) -> PartSummary:
     if inputs.state == "finished":
         _, num_units = recognise(output, inputs.recipe)
         num_units = resumed_units = sum(map(part.has, range(num_units)))
+        is_complete = True
     else:
         with contextlib.ExitStack() as stack:
             with planning_alone(output) if inputs.plan is None else contextlib.nullcontext():
@@ -61,14 +65,32 @@ def make_part(options: Options) -> PartSummary:
             num_units, resumed_units = len(run.own_units), len(records.results)
             with records.noting_failure(part):
                 run_units(run, records)
+        is_complete = _finished_by_last(options, len(run.units), records)
     return PartSummary(
         out=str(output),
         part=str(options.part),
         units=num_units,
         resumed_units=resumed_units,
         already_finished=inputs.state == "finished",
+        is_complete=is_complete,
         seconds=round(time.perf_counter() - started, 2),
     )
+
+
+def _finished_by_last(options: Options, num_units: int, records: RunRecords) -> bool:
+    """Make the data set if every part has ended. Return whether it is made.
+
+    In a folder, the part that leaves last makes it, because a part keeps its lock until its units
+    are recorded. In a store, two parts may do so at once: they write the same bytes. If a part has
+    found the fast engine wrong, units of other parts may have to be encoded again.
+    """
+    if len(recorded_units(options.output)) < num_units or records.engine_rejected:
+        return False
+    try:
+        make_dataset(replace(options, part=None, finish=True))
+    except (ConfigError, FileNotFoundError):  # another part is at work, or has just made it
+        return state_of(options.output) == "finished"
+    return True
 
 
 def make_dataset(options: Options, spool: Spool = tuple) -> Summary:

@@ -145,9 +145,9 @@ class Options:
     runner."""
     part: Annotated[str, text("I/N")] | None = None
     """Encode only part I, counted from 0, of N parts: for job arrays on machines that share CORPUS,
-    and OUT if it is a folder. When all parts have ended, run --finish."""
+    and OUT if it is a folder. The part that ends last makes the data set."""
     finish: bool = False
-    """Make the data set from the output of all parts. Encode what the parts did not finish."""
+    """Make the data set although parts are missing: encode what they did not finish."""
     special_tokens_in_text: Literal["plain", "split"] = "plain"
     """How to encode the text of a special token inside a document: as plain text, or as its id."""
     shard_size: Size | Literal["auto"] = "auto"

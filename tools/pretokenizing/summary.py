@@ -33,15 +33,19 @@ class PartSummary:
     """Units of this part that were finished before."""
     already_finished: bool
     """Whether the data set was already finished."""
+    is_complete: bool
+    """Whether the data set is finished now: all other parts have ended."""
     seconds: float
 
     def __str__(self) -> str:
         if self.already_finished:
             return f"part {self.part} of {self.out}: the data set is already finished"
         resumed = f", {self.resumed_units:,} of them before" if self.resumed_units else ""
+        last = "the part that ends last makes the data set, or `--finish` without it"
+        what = "the data set is finished" if self.is_complete else last
         return (
             f"part {self.part} of {self.out}: {count_of(self.units, 'unit')} finished{resumed}, in "
-            f"{self.seconds:,.1f} s; `--finish` makes the data set when the parts have ended"
+            f"{self.seconds:,.1f} s; {what}"
         )
 
 

@@ -126,19 +126,18 @@ def test_finish_encodes_units_of_missing_parts(
     assert make(lines, out, tokenizer, validation=0.1, finish=True).already_finished
 
 
-def test_finish_encodes_nothing_that_parts_of_other_counts_have_done(
+def test_parts_of_other_counts_do_nothing_twice(
     lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes]
 ) -> None:
     out = tmp_path / "out"
-    part("0/3", lines, out, tokenizer, validation=0.1)
-    for index in range(2):
-        part(f"{index}/2", lines, out, tokenizer, validation=0.1)
-    made = make(lines, out, tokenizer, validation=0.1, finish=True)
-    assert made.resumed_units == made.units
+    first = part("0/3", lines, out, tokenizer, validation=0.1)
+    both = [part(f"{index}/2", lines, out, tokenizer, validation=0.1) for index in range(2)]
+    assert sum(each.resumed_units for each in both) == first.units
+    assert [each.is_complete for each in both] == [False, True]
     assert files_of(out) == undisturbed
 
 
-def test_finish_is_rejected_while_a_part_is_at_work(
+def test_the_part_that_ends_last_makes_the_data_set_and_no_other_does(
     lines: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     out = tmp_path / "out"
@@ -149,7 +148,12 @@ def test_finish_is_rejected_while_a_part_is_at_work(
         part("2/3", lines, out, tokenizer)
         with pytest.raises(ConfigError, match="writing here, or a part of a run"):
             make(lines, out, tokenizer, finish=True)
-    make(lines, out, tokenizer, finish=True)
+        assert not (out / "manifest.json").exists()
+        assert not part("1/3", lines, out, tokenizer).is_complete  # the other one is at work
+    last = part("1/3", lines, out, tokenizer)
+    assert last.is_complete
+    assert last.resumed_units == last.units
+    assert make(lines, out, tokenizer).already_finished
 
 
 def test_part_of_another_command_is_rejected(lines: Path, tmp_path: Path, tokenizer: Path) -> None:
@@ -172,8 +176,10 @@ def test_the_limit_on_rejects_holds_over_all_parts(
     corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     (corpus / "0.jsonl").write_text('{"text": 1}\n')
-    for index in range(5):
+    for index in range(4):
         part(f"{index}/5", corpus, tmp_path / "out", tokenizer, max_rejects=2)
+    with pytest.raises(CorpusError, match="`--max-rejects 2` ends the run here"):
+        part("4/5", corpus, tmp_path / "out", tokenizer, max_rejects=2)
     with pytest.raises(CorpusError, match="`--max-rejects 2` ends the run here"):
         make(corpus, tmp_path / "out", tokenizer, finish=True, max_rejects=2)
     make(corpus, tmp_path / "out", tokenizer, finish=True, max_rejects=3)
@@ -230,7 +236,7 @@ def test_a_job_that_is_damaged_is_told(
 def test_finish_leaves_folders_that_are_not_its_own(
     lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes], folder: str
 ) -> None:
-    part("0/1", lines, tmp_path / "out", tokenizer, validation=0.1)
+    part("0/2", lines, tmp_path / "out", tokenizer, validation=0.1)
     (tmp_path / "out" / folder).mkdir(parents=True)
     make(lines, tmp_path / "out", tokenizer, validation=0.1, finish=True)
     assert files_of(tmp_path / "out") == undisturbed

@@ -211,11 +211,7 @@ def test_inspect_says_how_far_an_unfinished_run_is(
     ):
         part("1/3", corpus, out, tokenizer, workers=1)
     assert "failures part 1/3: the disk is full\n" in inspected(out)
-    for index in (1, 2):
-        part(f"{index}/3", corpus, out, tokenizer)
-    said = inspected(out)
-    assert f"{planned} of {planned} done\n" in said
-    assert "failures" not in said
-    assert "next the same command with --finish makes the data set\n" in said
-    make(corpus, out, tokenizer, finish=True)
+    part("1/3", corpus, out, tokenizer)
+    assert "failures" not in inspected(out)
+    part("2/3", corpus, out, tokenizer)
     assert "fingerprint" in inspected(out)
