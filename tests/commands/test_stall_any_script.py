@@ -56,16 +56,12 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.long  # `test_stall.py` has such scripts
 @pytest.mark.parametrize(
     ("fault", "cause", "faults"),
     [
         ("none", "data", [[FETCH, 0.06, False], [NEXT, 0.0, True]]),
-        pytest.param(
-            "evaluation",
-            "evaluation",
-            [["torch.randn", 0.04, False], ["__main__.evaluate", 0.0, True]],
-            marks=pytest.mark.long,
-        ),
+        ("evaluation", "evaluation", [["torch.randn", 0.04, False], [EVALUATE, 0.0, True]]),
     ],
 )
 def test_share_is_that_of_a_stopwatch_in_the_process(
@@ -76,7 +72,7 @@ def test_share_is_that_of_a_stopwatch_in_the_process(
     assert found["truth"] > 0.05
 
 
-@pytest.mark.long  # `test_stall.py` has such a script
+@pytest.mark.long
 def test_share_of_the_batches_of_a_generator_is_that_of_a_stopwatch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(OWN)

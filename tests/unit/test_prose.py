@@ -77,9 +77,10 @@ def files() -> Iterator[Path]:
         yield from found
 
 
-@pytest.mark.parametrize("path", list(files()), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_prose_has_no_forbidden_phrase(path: Path) -> None:
-    assert found_in(prose_of(path)) == []
+def test_prose_has_no_forbidden_phrase() -> None:
+    found = {path.relative_to(ROOT).as_posix(): found_in(prose_of(path)) for path in files()}
+    assert len(found) > 200
+    assert {name: phrases for name, phrases in found.items() if phrases} == {}
 
 
 @pytest.mark.parametrize(

@@ -155,14 +155,14 @@ def test_a_cache_serves_the_share_that_it_keeps(store: RangedFolder, tmp_path: P
     eviction has more, because an epoch reads every record batch once."""
     (split,) = open_splits([store], "train")
     total = sum(path.stat().st_size for path in store.folder.glob("train/*"))
-    for share in (0.25, 0.5, 0.75):
-        settings = settings_of(tmp_path / str(share), int(total * (share + 0.1)))
-        maker = maker_of(store, replace(settings, passing_bytes=int(total * 0.1)))
-        epochs(maker, 1)
-        before = len(store.requests())
-        epochs(maker, 4)
-        served = 1 - (len(store.requests()) - before) / (4 * split.batches)
-        assert served > share - 0.06
+    share = 0.5
+    settings = settings_of(tmp_path, int(total * (share + 0.1)))
+    maker = maker_of(store, replace(settings, passing_bytes=int(total * 0.1)))
+    epochs(maker, 1)
+    before = len(store.requests())
+    epochs(maker, 4)
+    served = 1 - (len(store.requests()) - before) / (4 * split.batches)
+    assert served > share - 0.06
 
 
 def test_the_split_that_fits_comes_in_few_large_requests(
