@@ -25,7 +25,7 @@ from tokenfeed.tools.pretokenize import needs_workers
 if TYPE_CHECKING:
     from tokenfeed.pipeline.format.manifest import Manifest
     from tokenfeed.tools.corpus.spool import Spooled
-    from tokenfeed.tools.encoding.tasks import TaskName
+    from tokenfeed.tools.encoding.tasks.registry import TaskName
     from tokenfeed.tools.pretokenizing.options import Options
     from tokenfeed.tools.pretokenizing.summary import Summary
 
@@ -259,7 +259,7 @@ def _spooled(
     from tokenfeed.tools.corpus.field_paths import possible_columns
     from tokenfeed.tools.corpus.records import FieldKind
     from tokenfeed.tools.corpus.spool import NAMED_RECORDS, class_names, json_lines, spool
-    from tokenfeed.tools.encoding.tasks import ChatEncoder
+    from tokenfeed.tools.encoding.tasks.chat import ChatEncoder
     from tokenfeed.tools.jobs.progress_bar import bytes_read
 
     is_any_layout = options.task == "chat" and not options.field

@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.protocol import summary, write_result
 from tokenfeed.tools.encoding.chat import ChatTemplate
 from tokenfeed.tools.encoding.engines import ReferenceEngine
-from tokenfeed.tools.encoding.tasks import ChatEncoder
+from tokenfeed.tools.encoding.tasks.chat import ChatEncoder
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 

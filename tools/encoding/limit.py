@@ -17,7 +17,7 @@ import xxhash
 from tokenfeed.tools.corpus.units import Unit, UnverifiedError
 from tokenfeed.tools.encoding.engines import Engine, ReferenceEngine, Unencodable, load_engine
 from tokenfeed.tools.encoding.record_blocks import RecordBlock, UnitCounts, read_record_blocks
-from tokenfeed.tools.encoding.tasks import TaskEncoder
+from tokenfeed.tools.encoding.tasks.base import TaskEncoder
 from tokenfeed.tools.encoding.template import Template
 
 TRAIN, VALIDATION = "train", "validation"

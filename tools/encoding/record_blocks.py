@@ -29,7 +29,7 @@ from tokenfeed.tools.corpus.records import IdRows, Reject
 from tokenfeed.tools.corpus.units import Unit, fetched_ahead, read_records, with_remedy
 from tokenfeed.tools.encoding.audit import Answers
 from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
-from tokenfeed.tools.encoding.tasks import TaskEncoder
+from tokenfeed.tools.encoding.tasks.base import TaskEncoder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

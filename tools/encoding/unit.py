@@ -46,7 +46,7 @@ from tokenfeed.tools.encoding.record_blocks import (
     UnitResult,
     read_record_blocks,
 )
-from tokenfeed.tools.encoding.tasks import Samples, TaskEncoder
+from tokenfeed.tools.encoding.tasks.base import Samples, TaskEncoder
 from tokenfeed.tools.encoding.template import Template
 
 Report = Callable[[float, int, str], None]

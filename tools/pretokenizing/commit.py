@@ -37,7 +37,7 @@ from tokenfeed.tools.corpus.sources import Known, kind_left_out
 from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
 from tokenfeed.tools.encoding.limit import TRAIN
 from tokenfeed.tools.encoding.record_blocks import UnitResult
-from tokenfeed.tools.encoding.tasks import ChatEncoder
+from tokenfeed.tools.encoding.tasks.chat import ChatEncoder
 from tokenfeed.tools.jobs.claim import changed_file
 from tokenfeed.tools.jobs.crew import PROBES
 from tokenfeed.tools.pretokenizing.prepare import Prepared

@@ -39,7 +39,9 @@ from tokenfeed.tools.encoding.chat import ChatTemplate, tokens_set_by
 from tokenfeed.tools.encoding.chat_renderer import texts_written
 from tokenfeed.tools.encoding.engines import preload
 from tokenfeed.tools.encoding.limit import TRAIN, VALIDATION
-from tokenfeed.tools.encoding.tasks import ChatEncoder, IdsEncoder, TaskEncoder
+from tokenfeed.tools.encoding.tasks.base import TaskEncoder
+from tokenfeed.tools.encoding.tasks.chat import ChatEncoder
+from tokenfeed.tools.encoding.tasks.ids import IdsEncoder
 from tokenfeed.tools.encoding.tokenizer import ModelFiles, TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.jobs.claim import State, state_of
 from tokenfeed.tools.jobs.executors import prepare_early

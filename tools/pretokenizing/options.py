@@ -20,7 +20,8 @@ from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, STANDARD_INPUT
 from tokenfeed.tools.corpus.sources import is_split_name
 from tokenfeed.tools.encoding.fim import FillInMiddle
-from tokenfeed.tools.encoding.tasks import TASK_CLASSES, TaskEncoder, TaskName
+from tokenfeed.tools.encoding.tasks.base import TaskEncoder
+from tokenfeed.tools.encoding.tasks.registry import TASK_CLASSES, TaskName
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 from tokenfeed.tools.jobs.executors import Runner, check_installed
 from tokenfeed.tools.jobs.run_records import JobPart

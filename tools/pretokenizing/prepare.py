@@ -21,7 +21,8 @@ from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine
 from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
 from tokenfeed.tools.encoding.limit import TRAIN, VALIDATION, FindLeast, Mark, find_last
-from tokenfeed.tools.encoding.tasks import CompleteEncoder, Labelled, TaskEncoder
+from tokenfeed.tools.encoding.tasks.base import Labelled, TaskEncoder
+from tokenfeed.tools.encoding.tasks.complete import CompleteEncoder
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings

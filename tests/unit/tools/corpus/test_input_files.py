@@ -21,7 +21,8 @@ from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus, is_split_name
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
-from tokenfeed.tools.encoding.tasks import ClassifyEncoder, TagEncoder
+from tokenfeed.tools.encoding.tasks.classify import ClassifyEncoder
+from tokenfeed.tools.encoding.tasks.tag import TagEncoder
 from tokenfeed.tools.pretokenizing.options import Options
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'

@@ -34,7 +34,8 @@ from tokenfeed.tools.encoding.chat import ChatTemplate
 from tokenfeed.tools.encoding.chat_messages import Conversation, read_messages
 from tokenfeed.tools.encoding.chat_parts import COUNTS, Rendered
 from tokenfeed.tools.encoding.engines import ReferenceEngine
-from tokenfeed.tools.encoding.tasks import ChatEncoder, Samples
+from tokenfeed.tools.encoding.tasks.base import Samples
+from tokenfeed.tools.encoding.tasks.chat import ChatEncoder
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.pretokenize import main

@@ -30,13 +30,11 @@ from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.labels import CountLabels, Labels, find_labels
-from tokenfeed.tools.encoding.tasks import (
-    ClassifyEncoder,
-    CompleteEncoder,
-    LmEncoder,
-    TagEncoder,
-    TaskEncoder,
-)
+from tokenfeed.tools.encoding.tasks.base import TaskEncoder
+from tokenfeed.tools.encoding.tasks.classify import ClassifyEncoder
+from tokenfeed.tools.encoding.tasks.complete import CompleteEncoder
+from tokenfeed.tools.encoding.tasks.lm import LmEncoder
+from tokenfeed.tools.encoding.tasks.tag import TagEncoder
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.shards import main
 

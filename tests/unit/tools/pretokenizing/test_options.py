@@ -8,7 +8,7 @@ from support.commands import call
 
 from tokenfeed.tools import report, shards, train
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
-from tokenfeed.tools.encoding.tasks import TASK_CLASSES
+from tokenfeed.tools.encoding.tasks.registry import TASK_CLASSES
 from tokenfeed.tools.pretokenizing.options import (
     fields_of_tasks,
     input_formats,

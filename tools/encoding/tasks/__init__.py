@@ -1,0 +1,1 @@
+"""Tasks: one file each, and its lines in `registry`."""

@@ -1,0 +1,319 @@
+"""What the tasks have in common: fields of records in, rows with their columns out.
+
+A task is a file of this room: the fields to read, the columns to write, the texts of a record, and
+the rows from their ids. `registry` lists the tasks. A record whose texts have no tokens becomes an
+empty row, which is counted and not written.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from tokenfeed.pipeline.arithmetic import Ragged
+from tokenfeed.pipeline.format.schema import (
+    ENDED_TASKS,
+    INPUT_IDS,
+    LABEL,
+    TOKEN_TYPE_IDS,
+    Column,
+    Task,
+    task_columns,
+)
+from tokenfeed.tools.corpus.records import FieldKind, Fields
+from tokenfeed.tools.encoding.labels import Labels
+from tokenfeed.tools.encoding.template import Template
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+
+FieldValues = dict[str, Any]
+"""The values of R records, by field: a list, or `IdRows`."""
+
+_TASKS_BY_FIELDS = {
+    ("messages",): "chat",
+    ("conversations",): "chat",
+    ("prompt", "chosen", "rejected"): "chat",
+    ("chosen", "rejected"): "chat",
+    ("prompt", "completion"): "complete",
+    ("instruction", "output"): "chat",
+    ("tokens", "tags"): "tag",
+    ("tokens", "ner_tags"): "tag --field tags=ner_tags",
+    ("words", "tags"): "tag --field tokens=words",
+    ("input_ids",): "ids",
+    ("text", "label"): "classify",
+    ("text", "score"): "score",
+}
+"""The value of `--task` for records with these fields, for hints."""
+
+_MEANINGFUL = {"chosen", "rejected", "label", "instruction", "history", "loss_mask", "labels"}
+
+_MEANINGFUL |= {"attention_mask", "completion_mask", "assistant_masks", "weight", "messages"}
+"""Usual names of fields that change what a record means."""
+
+_OTHER_NAMES = {"kto_tag": "label", "functions": "tools"}
+"""Usual names of fields that a task reads only if they are named, with the task's own names."""
+
+Encode = Callable[[list[bytes]], Ragged]
+"""Turns UTF-8 texts into ids; see `Engine.encode`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Encoded records: rows that may still be empty."""
+
+    per_token: dict[str, Ragged]
+    """Ids and what is aligned to them."""
+    per_row: dict[str, np.ndarray]
+    """The task's values a row, shape (R,)."""
+    has_text: np.ndarray
+    """Which rows have a token of their own, beside the template, shape (R,), bool."""
+    unusable: dict[int, str] = field(default_factory=dict)
+    """Rows that cannot be written, and why; `has_text` is False for them."""
+    counts: dict[str, np.ndarray] = field(default_factory=dict)
+    """What users should know of each row, by name, shape (R,), int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEncoder(ABC):
+    """The encoder of a task: from the fields of records to rows.
+
+    A subclass has an attribute for each field of its task. The value is the user's name for the
+    field, or None if the field is not read. The template and the end token stand around the texts.
+    """
+
+    name: ClassVar[Task]
+    """The task of the data set."""
+    option: ClassVar[str] = ""
+    """The value of `--task`, if it is not `name`."""
+    record: ClassVar[str]
+    """A record of the task, described for the help of `--task`."""
+    kinds: ClassVar[Fields]
+    """The kind of each field of the task."""
+    keeps: ClassVar[bool] = False
+    """Whether records can have a value per token, so that `keep` is allowed."""
+    has_texts: ClassVar[bool] = True
+    """Whether `encode` calls an engine."""
+    checks_in_encode: ClassVar[bool] = False
+    """Whether `encode` itself finds the records that `unusable` would return."""
+    add_special_tokens: bool = False
+    keep: tuple[Column, ...] = ()
+    """Columns of the user with a value per token, which are stored beside the ids."""
+
+    @classmethod
+    def variant(cls, fields: Collection[str]) -> type["TaskEncoder"]:
+        """Return the class that reads the given fields, which are named as in the task."""
+        return cls
+
+    @property
+    def fields(self) -> Fields:
+        """The fields to read of each record, by the names of the user."""
+        return {name: self.kinds[own] for own, name in self.named.items()}
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The user's name of each field of the task. Fields that are not read are left out."""
+        names: dict[str, str | None] = {own: getattr(self, own, None) for own in self.kinds}
+        return {own: name for own, name in names.items() if name is not None}
+
+    def remedy(self, reason: str) -> str:
+        """Return the option to give, if records are rejected for lack of a field."""
+        found = re.match("no (?:field|column) `(.*)`; it has: (.*)", reason)
+        if not found:
+            return self._name_inside(reason)
+        missing, present = found[1], {*found[2].split(", ")}
+        if self.named.keys() <= present:  # another field was named
+            return self._name_field(missing)
+        for names, task in _TASKS_BY_FIELDS.items():
+            if present.issuperset(names) and not self.kinds.keys() >= {*names}:
+                return f" Records with `{'` and `'.join(names)}` need `--task {task}`."
+        if present == {"text"} and "text" not in self.kinds:
+            return " Records with `text` alone need `--task lm`."
+        return self._name_field(missing)
+
+    def warning_of(self, field: str) -> str:
+        """Return what to do about a field that is not read; empty if the rows are whole without."""
+        if not self.named.keys() & {"completion", "messages", "chosen", "input_ids"}:
+            return ""
+        if field == "input" and "completion" in self.named:
+            prompt = self.named["prompt"]
+            return f"give --field prompt='{{{prompt}}}\\n{{input}}' completion=NAME"
+        own = _OTHER_NAMES.get(field, field)
+        if own in self.kinds and not (own == "label" and "chosen" in self.named):
+            return f"give --field {own}={field} beside the other fields"
+        if own == "label" and "completion" in self.named:
+            return "--task chat rejects records whose label is false"
+        return (
+            "prepare the records first if it changes their meaning" if field in _MEANINGFUL else ""
+        )
+
+    def _name_inside(self, reason: str) -> str:
+        """Return the option that names a text inside an object or a list; empty without one."""
+        found = re.match("(?:field|column) `(.*)` is (dict|list|struct|large_list)", reason)
+        own = next((own for own, name in self.named.items() if found and name == found[1]), None)
+        if not found or not own:
+            return ""
+        inside = "[0]" if "list" in found[2] else ".KEY"
+        return f" Name the value inside: `--field {own}={found[1]}{inside}`."
+
+    def _name_field(self, missing: str) -> str:
+        """Return the option that names a missing field; empty if no option does."""
+        names = [own for own, name in self.named.items() if name == missing]
+        return f" Name the field: `--field {names[0]}=NAME`." if names else ""
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns that the task adds to the ids."""
+        return (*task_columns(self.name), *self.keep)
+
+    def with_tokenizer(self, json_bytes: bytes) -> Self:
+        """Return the task with facts from tokenizer.json. Each worker calls this once."""
+        return self
+
+    @property
+    def num_texts(self) -> int:
+        """Number of texts in a row. The template may put special tokens between them."""
+        return 1
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The labels in the order of their numbers; empty for a task without labels."""
+        return ()
+
+    def template(self, tokenizer: TextTokenizer) -> Template:
+        """Return the special tokens around the texts of a row, with the end token if the task has
+        one."""
+        return Template.from_tokenizer(
+            tokenizer,
+            num_texts=self.num_texts,
+            special=self.add_special_tokens,
+            end_id=tokenizer.end_id if self.has_end else None,
+        )
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the end token of the tokenizer ends each row."""
+        return self.name in ENDED_TASKS and self.option != "ids"
+
+    @abstractmethod
+    def texts(self, values: FieldValues) -> list[bytes]:
+        """Return a text for each record, to hash the record and to compare engines."""
+
+    def unusable(self, values: FieldValues) -> dict[int, str]:
+        """Records whose fields do not fit together, and why."""
+        return {}
+
+    def check_first(self, values: FieldValues) -> None:  # noqa: B027 - most have nothing to check
+        """Check what only the first records of a run can show.
+
+        Raises:
+            TokenizerError: The rows would be wrong.
+        """
+
+    @abstractmethod
+    def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
+        """Turn R records into R rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labelled(TaskEncoder):
+    """A task with labels, which are numbered in the data set as a whole."""
+
+    labels: Labels = field(default_factory=Labels)
+    """Every label there is; known when the corpus has been read."""
+
+    @property
+    def own_label_field(self) -> str:
+        """The field of the task with the label or labels."""
+        return next(
+            own for own, kind in self.kinds.items() if kind in (FieldKind.LABEL, FieldKind.LABELS)
+        )
+
+    @property
+    def label_field(self) -> str:
+        """The user's name of this field."""
+        return self.named[self.own_label_field]
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The labels, in the order of their numbers."""
+        return self.labels.names
+
+    def numbered(self, labels: list[str]) -> dict[str, np.ndarray]:
+        """Return the column with the number of each record's label."""
+        numbers = map(self.labels.numbers.__getitem__, labels)
+        return {LABEL: np.fromiter(numbers, np.int32, len(labels))}
+
+    def unusable(self, values: FieldValues) -> dict[int, str]:
+        """Return records whose label has no number, once `Labels` has numbered the labels."""
+        numbers, name = self.labels.numbers, self.label_field
+        labels = values[name]
+        of_records = (
+            labels if self.fields[name] is FieldKind.LABELS else [*zip(labels, strict=True)]
+        )
+        if not numbers or numbers.keys() >= set(chain.from_iterable(of_records)):
+            return {}
+        unlike = "a whole number" if self.labels.are_numbers else "a label of the others"
+        return {
+            index: f"field `{name}` has {unknown[0][:40]!r}, expected {unlike}"
+            for index, of_record in enumerate(of_records)
+            if (unknown := [label for label in of_record if label not in numbers])
+        }
+
+
+SHOWN = 20
+"""Characters of a word in a message."""
+
+
+def not_of_type(numbers: np.ndarray, column: Column) -> str:
+    """Return why a column cannot store numbers of float64; empty if it can."""
+    if column.dtype == "float32":
+        most, expected = float(np.finfo(np.float32).max), "a number in the range of float32"
+        wrong = numbers[np.abs(numbers) > most]
+    else:
+        info = np.iinfo(column.dtype)
+        expected = f"{column.dtype}, a whole number from {info.min:,} to {info.max:,}"
+        is_whole = numbers == np.floor(numbers)
+        wrong = numbers[~is_whole | (numbers < info.min) | (numbers > info.max)]
+    return f"has {wrong[0]:g}, expected {expected}" if len(wrong) else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTexts(TaskEncoder):
+    """A task whose rows are texts or pairs of texts, each with a value."""
+
+    text: str = "text"
+    pair: str | None = None
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns that the task adds to the ids."""
+        return task_columns(self.name, pairs=self.pair is not None)
+
+    @property
+    def num_texts(self) -> int:
+        """Number of texts in a row. The template may put special tokens between them."""
+        return 2 if self.pair else 1
+
+    def texts(self, values: FieldValues) -> list[bytes]:
+        """The texts, pairs joined."""
+        texts: list[bytes] = values[self.text]
+        if not self.pair:
+            return texts
+        return list(map(b"\n".join, zip(texts, values[self.pair], strict=True)))
+
+    def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
+        """Turn R records into R rows."""
+        names = (self.text, self.pair) if self.pair else (self.text,)
+        texts = [encode(values[name]) for name in names]
+        per_token = {INPUT_IDS: template.around(*texts)}
+        if self.pair:
+            per_token[TOKEN_TYPE_IDS] = template.types_around(*texts)
+        has_text = np.add.reduce([text.lengths for text in texts]) > 0
+        return Samples(per_token, self.per_row(values), has_text)
+
+    @abstractmethod
+    def per_row(self, values: FieldValues) -> dict[str, np.ndarray]:
+        """The value of each record."""

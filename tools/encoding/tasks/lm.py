@@ -1,0 +1,50 @@
+"""Language modelling: a text becomes ids."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import numpy as np
+
+from tokenfeed.pipeline.format.schema import INPUT_IDS, Task
+from tokenfeed.tools.corpus.records import FieldKind, Fields
+from tokenfeed.tools.encoding.fim import FIM_ROWS, FillInMiddle
+from tokenfeed.tools.encoding.tasks.base import Encode, FieldValues, Samples, TaskEncoder
+from tokenfeed.tools.encoding.template import Template
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmEncoder(TaskEncoder):
+    """Language modelling: a document is a row."""
+
+    name: ClassVar[Task] = "lm"
+    record: ClassVar[str] = "a document"
+    kinds: ClassVar[Fields] = {"text": FieldKind.TEXT}
+    text: str = "text"
+    fim: FillInMiddle | None = None
+    """Cuts some documents in three; None: none."""
+
+    def with_tokenizer(self, json_bytes: bytes) -> Self:
+        """Return the task with the ids of the tokens to fill in the middle."""
+        return replace(self, fim=self.fim.with_tokenizer(json_bytes)) if self.fim else self
+
+    def template(self, tokenizer: TextTokenizer) -> Template:
+        """Return the special tokens around the texts of a row. Check that the tokenizer has those
+        of FIM."""
+        self.with_tokenizer(tokenizer.json_bytes)
+        return super().template(tokenizer)
+
+    def texts(self, values: FieldValues) -> list[bytes]:
+        """The documents."""
+        texts: list[bytes] = values[self.text]
+        return texts
+
+    def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
+        """Turn R records into R rows."""
+        if self.fim is None:
+            ids = encode(values[self.text])
+            return Samples({INPUT_IDS: template.around(ids)}, {}, ids.lengths > 0)
+        arranged = self.fim.arranged(values[self.text])
+        ids, own = self.fim.joined(arranged, encode(arranged.texts))
+        counts = {FIM_ROWS: np.array(arranged.is_cut, np.int64)}
+        return Samples({INPUT_IDS: template.around(ids)}, {}, own > 0, counts=counts)
