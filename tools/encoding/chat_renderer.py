@@ -16,10 +16,14 @@ from tokenfeed.tools.corpus.records import Unusable
 _BEGIN, _END = "tokenfeed_begin", "tokenfeed_end"
 """Variables that a template writes in place of {% generation %} and {% endgeneration %}."""
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-_CAPTURES = re.compile(
-    r"\{%[-+]?\s*(?:macro|call|filter|block|set\b[^=]*?%\})|\brecursive\b|\bimport\b|\binclude\b"
+_KEPT = re.compile(
+    r"\{\#.*?\#\}"
+    r" | \{%[-+]?\s*(?:(macro|call|filter|set\b[^=]*?%\}) | (end(?:macro|call|filter|set)\b)"
+    r" | (generation) | (block|import|from|include|extends)) | \b(recursive)\s*[-+]?%\}",
+    re.DOTALL | re.VERBOSE,
 )
-"""Matches tags that may keep what other tags write."""
+"""Matches comments, the beginnings and ends of what is kept instead of written, {% generation %},
+and other tags that may keep text."""
 _FUEL = 20_000_000
 """Operations of a rendering, and a tenth of the characters that it makes. A message takes about a
 hundred; loops that do not end take seconds."""
@@ -33,6 +37,8 @@ _NO_TEXT_WRITTEN = re.compile(
     | (?:{_TEXT.pattern})\s*(?:[=!]=|(?:not\s+)?in\b)""",
     re.DOTALL | re.VERBOSE,
 )
+_NAMESPACE = re.compile(r"\b(\w+)\s*=\s*namespace\s*\(")
+_ATTRIBUTE_SET = re.compile(r"\bset\s+\w+\s*\.\s*\w+\s*=(.*)", re.DOTALL)
 _INTEGER_BITS = 63
 UNLIKE_SPACE = re.compile(r'"(?:\\[nrtf]|\s)*\\u001[c-f]|\\u001[c-f](?:\\[nrtf]|\s)*"')
 """Matches, in JSON, a text that begins or ends with a character that only Python takes for white
@@ -54,12 +60,17 @@ class Renderer:
             raise Unusable(f"is too long: {len(source):,} characters with {len(tags):,} tags")
         if (longest := max(map(len, tags), default=0)) > _MOST_IN_TAG:
             raise Unusable(f"has a tag of {longest:,} characters, expected {_MOST_IN_TAG:,}")
+        if name := _contained(tags):
+            raise Unusable(
+                f"puts the namespace `{name}` into a namespace: it could contain itself, which "
+                "ends the process"
+            )
         import minijinja  # only for conversations
 
         self._source = source
         self.has_generation = _GENERATION.search(source) is not None
-        self.writes_in_order = _CAPTURES.search(source) is None
-        """Whether all that the template writes is its text: it keeps nothing in a variable."""
+        self.writes_in_order = _writes_in_order(source)
+        """Whether what {% generation %} encloses is written at once, and not kept in a variable."""
         self._environment = made = minijinja.Environment(
             pycompat=True, trim_blocks=True, lstrip_blocks=True, debug=False, fuel=_FUEL
         )
@@ -101,6 +112,17 @@ renderer = functools.cache(Renderer)
 """The renderer of a template, compiled once in a process."""
 
 
+def _contained(tags: list[str]) -> str:
+    """Return a namespace that becomes part of a namespace; empty if there is none.
+
+    A namespace that contains itself overflows the stack when it is written or compared.
+    """
+    names = [name for tag in tags for name in _NAMESPACE.findall(tag)]
+    used = re.compile(rf"(?<![\w.])({'|'.join(names)})\b(?!\s*\.)")
+    values = (each for tag in tags for each in _ATTRIBUTE_SET.findall(tag)) if names else ()
+    return next((match[1] for match in map(used.search, values) if match), "")
+
+
 def texts_written(source: str) -> str:
     """Return a template without comments, and without the texts that it searches or compares."""
     return _NO_TEXT_WRITTEN.sub("", source)
@@ -125,6 +147,15 @@ def rendered_by_transformers(source: str, variables: dict[str, Any]) -> str | No
 def _with_mark(tag: re.Match[str]) -> str:
     left, is_end, right = tag.groups()  # white space is trimmed as for the tag
     return f"{{%{left} if true %}}{{{{ {_END if is_end else _BEGIN} }}}}{{% endif {right}%}}"
+
+
+def _writes_in_order(source: str) -> bool:
+    kept = 0
+    for begins, ends, is_said, other, is_recursive in _KEPT.findall(source):
+        kept += bool(begins) - bool(ends)
+        if other or is_recursive or (is_said and kept):
+            return False
+    return True
 
 
 def to_json(

@@ -438,6 +438,8 @@ BOMBS = {
     "doubled by format": "{% set n = namespace(x='xxxxxxxx') %}{% for i in range(60) %}"
     "{% set n.x = '{}{}'.format(n.x, n.x) %}{% endfor %}{{ n.x | length }}",
     "written": "{% set x = 'x' * 9000000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+    "namespace": "{% set n = namespace() %}{% set n.x = [n] %}{{ n }}",
+    "namespace of a block": "{% with n = namespace() %}{% set n.x = n %}{{ n }}{% endwith %}",
     "padded": "{{ '%9999999999d' | format(1) | length }}",
     "long tag": "{{ 1" + "+1" * 100_000 + " }}",
     "many tags": "{% if 0 %}" + "{% elif 0 %}" * 100_000 + "{% endif %}",
