@@ -103,34 +103,42 @@ def overhead(step_ms: float, *, steps: int = STEPS, pairs: int = PAIRS) -> dict[
     }
 
 
-def counts(steps: int = 64) -> dict[str, float]:
-    """Return calls and instructions of Python that the hooks add to a step."""
-    found = {}
+def counts(steps: int = 31) -> dict[str, float]:
+    """Return the calls and the instructions of Python that the hooks add to most steps."""
+    found: dict[bool, list[float]] = {}
     for is_watched in (False, True):
-        counter = Counter[str]()
+        seen = Counter[str]()
 
-        def trace(frame: Any, event: str, _: Any, counter: Counter[str] = counter) -> Any:
+        def trace(frame: Any, event: str, _: Any, seen: Counter[str] = seen) -> Any:
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            counter[event] += event in ("call", "opcode")
+            seen[event] += 1
             return trace
 
-        def profile(_: Any, event: str, __: Any, counter: Counter[str] = counter) -> None:
-            counter[event] += event == "c_call"
+        def profile(_: Any, event: str, __: Any, seen: Counter[str] = seen) -> None:
+            seen[event] += event == "c_call"
 
         loop, watch = _Loop(0.0), tokenfeed.watch() if is_watched else contextlib.nullcontext()
+        rows, medians = iter(DataLoader(_Rows(), batch_size=4)), []
         with contextlib.redirect_stderr(io.StringIO()), watch:
-            rows = iter(DataLoader(_Rows(), batch_size=4))
             loop.train(rows, 3 * steps)
-            for start in (sys.settrace, sys.setprofile):
-                start(trace if start is sys.settrace else profile)
-                loop.train(rows, steps)
+            for start, watcher, event in (
+                (sys.settrace, trace, "call"),
+                (sys.setprofile, profile, "c_call"),
+                (sys.settrace, trace, "opcode"),
+            ):
+                start(watcher)
+                each = []
+                for _ in range(steps):
+                    before = seen[event]
+                    loop.train(rows, 1)
+                    each.append(seen[event] - before)
                 start(None)
-        found[is_watched] = counter
-    more = {event: (found[True][event] - found[False][event]) / steps for event in found[True]}
-    return {
-        "calls_a_step": round(more["call"] + more["c_call"], 1),
-        "instructions_a_step": round(more["opcode"], 1),
-    }
+                medians.append(median(each))
+        found[is_watched] = medians
+    calls, calls_of_c, instructions = (
+        b - a for a, b in zip(found[False], found[True], strict=True)
+    )
+    return {"calls_a_step": calls + calls_of_c, "instructions_a_step": instructions}
 
 
 if __name__ == "__main__":

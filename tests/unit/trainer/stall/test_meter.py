@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.causes import Cause
-from tokenfeed.trainer.stall.traces import Trace
 
 
 def exact(**changes: Any) -> SimulatedDevice:
@@ -314,40 +313,6 @@ def test_stall_of_any_order_of_a_loop_is_within_its_interval(
     assert report.stall == pytest.approx(sum(part.fraction for part in report.causes.values()))
 
 
-@pytest.mark.parametrize("speed", [0.85, 1.2])
-@pytest.mark.parametrize("launch", [9e-6, 25e-6])
-def test_stall_of_a_device_that_changes_its_speed_is_within_its_interval(
-    speed: float, launch: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The device is as fast as the host at first, or faster."""
-    monkeypatch.setattr("tokenfeed.trainer.stall.traces._MOST_SHARE", 1.0)
-    for name in ("least_seconds", "usual_seconds"):
-        monkeypatch.setattr(SimulatedTracer, name, 0.15)
-    meter: StallMeter | None = None
-    shares = []
-    for device in (
-        SimulatedDevice(launch=launch),
-        SimulatedDevice(launch=launch, meter_seconds=11e-6),
-    ):
-        meter = StallMeter(clock=device) if shares else None
-        begun = device.done, device.idle
-        for step in range(900):
-            device.random.seed(step)
-            if step == 5:
-                begun = device.done, device.idle
-            device.work(300, 10e-6 * (speed if step > 500 else 1.0))
-            if meter:
-                meter.step(1)
-        shares.append((device.idle - begun[1]) / (device.done - begun[0]))
-        device.wait()
-    assert meter is not None
-    meter.close()
-    interval = meter.report().interval
-    assert interval is not None
-    assert interval[0] <= shares[0] <= interval[1]
-    assert interval[1] - interval[0] < 0.06
-
-
 def test_late_launches_and_waits_are_told_apart() -> None:
     late = report_of(SimulatedDevice(launch=25e-6), order="never").causes
     assert late["launch"].fraction > 0.15
@@ -418,16 +383,6 @@ def test_tracer_that_is_not_to_be_trusted_is_not_used_and_the_report_says_why(
     assert device.own_tracer.traces <= 3
 
 
-def test_few_lost_kernels_are_made_up_for() -> None:
-    true = idle_of_loop(SimulatedDevice(launch=25e-6), None)
-    device = SimulatedDevice(launch=25e-6)
-    assert device.own_tracer is not None
-    device.own_tracer.lost_share = 0.015
-    report = report_of(device)
-    assert report.stall == pytest.approx(true, abs=0.01)
-    assert report.interval is not None
-
-
 def test_tracer_that_is_taken_by_the_program_is_used_once_it_is_free() -> None:
     device = SimulatedDevice(launch=25e-6)
     tracer = device.own_tracer
@@ -442,26 +397,6 @@ def test_tracer_that_is_taken_by_the_program_is_used_once_it_is_free() -> None:
     idle_of_loop(device, meter, steps=150)
     device.wait()
     assert meter.report().unmeasured is None
-    meter.close()
-
-
-def test_tracer_that_slows_launches_down_for_ever_widens_interval() -> None:
-    device = SimulatedDevice(launch=25e-6)
-    tracer = device.own_tracer
-    assert tracer is not None
-    stop = tracer.stop
-
-    def slowed() -> Trace:
-        device.launch_seconds = 27.5e-6
-        return stop()
-
-    tracer.stop = slowed  # type: ignore[method-assign]
-    meter = StallMeter(clock=device)
-    idle_of_loop(device, meter, steps=400)
-    device.wait()
-    reading, low = meter.read(), meter.report().interval
-    assert low is not None
-    assert low[0] < reading.fraction - 0.08, "what the tracer costs widens the interval"
     meter.close()
 
 
